@@ -7,7 +7,7 @@
 ==================  ===================================================================================
 """
 
-from autopar.certificate.peak import Peak, over_limit, peak_of
+from autopar.certificate.peak import Peak, has_backward, in_pipeline, over_limit, peak_of
 from autopar.certificate.recount import Report, check
 
-__all__ = ["Peak", "Report", "check", "over_limit", "peak_of"]
+__all__ = ["Peak", "Report", "check", "has_backward", "in_pipeline", "over_limit", "peak_of"]

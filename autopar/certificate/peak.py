@@ -8,13 +8,13 @@ last one does, which works most where a mask is causal: of both, what is the mos
 
 What a plan predicts for this (:mod:`autopar.planner.intra_op.moments`) follows the same step moment by moment without
 running it; of a pipeline's stage it counts what is on its way for other microbatches, too, which this step
-does not have.
+does not have. What other microbatches in flight keep is added to it (:func:`in_pipeline`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from autopar.allocations import Allocations
-from autopar.graph import Graph
+from autopar.certificate.recount import Report
+from autopar.graph import Graph, Ref
 from autopar.lower.collectives import state_step
 from autopar.lower.emit import lower
 from autopar.lower.freed import EMPTIED
@@ -120,12 +121,38 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
     return Peak(count.peak_bytes + 2 * largest, count.at)
 
 
-def over_limit(peak: Peak, plan: StagePlan, cluster: Cluster, asked: int | None) -> str | None:
+def has_backward(graph: Graph) -> bool:
+    """Whether a graph has a loss, or sends something on for which a gradient comes back."""
+    ends = [*graph.outputs[: graph.sends], *([graph.outputs[graph.loss]] if graph.loss is not None else [])]
+    return any(isinstance(x, Ref) and graph.nodes[x.node].needs_grad and graph.spec(x).is_float for x in ends)
+
+
+def in_pipeline(peaks: Sequence[Peak | None], reports: Sequence[Report], plans: Sequence[StagePlan]) -> Peak | None:
+    """The most that a rank of these stages has at once: one of them runs a microbatch, and of all others in flight
+    there is what they keep. Tensors on their way between stages come on top. None where nothing was counted.
+
+    Args:
+        peaks: of one microbatch of each stage.
+    """
+    kept = [plan.in_flight * report.kept_bytes for plan, report in zip(plans, reports, strict=True)]
+    prices = [report.price for report in reports]
+    state = [price.parameter_bytes + price.gradient_bytes + price.optimizer_bytes for price in prices]
+    there = sum(kept) + sum(state)
+    running = [
+        Peak(there - state[s] - reports[s].kept_bytes + peak.n_bytes, peak.at)
+        for s, peak in enumerate(peaks) if peak is not None and plans[s].in_flight
+    ]  # fmt: skip
+    return max(running, key=lambda peak: peak.n_bytes, default=None)
+
+
+def over_limit(peak: Peak, plan: StagePlan, cluster: Cluster, asked: int | None, said_bytes: int) -> str | None:
     """That a step has more at once than the limit within which its plan was made, which may be a little more than the
     plan says; None where it has not.
 
     Args:
+        plan: of a stage on the device.
         asked: the memory limit that the plan was asked to keep to, in bytes; None for what the devices have.
+        said_bytes: what the plan says that there is on the device.
     """
     limit = device_limit(cluster, plan.devices, asked)
     if peak.n_bytes <= limit:
@@ -133,7 +160,7 @@ def over_limit(peak: Peak, plan: StagePlan, cluster: Cluster, asked: int | None)
     whose = "the memory limit that was asked for" if asked is not None else "what may be filled of the device"
     return (
         f"memory: a step has {show_bytes(peak.n_bytes)} at once ({peak.at}), {peak.n_bytes / limit - 1:.1%} more than "
-        f"{whose}, {show_bytes(limit)}; the plan says {show_bytes(plan.price.memory_bytes)}. Make the plan with a "
+        f"{whose}, {show_bytes(limit)}; the plan says {show_bytes(said_bytes)}. Make the plan with a "
         f"memory limit of {int(limit * limit / peak.n_bytes)} bytes or less"
     )
 
@@ -192,4 +219,4 @@ def _used(x: torch.Tensor, slot: Slot, choice: ParamChoice, plan: StagePlan) -> 
     return leaf
 
 
-__all__ = ["Allocations", "Peak", "over_limit", "peak_of"]
+__all__ = ["Allocations", "Peak", "has_backward", "in_pipeline", "over_limit", "peak_of"]

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from unit.test_cli import MODEL
 
+from autopar.certificate import Peak
 from autopar.cli import main
 
 
@@ -65,8 +66,14 @@ def test_certificate(folder: Path) -> None:
     code, out, err = autopar("check", folder / "plan.json")
     assert code == 0 and "certified" in out, err
     code, out, _ = autopar("check", folder / "plan.json", "--json")
-    stages = json.loads(out)["stages"]
+    facts = json.loads(out)
+    stages, said = facts["stages"], json.loads((folder / "plan.json").read_text())["stages"]
     assert [s["failures"] for s in stages] == [[], []] and all(s["seconds"] > 0 for s in stages)
+    fullest = max(sum(n for name, n in s["price"].items() if name.endswith("_bytes")) for s in said)
+    assert 0.95 < facts["peak_bytes"] / fullest <= 1.02  # without what is on its way
+    with mock.patch("autopar.certificate.peak_of", lambda *_: Peak(2**40, "backward: aten.mm")):
+        code, out, _ = autopar("check", folder / "plan.json")
+    assert code == 1 and "1.00 TiB at once (backward: aten.mm)" in out
     with mock.patch("autopar.certificate.recount.optimizer_state_bytes", lambda *_: 1):
         code, out, _ = autopar("check", folder / "plan.json")
     assert code == 1 and "stage 1: optimizer_bytes: the plan says" in out and "certified" not in out
