@@ -19,6 +19,7 @@ from autopar.planner.intra_op.params import peak_bytes
 from autopar.planner.intra_op.price import pricer
 from autopar.planner.intra_op.problem import PRICES
 from autopar.planner.intra_op.recompute import patterns_in
+from autopar.rules.registry import rules_of
 from hardware_profiles import Cluster
 
 WAYS = 1 + len(PRICES)
@@ -217,10 +218,11 @@ class Menus:
 
     def _ways(self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
         priced = pricer(self.cluster, mesh, devices)
+        rules = rules_of(graph)
         peaks = [peak_bytes(graph, plan, priced) for plan in plans]
         ways = []
         for plan, peak in _undominated(plans, peaks):
-            spent, price = phases(graph, plan, priced), plan.price
+            spent, price = phases(graph, plan, priced, rules), plan.price
             ways.append(
                 Way(
                     spent.forward_seconds, spent.backward_seconds, spent.step_seconds,

@@ -43,11 +43,17 @@ class Phases:
         return self.input_seconds + self.weight_seconds - self.split_seconds
 
 
-def phases(graph: Graph, plan: StagePlan, pricer: Pricer) -> Phases:
-    """The phases of a plan; their sum over a step is the plan's price, and what a profile knows beside it."""
+def phases(
+    graph: Graph, plan: StagePlan, pricer: Pricer, rules: Sequence[Rule | None] | None = None
+) -> Phases:  # fmt: skip
+    """The phases of a plan; their sum over a step is the plan's price, and what a profile knows beside it.
+
+    Args:
+        rules: of the graph, where they are at hand.
+    """
     forward = total = weights = 0.0
     second = bool(plan.memory)  # something is done again in the backward
-    rules = rules_of(graph)
+    rules = rules_of(graph) if rules is None else rules
     memo: dict[object, OpSeconds] = {}
     splits: list[float] = []
     chosen: dict[int, Strategy] = {}

@@ -51,7 +51,7 @@ BESIDE = 1.1
 """On more than :data:`SMALL` devices, one group is planned exactly where its estimate is within this factor of the
 best: that is done in a second or two."""
 DEVICES_A_MICROBATCH = 128
-"""On more than :data:`SMALL` devices, the search starts from the number of microbatches with which so many devices get
+"""On more devices than this, the search starts from the number of microbatches with which so many devices get
 one row each time: such as the group of a pipeline of 16 with tensor parallelism over 8, of which each row has one."""
 NUMBERS = 4
 """Numbers of microbatches of which the best few ways are planned exactly; of the best two, all that are near."""
@@ -204,7 +204,7 @@ class _Numbers:
         start = len(self.searches) // 2
         if not self.few:
             # a second microbatch launches everything once more
-            start = 0 if self.searches[start].launches_most() else self._likely_best()
+            start = 0 if self.searches[start].launches_most() else self._likely_best(start)
         for order in (range(start, len(self.searches)), range(start - 1, -1, -1)):
             worse = 0
             for number in order:
@@ -213,9 +213,11 @@ class _Numbers:
                     break
         self._look_deeper()
 
-    def _likely_best(self) -> int:
+    def _likely_best(self, middle: int) -> int:
         """The number of microbatches of which :data:`DEVICES_A_MICROBATCH` have one row each time, where the largest
-        number has microbatches of one row."""
+        number has microbatches of one row; the middle one on fewer devices, which one group may serve best."""
+        if self.searches[0].n_devices <= DEVICES_A_MICROBATCH:
+            return middle
         numbers = [search.asked.microbatches for search in self.searches]
         wanted = log2(numbers[-1] * DEVICES_A_MICROBATCH / self.searches[0].n_devices)
         return min(range(len(numbers)), key=lambda k: abs(log2(numbers[k]) - wanted))

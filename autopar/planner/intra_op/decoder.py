@@ -35,6 +35,12 @@ class Decided(NamedTuple):
     again: frozenset[int] = frozenset()
     tensors: Mapping[str, frozenset[str]] = {}
 
+    @property
+    def cuts(self) -> object:
+        """All but what is done again in the backward; equal for equal decisions about one graph."""
+        names = tuple([strategy.names for strategy in self.ops.values()])
+        return names, tuple(self.params.values()), tuple(self.outputs.values()), tuple(self.inputs.values())
+
 
 @dataclass(frozen=True)
 class Decoder:

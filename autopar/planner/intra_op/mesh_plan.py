@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -174,29 +175,34 @@ class PlansByMemory:
         problem, decoder = self.setting.problem(True, choices=True)
         program = ilp.program(replace(problem, limit_bytes=UNLIMITED), effort=self.setting.options.effort())
         fastest, *others = program.hull(prices, PEAK_SHARE)
-        plans = self._ways(decoder, fastest)
+        plans: dict[object, StagePlan] = {}
+        self._add_ways(decoder, fastest, plans)
         for choice in others:
-            try:
-                plans += self._ways(decoder, choice)
-            except PlanError:  # rounded to strategies between which there is no way
-                continue
-        return plans
+            with suppress(PlanError):  # rounded to strategies between which there is no way
+                self._add_ways(decoder, choice, plans)
+        return list(plans.values())
 
-    def _ways(self, decoder: Decoder, choice: Choice) -> list[StagePlan]:
-        """The same cuts with nothing done again, with what was chosen, and with all that can be."""
+    def _add_ways(self, decoder: Decoder, choice: Choice, plans: dict[object, StagePlan]) -> None:
+        """Add the same cuts with nothing done again, with what was chosen, and with all that can be.
+
+        Args:
+            plans: those made so far, by cuts and by what is done again: choices at rising prices of a byte may differ
+                in the latter alone.
+        """
         decided = decoder.decided(choice.picked, self.setting.folding)
-        nothing = frozenset[int]()
-        plain = self.setting.realise(decided._replace(again=nothing, tensors={}))
-        sets = [(decided.again, decided.tensors), (nothing, {GATHER_AGAIN.name: frozenset(plain.routes)})]
+        cuts, nothing = decided.cuts, frozenset[int]()
+        if cuts not in plans:
+            plans[cuts] = self.setting.realise(decided._replace(again=nothing, tensors={}))
+        sets = [(decided.again, decided.tensors), (nothing, {GATHER_AGAIN.name: frozenset(plans[cuts].routes)})]
         if decoder.again is not None:
             sets.append((decoder.again.every(self.setting.folding), {}))
         sets += [(nothing, tensors) for tensors in decoder.every_waiting(self.setting.folding)]
-        ways = [plain]
-        for number, (again, tensors) in enumerate(sets):
-            if (again, tensors) not in sets[:number]:
+        for again, tensors in sets:
+            key = cuts, again, frozenset((name, keys) for name, keys in tensors.items() if keys)
+            if key not in plans and any(key[1:]):
                 way = self.setting.realise(decided._replace(again=again, tensors=tensors))
-                ways += [way] if way.memory else []
-        return ways
+                if way.memory:
+                    plans[key] = way
 
 
 @uncollected()
