@@ -9,6 +9,7 @@ processes it trains with a process group of ``cpu:gloo,emu:emuccl``, or of ``emu
 from __future__ import annotations
 
 import contextlib
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +60,16 @@ class OnDevice(torch.Tensor):
 class _Event:
     """All that was begun has happened when the next step begins, and not before."""
 
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.times = enable_timing
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds until another one was recorded."""
+        assert self.times and end.times
+        return 1e3 * (end.at - self.at)
+
     def record(self) -> None:
+        self.at = time.perf_counter()
         self.step = Accelerator.current.step if Accelerator.current is not None else -1
 
     def synchronize(self) -> None:

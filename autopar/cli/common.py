@@ -111,11 +111,6 @@ def where_to_run(asked: str, processes: int) -> tuple[str, str]:
     return "cpu", f"{processes} processes on the CPU{few}"
 
 
-def backend_of(device: str) -> str:
-    """The backend of a process group for processes that run on these devices."""
-    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
-
-
 def moved(loaded: Loaded, device: str) -> Loaded:
     """A model and its example inputs on a device."""
     import torch

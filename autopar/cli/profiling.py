@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from autopar.cli.common import (
     styled,
     where_to_run,
 )
+
+if TYPE_CHECKING:
+    from hardware_profiles import Cluster
 
 
 def profile(
@@ -62,21 +65,13 @@ def profile(
     from autopar.clusters import get_cluster
     from autopar.meshes import Mesh
     from autopar.profiling import document as documents
-    from hardware_profiles import list_devices
-
     hardware = get_cluster(cluster)
     if hardware.is_profile:
         raise UsageError(f"{cluster} is a profile itself; name the cluster that it is of")
-    if (kind := hardware.device(0).name) in list_devices() and not kind.startswith("cpu"):
-        raise UsageError(f"{cluster} has devices {kind}; autopar profile measures processors only, such as local-x2")
-    if where_to_run(device, 1)[0] != "cpu":
-        if device == "cuda":
-            raise UsageError("--device is cuda; autopar profile measures processors only. GPUs are priced by the "
-                             "built-in profiles: autopar devices")  # fmt: skip
-        err().print("GPUs are here, and are not measured: autopar profile measures processors only")
     count = processes or min(2, hardware.n_devices)
     if processes is not None and not 1 <= processes <= 2:
         raise UsageError(f"--processes is {processes}; it is 1 or 2: transfers are measured between two")
+    measured_on = on_device_of(cluster, hardware, device, count)
     if microbatches < 1:
         raise UsageError(f"--microbatches is {microbatches}; it is 1 or more")
     if seconds <= 0 or most_ops < 1:
@@ -89,7 +84,7 @@ def profile(
     loaded, captured = load_and_capture(model, batch, seq, parts=microbatches)
     if cluster.endswith((".toml", ".json")):
         cluster = Path(os.path.relpath(Path(cluster).resolve(), output.parent.resolve())).as_posix()
-    asked = documents.ProfilingOptions(seconds, count, meshes, most_ops, timeout=timeout)
+    asked = documents.ProfilingOptions(seconds, count, meshes, most_ops, timeout=timeout, device=measured_on)
     with progress(f"measuring in {count} processes, about {seconds + 20:.0f} s"):
         measured = documents.profile(captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked)
     documents.save(output, measured)
@@ -111,6 +106,35 @@ def profile(
     for what in measured["provenance"]["left_out"]:
         console.print(styled("  [yellow]left out:[/yellow] {}", what))
     console.print(f"written to {output}; plan with it: autopar plan {model} --cluster {output}")
+
+
+def on_device_of(cluster: str, hardware: Cluster, asked: str, count: int) -> str:
+    """``cpu`` or ``cuda``: what is measured, for a cluster whose devices it has to be.
+
+    Raises:
+        UsageError: what the cluster has is not here.
+    """
+    from autopar.detection import record_here
+    from hardware_profiles import device_named, list_devices
+
+    kind = hardware.device(0).name
+    is_known = kind in list_devices()
+    if is_known and kind.startswith("cpu"):
+        if asked == "cuda":
+            raise UsageError(f"--device is cuda, and {cluster} has processors ({kind}); name a cluster of the GPUs "
+                             "that are here: autopar devices lists them")  # fmt: skip
+        return "cpu"
+    found, how = where_to_run(asked, count)
+    if is_known and found == "cpu":
+        raise UsageError(f"{cluster} has devices {kind}, and what would be measured here is {how}; name a cluster of "
+                         "this machine's devices, such as local-x2")  # fmt: skip
+    if is_known:
+        here = record_here()
+        device, reason = device_named(here.product, here.memory_bytes)
+        if device != kind:
+            raise UsageError(f"{cluster} has devices {kind}, and here is {here.product}: {reason or device}")
+    err().print(f"measured are {how}")
+    return found
 
 
 def _line(pair: list[float]) -> str:

@@ -12,7 +12,6 @@ from autopar.cli.common import (
     DeviceOption,
     Json,
     UsageError,
-    backend_of,
     bound,
     check_values,
     model_of,
@@ -72,7 +71,7 @@ def run(
     plan, cluster = bound(document, captured)  # all that can be wrong with the plan is said before processes start
     if captured.graph.loss is None:
         raise UsageError("the model has no scalar loss among its outputs, so it cannot be trained; return the loss")
-    from autopar.runtime.launch import run_local
+    from autopar.runtime.launch import backend_of, run_local
 
     kind, said = where_to_run(device, plan.n_devices)
     if kind == "cpu":

@@ -14,7 +14,6 @@ from autopar.cli.common import (
     Json,
     Seq,
     UsageError,
-    backend_of,
     check_values,
     err,
     load_and_capture,
@@ -171,7 +170,7 @@ def _in_processes(
     from autopar.planner.intra_op.mesh_plan import plan_graph
     from autopar.planner.intra_op.price import pricer
     from autopar.rules.registry import rules_of
-    from autopar.runtime.launch import run_local
+    from autopar.runtime.launch import backend_of, run_local
 
     if captured.graph.loss is None:
         raise UsageError(f"{model} returns no scalar loss, so there is no gradient to compare; return the loss")

@@ -4,6 +4,7 @@
 :mod:`.ops`      which local ops can strategies produce; with what inputs they are measured
 :mod:`.measure`  their seconds, in the order and the circumstances of a running program
 :mod:`.around`   what is not an op: transfers, collectives, gradients that add up, optimizers, the executor itself
+:mod:`.clock`    seconds that a device works: of a thread, or between two events of a stream
 :mod:`.quiet`    what else the machine does meanwhile
 :mod:`.document` all of it as a profile file
 ================ ======================================================================================================

@@ -20,6 +20,7 @@ from autopar.graph import Spec
 from autopar.meshes import Mesh
 from autopar.placements import whole_state
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.profiling.clock import Clock
 from autopar.runtime.groups import channel, groups_for
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.wires import Post, Wire
@@ -38,30 +39,30 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def accumulate_points(*, in_place: bool) -> list[list[float]]:
+def accumulate_points(clock: Clock, *, in_place: bool) -> list[list[float]]:
     """``[bytes, seconds]`` of adding a fresh gradient to one that was last touched long ago, or of making their sum
     anew."""
     points = []
     for n_bytes in ADDED:
         n = n_bytes // 4
-        gradients = [torch.ones(n) for _ in range(max(2, min(64, 2**26 // n_bytes)))]
+        gradients = [torch.ones(n, device=clock.device) for _ in range(max(2, min(64, 2**26 // n_bytes)))]
         times = []
         for k in range(3 * len(gradients) if len(gradients) < 8 else len(gradients)):
-            fresh = torch.ones(n)
-            start = time.thread_time()
+            fresh = torch.ones(n, device=clock.device)
+            worked = clock.work()
             at = k % len(gradients)
             gradients[at] = gradients[at].add_(fresh) if in_place else gradients[at] + fresh
             del fresh
-            times.append(time.thread_time() - start)
+            times.append(worked())
         points.append([n_bytes, median(times)])
     return points
 
 
-def send_points() -> list[list[float]]:
+def send_points(clock: Clock) -> list[list[float]]:
     """``[bytes, seconds]`` of one message between two ranks, there and back, as a pipeline sends it."""
     rank, repeats = dist.get_rank(), 20
     pairs = [(0, 1), (1, 0)]
-    groups = groups_for(torch.device("cpu"))
+    groups = groups_for(clock.device)
     groups.make(channel(*pair) for pair in pairs)
     points = []
     for n_bytes in SIZES:
@@ -72,25 +73,25 @@ def send_points() -> list[list[float]]:
         rows = {r: [Action(r, kind, k) for k in range(repeats) for kind in "FB"] for r in (0, 1)}
         times = []
         if rank < 2:
-            post = Post.of(rank, torch.device("cpu"), (wire,), rows, repeats, groups.channels(pairs))
+            post = Post.of(rank, clock.device, (wire,), rows, repeats, groups.channels(pairs))
             post.begin()
-            value = torch.ones(spec.shape)
+            value = torch.ones(spec.shape, device=clock.device)
             for k in range(repeats):
-                start = time.perf_counter()
+                passed = clock.wall()
                 if rank == 0:
                     post.send(wire, False, k, value)
                     post.take(wire, True, k)
                 else:
                     value = post.take(wire, False, k)
                     post.send(wire, True, k, value)
-                times.append((time.perf_counter() - start) / 2)
+                times.append(passed() / 2)
             post.end()
         dist.barrier()
         points.append([n_bytes, median(times[2:]) if times else 0.0])
     return points
 
 
-def collective_points() -> dict[str, list[list[float]]]:
+def collective_points(clock: Clock) -> dict[str, list[list[float]]]:
     """``[bytes, seconds]`` of each collective among all ranks, until the last has it."""
     world = dist.get_world_size()
     points: dict[str, list[list[float]]] = {}
@@ -98,7 +99,7 @@ def collective_points() -> dict[str, list[list[float]]]:
         rows = []
         for n_bytes in SIZES:
             n = ceil(n_bytes / 4 / world) * world
-            whole, part, landing = torch.ones(n), torch.ones(n // world), torch.empty(n)
+            whole, part, landing = (torch.ones(size, device=clock.device) for size in (n, n // world, n))
             call: dict[str, Callable[[], Any]] = {
                 "all_reduce": partial(dist.all_reduce, whole),
                 "all_gather": partial(dist.all_gather_into_tensor, whole, part),
@@ -108,9 +109,9 @@ def collective_points() -> dict[str, list[list[float]]]:
             times = []
             for _ in range(12 if n_bytes < 2**21 else 6):
                 dist.barrier()
-                start = time.perf_counter()
+                passed = clock.wall()
                 call[kind]()
-                took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+                took = torch.tensor([passed()], dtype=torch.float64)
                 dist.all_reduce(took, dist.ReduceOp.MAX)
                 times.append(took.item())
             rows.append([n_bytes, median(times)])
@@ -118,15 +119,15 @@ def collective_points() -> dict[str, list[list[float]]]:
     return points
 
 
-def optimizer_seconds() -> dict[str, tuple[float, float]]:
+def optimizer_seconds(clock: Clock) -> dict[str, tuple[float, float]]:
     """``(seconds per tensor, seconds per byte)`` of a step and ``zero_grad`` on stored parameters."""
     meshes = [
-        DeviceMesh("cpu", torch.tensor([r]), mesh_dim_names=("data",)) for r in range(dist.get_world_size())
+        DeviceMesh(clock.device.type, torch.tensor([r]), mesh_dim_names=("data",)) for r in range(dist.get_world_size())
     ]  # fmt: skip
     mesh, costs = meshes[dist.get_rank()], {}
 
     def sharded(n: int) -> DTensor:  # ones: pages of zeros are not there before they are read
-        return DTensor.from_local(torch.ones(n), mesh, [Replicate()], run_check=False)
+        return DTensor.from_local(torch.ones(n, device=clock.device), mesh, [Replicate()], run_check=False)
 
     for name, make in OPTIMIZERS.items():
         rows = []
@@ -137,10 +138,10 @@ def optimizer_seconds() -> dict[str, tuple[float, float]]:
                 for p in params:
                     p.grad = sharded(n)
                 dist.barrier()
-                start = time.thread_time()
+                worked = clock.work()
                 optimizer.step()
                 optimizer.zero_grad()
-                times.append((time.thread_time() - start) / len(params))
+                times.append(worked() / len(params))
             rows.append((4.0 * n, median(times[1:])))
         tensor = rows[0][1]
         costs[name] = tensor, max(0.0, (rows[-1][1] - tensor) / rows[-1][0])
@@ -158,9 +159,9 @@ class _Tiny(torch.nn.Module):
         return self.layers(x).square().mean()
 
 
-def executor_spans(cluster: Cluster, layers: int, schedule: str) -> dict[str, float]:
+def executor_spans(cluster: Cluster, layers: int, schedule: str, device: torch.device) -> dict[str, float]:
     """Seconds of the actions of a tiny model in two stages, and of a step beside its actions: lower quartiles, since
-    whatever else the machine does only adds.
+    whatever else the machine does only adds. Seconds are the host's, on every device.
 
     The forward is that of the first stage and everything else of the last: these wait for nobody's tensors.
     """
@@ -170,8 +171,8 @@ def executor_spans(cluster: Cluster, layers: int, schedule: str) -> dict[str, fl
     starts = (next(n.name for n in captured.graph.nodes if n.kind == "op" and n.module == f"layers.{layers}"),)
     asked = PipelineOptions(count, 2, (schedule,), Mesh.of(data=1), starts, may_recompute=False)
     planned = plan_pipeline(captured.graph, cluster, 2, asked)
-    module = PipelineModule(model, captured, planned.plan)
-    batch = x.repeat(count, 1)
+    module = PipelineModule(model, captured, planned.plan, device.type)
+    batch = x.repeat(count, 1).to(device)
     spans: dict[str, list[float]] = {}
     for _ in range(30):
         events = module.record()

@@ -19,11 +19,12 @@ from autopar.errors import PlanError
 from autopar.graph import Graph
 from autopar.meshes import Mesh
 from autopar.profiling.ops import LocalOp, Passes, passes_of
-from autopar.runtime.launch import run_local
+from autopar.runtime.launch import backend_of, run_local
 from cost_models.measured import fit_correction
 from hardware_profiles import Cluster
 from hardware_profiles.measurements import KEY, OTHER, VERSION
 
+PROCESSOR = torch.device("cpu")
 MOST_OPS = 4000
 MOST_BYTES = 2e9
 """What a process may hold of one sequence of ops."""
@@ -37,6 +38,7 @@ class ProfilingOptions:
         seconds: for the ops, about; what is around them takes a quarter of a minute more.
         processes: that measure at the same time.
         meshes: whose cuts are measured, beside whole ops.
+        device: ``cpu``, or ``cuda``, where each process takes its own GPU.
     """
 
     seconds: float = 60.0
@@ -45,6 +47,7 @@ class ProfilingOptions:
     most_ops: int = MOST_OPS
     most_bytes: float = MOST_BYTES
     timeout: float = 1800.0
+    device: str = "cpu"
 
 
 def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: ProfilingOptions) -> dict[str, Any]:
@@ -56,7 +59,10 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Profil
     """
     passes = passes_of(graph, cluster, asked.meshes, asked.most_ops, asked.most_bytes)
     before = os.getloadavg()[0]
-    ranks = run_local(_measure, asked.processes, passes, asked.seconds, cluster, timeout=asked.timeout)
+    ranks = run_local(
+        measure_rank, asked.processes, passes, asked.seconds, cluster, asked.device, timeout=asked.timeout,
+        backend=backend_of(asked.device),
+    )  # fmt: skip
     on_all_ranks = set.intersection(*(set(rank["ops"]) for rank in ranks))
     ops = {op.key: op for one in passes.passes for op in one if op.key in on_all_ranks}
     left_out = [*passes.left_out, *(f"{key}: {why}" for key, why in sorted(ranks[0]["failed"].items()))]
@@ -67,7 +73,7 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Profil
     document: dict[str, Any] = {
         KEY: VERSION, "cluster": name,
         "provenance": {
-            "date": datetime.date.today().isoformat(), "torch": torch.__version__, "processor": processor(),
+            "date": datetime.date.today().isoformat(), "torch": torch.__version__, "processor": ranks[0]["processor"],
             "threads": 1, "processes": asked.processes, "rounds": min(ranks[0]["rounds"], default=0),
             "load": round(before, 2), "others": ranks[0]["others"], "model": model,
             "meshes": [mesh.text for mesh in asked.meshes],
@@ -86,42 +92,52 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Profil
     return document
 
 
-def _measure(passes: Passes, seconds: float, cluster: Cluster) -> dict[str, Any]:
-    """What one rank does."""
+def measure_rank(passes: Passes, seconds: float, cluster: Cluster, device_type: str) -> dict[str, Any]:
+    """What one rank does.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``; it measures on its current one.
+    """
     import torch.distributed as dist
 
     from autopar.profiling import around
+    from autopar.profiling.clock import Clock
     from autopar.profiling.measure import PATIENCE, measure_pass
     from autopar.profiling.quiet import until_quiet
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of the same collectives
     torch.manual_seed(0)
+    device = torch.device(device_type)
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.get_device_module(device_type).current_device())
+    clock = Clock(device)
     ops: dict[str, Any] = {}
     failed: dict[str, str] = {}
     rounds: list[int] = []
     others: list[float] = []
     costs = [sum(sum(op.seconds) + 5e-5 for op in one) for one in passes.passes]
     for one, cost in zip(passes.passes, costs, strict=True):
-        taken, busy = measure_pass(one, seconds * cost / sum(costs), failed)
+        taken, busy = measure_pass(one, seconds * cost / sum(costs), failed, clock)
         others.append(busy)
         rounds.append(min((len(t.forward) for t in taken.values()), default=0))
         for key, value in taken.items():
             ops.setdefault(key, value.medians())
     until_quiet(PATIENCE * seconds)
-    beside_ops: dict[str, Any] = {"optimizers": around.optimizer_seconds()}
-    beside_ops["accumulate"] = around.accumulate_points(in_place=True)
-    beside_ops["accumulate_new"] = around.accumulate_points(in_place=False)
-    beside_ops["transfers"] = around.collective_points() if dist.get_world_size() > 1 else {}
+    beside_ops: dict[str, Any] = {"optimizers": around.optimizer_seconds(clock)}
+    beside_ops["accumulate"] = around.accumulate_points(clock, in_place=True)
+    beside_ops["accumulate_new"] = around.accumulate_points(clock, in_place=False)
+    beside_ops["transfers"] = around.collective_points(clock) if dist.get_world_size() > 1 else {}
     until_quiet(PATIENCE * seconds)
     if dist.get_world_size() > 1:
-        beside_ops["transfers"]["send_recv"] = around.send_points()
+        beside_ops["transfers"]["send_recv"] = around.send_points(clock)
     if dist.get_world_size() == 2:
         until_quiet(PATIENCE * seconds)
         beside_ops["spans"] = {
-            f"{schedule} {layers}": around.executor_spans(cluster, layers, schedule)
+            f"{schedule} {layers}": around.executor_spans(cluster, layers, schedule, device)
             for schedule in ("1f1b", "zb-h1") for layers in (1, 9)
         }  # fmt: skip
-    return {"ops": ops, "failed": failed, "rounds": rounds, "others": max(others, default=0.0), "around": beside_ops}
+    return {"ops": ops, "failed": failed, "rounds": rounds, "others": max(others, default=0.0), "around": beside_ops,
+            "processor": processor(device)}  # fmt: skip
 
 
 def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
@@ -174,8 +190,10 @@ def _mean_points(rows: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]
     return [[points[0][0], mean(p[1] for p in points)] for points in zip(*rows, strict=True)]
 
 
-def processor() -> str:
-    """The name of the processor."""
+def processor(device: torch.device = PROCESSOR) -> str:
+    """The name of a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -218,4 +236,4 @@ def save(path: Path, document: Mapping[str, Any]) -> None:
         raise PlanError(f"cannot write the profile to {path}: {error.strerror}; choose a folder that exists") from error
 
 
-__all__ = ["ProfilingOptions", "dumps", "processor", "profile", "save"]
+__all__ = ["ProfilingOptions", "dumps", "measure_rank", "processor", "profile", "save"]

@@ -4,16 +4,15 @@ A round runs a sequence of ops as a stage runs a microbatch: every op once forwa
 backward, last first, each with its autograd graph. Inputs were just written, as by the op before; parameters were last
 read a round ago; outputs are fresh memory. What is measured is the call from Python, as an emitted program makes it.
 Seconds are those that the calling thread has worked, so what else the machine does counts only as far as it takes
-caches and bandwidth. Of a backward, the price of entering autograd's engine (once a microbatch in a program) is taken
-off. All processes measure at the same time, since they share memory and its bandwidth when they train, each from
-another place of the sequence on, since then too they run different ops.
+caches and bandwidth; on a GPU, those of its stream (:mod:`.clock`). Of a backward, the price of entering autograd's
+engine (once a microbatch in a program) is taken off. All processes measure at the same time, since they share memory
+and its bandwidth when they train, each from another place of the sequence on, since then too they run different ops.
 
 Every third round runs the backward in two halves, first of everything that earlier ops made, then of parameters.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.profiling.clock import Clock
 from autopar.profiling.ops import LocalOp, TensorArgument, values_of
 from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
 from autopar.rules.local import Seed, resolve
@@ -59,9 +59,9 @@ class _Live:
     """An op in a round: its tensors, and what its forward made."""
 
     def __init__(
-        self, op: LocalOp, params: dict[int, torch.Tensor], sources: dict[TensorArgument, torch.Tensor]
+        self, op: LocalOp, params: dict[int, torch.Tensor], sources: dict[TensorArgument, torch.Tensor], clock: Clock
     ) -> None:
-        self.op, self.sources = op, sources
+        self.op, self.sources, self.clock = op, sources, clock
         self.fn = resolve(op.fn) if isinstance(op.fn, str) else op.fn
         self.kept: Any = None
         self.params = params
@@ -70,7 +70,7 @@ class _Live:
 
     def forward(self) -> float:
         """Seconds of the forward."""
-        op, values, seed = self.op, [], torch.tensor(7)
+        op, values, seed = self.op, [], torch.tensor(7, device=self.clock.device)
         self.leaves = []
         for i, tensor in enumerate(op.ins):
             if i in self.params:
@@ -93,9 +93,9 @@ class _Live:
 
         args, kwargs = fill(op.args), {k: fill(v) for k, v in op.kwargs.items()}
         fn = self.fn
-        start = time.thread_time()
+        worked = self.clock.work()
         result = fn(*args, **kwargs)
-        seconds = time.thread_time() - start
+        seconds = worked()
         outs = result if isinstance(result, (tuple, list)) else (result,)
         self.roots = [x for x in outs if isinstance(x, torch.Tensor) and x.requires_grad]
         self.kept = result
@@ -121,10 +121,10 @@ class _Live:
         """Seconds of the whole backward, with the memory that it gives back."""
         roots, grads = self.roots, self.gradients()
         self.roots, self.kept = [], None
-        start = time.thread_time()
+        worked = self.clock.work()
         torch.autograd.backward(roots, grads)
         del roots, grads
-        seconds = time.thread_time() - start
+        seconds = worked()
         self.leaves = []
         for param in self.params.values():
             param.grad = None
@@ -133,36 +133,38 @@ class _Live:
     def half(self, wanted: Sequence[torch.Tensor]) -> float:
         """Seconds of the gradients of some inputs alone."""
         grads = self.gradients()
-        start = time.thread_time()
+        worked = self.clock.work()
         gradients = torch.autograd.grad(self.roots, list(wanted), grads, retain_graph=True, allow_unused=True)
         del grads
-        seconds = time.thread_time() - start
+        seconds = worked()
         del gradients
         return seconds
 
 
 def measure_pass(
-    ops: Sequence[LocalOp], seconds: float, failed: dict[str, str]
+    ops: Sequence[LocalOp], seconds: float, failed: dict[str, str], clock: Clock
 ) -> tuple[dict[str, Taken], float]:
     """Measure a sequence of ops on this rank, together with all other ranks, for about so many seconds; longer while
     others keep the machine busy. Also the processors that others kept busy in the busiest round that counts.
 
     Args:
         failed: gets why an op does not run alone, by its key.
+        clock: of the device that is measured.
     """
-    sources = {t: values_of(t) for op in ops for t in op.ins}
+    device = clock.device
+    sources = {t: values_of(t).to(device) for op in ops for t in op.ins}
     lives: list[_Live] = []
     tried: set[str] = set()
     for op in ops:
         params = {
-            i: values_of(t).requires_grad_(t.grad) for i, t in enumerate(op.ins) if t.param
+            i: values_of(t).to(device).requires_grad_(t.grad) for i, t in enumerate(op.ins) if t.param
         }  # fmt: skip
-        live = _Live(op, params, sources)
+        live = _Live(op, params, sources, clock)
         if op.key not in failed and (op.key in tried or live.runs(failed)):
             lives.append(live)
         tried.add(op.key)
     lives = _turned(lives)
-    entry = engine_seconds()
+    entry = engine_seconds(clock)
     rounds: list[tuple[bool, float, dict[str, Taken]]] = []
     began, waited = CpuWatch(), 0.0
     for number in range(-1, MOST_ROUNDS):
@@ -217,29 +219,29 @@ def _round(lives: Sequence[_Live], taken: dict[str, Taken], entry: float, *, spl
         live.roots, live.leaves, live.kept = [], [], None
 
 
-def engine_seconds() -> float:
+def engine_seconds(clock: Clock) -> float:
     """Entering autograd for a backward of almost nothing."""
     times = []
     for _ in range(200):
-        x = torch.zeros(1, requires_grad=True)
-        y, grad = x.view_as(x), torch.ones(1)
-        start = time.thread_time()
+        x = torch.zeros(1, requires_grad=True, device=clock.device)
+        y, grad = x.view_as(x), torch.ones(1, device=clock.device)
+        worked = clock.work()
         torch.autograd.backward([y], [grad])
-        times.append(time.thread_time() - start)
-    return median(times) - view_seconds()
+        times.append(worked())
+    return median(times) - view_seconds(clock)
 
 
-def view_seconds() -> float:
+def view_seconds(clock: Clock) -> float:
     """One more node in the backward: what a view costs there."""
     times: dict[int, list[float]] = {1: [], 65: []}
     for n in [1, 65] * 50:
-        y = x = torch.zeros(1, requires_grad=True)
+        y = x = torch.zeros(1, requires_grad=True, device=clock.device)
         for _ in range(n):
             y = y.view_as(x)
-        grad = torch.ones(1)
-        start = time.thread_time()
+        grad = torch.ones(1, device=clock.device)
+        worked = clock.work()
         torch.autograd.backward([y], [grad])
-        times[n].append(time.thread_time() - start)
+        times[n].append(worked())
     return max(0.0, (median(times[65]) - median(times[1])) / 64)
 
 

@@ -106,6 +106,11 @@ def run_local(
         del store
 
 
+def backend_of(device: str) -> str:
+    """The backend of a process group for processes that run on these devices: ``cpu`` or ``cuda``."""
+    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
+
+
 def _context(env: Mapping[str, str] | None) -> Any:
     """How ranks start: forked from a server process that has imported torch and autopar once and done nothing else.
 
@@ -266,4 +271,4 @@ def _rank(
         dist.destroy_process_group()
 
 
-__all__ = ["run_local"]
+__all__ = ["backend_of", "run_local"]

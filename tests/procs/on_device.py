@@ -19,6 +19,10 @@ from zoo import ZOO, loss_of
 
 import autopar
 from autopar.capture import capture
+from autopar.meshes import Mesh
+from autopar.profiling import around
+from autopar.profiling.document import MOST_BYTES, MOST_OPS, measure_rank
+from autopar.profiling.ops import passes_of
 from autopar.runtime import gradient_reduction
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.groups import abort_groups
@@ -26,6 +30,7 @@ from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.presence import alive
 from autopar.spreading import spread
 from autopar.torch_private import default_store, no_dispatch_modes
+from hardware_profiles import load_cluster
 
 Config = cases.Config | pipelines.Config
 STEPS = 6
@@ -109,6 +114,23 @@ def trained(config: Config) -> tuple[float, list[list[str]]]:
         assert collectives.count and not collectives.forgotten, collectives.forgotten
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
     return worst, seen
+
+
+def profiled(graph: Any, cluster: str) -> dict[str, Any]:
+    """What a profile is made of, measured on the accelerator by this rank."""
+    begin_world(f"cpu:gloo,{NAME}:{BACKEND}")
+    hardware = load_cluster(cluster)
+    passes = passes_of(graph, hardware, (Mesh.of(data=2),), MOST_OPS, MOST_BYTES)
+
+    def captured(*example: Any) -> Any:
+        with no_dispatch_modes():  # a trace is without the accelerator
+            return capture(*example)
+
+    with Accelerator() as accelerator, mock.patch.object(around, "capture", captured):
+        measured = measure_rank(passes, 0.5, hardware, NAME)
+        assert accelerator.collectives.count and not accelerator.collectives.forgotten
+    begin_world("cpu:gloo")
+    return measured
 
 
 def used(configs: Sequence[Config], backend: str, folder: str) -> list[str]:

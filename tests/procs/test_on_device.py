@@ -11,9 +11,11 @@ import torch
 from accelerator import NAME
 from emulated_nccl import BACKEND
 from procs import cases, pipelines
-from procs.on_device import Config, all_trained, notices, reduced_in, used
+from procs.on_device import Config, all_trained, notices, profiled, reduced_in, used
 from procs.pipelines import ONE
+from zoo import ZOO
 
+from autopar.capture import capture
 from autopar.meshes import Mesh
 from autopar.runtime.launch import run_local
 
@@ -36,6 +38,20 @@ def test_no_step_waits() -> None:
         cases.Config("gpt2", Mesh.of(tensor=2), zoo=DROPS, clip=1.0),
         pipelines.Config("gpt2", "1f1b", (ONE, ONE), 2, seed=1, zoo=DROPS, clip=1.0),
     ])  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_a_profile_is_made_of_is_measured_there() -> None:
+    """By its events, with messages between its ranks; on clusters that have more devices than measure."""
+    case = ZOO["mlp"]()
+    graph = capture(case.model, case.args, case.kwargs).graph
+    for rank in run_local(profiled, 2, graph, "dgx-h100", timeout=600):
+        assert not rank["failed"]
+        assert rank["ops"] and all(row[0] > 0 for row in rank["ops"].values())
+        around = rank["around"]
+        assert set(around["transfers"]) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}
+        assert all(seconds >= 0 for rows in around["transfers"].values() for _, seconds in rows)
+        assert {"adamw", "sgd"} <= set(around["optimizers"]) and len(around["spans"]) == 4
 
 
 def test_the_emulated_backend_forgives_nothing() -> None:

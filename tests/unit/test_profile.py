@@ -15,7 +15,10 @@ from unit.test_bad_input import put
 from unit.test_cli_pipeline import autopar as command
 
 import autopar
+from autopar import detection
 from autopar.certificate import check
+from autopar.cli.common import UsageError
+from autopar.cli.profiling import on_device_of
 from autopar.clusters import profile_of
 from autopar.errors import ClusterError
 from autopar.graph import Graph
@@ -345,9 +348,36 @@ def test_mistakes(tmp_path: Path) -> None:
         (("-o", tmp_path / "no" / "p.json"), "there is no folder"),
         (("-o", tmp_path / "p.json", "--processes", 3), "it is 1 or 2"),
         (("-o", tmp_path / "p.json", "--seconds", 0), "both are more than 0"),
-        (("-o", tmp_path / "p.json", "--cluster", "dgx-h100"), "measures processors only"),
+        (("-o", tmp_path / "p.json", "--cluster", "dgx-h100"), "name a cluster of this machine's devices"),
+        (("-o", tmp_path / "p.json", "--device", "cuda"), "local-x2 has processors"),
     ):
         code, out, err = command("profile", model, *words)
         assert code == 2 and not out and said in " ".join(err.split()), (words, err)
     code, _, err = command("plan", model)
     assert code == 2 and "--cluster" in err
+
+
+@pytest.mark.parametrize(
+    ("cluster", "asked", "product", "says"),
+    [
+        ("dgx-h100", "auto", "NVIDIA H100 80GB HBM3", "cuda"),
+        ("dgx-h100", "cuda", "NVIDIA H100 80GB HBM3", "cuda"),
+        ("dgx-h100", "auto", "NVIDIA A100-SXM4-80GB", "here is NVIDIA A100-SXM4-80GB"),
+        ("dgx-h100", "cpu", "NVIDIA H100 80GB HBM3", "2 processes on the CPU"),
+        ("local-x2", "auto", "NVIDIA H100 80GB HBM3", "cpu"),
+        ("local-x2", "cuda", "NVIDIA H100 80GB HBM3", "has processors"),
+    ],
+)
+def test_a_profile_measures_the_devices_of_its_cluster(
+    cluster: str, asked: str, product: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = detection.RankRecord("host", product, 80e9)
+    monkeypatch.setattr(detection, "record_here", lambda: here)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: product)
+    try:
+        measured = on_device_of(cluster, load_cluster(cluster), asked, 2)
+    except UsageError as error:
+        measured = str(error)
+    assert says in measured
