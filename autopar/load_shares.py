@@ -7,13 +7,13 @@ depend on it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
+from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 Load = tuple[float, ...]
 """The share of rows that each expert has; they sum to 1. Without any, all have the same."""
@@ -39,8 +39,8 @@ def parse_load(value: Any, where: str) -> dict[str, Load]:
     if isinstance(value, (str, Path)):
         path = Path(value)
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            value = parse_json(read_text(path))
+        except Unreadable as error:
             raise PlanError(
                 f"{where}: no file of loads can be read at '{path}' ({error}); give '{UNIFORM}', '{MEASURED}', or a "
                 'JSON file such as [3, 1, 1, 1] or {"layers.*": [3, 1, 1, 1]}'

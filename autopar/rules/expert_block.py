@@ -31,7 +31,7 @@ import torch
 from autopar.load_shares import way_to_busiest
 from autopar.placements import PENDING, REPLICATED, Placement, shard
 from autopar.rules.distributed import axes_of, first, n_pieces, pending
-from autopar.rules.expert_features import SPLIT, features_of
+from autopar.rules.expert_features import LOOKUP, SPLIT, features_of
 from autopar.rules.experts import EXPERTS, most_rows
 from autopar.rules.local import resolve
 from autopar.rules.notation import Comm, Lowering, Rule, line
@@ -289,6 +289,8 @@ def expert_block(call: Call) -> Rule:
         saves=tuple(range(len(call.ins))),
         additive=[k for k, role in enumerate(program.roles) if role == EXPERT and k != weight],  # one is priced
     )  # fmt: skip
+    if any(target == LOOKUP for target, _, _ in program.steps):  # torch looks nothing up in a table without rows
+        made = replace(made, needs_some=frozenset("e"))
     matrices = [call.ins[args[1].number].shape for target, args, _ in program.steps if target == EXPERTS]
     flops = sum(2.0 * call.out.shape[0] * k * n for _, k, n in matrices)
     return replace(

@@ -201,4 +201,4 @@ def _with_places(value: Any, reads: list[Any]) -> Any:
     return {k: _with_places(x, reads) for k, x in value.items()} if isinstance(value, dict) else value
 
 
-__all__ = ["SPLIT", "Features", "features_of"]
+__all__ = ["LOOKUP", "SPLIT", "Features", "features_of"]
