@@ -23,6 +23,10 @@ EVERY = "*"
 """The pattern of a load that is given for all routed experts of a model."""
 
 
+MOST_ROWS = 1e18
+"""Of one expert: sums of all stay finite."""
+
+
 def parse_load(value: Any, where: str) -> dict[str, Load]:
     """The loads of routed experts, by patterns of modules; none where all experts have the same.
 
@@ -55,8 +59,8 @@ def _shares(rows: Any, where: str) -> Load:
     if not isinstance(rows, (list, tuple)) or not rows:
         raise PlanError(f"{where} is {rows!r}; {example}")
     for expert, n in enumerate(rows):
-        if isinstance(n, bool) or not isinstance(n, (int, float)) or not math.isfinite(n) or n < 0:
-            raise PlanError(f"{where}: expert {expert} has {n!r}; {example}, each 0 or more")
+        if isinstance(n, bool) or not isinstance(n, (int, float)) or not 0 <= n <= MOST_ROWS:
+            raise PlanError(f"{where}: expert {expert} has {n!r}; {example}, each 0 or more and at most {MOST_ROWS:g}")
     total = math.fsum(rows)
     if not total:
         raise PlanError(f"{where}: all {len(rows)} experts have 0 rows; {example}, not all of them 0")

@@ -16,6 +16,7 @@ import torch
 from autopar.capture import Captured
 from autopar.capture.microbatches import part_of_batch
 from autopar.comparison import generators_kept, kept, reason_not_to
+from autopar.comparison.sides import attention_on
 from autopar.runtime.batch import Batch
 from autopar.runtime.loss_counts import count_of
 from autopar.torch_private import pytree
@@ -47,7 +48,8 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
         output = model(*args, **kwargs)
         return float(pytree.tree_leaves(output if loss_fn is None else loss_fn(output, *given))[number])
 
-    with kept(model, loss_fn), generators_kept(), torch.no_grad():
+    on_cuda = any(p.is_cuda for p in model.parameters())
+    with kept(model, loss_fn), generators_kept(), torch.no_grad(), attention_on(on_cuda):
         for root in (model, loss_fn):
             if isinstance(root, torch.nn.Module):
                 root.eval()

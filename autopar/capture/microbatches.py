@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from autopar.errors import CaptureError
-from autopar.graph import Graph, Node, Spec
+from autopar.graph import Graph, Node, Ref, Spec
 from autopar.torch_private import pytree
 
 MOST = 1024
 """Microbatches that are tried at most."""
 SHOWN = 4
 """Modules or buffers that a message names."""
+ATTENTION = "aten.scaled_dot_product_attention.default"
 TRAINING = 5
 """Position of the argument of ``aten.batch_norm`` that says whether it takes statistics of the batch."""
 
@@ -83,12 +84,28 @@ def modules_with_statistics(graphs: Iterable[Graph]) -> list[str]:
     ))  # fmt: skip
 
 
+def attention_between_rows(graph: Graph) -> list[str]:
+    """The modules whose attention has the rows of the batch as its queries: they are as long as the batch has rows, and
+    no dim before them holds rows."""
+    shapes = [graph.spec(Ref(i)).shape for i, node in enumerate(graph.nodes) if node.kind == "input" and node.outs]
+    rows = next((shape[0] for shape in shapes if shape), 1)
+    queries = [(node, graph.spec(node.refs[0]).shape) for node in graph.nodes if node.target == ATTENTION]
+    return list(dict.fromkeys(
+        node.module or "<model>"
+        for node, shape in queries
+        if rows > 1 and shape[-2] == rows and all(n % rows for n in shape[:-2])
+    ))  # fmt: skip
+
+
 def taken_of_batch(graph: Graph) -> str:
     """What a model takes of its batch as a whole, so that steps in microbatches are other ones; nothing, mostly.
 
-    Batch norms, which each microbatch gives statistics of its own; or buffers that the forward writes from what it is
+    Attention among rows, such as documents packed into one row whose tokens are the rows of the batch. Batch norms,
+    which each microbatch gives statistics of its own; or buffers that the forward writes from what it is
     called with, such as running means, which move once for each microbatch.
     """
+    if between := attention_between_rows(graph):
+        return f"attention ({_named(between)}) is between the rows of the batch"
     if modules := modules_with_statistics([graph]):
         return f"batch norms ({_named(modules)}) take statistics of the batch"
     written = [name for name in graph.written if graph.updates[name].node in graph.from_inputs]

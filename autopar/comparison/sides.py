@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,16 @@ from autopar.lower.program import Program
 from autopar.planner.intra_op.single import one_device
 from autopar.rules.local import resolve
 from autopar.torch_private import pytree
+
+
+@contextlib.contextmanager
+def attention_on(cuda: bool) -> Iterator[None]:
+    """In here a model itself may run: on CUDA alone torch has a backward of flex attention, and varlen_attn at all."""
+    with contextlib.ExitStack() as stack:
+        if not cuda:
+            stack.enter_context(flex_attention_in_plain_operators())
+            stack.enter_context(varlen_attention_in_plain_operators())
+        yield
 
 
 class Sides:
@@ -60,10 +70,7 @@ class Sides:
         args, kwargs = pytree.tree_unflatten(list(leaves), self.captured.in_spec)
         n = len(self.args)
         on_cuda = any(is_tensor(x) and x.is_cuda for x in (*self.named.values(), *leaves))
-        with contextlib.ExitStack() as stack:
-            if not on_cuda:  # elsewhere torch has no backward of flex attention, and nothing of varlen_attn
-                stack.enter_context(flex_attention_in_plain_operators())
-                stack.enter_context(varlen_attention_in_plain_operators())
+        with attention_on(on_cuda):
             return WithLoss(self.model, self.loss_fn, n, self.captured.graph.precision)(*args, **kwargs)
 
     def _now(self) -> dict[str, torch.Tensor]:

@@ -133,7 +133,8 @@ def test_measured_is_what_the_routers_do() -> None:
 
 @pytest.mark.parametrize(("load", "said"), [
     ([1, 2], r"of 2 experts, .* has 4"), ({"nothing.*": SKEWED}, "matches no routed experts"),
-    ([1, -1, 1, 1], "expert 1 has -1"), ([0, 0, 0, 0], "all 4 experts have 0 rows"), ("no-such-file.json", "no file"),
+    ([1, -1, 1, 1], "expert 1 has -1"), ([1e308] * 4, "at most 1e"), ([1, 10**400, 1, 1], "at most 1e"),
+    ([0, 0, 0, 0], "all 4 experts have 0 rows"), ("no-such-file.json", "no file"),
 ])  # fmt: skip
 def test_what_is_no_load_is_refused(load: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):

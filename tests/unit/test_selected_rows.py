@@ -142,6 +142,22 @@ def test_loops_over_experts(name: str) -> None:
         assert row.worst < 1e-9, row
 
 
+def test_each_loop_stands_in_its_own_module() -> None:
+    """By which constraints, loads and pins name it."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Experts(*LOOPS["where"]) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x, y) + self.layers[1](x, y)
+
+    x, y = (torch.randn(4, 4, HIDDEN) for _ in range(2))
+    nodes = autopar.capture(Layers(), (x, y)).graph.nodes
+    assert [node.module for node in nodes if node.target == BLOCK] == ["layers.0", "layers.1"]
+
+
 def test_rows_of_a_loop_travel_to_their_experts() -> None:
     model, cluster = Experts(*LOOPS["where"]).double(), load_cluster("local-x2")
     x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))

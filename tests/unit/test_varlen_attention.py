@@ -13,9 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from autopar import verify as V
 from autopar.capture import capture
+from autopar.capture.microbatches import taken_of_batch
 from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
 from autopar.errors import CaptureError
 from autopar.meshes import Mesh
+from autopar.parts_of_loss import difference_by_parts
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from hardware_profiles import load_cluster
 
@@ -114,6 +116,15 @@ def test_the_longest_document_may_be_asked_for() -> None:
     state = *V.state_of(captured, model), V.inputs_of(captured, (x, OTHER_ENDS), {})
     reference = V.train(captured, V.one_device(captured.graph), *state, steps=1)
     assert float(reference.losses[0]) == pytest.approx(by_documents(model, x, OTHER_ENDS).item(), rel=1e-12)
+
+
+def test_tokens_of_one_row_are_no_batch_for_microbatches() -> None:
+    """Half of them with all ends of documents is another row; a number that is asked for is warned of."""
+    model, x = prepared((-1, 0))
+    captured = capture(model, (x, ENDS))
+    assert "is between the rows of the batch" in taken_of_batch(captured.graph)
+    half = capture(model, (x[: LENGTH // 2], ENDS))
+    assert "as the mean of 2 microbatches" in difference_by_parts(half, model, ((x, ENDS), {}, ()), 2)
 
 
 def test_a_cache_of_keys_is_refused() -> None:

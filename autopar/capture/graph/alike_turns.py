@@ -45,11 +45,12 @@ Finish = Callable[[Turn, Any, Any, Any], Any]
 """Writes to a turn's tensor, which is given, all rows by their mask."""
 
 
-def as_one(graph: Graph, turns: Sequence[Turn], emit: Emit, finish: Finish) -> None:
+def as_one(graph: Graph, turns: Sequence[Turn], emit_as: Callable[[Any], Emit], finish: Finish) -> None:
     """Loops among the turns become one turn each; what they leave is read by nobody.
 
     Args:
         turns: in order.
+        emit_as: how operators are made that stand in the module and at the line of a node.
     """
     order = {node: k for k, node in enumerate(graph.nodes)}
     loops: dict[Any, list[Turn]] = {}
@@ -61,7 +62,7 @@ def as_one(graph: Graph, turns: Sequence[Turn], emit: Emit, finish: Finish) -> N
         numbers = [routing(turn.mask)[1] for turn in loop]  # type: ignore[index]
         if len(loop) > 1 and numbers == list(range(len(loop))) and _nothing_between(root, loop, order):
             with graph.inserting_before(loop[-1].write):
-                _fuse(key, root, loop, emit, finish)
+                _fuse(key, root, loop, emit_as(loop[-1].write), finish)
 
 
 def root_of(tensor: Any) -> Any:

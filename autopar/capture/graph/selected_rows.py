@@ -13,7 +13,7 @@ the same with the rows of one expert are then made one (:mod:`.alike_turns`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -153,7 +153,7 @@ class _Masked:
             if not node.users:
                 self.graph.erase_node(node)
         note_parts(self.graph, self.leaving, asked, self.parameters, self._emit)
-        as_one(self.graph, self.turns, self._emit, self._finished)
+        as_one(self.graph, self.turns, self._emit_as, self._finished)
 
     def _masks_of_rows(self) -> dict[Node, Node]:
         each = {node: rows[0] if isinstance(rows, list) else rows for node, rows in self.rows.items()}
@@ -528,6 +528,10 @@ class _Masked:
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._replaced, value))
         return {k: self._replaced(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    def _emit_as(self, node: Node) -> Callable[..., Node]:
+        self.node = node
+        return self._emit
 
     def _emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
         made = self.graph.call_function(target, args, kwargs or {})
