@@ -106,7 +106,8 @@ def compare(everyone: Sequence[Values], reader: Reader) -> None:
                     f"input {shown} has other values on rank {rank} than on rank {first} (shape {shape}): every rank "
                     "is called with the whole batch and takes its own slice, so rows that only one rank has would be "
                     "lost. Either pass the same batch on every rank (no DistributedSampler, one seed for shuffling "
-                    "and for layers in front), or parallelize with batch='local' and pass each rank's own rows; a "
+                    "and for layers in front), or parallelize with batch='local' and pass each rank's own rows (of "
+                    "tensors with one entry for each row of the batch: others are the same on all ranks even so); a "
                     f"single input may be pinned to pieces: placements={{'{name}': 'S0'}} on a mesh of one axis"
                 )
     _compare_parameters([copies for _, copies in everyone], reader)
