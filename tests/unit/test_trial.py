@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
+from autopar.capture.microbatches import resized
 from autopar.graph import Graph
 from autopar.meshes import Mesh
 from autopar.planner.inter_op import stage_plans
@@ -18,6 +19,7 @@ from autopar.planner.inter_op.equal import Equal
 from autopar.planner.inter_op.estimates import EstimatedCut, Group
 from autopar.planner.inter_op.exact_stages import spread_out
 from autopar.planner.inter_op.filling import Filled, Fillers
+from autopar.planner.inter_op.menu import BlockPlans, evenly_cut
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.inter_op.trial import STEADY, best, simulated
@@ -30,14 +32,25 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-1f1b:3", "zb-h1",
 
 
 @cache
-def llama() -> Graph:
+def llama(rows: int = 4) -> Graph:
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
         vocab_size=4096,
     )  # fmt: skip
     with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config), torch.zeros(4, 512, dtype=torch.long)
+        model, ids = LlamaForCausalLM(config), torch.zeros(rows, 512, dtype=torch.long)
     return capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
+
+
+def wide_llama(rows: int) -> Graph:
+    """Of long rows, so that devices do more than launch operators."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=4096, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config).to(torch.bfloat16), torch.zeros(rows, 2048, dtype=torch.long)
+    return capture(model, (), {"input_ids": ids, "labels": ids}).graph
 
 
 def random_cut(rng: random.Random, schedule: str, groups: int) -> EstimatedCut:
@@ -115,6 +128,38 @@ def test_plans_priced_at_another_size_run_the_same_again() -> None:
             plan.recompute, plan.make_again, plan.kept_bytes,
         )  # fmt: skip
         assert again.price.seconds == pytest.approx(plan.price.seconds, rel=1e-9)
+
+
+def test_plans_of_few_rows_do_not_serve_where_more_rows_can_be_cut() -> None:
+    """Four rows cannot be cut over 32 devices; what is best for them says nothing of 32 rows, which can."""
+    cluster, mesh, decided = load_cluster("dgx-h100-x4"), Mesh.of(data=32), BlockPlans()
+    whole, half = llama(32), llama(16)
+    of_rows = {rows: resized(whole, half, 32, 16, rows) for rows in (4, 8, 32)}
+
+    def search(rows: int, known: BlockPlans) -> OneNumber:
+        return OneNumber(of_rows[rows], cluster, 32, PipelineOptions(32 // rows), "", decided=known)
+
+    for rows in (4, 8, 32):
+        one, fresh = search(rows, decided), search(rows, BlockPlans())
+        block = next(block for block in one.blocks if block.kind == one.menus.common)
+        assert evenly_cut(one.menus._graph(block), mesh).count(frozenset([32])) > 0
+        before = dict(decided.fastest)
+        least = fresh.menus.fastest(block, mesh, range(32))
+        assert one.menus.fastest(block, mesh, range(32)) <= 1.001 * least
+        fastest_way = min(way.seconds for way in fresh.menus.ways(block, mesh, range(32)))
+        assert min(way.seconds for way in one.menus.ways(block, mesh, range(32))) <= 1.001 * fastest_way
+        assert (decided.fastest == before) == (rows == 8)  # that of 4 rows serves: neither can be cut in 32
+
+
+@pytest.mark.slow
+def test_a_search_that_starts_from_few_rows_finds_the_plan_that_cuts_many() -> None:
+    """The least microbatches cannot be cut over all devices; a step of one microbatch, which can, is the fastest."""
+    cluster, whole, half = load_cluster("dgx-h100-x4"), wide_llama(64), wide_llama(32)
+    graphs = {m: resized(whole, half, 64, 32, 64 // m) for m in (1, 2, 4, 8, 16, 32)}
+    asked = PipelineOptions(1, groups=1, mesh=Mesh.of(data=32))
+    pinned = plan_pipeline(graphs[1], cluster, 32, asked).plan.seconds
+    searched = plan_pipeline(graphs, cluster, 32, PipelineOptions(1, schedules=("1f1b",))).plan.seconds
+    assert searched <= 1.001 * pinned
 
 
 def test_blocks_beside_the_commonest_are_priced_with_two_axes_as_one() -> None:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import prod
+from typing import NamedTuple
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
@@ -65,6 +68,19 @@ class Way:
         return self.forward_seconds + self.backward_seconds
 
 
+class Made(NamedTuple):
+    """Plans of a block of one size on a mesh, and by how many devices its tensors could be cut (:func:`evenly_cut`)."""
+
+    plans: list[StagePlan]
+    cuts: tuple[frozenset[int], ...]
+
+    def serves(self, cuts: tuple[frozenset[int], ...]) -> bool:
+        """Whether these plans are good ones of the same block at another size too: nothing can be cut there that could
+        not be cut here. Eight rows cannot be cut over 64 devices; a plan that cuts their sequence instead says
+        nothing of the fastest way for 64 rows."""
+        return len(cuts) == len(self.cuts) and all(a <= b for a, b in zip(cuts, self.cuts, strict=True))
+
+
 @dataclass
 class BlockPlans:
     """Plans of blocks, which serve for the same blocks with microbatches of other sizes too.
@@ -74,14 +90,36 @@ class BlockPlans:
         fastest: the fastest alone, by kind and mesh: of a mesh that was too slow to plan more.
     """
 
-    every: dict[tuple[object, ...], list[StagePlan]] = field(default_factory=dict)
-    fastest: dict[tuple[object, ...], StagePlan] = field(default_factory=dict)
+    every: dict[tuple[object, ...], Made] = field(default_factory=dict)
+    fastest: dict[tuple[object, ...], Made] = field(default_factory=dict)
 
-    def alike(self, key: tuple[object, ...], share: bool) -> list[StagePlan] | None:
-        """Every plan for the key, or, if they are shared, for the same kind and mesh on other devices."""
-        if key in self.every or not share:
-            return self.every.get(key)
-        return next((plans for known_key, plans in self.every.items() if known_key[:2] == key[:2]), None)
+    def alike(
+        self, key: tuple[object, ...], share: bool, cuts: tuple[frozenset[int], ...]
+    ) -> list[StagePlan] | None:  # fmt: skip
+        """Every plan for the key, or, if they are shared, for the same kind and mesh on other devices; of a size at
+        which all ``cuts`` could be made."""
+        if key in self.every and self.every[key].serves(cuts):
+            return self.every[key].plans
+        made = (made for known, made in self.every.items() if share and known[:2] == key[:2] and made.serves(cuts))
+        return next((one.plans for one in made), None)
+
+    def fastest_alike(self, key: tuple[object, ...], cuts: tuple[frozenset[int], ...]) -> list[StagePlan]:
+        """The fastest plan for the same kind and mesh, on any devices, of a size at which all ``cuts`` could be made;
+        empty if there is none."""
+        made = self.fastest.get(key[:2])
+        return made.plans if made is not None and made.serves(cuts) else []
+
+
+def evenly_cut(graph: Graph, mesh: Mesh) -> tuple[frozenset[int], ...]:
+    """Into how many even pieces the axes of a mesh can cut each dim of every tensor."""
+    sizes = [size for size in mesh.sizes if size > 1]
+    pieces = {prod(axes) for n in range(1, len(sizes) + 1) for axes in combinations(sizes, n)}
+    sets: dict[int, frozenset[int]] = {}
+    for node in graph.nodes:
+        for dim in (dim for out in node.outs if out is not None for dim in out.shape):
+            if dim not in sets:
+                sets[dim] = frozenset(n for n in pieces if dim % n == 0)
+    return tuple(sets[dim] for node in graph.nodes for out in node.outs if out is not None for dim in out.shape)
 
 
 @dataclass
@@ -95,7 +133,7 @@ class Menus:
         rare: kinds of which there are so few that one smaller way is enough.
         common: the one kind for which programs of more than :data:`AXES` axes are worth solving; None for all.
         decided: plans of the same blocks at another size: these are priced at this size, which takes a tenth of the
-            time of finding the best ones here. What is decided here is added.
+            time of finding the best ones here, unless more can be cut here. What is decided here is added.
         share: whether what is decided for some devices serves for others too.
     """
 
@@ -111,6 +149,7 @@ class Menus:
     _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
     _launches: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _evenly_cut: dict[tuple[object, ...], tuple[frozenset[int], ...]] = field(default_factory=dict)
 
     def ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
         """From the fastest to the smallest; those that gather copies again are the last.
@@ -123,7 +162,8 @@ class Menus:
             return self._ways_of_fewer_axes(block, mesh, devices)
         if not self._know(block, mesh, devices):
             prices = RARE_PRICES if block.kind in self.rare or len(mesh) > AXES else PRICES
-            plans = self.decided.every[key] = self._plans(block, mesh, devices).every(prices)
+            plans = self._plans(block, mesh, devices).every(prices)
+            self.decided.every[key] = Made(plans, self._cuts(block, mesh))
             self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
             del self._begun[key]
         return self._known[key]
@@ -153,13 +193,15 @@ class Menus:
             return min(w.seconds for w in self._known[key])
         plans: list[StagePlan] | None = None
         if key not in self._begun:  # begun: what was decided at another size is not possible here
-            decided = self.decided.alike(key, self.share) or []
-            fastest = self.decided.fastest.get(key[:2]) if self.share and not decided else None
-            plans = self._again(block, mesh, devices, [*decided[:1], *([fastest] if fastest else [])], weighed=False)
+            cuts = self._cuts(block, mesh)
+            decided = (self.decided.alike(key, self.share, cuts) or [])[:1]
+            if self.share and not decided:
+                decided = self.decided.fastest_alike(key, cuts)
+            plans = self._again(block, mesh, devices, decided, weighed=False)
         if not plans:
             plans = [self._plans(block, mesh, devices).fastest()]
             if self.share:
-                self.decided.fastest[key[:2]] = plans[0]
+                self.decided.fastest[key[:2]] = Made(plans, self._cuts(block, mesh))
         priced = pricer(self.cluster, mesh, devices)
         spent = [phases(self._graph(block), plan, priced) for plan in plans]
         return min(of_plan.forward_seconds + of_plan.backward_seconds for of_plan in spent)
@@ -175,7 +217,7 @@ class Menus:
         """Whether the ways are known: by what was decided at another size, or on others, if that is possible here."""
         key = self._key(block, mesh, devices)
         if key not in self._known and key not in self._begun:  # begun: it was not possible
-            decided = self.decided.alike(key, self.share)
+            decided = self.decided.alike(key, self.share, self._cuts(block, mesh))
             plans = self._again(block, mesh, devices, decided) if decided is not None else None
             if plans is not None:
                 self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
@@ -203,6 +245,13 @@ class Menus:
             graph = self._graph(block)
             self._begun[key] = PlansByMemory(graph, self.cluster, mesh, self._options(graph), devices=devices)
         return self._begun[key]
+
+    def _cuts(self, block: Block, mesh: Mesh) -> tuple[frozenset[int], ...]:
+        """:func:`evenly_cut` of a block."""
+        key = block.kind, mesh
+        if key not in self._evenly_cut:
+            self._evenly_cut[key] = evenly_cut(self._graph(block), mesh)
+        return self._evenly_cut[key]
 
     def _graph(self, block: Block) -> Graph:
         if block.kind not in self._graphs:
