@@ -21,8 +21,6 @@ UNIFORM, MEASURED = "uniform", "measured"
 ROUNDING = 1e-9
 EVERY = "*"
 """The pattern of a load that is given for all routed experts of a model."""
-
-
 MOST_ROWS = 1e18
 """Of one expert: sums of all stay finite."""
 

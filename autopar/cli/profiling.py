@@ -65,6 +65,7 @@ def profile(
     from autopar.clusters import get_cluster
     from autopar.meshes import Mesh
     from autopar.profiling import document as documents
+
     hardware = get_cluster(cluster)
     if hardware.is_profile:
         raise UsageError(f"{cluster} is a profile itself; name the cluster that it is of")

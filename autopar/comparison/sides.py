@@ -196,4 +196,4 @@ def _weights(x: torch.Tensor) -> torch.Tensor:
     return (1 + 0.5 * torch.sin(at)).to(x.dtype).reshape(x.shape)
 
 
-__all__ = ["KeepingTensors", "Sides"]
+__all__ = ["KeepingTensors", "Sides", "attention_on"]

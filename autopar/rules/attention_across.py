@@ -255,8 +255,8 @@ class _Attention(torch.autograd.Function):
             hashes = each_rank(way.hashes)(way.row_numbers, seed, q.shape[-2], *lead)
         given, shapes, message = q, (k.shape, v.shape), None
         if way.zigzag:
-            (of_q,), of_keys = _exchanged(way, [q]), _exchanged(way, [k, v])
-            q, message = each_rank(_whole)(*of_q), each_rank(_message_of_halves)(*chain(*of_keys))
+            (halves,), halves_of_keys = _exchanged(way, [q]), _exchanged(way, [k, v])
+            q, message = each_rank(_whole)(*halves), each_rank(_message_of_halves)(*chain(*halves_of_keys))
             k, v = _parts_of(message, shapes)
         out = log_sum = None
         for source, (keys, values) in _round(way, [k, v], message, backward=False):
@@ -266,8 +266,8 @@ class _Attention(torch.autograd.Function):
         if way.zigzag:
             (halves,) = _exchanged(way, [out], back=True)
             out = each_rank(_whole)(*halves, given)
-        of_keys = [k, v] if message is None else [message]
-        ctx.save_for_backward(q, mask, out, log_sum, *hashes, *of_keys)
+        keys_and_values = [k, v] if message is None else [message]
+        ctx.save_for_backward(q, mask, out, log_sum, *hashes, *keys_and_values)
         ctx.way, ctx.shapes = way, shapes
         return out
 
@@ -286,18 +286,18 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         way: Going = ctx.way
-        q, mask, out, log_sum, of_rows, of_places, *of_keys = ctx.saved_tensors
+        q, mask, out, log_sum, of_rows, of_places, *keys_and_values = ctx.saved_tensors
         hashes, message, grad = (of_rows, of_places), None, grad.contiguous()
         if way.zigzag:
             grad, out = (each_rank(_whole)(*halves) for halves in _exchanged(way, [grad, out]))
-            (message,) = of_keys
-            of_keys = _parts_of(message, ctx.shapes)
+            (message,) = keys_and_values
+            keys_and_values = _parts_of(message, ctx.shapes)
         of_q: torch.Tensor | None = None
         of_mask = torch.zeros_like(mask) if way.mask_learns else None
         gradients: list[torch.Tensor] = []
         arriving: Callable[[], torch.Tensor] | None = None
         step = 0
-        for source, (keys, values) in _round(way, of_keys, message, backward=True):
+        for source, (keys, values) in _round(way, keys_and_values, message, backward=True):
             of_q, *gradients = each_rank(_gradients)(
                 way, way.row_numbers, source, grad, q, keys, values, mask, hashes, out, log_sum, of_q, of_mask
             )
