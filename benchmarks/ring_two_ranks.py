@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from autopar.rules import attention_across as across
+from autopar.rules import attention_across, attention_halves
+from autopar.rules.distributed import permuted
 from autopar.runtime.launch import run_local
 
 HEADS, WIDTH = 8, 64
@@ -47,11 +48,12 @@ def measured(tokens: int, causal: bool, runs: int) -> dict[str, list[float]]:
 
     def ring() -> None:
         with spmd.set_current_mesh(mesh):
-            across.attention_across(*pieces, is_causal=causal, cut={"ring": ("seq",)}).backward(grad[:, :, mine])
+            of_ring = attention_across.attention_across(*pieces, is_causal=causal, cut={"ring": ("seq",)})
+            of_ring.backward(grad[:, :, mine])
 
     def messages() -> None:
         for message, to in sent:
-            across.permuted(message, "seq", mesh.get_group("seq"), to)()
+            permuted(message, "seq", mesh.get_group("seq"), to)()
 
     record_messages(sent, ring)
     steps: dict[str, Callable[[], None]] = {"one device": one_device, "ring": ring, "messages": messages}
@@ -72,17 +74,18 @@ def measured(tokens: int, causal: bool, runs: int) -> dict[str, list[float]]:
 
 def record_messages(sent: list[tuple[torch.Tensor, Any]], step: Callable[[], None]) -> None:
     """Run a step and note each of its messages, and who receives it."""
-    send = across.permuted
-
     def noted(x: torch.Tensor, axis: str, group: Any, to: Any, *more: Any, **named: Any) -> Callable[[], torch.Tensor]:
         sent.append((x.clone(), list(to)))
-        return send(x, axis, group, to, *more, **named)
+        return permuted(x, axis, group, to, *more, **named)
 
-    across.permuted = noted
+    senders = (attention_across, attention_halves)
     try:
+        for module in senders:
+            module.permuted = noted
         step()
     finally:
-        across.permuted = send
+        for module in senders:
+            module.permuted = permuted
 
 
 def main() -> None:

@@ -18,8 +18,10 @@ families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`
                  and up projections in one matrix; :mod:`.travelling`: rows on the way to experts;
                  :mod:`.expert_load`: how many each expert gets
 on GPUs          :mod:`.attention_on_gpus`: which attention with dropout has kernels; :mod:`.attention_triton`: these
-long sequences   :mod:`.attention_across`: attention whose sequence is cut; :mod:`.attention_pairs`: which queries
-                 meet which keys; :mod:`.attention_kernels`: attention over some keys
+long sequences   :mod:`.attention_across`: attention whose sequence is cut; :mod:`.attention_call`: what of it a rank
+                 has; :mod:`.attention_halves`: messages of the ring, and halves that ranks exchange;
+                 :mod:`.attention_pairs`: which queries meet which keys; :mod:`.attention_kernels`: attention over some
+                 keys
 random numbers   :mod:`.random`, :mod:`.draws`; :mod:`.fixed_order`: operators that add in no fixed order on GPUs
 of autopar's own :mod:`.function` (a user's own backward), :mod:`.history` (writes), :mod:`.branch` (random branches)
 not written      :mod:`.discovery`: rules that are found by trying an operator

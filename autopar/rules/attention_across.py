@@ -6,8 +6,9 @@
 places. These go round the axis, one rank a step, while each rank adds the attention to what has come to what it has
 (:mod:`.attention_kernels`). In the backward keys and values go round again, and their gradients with them, one step
 further, home. With a causal mask the last rank would work all steps and the first one a single one, so ranks first
-exchange halves: of 2 n pieces, rank i gets numbers i and 2 n - 1 - i (*zigzag*, as in Llama 3, arXiv:2407.21783), and
-all have the same work in each step. Where another axis cuts the queries too, ranks skip what they may not see.
+exchange halves: of 2 n pieces, rank i gets numbers i and 2 n - 1 - i (*zigzag*, as in Llama 3, arXiv:2407.21783;
+:mod:`.attention_halves`), and all have the same work in each step. Where another axis cuts the queries too, ranks skip
+what they may not see.
 
 *Dropout* of the probabilities leaves the log-sum-exp as it is, so parts are put together as without; which element is
 dropped is decided by its place in the whole sequence (:mod:`.random`). What has it is computed step by step, some
@@ -20,17 +21,17 @@ order, so nothing waits for what is posted behind it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from string import ascii_letters
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from spmd_types import rules as types
 
-from autopar.pieces import nested_piece_of
-from autopar.rules.attention_kernels import Dropping, PartOfAttention, merged
-from autopar.rules.attention_pairs import Met, Stretch, in_blocks, joined, mask_of, pairs, zigzag_stretches
+from autopar.rules.attention_call import Draw, Going, Hashes
+from autopar.rules.attention_halves import add_to, as_message, exchanged, message_of_halves, parts_of, whole
+from autopar.rules.attention_kernels import merged
+from autopar.rules.attention_pairs import mask_of
 from autopar.rules.distributed import (
     axes_of,
     cuts_on,
@@ -42,116 +43,12 @@ from autopar.rules.distributed import (
     standing_for,
     which_piece,
 )
-from autopar.rules.random import Shards, dropping, hashes_at, threshold_of
 from autopar.torch_private import each_rank
 
 QUERIES, RING = "q", "ring"
 TRIED_STEPS = 4
 """Steps of a ring that are made, at most, where nobody looks at values: the last rank works as much in each after its
 first one, and memory is the fullest once one message is worked on while another is on its way and a third is sent."""
-
-
-Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Of queries and of keys; None where there is no dropout."""
-
-
-class Draw(NamedTuple):
-    """How the dropout of a call is drawn.
-
-    Attributes:
-        p: the probability to be dropped.
-        site: number of the call.
-        shape: of the scores of all ranks.
-        shards: of their leading dims, the axes that cut each.
-    """
-
-    p: float
-    site: int
-    shape: tuple[int, ...]
-    shards: Shards
-
-
-@dataclass(frozen=True, eq=False)
-class Going:
-    """How a call of attention goes on.
-
-    Attributes:
-        ring: the axis that keys and values travel round; None where a rank has them all.
-        group: the process group of that axis.
-        number, pieces: of this rank on it, and how many ranks it has.
-        row_cuts: ``(size, unit)`` of the axes that cut the queries.
-        row_numbers: this rank's number on each of them.
-        n_rows: queries of all ranks.
-        causal, scale: of the operator.
-        zigzag: ranks exchange halves first.
-        mask_learns: whether the gradient of the mask is asked for.
-        draw: of dropout; None where there is none.
-        steps: of the ring: as many as pieces where values count; then the second one stands for those left out.
-    """
-
-    ring: str | None
-    group: Any
-    number: Any
-    pieces: int
-    row_cuts: tuple[tuple[int, int], ...]
-    row_numbers: tuple[Any, ...]
-    n_rows: int
-    causal: bool
-    scale: float | None
-    zigzag: bool = False
-    mask_learns: bool = False
-    draw: Draw | None = None
-    steps: int = 1
-
-    def rows(self, numbers: Sequence[int], length: int) -> list[Stretch]:
-        """The queries of a rank.
-
-        Args:
-            numbers: ``row_numbers``, of one rank where this process plays many.
-            length: how many it has.
-        """
-        if self.zigzag:
-            return zigzag_stretches(numbers[0], self.pieces, length)
-        return [Stretch(nested_piece_of(self.n_rows, self.row_cuts, numbers)[0], length, 0)]
-
-    def keys(self, number: int, length: int) -> list[Stretch]:
-        """The keys of piece ``number`` of the ring; all of them where there is none."""
-        if self.zigzag:
-            return zigzag_stretches(number, self.pieces, length)
-        return [Stretch(number * length, length, 0)]
-
-    def parts(
-        self, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        mask: torch.Tensor | None, hashes: Hashes,
-    ) -> Iterator[tuple[Met, PartOfAttention]]:  # fmt: skip
-        """The calls of kernels in which a rank's queries meet piece ``source`` of the keys."""
-        rows, keys = self.rows(numbers, q.shape[-2]), self.keys(source, k.shape[-2])
-        meeting = joined(pairs(rows, keys, self.causal))
-        for pair in meeting if self.draw is None else in_blocks(meeting):
-            yield pair, PartOfAttention(
-                q[..., pair.rows, :], k[..., pair.keys, :], v[..., pair.keys, :], scale=self.scale,
-                diagonal=pair.diagonal, mask=mask_of(mask, pair), mask_learns=self.mask_learns,
-                dropping=self._dropping(pair, *hashes),
-            )  # fmt: skip
-
-    def hashes(self, numbers: Sequence[int], seed: torch.Tensor, length: int, *lead: torch.Tensor) -> Hashes:
-        """Those of a rank's queries [.. h q] and of all keys [k], of which bits are drawn.
-
-        Args:
-            length: how many queries it has.
-            lead: where it is along the leading dims of the scores.
-        """
-        assert self.draw is not None
-        device = seed.device
-        places = [torch.arange(row.start, row.end, device=device) for row in self.rows(numbers, length)]
-        keys = torch.arange(self.draw.shape[-1], device=device)
-        return hashes_at(seed, self.draw.site, self.draw.shape, (*lead, torch.cat(places), keys))
-
-    def _dropping(self, pair: Met, row: torch.Tensor | None, column: torch.Tensor | None) -> Dropping | None:
-        if self.draw is None or row is None or column is None:
-            return None
-        drop = dropping(row[..., pair.rows], column[pair.places], threshold_of(self.draw.p))
-        return Dropping(drop, 1 / (1 - self.draw.p) if self.draw.p < 1 else 0.0)
 
 
 # --- what one rank computes with the keys that it has
@@ -255,17 +152,17 @@ class _Attention(torch.autograd.Function):
             hashes = each_rank(way.hashes)(way.row_numbers, seed, q.shape[-2], *lead)
         given, shapes, message = q, (k.shape, v.shape), None
         if way.zigzag:
-            (halves,), halves_of_keys = _exchanged(way, [q]), _exchanged(way, [k, v])
-            q, message = each_rank(_whole)(*halves), each_rank(_message_of_halves)(*chain(*halves_of_keys))
-            k, v = _parts_of(message, shapes)
+            (halves,), halves_of_keys = exchanged(way, [q]), exchanged(way, [k, v])
+            q, message = each_rank(whole)(*halves), each_rank(message_of_halves)(*chain(*halves_of_keys))
+            k, v = parts_of(message, shapes)
         out = log_sum = None
         for source, (keys, values) in _round(way, [k, v], message, backward=False):
             out, log_sum = each_rank(_added)(way, way.row_numbers, source, q, keys, values, mask, hashes, out, log_sum)
         assert out is not None
         out = each_rank(_lying_like)(out, q)
         if way.zigzag:
-            (halves,) = _exchanged(way, [out], back=True)
-            out = each_rank(_whole)(*halves, given)
+            (halves,) = exchanged(way, [out], back=True)
+            out = each_rank(whole)(*halves, given)
         keys_and_values = [k, v] if message is None else [message]
         ctx.save_for_backward(q, mask, out, log_sum, *hashes, *keys_and_values)
         ctx.way, ctx.shapes = way, shapes
@@ -289,9 +186,9 @@ class _Attention(torch.autograd.Function):
         q, mask, out, log_sum, of_rows, of_places, *keys_and_values = ctx.saved_tensors
         hashes, message, grad = (of_rows, of_places), None, grad.contiguous()
         if way.zigzag:
-            grad, out = (each_rank(_whole)(*halves) for halves in _exchanged(way, [grad, out]))
+            grad, out = (each_rank(whole)(*halves) for halves in exchanged(way, [grad, out]))
             (message,) = keys_and_values
-            keys_and_values = _parts_of(message, ctx.shapes)
+            keys_and_values = parts_of(message, ctx.shapes)
         of_q: torch.Tensor | None = None
         of_mask = torch.zeros_like(mask) if way.mask_learns else None
         gradients: list[torch.Tensor] = []
@@ -303,18 +200,18 @@ class _Attention(torch.autograd.Function):
             )
             step += 1
             if way.ring is not None:  # after the last step they are one rank from home, and nothing runs meanwhile
-                sums = each_rank(_as_message)(*gradients) if arriving is None else arriving()
+                sums = each_rank(as_message)(*gradients) if arriving is None else arriving()
                 if arriving is not None:
-                    each_rank(_add_to)(sums, *gradients)
+                    each_rank(add_to)(sums, *gradients)
                 beside = way if step < way.steps else None
                 arriving = permuted(sums, way.ring, way.group, _next_of(way), beside, backward=True)
         if arriving is not None:
-            gradients = _parts_of(arriving(), ctx.shapes)
+            gradients = parts_of(arriving(), ctx.shapes)
         assert of_q is not None
         of_q, of_k, of_v = (x.to(q.dtype) for x in (of_q, *gradients))
         if way.zigzag:
-            halves = _exchanged(way, [of_q], back=True) + _exchanged(way, [of_k, of_v], back=True)
-            of_q, of_k, of_v = (each_rank(_whole)(*both) for both in halves)
+            halves = exchanged(way, [of_q], back=True) + exchanged(way, [of_k, of_v], back=True)
+            of_q, of_k, of_v = (each_rank(whole)(*both) for both in halves)
         return of_q, of_k, of_v, of_mask, None, None
 
 
@@ -325,11 +222,11 @@ def _round(
     worked on; it is sent on as it came, so that at most a rank's own piece is copied into a message.
 
     Args:
-        message: the tensors as :func:`_as_message` writes them, where they lie so.
+        message: the tensors as :func:`as_message` writes them, where they lie so.
     """
     shapes, ring = [x.shape for x in tensors], way.ring
     if message is None and way.steps > 1:
-        message = each_rank(_as_message)(*tensors)
+        message = each_rank(as_message)(*tensors)
     for step in range(way.steps):
         with standing_for(1 + way.pieces - way.steps if step == 1 else 1):
             arriving = None
@@ -338,109 +235,11 @@ def _round(
             yield (way.number - step) % way.pieces if step else way.number, tensors
             if arriving is not None:
                 message = arriving()
-                tensors = _parts_of(message, shapes)
+                tensors = parts_of(message, shapes)
 
 
 def _next_of(way: Going) -> list[int]:
     return [(i + 1) % way.pieces for i in range(way.pieces)]
-
-
-def _as_message(*tensors: torch.Tensor) -> torch.Tensor:
-    """Tensors [..] of one dtype one after the other [n], each copied once, however it lies in memory."""
-    message = tensors[0].new_empty(sum(x.numel() for x in tensors))
-    for part, x in zip(_parts_of(message, [x.shape for x in tensors]), tensors, strict=True):
-        part.copy_(x)
-    return message
-
-
-def _message_of_halves(*halves: torch.Tensor) -> torch.Tensor:
-    """What :func:`_as_message` makes of tensors whose dim -2 is here in two halves, first and second of each."""
-    firsts, seconds = halves[::2], halves[1::2]
-    shapes = [_shape_of_both(x) for x in firsts]
-    message = firsts[0].new_empty(2 * sum(x.numel() for x in firsts))
-    for part, first, second in zip(_parts_of(message, shapes), firsts, seconds, strict=True):
-        _put_together(part, first, second)
-    return message
-
-
-def _add_to(message: torch.Tensor, *tensors: torch.Tensor) -> None:
-    for part, x in zip(_parts_of(message, [x.shape for x in tensors]), tensors, strict=True):
-        part += x
-
-
-def _parts_of(message: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """Views of a message [n] as what :func:`_as_message` wrote into it."""
-    parts = message.split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _exchanged(
-    way: Going, tensors: Sequence[torch.Tensor], back: bool = False
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Both halves of tensors [.. s ..] of one dtype whose dim -2 is in pieces one after the other, as zigzag wants
-    them; or back again.
-
-    Of 2 n halves rank i has numbers 2 i and 2 i + 1 and gets i and 2 n - 1 - i: one of them is even, the other is odd,
-    so each rank sends and receives one even and one odd half. On two ranks the even ones stay where they are.
-    """
-    n, mine = way.pieces, way.number
-    to_even, to_odd = ([_home(2 * i + odd, n) for i in range(n)] for odd in (0, 1))
-    halves = each_rank(_halves)(mine if back else 0, *tensors)
-    even, odd = list(halves[: len(tensors)]), list(halves[len(tensors) :])
-    if back:
-        to_even, to_odd = _inverse(to_even), _inverse(to_odd)
-    arriving = _to_others(way, even, to_even), _to_others(way, odd, to_odd)
-    even, odd = (wait() for wait in arriving)
-    in_order = each_rank(_in_order)(0 if back else mine, *even, *odd)
-    return list(zip(in_order[::2], in_order[1::2], strict=True))
-
-
-def _to_others(way: Going, tensors: list[torch.Tensor], to: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
-    """Send tensors to rank ``to[i]`` of the ring's axis from rank i; what all of them keep is not sent."""
-    if list(to) == list(range(way.pieces)):
-        return lambda: tensors
-    assert way.ring is not None
-    wait = permuted(each_rank(_as_message)(*tensors), way.ring, way.group, to)
-    shapes = [x.shape for x in tensors]
-    return lambda: _parts_of(wait(), shapes)
-
-
-def _home(half: int, n: int) -> int:
-    return half if half < n else 2 * n - 1 - half
-
-
-def _inverse(to: Sequence[int]) -> list[int]:
-    return [to.index(i) for i in range(len(to))]
-
-
-def _halves(number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The halves of each tensor, those of an even rank as they are and those of an odd one exchanged."""
-    both = [x.chunk(2, -2) for x in tensors]
-    return (*(x[number % 2] for x in both), *(x[1 - number % 2] for x in both))
-
-
-def _in_order(number: int, *halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """First and second half of each tensor, from its even and its odd one; an odd rank has the odd one first."""
-    both = zip(halves[: len(halves) // 2], halves[len(halves) // 2 :], strict=True)
-    return tuple(x for pair in both for x in (pair if number % 2 == 0 else reversed(pair)))
-
-
-def _whole(first: torch.Tensor, second: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Both halves along dim -2 as one tensor; it lies in memory as ``like``, where that has its shape and dtype."""
-    if like is None or like.shape != _shape_of_both(first) or like.dtype != first.dtype:
-        return torch.cat([first, second], -2)
-    return _put_together(torch.empty_like(like), first, second)
-
-
-def _put_together(into: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    half = first.shape[-2]
-    into[..., :half, :].copy_(first)
-    into[..., half:, :].copy_(second)
-    return into
-
-
-def _shape_of_both(half: torch.Tensor) -> torch.Size:
-    return torch.Size((*half.shape[:-2], 2 * half.shape[-2], half.shape[-1]))
 
 
 def attention_across(
