@@ -5,7 +5,9 @@
 :mod:`.emitting`       one node of the graph
 :mod:`.exported`       what stands in an exported program, and where
 :mod:`.recorded_calls` calls of user functions and hooks
-:mod:`.selected_rows`  rows that a mask selects are all rows, and the mask
+:mod:`.selected_rows`  rows that a mask selects are all rows, and the mask; :mod:`.rows_of_graph`: what stands for
+                       them; :mod:`.row_by_row`: what works on each by itself; :mod:`.rows_put_back`: where they
+                       become part of a tensor of all
 :mod:`.regions_inlined` regions without gradients in which such rows are worked on
 :mod:`.conditional_writes` what modules write that are called where there are such rows
 :mod:`.entered`        branches that are entered where there are such rows: which parameters take part

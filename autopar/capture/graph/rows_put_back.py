@@ -1,0 +1,170 @@
+"""Selected rows are added to a tensor of all, or put in it: those that are not selected are left out by the mask
+(:mod:`.selected_rows`)."""
+
+from __future__ import annotations
+
+import operator
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.capture.graph.alike_turns import Turn, root_of
+from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph, is_mask
+
+aten = torch.ops.aten
+
+
+class RowsPutBack(RowsOfGraph):
+    """Rewrites what writes selected rows to a tensor of all."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self.turns: list[Turn] = []
+        self.gathers: dict[Node, tuple[Node, dict[int, int]]] = {}
+        """Rows that were taken from a tensor: of which, and where."""
+        self.leaving: dict[Node, Node] = {}
+        """Where selected rows become part of a tensor of all, and the mask that selects them."""
+        self.written: set[Node] = set()
+        """What writes rows to a tensor of all."""
+        self.gone: list[Node] = []
+
+    def _added(self, node: Node) -> None:
+        args: Any = node.args
+        tensor, dim, index, source = args[:4]
+        alpha = node.kwargs.get("alpha", node.args[4] if len(node.args) > 4 else 1)
+        coordinate = self._coordinate(index)
+        if tensor in self.rows or coordinate is None or source not in self.rows:
+            raise self._refused("is added to, or with,")
+        made = self._sum_of(source, int(dim), {int(dim): coordinate}, self.rows[index].mask)  # type: ignore
+        written = self._write(node, aten.add.Tensor, (tensor, made), {} if alpha == 1 else {"alpha": alpha})
+        if alpha == 1:
+            self._turn(source, index, tensor, written, {int(dim): coordinate}, True)  # type: ignore[arg-type]
+
+    def _put(self, node: Node) -> None:
+        args: Any = node.args
+        tensor, indices, values = args[:3]
+        accumulate = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
+        given = {d: i for d, i in enumerate(indices) if i is not None}  # type: ignore[arg-type]
+        if tensor in self.rows:
+            raise self._refused("something is put in")
+        mask = next((i if is_mask(i) else self.rows[i].mask for i in given.values() if is_mask(i) or i in self.rows),
+                    None)  # fmt: skip
+        if mask is None:
+            raise self._refused("is put by a mask that is not known, of")
+        n = self._val(mask).dim()
+        if len(given) == 1 and is_mask(next(iter(given.values()))):
+            place = next(iter(given))
+            at_dims: dict[int, int] = {place + k: k for k in range(n)}
+        else:
+            found = {d: self._coordinate(i) for d, i in given.items()}
+            if None in found.values():
+                raise self._refused("an index is computed from")
+            at_dims = found  # type: ignore[assignment]
+        dims = sorted(at_dims)
+        if dims != list(range(dims[0], dims[0] + len(dims))) or [at_dims[d] for d in dims] != sorted(at_dims.values()):
+            raise self._refused("dims that do not follow each other are indexed by")
+        shape = self._val(tensor).shape
+        if any(shape[d] != self._val(mask).shape[k] for d, k in at_dims.items()):
+            raise self._refused("a tensor of another size than the mask takes")
+        if values in self.rows:
+            if not accumulate and len(at_dims) < n and not _once(mask, set(at_dims.values())):
+                raise self._refused("one place may be given several of")
+            made = self._sum_of(values, dims[0], at_dims, mask)
+        elif not accumulate and self._val(values).numel() == 1:  # out[mask] = 0
+            made = values
+        else:
+            raise self._refused("values of a fixed size are put in the places of")
+        if accumulate:
+            self._write(node, aten.add.Tensor, (tensor, made), {})
+            return
+        before = self._added_to(tensor, values, at_dims)
+        whole = mask
+        if len(at_dims) < n:
+            for k in sorted(set(range(n)) - set(at_dims.values()), reverse=True):
+                whole = self._emit(aten.any.dim, (whole, k))
+        lead, rest = dims[0], len(shape) - dims[-1] - 1
+        sizes = [*[1] * lead, *(shape[d] for d in dims), *[1] * rest]
+        whole = self._emit(aten.reshape.default, (whole, sizes))
+        written = self._write(node, aten.where.self, (whole, made, tensor), {})
+        if values in self.rows and (before is not None or len(at_dims) == n):
+            rows = before if before is not None else self.rows[values].full
+            self.turns.append(Turn(mask, rows, tensor, written, tuple(sorted(at_dims.items())), before is not None))
+
+    def _sum_of(self, source: Any, dim: int, at_dims: dict[int, int], mask: Node) -> Node:
+        """The selected rows at their place along some dims of the mask, zero where there are none, several added up."""
+        rows = self._computed(source)
+        if rows.mask is not mask or rows.dim != dim:
+            raise self._refused("another mask, or along another dim, selects")
+        return self._sum_of_rows(rows, dim, at_dims)
+
+    def _sum_of_rows(self, rows: Rows, dim: int, at_dims: dict[int, int]) -> Node:
+        mask = rows.mask
+        assert rows.full is not None
+        shape, val = self._val(mask).shape, self._val(rows.full)
+        before, after = list(val.shape[:dim]), list(val.shape[dim + 1 :])
+        which = self._emit(aten.reshape.default, (mask, [prod(shape), *[1] * len(after)]))
+        made = self._emit(aten.where.ScalarOther, (which, rows.full, 0))
+        self.leaving[made] = mask
+        made = self._emit(aten.reshape.default, (made, [*before, *shape, *after]))
+        others = [dim + k for k in range(len(shape)) if k not in at_dims.values()]
+        return self._emit(aten.sum.dim_IntList, (made, others)) if others else made
+
+    def _turn(
+        self, source: Any, index: Any, tensor: Node, written: Node, at_dims: dict[int, int], adds: bool
+    ) -> None:
+        rows, mask = self.rows[source].full, self.rows[index].mask
+        self.turns.append(Turn(mask, rows, tensor, written, tuple(sorted(at_dims.items())), adds))
+
+    def _added_to(self, tensor: Any, values: Any, at_dims: dict[int, int]) -> Any:
+        """What ``out[rows] += values`` adds; None where values are put that are no such sum."""
+        made: Any = self.rows[values].full if values in self.rows else None
+        if made is None or made.target is not aten.add.Tensor or made.kwargs or not isinstance(made.args[1], Node):
+            return None
+        taken = self.gathers.get(made.args[0])
+        same = taken is not None and root_of(taken[0]) is root_of(tensor) and taken[1] == at_dims
+        return made.args[1] if same else None
+
+    def _finished(self, turn: Turn, tensor: Node, rows: Node, mask: Node) -> Node:
+        """The tensor that a turn makes of all these rows, where it writes."""
+        at_dims = dict(turn.place)
+        self.node = turn.write
+        standing = Rows(mask, rows, min(at_dims))
+        made = self._sum_of_rows(standing, min(at_dims), at_dims)
+        if turn.adds:
+            made = self._emit(aten.add.Tensor, (tensor, made))
+        else:
+            shape, dims = self._val(tensor).shape, sorted(at_dims)
+            sizes = [*[1] * dims[0], *(shape[d] for d in dims), *[1] * (len(shape) - dims[-1] - 1)]
+            made = self._emit(aten.where.self, (self._emit(aten.reshape.default, (mask, sizes)), made, tensor))
+        return self._emit(aten.copy_.default, (tensor, made))
+
+    def _write(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        """A node becomes another one that makes the same; what wrote in place still does."""
+        tensor = node.args[0]
+        made = self._emit(target, args, kwargs)
+        if str(node.target).split(".")[1].endswith("_"):
+            made = self._emit(aten.copy_.default, (tensor, made))
+        node.replace_all_uses_with(made)
+        self.gone.append(node)
+        self.written.add(made)
+        return made
+
+
+def _once(mask: Node, dims: set[int]) -> bool:
+    """Whether a mask selects at most one position for each place along some of its dims: it says where one number is
+    among the results of a top-k along the others."""
+    if mask.target is not aten.eq.Scalar:
+        return False
+    where, rest = mask.args[0], set(range(mask.meta["val"].dim())) - dims
+    if not (isinstance(where, Node) and where.target is operator.getitem and where.args[1] == 1):
+        return False
+    topk = where.args[0]
+    if not (isinstance(topk, Node) and topk.target in (aten.topk.default, aten.sort.default)):
+        return False
+    along = topk.args[2] if len(topk.args) > 2 else -1
+    return rest == {int(along) % mask.meta["val"].dim()}  # type: ignore[arg-type]
+
+
+__all__ = ["RowsPutBack"]
