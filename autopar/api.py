@@ -34,6 +34,7 @@ from autopar.report.decided import say
 from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share
 from autopar.runtime.batch_statistics import tell_of_statistics
 from autopar.runtime.buckets import Buckets, Size
+from autopar.runtime.devices import check_own_gpus
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.groups import abort_groups
 from autopar.runtime.init import Init
@@ -275,11 +276,13 @@ def parallelize(
         ClusterError, MeshError, PlanError, AutoparError: an argument names what there is not, or cannot be.
     """
     given = dict(locals())
-    ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS)
+    of_model = model if isinstance(model, torch.nn.Module) else None
+    ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS, of_model)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
     with alive(group, "parallelize", abort_groups):
         move = arguments.check_call(group, given)
+        check_own_gpus(group, device_mesh.device_type if device_mesh is not None else spreading.device_type_of(model))
         if profile is not None:
             if isinstance(mesh, DeviceMesh | int):
                 cluster = profile_of(profile, cluster)

@@ -26,6 +26,7 @@ from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.graph import Ref
 from autopar.plan import Plan
 from autopar.runtime.agree import together
+from autopar.runtime.devices import check_one_device
 from autopar.runtime.executor import ParallelModule
 from autopar.runtime.optimizers import Move, name_of
 from autopar.runtime.pipeline import PipelineModule
@@ -206,6 +207,9 @@ def check_call(group: Any, given: Mapping[str, Any]) -> Move | None:
         for module in (given["model"], given["loss_fn"]):
             if isinstance(module, torch.nn.Module):
                 check_hooks(module, traced=given["hooks"] == "trace")
+        check_one_device(
+            given["model"], {name: given[name] for name in ("example_inputs", "example_kwargs", "targets")}
+        )
         check_optimizer(given["optimizer"])
         if isinstance(given["optimizer"], torch.optim.Optimizer):
             move = Move(given["optimizer"], given["model"])

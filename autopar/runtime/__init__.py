@@ -58,7 +58,7 @@ Parameters in a script, which are DTensors
 
 Ranks together
 
-:mod:`.agree`            one plan, and errors that are raised everywhere
+:mod:`.agree`            one plan, and errors that are raised everywhere; :mod:`.devices`: one device for each rank
 :mod:`.threads`          threads that look into the store end before the interpreter does
 :mod:`.groups`           process groups, each made once; :mod:`.plan_groups`: which ones a plan needs
 :mod:`.failures`         a step that breaks on one rank; :mod:`.presence`: one that ends within ``parallelize``

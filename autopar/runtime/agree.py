@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import errors
 from autopar.errors import AutoparError, MeshError, RunError
+from autopar.runtime.devices import choose_device
 from autopar.runtime.failures import is_of_another_rank
 from autopar.runtime.groups import groups_on
 from autopar.runtime.presence import after_loss
@@ -24,31 +25,16 @@ from hardware_profiles.strict import parse_json
 TIMEOUT_SECONDS = 1800.0
 
 
-def choose_device() -> None:
-    """Have CUDA's current device be this rank's own, unless the process uses one already.
-
-    Raises:
-        MeshError: there are more ranks on this machine than GPUs that they see.
-    """
-    if not torch.cuda.is_available() or torch.cuda.is_initialized():
-        return
-    visible, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if 1 < visible < ranks:
-        raise MeshError(
-            f"{ranks} ranks are on this machine, and they see {visible} GPUs (CUDA_VISIBLE_DEVICES is "
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start one rank for each, with torchrun "
-            f"--nproc-per-node {visible}"
-        )
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % visible)  # each may see only one, its own
-
-
-def ensure_process_group(timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+def ensure_process_group(timeout_seconds: float = TIMEOUT_SECONDS, model: torch.nn.Module | None = None) -> None:
     """Use the process group that exists, else the one that torchrun describes, else a group of this process alone.
 
+    Args:
+        model: whose parameters may say which GPU is this rank's.
+
     Raises:
-        MeshError: as for :func:`choose_device`.
+        MeshError: as for :func:`~autopar.runtime.devices.choose_device`.
     """
-    choose_device()
+    choose_device(model)
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=timeout_seconds)

@@ -9,13 +9,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.cli.common import UsageError, where_to_run
 from autopar.errors import MeshError, RunError
 from autopar.runtime import streams
-from autopar.runtime.agree import choose_device
+from autopar.runtime.batch import Batch
+from autopar.runtime.devices import check_different, check_one_device, choose_device, gpu_here
 from autopar.runtime.groups import backend_for
 from autopar.runtime.streams import StepStream
 from autopar.spreading import device_type_of, tell_of_idle_gpus
@@ -51,6 +53,71 @@ def test_a_device_in_use_is_kept(gpus: mock.Mock, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     choose_device()
     gpus.assert_not_called()
+
+
+def on_gpus(*numbers: int) -> torch.nn.Module:
+    """A model with a parameter on each of these GPUs, which nobody has."""
+    with FakeTensorMode():
+        return torch.nn.ParameterList(torch.empty(2, 2, device=f"cuda:{number}") for number in numbers)
+
+
+def test_the_gpu_of_the_model_is_the_current_one(gpus: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script puts the model on ``cuda:2`` and says nothing else: ranks would all be on the first GPU."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    choose_device(on_gpus(2))
+    gpus.assert_called_once_with(2)
+    choose_device(on_gpus(0))
+    choose_device(on_gpus(0, 1))
+    gpus.assert_called_once()
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    said = r"parameters are on 2 devices: '0' on cuda:0, '1' on cuda:1. Each rank has one: move the whole"
+    with pytest.raises(MeshError, match=said):
+        check_one_device(on_gpus(0, 1), {})
+
+
+def test_an_example_that_is_not_where_the_model_is() -> None:
+    """On another GPU, or on the CPU; without values it may be anywhere."""
+    with FakeTensorMode():
+        there, other = torch.ones(2, device="cuda:1"), torch.ones(2, device="cuda:0")
+    fine = {"example_inputs": (there, torch.ones(2, device="meta"), 3), "targets": ()}
+    check_one_device(on_gpus(1), fine)
+    said = r"on cuda:1, .*: example_inputs\[0\] on cuda:0, targets\['y'\] on cpu. Move it with .to\('cuda:1'\)"
+    with pytest.raises(MeshError, match=said):
+        check_one_device(on_gpus(1), {"example_inputs": (other,), "targets": {"y": torch.ones(2)}})
+
+
+def test_parallelize_says_where_the_example_should_be() -> None:
+    with FakeTensorMode():
+        x = torch.ones(2, 2, device="cuda:1")
+    with pytest.raises(MeshError, match=r"the model is on cpu, .*: example_inputs on cuda:1. Move it with .to"):
+        autopar.parallelize(torch.nn.Linear(2, 2), 1, x)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_a_batch_on_another_device_is_refused(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """In a call, after ``parallelize``: a loader has put it on the first GPU."""
+    pm: Any = autopar.parallelize(torch.nn.Linear(2, 2), 1, torch.ones(2, 2))
+    pm._batch.device = torch.device("cuda", 1)
+    assert isinstance(pm._batch, Batch)
+    with FakeTensorMode():
+        x = torch.ones(2, 2, device=device)
+    with pytest.raises(RunError, match=rf"input args\[0\] is on {device}, the mesh is on cuda:1; move it with .to"):
+        pm._batch.tensors((x,), {})
+
+
+def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of several machines may have GPUs of one number, not of one name."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    known = mock.Mock(uuid="a1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: known)
+    first = gpu_here()
+    known.uuid = "b2"
+    check_different({0: first, 1: gpu_here()})
+    with pytest.raises(MeshError, match=r"ranks 0 and 2 are both on cuda:0 of machine '.*', and NCCL has one rank on"):
+        check_different({0: first, 1: gpu_here(), 2: first})
 
 
 def test_more_ranks_than_gpus_are_refused(gpus: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
