@@ -33,7 +33,7 @@ from autopar.pieces import local_shape
 from autopar.placements import path
 from autopar.plan import ParamChoice, StagePlan
 from autopar.planner.intra_op.options import device_limit
-from autopar.rules.distributed import as_last_rank
+from autopar.rules.lowering_trial import as_last_rank
 from autopar.rules.many_ranks import fake_world
 from autopar.runtime.arriving import Arrived, arriving
 from autopar.texts import show_bytes

@@ -31,8 +31,8 @@ from autopar.placements import Step
 from autopar.plan import StagePlan
 from autopar.prices import Price
 from autopar.rules.attention_across import QUERIES, RING
-from autopar.rules.distributed import Counted, ToOther, as_last_rank
 from autopar.rules.function import PREFIX
+from autopar.rules.lowering_trial import Counted, ToOther, as_last_rank
 from autopar.rules.many_ranks import fake_world
 from autopar.rules.option_names import factor_and_block
 from autopar.rules.registry import rules_of

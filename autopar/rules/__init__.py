@@ -7,7 +7,8 @@ options          :mod:`.axis_options`: what an operator may do on one axis, as i
                  :mod:`.option_names`: how it is called
 :mod:`.registry` rules by operator; :mod:`.strategy`: what one operator does on all axes of a mesh
 :mod:`.units`    into which uneven blocks operators may be cut, because others want such pieces
-:mod:`.local`    the call that one rank makes; :mod:`.distributed`: what distributed lowerings share
+:mod:`.local`    the call that one rank makes; :mod:`.distributed`: what distributed lowerings share;
+                 :mod:`.lowering_trial`: where they run without ranks, or are counted
 :mod:`.saved`    what autograd keeps of a call; :mod:`.aliasing`: whether its result is memory of its own;
                  :mod:`.needs`: what a call needs while it runs
 families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`, :mod:`.factory`, :mod:`.index`,

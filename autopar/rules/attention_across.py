@@ -32,17 +32,8 @@ from autopar.rules.attention_call import Draw, Going, Hashes
 from autopar.rules.attention_halves import add_to, as_message, exchanged, message_of_halves, parts_of, whole
 from autopar.rules.attention_kernels import merged
 from autopar.rules.attention_pairs import mask_of
-from autopar.rules.distributed import (
-    axes_of,
-    cuts_on,
-    makes_some_steps,
-    n_pieces,
-    permuted,
-    positions,
-    sends_on,
-    standing_for,
-    which_piece,
-)
+from autopar.rules.distributed import axes_of, cuts_on, n_pieces, permuted, positions, sends_on, which_piece
+from autopar.rules.lowering_trial import makes_some_steps, standing_for
 from autopar.torch_private import each_rank
 
 QUERIES, RING = "q", "ring"

@@ -5,11 +5,9 @@ Tensors here are one rank's piece, of type V (our S) on ``axes``. Axes are names
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -18,100 +16,10 @@ from spmd_types import rules
 
 from autopar.pieces import lengths_of
 from autopar.placements import axis_and_unit
+from autopar.rules.lowering_trial import COUNTED, TRIAL, ToOther, in_trial
 from autopar.torch_private import LocalIntNode, LocalTensor, functional_collectives, group_of_axis, local_tensor_mode
 
 Axes = Sequence[str]
-
-_TRIAL: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("trial", default=None)
-
-
-@contextlib.contextmanager
-def trial(sizes: Mapping[str, int]) -> Iterator[None]:
-    """In here lowerings run without ranks, on tensors without values: collectives make tensors of the right shape.
-
-    Args:
-        sizes: of the axes.
-    """
-    token = _TRIAL.set(sizes)
-    try:
-        yield
-    finally:
-        _TRIAL.reset(token)
-
-
-def in_trial() -> bool:
-    """Whether lowerings run without ranks just now."""
-    return _TRIAL.get() is not None
-
-
-class ToOther(NamedTuple):
-    """What :func:`permuted` sends on an axis.
-
-    Attributes:
-        beside: the call whose compute it runs beside, in its forward or its backward; None where that waits for it.
-        times: how many messages like it are sent, where a lowering makes some of its equal steps only.
-    """
-
-    axis: str
-    n_bytes: int
-    beside: object = None
-    backward: bool = False
-    times: int = 1
-
-
-class Counted:
-    """What lowerings do while :func:`as_last_rank` is entered.
-
-    Args:
-        flops_so_far: how many multiplications and additions were counted; None where nobody counts them.
-
-    Attributes:
-        messages: that were sent, of which none arrives.
-        flops_left_out: of steps that a lowering leaves out, because they are like one that it makes.
-    """
-
-    def __init__(self, flops_so_far: Callable[[], float] | None = None) -> None:
-        self.flops_so_far = flops_so_far
-        self.messages: list[ToOther] = []
-        self.flops_left_out = 0.0
-        self.times = 1
-
-    @contextlib.contextmanager
-    def standing_for(self, times: int) -> Iterator[None]:
-        """What happens in here counts as often as ``times`` steps that are alike."""
-        before = self.flops_so_far() if self.flops_so_far is not None else 0.0
-        self.times = times
-        yield
-        self.times = 1
-        if self.flops_so_far is not None:
-            self.flops_left_out += (times - 1) * (self.flops_so_far() - before)
-
-
-_COUNTED: contextvars.ContextVar[Counted | None] = contextvars.ContextVar("counted", default=None)
-
-
-@contextlib.contextmanager
-def as_last_rank(flops_so_far: Callable[[], float] | None = None) -> Iterator[Counted]:
-    """In here lowerings do what the last rank does, which works most where a mask is causal; of steps that are alike
-    they make some, and say for how many these stand."""
-    counted = Counted(flops_so_far)
-    token = _COUNTED.set(counted)
-    try:
-        yield counted
-    finally:
-        _COUNTED.reset(token)
-
-
-def makes_some_steps() -> bool:
-    """Whether a lowering may leave out steps that are like those which it makes: nobody looks at values."""
-    return _TRIAL.get() is not None or _COUNTED.get() is not None or spmd.is_type_checking()
-
-
-def standing_for(times: int) -> contextlib.AbstractContextManager[None]:
-    """In here one step of a lowering stands for ``times`` of them, for who counts."""
-    counted = _COUNTED.get()
-    return contextlib.nullcontext() if counted is None or times == 1 else counted.standing_for(times)
-
 
 class _Collected(torch.autograd.Function):
     """Stands for a collective in a trial: a tensor of its own, in the backward too, and nothing kept for that."""
@@ -143,7 +51,7 @@ def n_pieces(axes: Axes) -> int:
 def _size_and_unit(axis: str) -> tuple[int, int]:
     """How many ranks an axis has, and of how many elements the pieces that it cuts are multiples (``tensor*64``)."""
     name, unit = axis_and_unit(axis)
-    sizes = _TRIAL.get()
+    sizes = TRIAL.get()
     return spmd.normalize_axis(name).size() if sizes is None else sizes[name], unit
 
 
@@ -183,7 +91,7 @@ def _groups_like(group: Any) -> list[list[int]]:
 def which_piece(axis: str) -> Any:
     """This rank's number on an axis, as :func:`index_on`; in a trial that of the last rank, which works most where a
     mask is causal."""
-    as_last = _TRIAL.get() is not None or _COUNTED.get() is not None
+    as_last = TRIAL.get() is not None or COUNTED.get() is not None
     return _size_and_unit(axis)[0] - 1 if as_last else index_on(axis_and_unit(axis)[0])
 
 
@@ -195,7 +103,7 @@ def cuts_on(axes: Axes) -> tuple[tuple[int, int], ...]:
 def sends_on(axis: str) -> Any:
     """The process group of an axis, for :func:`permuted`, which a backward may call where there is no ambient mesh;
     None in a trial."""
-    return None if _TRIAL.get() is not None else group_of_axis(axis_and_unit(axis)[0])
+    return None if TRIAL.get() is not None else group_of_axis(axis_and_unit(axis)[0])
 
 
 def permuted(
@@ -207,7 +115,7 @@ def permuted(
     It is an all-to-all in which each rank has something for one other: ranks of a group post collectives in one order,
     so no message waits for one that is posted behind it, and no channel is made that a plan does not know of.
     """
-    mode, counted = local_tensor_mode(), _COUNTED.get()
+    mode, counted = local_tensor_mode(), COUNTED.get()
     if counted is not None:
         n_bytes = x.numel() * x.element_size()
         counted.messages.append(ToOther(axis, n_bytes, beside, backward, counted.times))
@@ -234,7 +142,7 @@ def length_of(n: int, axes: Axes) -> Any:
     for axis in axes:
         size, unit = _size_and_unit(axis)
         length = -(-n // (size * unit)) * unit
-        if _TRIAL.get() is not None:  # of the first rank, whose piece is the largest
+        if TRIAL.get() is not None:  # of the first rank, whose piece is the largest
             n = length
             continue
         at = index_on(axis_and_unit(axis)[0])
@@ -248,7 +156,7 @@ def _least(a: Any, b: Any) -> Any:
 
 def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
     """The first of ``n`` elements that this rank has where ``axes`` cut them: int64 without dims, V on ``axes``."""
-    if _TRIAL.get() is not None:
+    if TRIAL.get() is not None:
         return torch.zeros((), dtype=torch.int64, device=device)
     return _own(_pieces(n, axes, device)[0], axes)
 
@@ -310,7 +218,7 @@ def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
     for axis in axes:
         x = (
             _Collected.apply(x)
-            if _TRIAL.get() is not None
+            if TRIAL.get() is not None
             else spmd.all_reduce(x, axis, src=spmd.P, dst=dst, **summed_back(x))
         )
     return x
@@ -319,7 +227,7 @@ def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
 def part_of(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
     """R -> V: this rank's piece of a tensor along a dim, which ``axes`` divide evenly; the gradient is pending."""
     for axis in axes:
-        if _TRIAL.get() is not None:
+        if TRIAL.get() is not None:
             x = x.narrow(dim, 0, x.shape[dim] // _size_and_unit(axis)[0])
         else:
             x = spmd.convert(x, axis, src=spmd.R, dst=spmd.S(dim))
@@ -330,7 +238,7 @@ def all_parts(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
     """V -> R: the equal pieces of all ranks, one behind the other along a dim; the first axis is the major one. In the
     backward the gradients, which are pending, are summed, and each rank gets its piece."""
     for axis in reversed(axes):
-        if _TRIAL.get() is not None:
+        if TRIAL.get() is not None:
             x = torch.cat([x] * _size_and_unit(axis)[0], dim)
         else:
             x = spmd.all_gather(x.contiguous(), axis, src=spmd.S(dim), dst=spmd.R, **summed_back(x))
@@ -358,13 +266,13 @@ def greatest(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """The elementwise maximum of the pieces on every rank, as a constant."""
     x = x.detach().contiguous()
     for axis in axes:
-        x = torch.empty_like(x) if _TRIAL.get() is not None else _Greatest.apply(x, axis)
+        x = torch.empty_like(x) if TRIAL.get() is not None else _Greatest.apply(x, axis)
     return x
 
 
 def piece(axes: Axes, device: torch.device) -> torch.Tensor:
     """Number of this rank's piece: int64 without dims, V on ``axes``; the first axis is the major one."""
-    if not axes or _TRIAL.get() is not None:
+    if not axes or TRIAL.get() is not None:
         return torch.zeros((), dtype=torch.int64, device=device)
     number = torch.arange(n_pieces(axes), device=device)
     for axis in axes:
@@ -451,7 +359,7 @@ def share(x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int], fa
 
 
 def _part(n: int, axes: Axes, x: torch.Tensor) -> torch.Tensor:
-    if _TRIAL.get() is not None:
+    if TRIAL.get() is not None:
         return torch.ones((), dtype=x.dtype, device=x.device)
     lengths = _pieces(n, axes, x.device)[1]
     return _own((lengths.double() / n).to(x.dtype), axes)

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 
 from autopar.errors import RuleError
 from autopar.placements import REPLICATED, Placement, shard
-from autopar.rules.distributed import all_parts, axes_of, in_trial, part_of, total
+from autopar.rules.distributed import all_parts, axes_of, part_of, total
+from autopar.rules.lowering_trial import in_trial
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import Sample, T, prove_with, rule, sample

@@ -28,9 +28,10 @@ from autopar.meshes import Mesh
 from autopar.pieces import local_shape
 from autopar.placements import State, axis_and_unit
 from autopar.rules.axis_options import Option
-from autopar.rules.distributed import length_of, trial
+from autopar.rules.distributed import length_of
 from autopar.rules.function import PREFIX
 from autopar.rules.local import LocalCall, PieceSize, Seed, local_call
+from autopar.rules.lowering_trial import trial
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, In, call_of
 from autopar.rules.strategy import Strategy, grads_of

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from autopar.rules.distributed import for_each, in_trial, n_pieces, piece
+from autopar.rules.distributed import for_each, n_pieces, piece
+from autopar.rules.lowering_trial import in_trial
 from autopar.rules.travelling import exchanged
 from autopar.torch_private import group_of_axis
 

@@ -14,7 +14,8 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.distributed import in_trial, n_pieces
+from autopar.rules.distributed import n_pieces
+from autopar.rules.lowering_trial import in_trial
 from autopar.torch_private import (
     FakeTensor,
     LocalIntNode,

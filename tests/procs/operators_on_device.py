@@ -13,8 +13,8 @@ from accelerator import NAME, Accelerator, OnDevice, register
 import autopar.rules  # noqa: F401
 from autopar.meshes import Mesh
 from autopar.rules.axis_options import Option
-from autopar.rules.distributed import trial
 from autopar.rules.local import is_told_device, local_call
+from autopar.rules.lowering_trial import trial
 from autopar.rules.many_ranks import piece
 from autopar.rules.proof import Case, strategies_of
 from autopar.rules.registry import SAMPLES

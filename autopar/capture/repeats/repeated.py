@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, trac
 
 from autopar.capture.branches.asking import ASK, asking
 from autopar.capture.branches.taken import TAKEN, would_take
+from autopar.capture.repeats.attribute_reads import watched
 from autopar.capture.repeats.block_calls import (
     FAKE,
     PLAIN,
@@ -54,6 +55,7 @@ from autopar.capture.repeats.block_calls import (
     tensors_of,
     written,
 )  # fmt: skip
+from autopar.capture.repeats.names_asked import NamesAsked, Skipped
 from autopar.capture.repeats.python_state import (
     ByIdentity,
     Structures,
@@ -65,7 +67,7 @@ from autopar.capture.repeats.python_state import (
     shape_of,
 )
 from autopar.capture.trace.quick import unstacked
-from autopar.torch_private import DisableTorchFunction, ModuleStackTracer, Namespace, pytree
+from autopar.torch_private import DisableTorchFunction, ModuleStackTracer, pytree
 
 LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 LIBRARY.define("block(Tensor[] tensors, str key) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
@@ -87,62 +89,8 @@ class AlikeModules:
     refused: str = ""
 
 
-@dataclass
-class Skipped:
-    """A call that became one node, and the names of the nodes that take its results."""
-
-    path: str
-    like: Traced
-    results: list[str] = field(default_factory=list)
-
-
-class _Watched:
-    """Stands in a class for an attribute that differs between instances, and notes when it is read."""
-
-    def __init__(self, name: str, default: Any, reads: set[tuple[int, str]]) -> None:
-        self.name, self.default, self.reads = name, default, reads
-
-    def __get__(self, instance: Any, owner: Any) -> Any:
-        if instance is not None:
-            self.reads.add((id(instance.__dict__), self.name))
-            if self.name in instance.__dict__:
-                return instance.__dict__[self.name]
-        if self.default is Watching:
-            raise AttributeError(self.name)
-        return self.default
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        instance.__dict__[self.name] = value
-
-    def __delete__(self, instance: Any) -> None:
-        del instance.__dict__[self.name]
-
-
 class Nothing(Unknown):
     """A call of a block gives what it was given."""
-
-
-class Watching:
-    """No default."""
-
-
-class _Names(Namespace):
-    """The names of a graph, with a list of those that were asked for."""
-
-    def __init__(self, namespace: Namespace) -> None:
-        self._obj_to_name, self._used_names = namespace._obj_to_name, namespace._used_names
-        self._base_count = namespace._base_count
-        self.used_before, self.count_before = set(namespace._used_names), dict(namespace._base_count)
-        self.log: list[str | Skipped] = []
-        self.given: dict[str, int] = {}
-        self.silent = False
-
-    def create_name(self, candidate: str, obj: object | None) -> str:
-        name = super().create_name(candidate, obj)
-        if not self.silent:
-            self.given[name] = len(self.log)
-            self.log.append(candidate)
-        return name
 
 
 class Repeats:
@@ -155,7 +103,7 @@ class Repeats:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.skipped: dict[str, Skipped] = {}
-        self.names: _Names | None = None
+        self.names: NamesAsked | None = None
         self.tracer: Any = None
         self.active = False
         self.reads: set[tuple[int, str]] = set()
@@ -214,7 +162,7 @@ class Repeats:
         def call_module(tracer: Any, m: Any, forward: Any, args: Any, kwargs: Any) -> Any:
             if self.tracer is None:
                 self.tracer = tracer
-                self.names = tracer.graph._graph_namespace = _Names(tracer.graph._graph_namespace)
+                self.names = tracer.graph._graph_namespace = NamesAsked(tracer.graph._graph_namespace)
             if self.active or tracer is not self.tracer:
                 return original(tracer, m, forward, args, kwargs)
             module = m.get_base() if hasattr(m, "get_base") else m
@@ -235,20 +183,8 @@ class Repeats:
                 (type(m.get_submodule(path)), name)
                 for g in self.groups.values() for m in g.instances[:1] for path, name in g.varying
             }:  # fmt: skip
-                stack.enter_context(self._watched(kind, name))
+                stack.enter_context(watched(kind, name, self.reads))
             yield self
-
-    @contextlib.contextmanager
-    def _watched(self, kind: type, name: str) -> Iterator[None]:
-        there = name in vars(kind)
-        before = vars(kind).get(name)
-        setattr(kind, name, _Watched(name, getattr(kind, name, Watching), self.reads))
-        try:
-            yield
-        finally:
-            delattr(kind, name)
-            if there:
-                setattr(kind, name, before)
 
     def _call(self, group: AlikeModules, module: Any, m: Any, run: Any, args: Any, kwargs: Any) -> Any:
         with DisableTorchFunction():  # looking at a tensor is not the model's doing, and is dear in a trace

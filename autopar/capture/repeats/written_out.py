@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from autopar.capture.repeats.block_calls import HERE, Ext, Int, storage
-from autopar.capture.repeats.repeated import BLOCK, Repeats, Skipped
+from autopar.capture.repeats.names_asked import Skipped
+from autopar.capture.repeats.repeated import BLOCK, Repeats
 from autopar.capture.trace.recording import HOOK
 from autopar.torch_private import Namespace, OpOverload
 

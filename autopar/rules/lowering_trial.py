@@ -1,0 +1,103 @@
+"""Lowerings that run where nobody looks at values: without ranks, in a trial; or as the last rank, while somebody
+counts what they do. :mod:`.distributed` asks which it is."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import spmd_types as spmd
+
+TRIAL: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("trial", default=None)
+"""Sizes of the axes in a trial; None where there are ranks."""
+
+
+@contextlib.contextmanager
+def trial(sizes: Mapping[str, int]) -> Iterator[None]:
+    """In here lowerings run without ranks, on tensors without values: collectives make tensors of the right shape.
+
+    Args:
+        sizes: of the axes.
+    """
+    token = TRIAL.set(sizes)
+    try:
+        yield
+    finally:
+        TRIAL.reset(token)
+
+
+def in_trial() -> bool:
+    """Whether lowerings run without ranks just now."""
+    return TRIAL.get() is not None
+
+
+class ToOther(NamedTuple):
+    """What :func:`~.distributed.permuted` sends on an axis.
+
+    Attributes:
+        beside: the call whose compute it runs beside, in its forward or its backward; None where that waits for it.
+        times: how many messages like it are sent, where a lowering makes some of its equal steps only.
+    """
+
+    axis: str
+    n_bytes: int
+    beside: object = None
+    backward: bool = False
+    times: int = 1
+
+
+class Counted:
+    """What lowerings do while :func:`as_last_rank` is entered.
+
+    Args:
+        flops_so_far: how many multiplications and additions were counted; None where nobody counts them.
+
+    Attributes:
+        messages: that were sent, of which none arrives.
+        flops_left_out: of steps that a lowering leaves out, because they are like one that it makes.
+    """
+
+    def __init__(self, flops_so_far: Callable[[], float] | None = None) -> None:
+        self.flops_so_far = flops_so_far
+        self.messages: list[ToOther] = []
+        self.flops_left_out = 0.0
+        self.times = 1
+
+    @contextlib.contextmanager
+    def standing_for(self, times: int) -> Iterator[None]:
+        """What happens in here counts as often as ``times`` steps that are alike."""
+        before = self.flops_so_far() if self.flops_so_far is not None else 0.0
+        self.times = times
+        yield
+        self.times = 1
+        if self.flops_so_far is not None:
+            self.flops_left_out += (times - 1) * (self.flops_so_far() - before)
+
+
+COUNTED: contextvars.ContextVar[Counted | None] = contextvars.ContextVar("counted", default=None)
+"""Where what lowerings do is counted; None where nobody counts."""
+
+
+@contextlib.contextmanager
+def as_last_rank(flops_so_far: Callable[[], float] | None = None) -> Iterator[Counted]:
+    """In here lowerings do what the last rank does, which works most where a mask is causal; of steps that are alike
+    they make some, and say for how many these stand."""
+    counted = Counted(flops_so_far)
+    token = COUNTED.set(counted)
+    try:
+        yield counted
+    finally:
+        COUNTED.reset(token)
+
+
+def makes_some_steps() -> bool:
+    """Whether a lowering may leave out steps that are like those which it makes: nobody looks at values."""
+    return TRIAL.get() is not None or COUNTED.get() is not None or spmd.is_type_checking()
+
+
+def standing_for(times: int) -> contextlib.AbstractContextManager[None]:
+    """In here one step of a lowering stands for ``times`` of them, for who counts."""
+    counted = COUNTED.get()
+    return contextlib.nullcontext() if counted is None or times == 1 else counted.standing_for(times)
