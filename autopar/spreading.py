@@ -21,11 +21,11 @@ from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.runtime.agree import FirstRankValues, Meeting, Stopped, first_seed, share, together
-from autopar.runtime.executor import ParallelModule, check_device_mesh
+from autopar.runtime.executor import ParallelModule
 from autopar.runtime.groups import backend_for, backends
 from autopar.runtime.init import Init, MadeInTurn, MetaValues, is_meta
 from autopar.runtime.pipeline import PipelineModule
-from autopar.runtime.plan_groups import group_of_own, mesh_of_own
+from autopar.runtime.plan_groups import check_device_mesh, group_of_own, mesh_of_own
 from autopar.runtime.store_meeting import from_all
 from hardware_profiles import Cluster, ProfileError
 

@@ -10,16 +10,17 @@ A stage
 :mod:`.renewed`          buffers of which the program is given a copy
 :mod:`.compiled`         programs under torch.compile; :mod:`.graphed`: a step as a CUDA graph
 
-Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share
+Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share, :mod:`.spread_state` their state dicts
 
 :mod:`.executor`         the model on one mesh; :mod:`.mesh_step`: a training step of it, in microbatches;
                          :mod:`.scaled_steps`: with a ``GradScaler``
 :mod:`.crossing`         its program as a node of the caller's autograd graph; :mod:`.direct`: on one device
-:mod:`.outputs`          what a call gives back
+:mod:`.mesh_outputs`     what a call gives back; :mod:`.outputs`: each of it
 :mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``;
                          :mod:`.statistics_anew`: ``update_bn``
 :mod:`.pipeline`         the model in stages; :mod:`.pipeline_start`: what its ranks make together first
-:mod:`.pipeline_programs`  its programs by shapes and by the model's values; :mod:`.runs`: batches of any number of rows
+:mod:`.pipeline_programs`  its programs by shapes and by the model's values; :mod:`.runs`: any number of rows,
+                         :mod:`.pipeline_runs`: as these go through its programs
 :mod:`.loss_counts`      by what microbatches count in the loss; :mod:`.ready`: runs with their programs;
                          :mod:`.batch_statistics`: what each microbatch has of its own
 :mod:`.pipeline_outputs`  what its forward gives

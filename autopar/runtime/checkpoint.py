@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
 from autopar.runtime.agree import same_error
-from autopar.runtime.spread import EXTRA, SpreadModule
+from autopar.runtime.spread import SpreadModule
+from autopar.runtime.spread_state import EXTRA
 from autopar.runtime.state import like
 
 SHOWN = 6

@@ -37,7 +37,8 @@ from autopar.runtime.agree import everywhere, share
 from autopar.runtime.durable_files import on_disk, sync_folder
 from autopar.runtime.generator_states import generators, set_generators
 from autopar.runtime.groups import group_of_members
-from autopar.runtime.spread import EXTRA, SpreadModule
+from autopar.runtime.spread import SpreadModule
+from autopar.runtime.spread_state import EXTRA
 from autopar.runtime.store_meeting import looks, said_by
 from autopar.torch_private import default_store, default_timeout_seconds
 from hardware_profiles.strict import parse_json, read_text

@@ -11,7 +11,6 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
-from autopar.errors import MeshError, RunError
+from autopar.errors import RunError
 from autopar.lower.program import Program
-from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.runtime import scaled_steps
 from autopar.runtime.agree import mesh_group
@@ -34,11 +32,12 @@ from autopar.runtime.crossing import crossed
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups, groups_on
 from autopar.runtime.loss_counts import Count, count_of
+from autopar.runtime.mesh_outputs import outputs_of
 from autopar.runtime.mesh_step import parts_of_step, trained
-from autopar.runtime.module_calls import ModuleCall, batch_rows
-from autopar.runtime.outputs import IN_PIECES, CollectiveLog, unread, with_pending
+from autopar.runtime.module_calls import ModuleCall
+from autopar.runtime.outputs import CollectiveLog
 from autopar.runtime.own_rows import Call, OwnRows, TakesRows
-from autopar.runtime.plan_groups import mesh_of_own
+from autopar.runtime.plan_groups import check_device_mesh, mesh_of_own
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.recaptured import fields_of, resume, take
 from autopar.runtime.registering import Placing
@@ -46,30 +45,14 @@ from autopar.runtime.same_batch import Calls, Seen, first_readers
 from autopar.runtime.seeds import agreed_seed, mixed_seed
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
-from autopar.runtime.state import HeldParam, as_dtensor
+from autopar.runtime.state import HeldParam
 from autopar.runtime.statistics_anew import taken_anew
 from autopar.runtime.values import check_values
-from autopar.torch_private import pytree
 
 MOVED = (
     "backward() of a call before the last one, and the last one's bucket has parameters in other pieces, in which they "
     "are now: call backward() before the next bucket's forward, or give params= with which all buckets store them alike"
 )
-
-
-def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
-    """The plan's mesh and the device mesh must have the same axes.
-
-    Raises:
-        MeshError: names or sizes differ.
-    """
-    names = device_mesh.mesh_dim_names
-    if names is None:
-        raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=('data', ...)")
-    have = Mesh((name, device_mesh.size(i)) for i, name in enumerate(names))
-    if have != mesh:
-        show = [m.shown() for m in (mesh, have)]
-        raise MeshError(f"the plan is for mesh {show[0]}, the DeviceMesh is {show[1]}; plan again for this mesh")
 
 
 class ParallelModule(TakesRows, SpreadModule):
@@ -272,7 +255,7 @@ class ParallelModule(TakesRows, SpreadModule):
         if failures is None:  # one device: the program runs in the caller's own autograd graph
             check_values(self, ModuleCall(args, kwargs, of_step=of_step))
             with taken_anew(self):
-                return self._outputs(self._call(call, args, kwargs), call, of_step)
+                return outputs_of(self, self._call(call, args, kwargs), call, of_step)
         failures.settle()
         with failures.during(f"the forward of call {call}"):
             if self._groups is not None:
@@ -285,7 +268,7 @@ class ParallelModule(TakesRows, SpreadModule):
             if meeting is not None:
                 meeting.note(f"the forward of call {call}")
             with taken_anew(self):
-                return self._outputs(self._call(call, args, kwargs), call, of_step)
+                return outputs_of(self, self._call(call, args, kwargs), call, of_step)
 
     def rows_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """A call with the rows of all ranks, where each has its own and not equally many; else None."""
@@ -343,30 +326,6 @@ class ParallelModule(TakesRows, SpreadModule):
                 slot = stage.inputs[name]
                 seen.add(batch.shown[name], name, leaf, None if tuple(leaf.shape) == slot.shape else slot.state)
         return local_inputs
-
-    def _outputs(self, flat: tuple[Any, ...], call: int, of_step: bool) -> Any:
-        """What a call gives; of a microbatch of a step nothing but the loss is read."""
-        graph, plan = self._captured.graph, self._stage.plan
-        results: list[Any] = []
-        own_rows = None if of_step else self._own_rows
-        rows = batch_rows(self._captured) if own_rows is not None else 0
-        for i, (value, state) in enumerate(zip(flat, plan.outputs, strict=True)):
-            if state is None or not isinstance(value, torch.Tensor):
-                results.append(value)
-                continue
-            value = with_pending(value, state, self._mesh)
-            if own_rows is not None and (shape := graph.spec(graph.outputs[i]).shape) and shape[0] == rows:
-                results.append(own_rows.of_output(value, state, shape))
-                continue
-            if any(not p.is_whole and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
-                shape = graph.spec(graph.outputs[i]).shape
-                if self._meeting is None or i in self._given.pins.outputs:
-                    value = as_dtensor(value, state, shape, self._mesh)
-                else:
-                    meet = partial(self._meeting.meet, "reads", f"output {i} of call {call}", IN_PIECES)
-                    value = unread(value, state, shape, self._mesh, meet)
-            results.append(value)
-        return pytree.tree_unflatten(results, self._captured.out_spec)
 
     @property
     def stage(self) -> Stage:
@@ -432,4 +391,4 @@ class ParallelModule(TakesRows, SpreadModule):
         return f"ParallelModule({mesh}, {len(self.held_params)} parameters, {len(self._captured.graph.nodes)} nodes)"
 
 
-__all__ = ["ParallelModule", "check_device_mesh"]
+__all__ = ["ParallelModule"]

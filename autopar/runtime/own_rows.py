@@ -80,10 +80,31 @@ class RowsOfRanks:
     Attributes:
         ranks: how many parts it has.
         place: which of them this rank's is.
+        exchange: tells before each call how many rows each rank has; None where all have equally many.
+        counts: rows of each part in the last call, where they were not equally many.
     """
 
-    def __init__(self, ranks: int, place: int) -> None:
+    def __init__(self, ranks: int, place: int, everyone: Sequence[int]) -> None:
+        """All ranks call it.
+
+        Args:
+            everyone: these ranks, in the order of their mesh.
+        """
         self.ranks, self.place = ranks, place
+        self.exchange = Exchange.of(everyone)
+        self.counts: list[int] | None = None
+
+    def uneven_counts(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog]
+    ) -> list[int] | None:
+        """How many rows each rank is called with, where these are not equally many; None where they are, or where the
+        call has DTensors or nothing with rows. All ranks call it before each call."""
+        self.counts = None
+        rows = rows_in(args, kwargs)
+        if self.exchange is None or rows is None:
+            return None
+        counts = [n for n, _ in self.exchange(rows, 0, logs)]
+        return counts if len(set(counts)) > 1 else None
 
     def sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int, drop_last: bool) -> DistributedSampler[Any]:
         """Draws the rows of a data set that this rank loads."""
@@ -91,12 +112,7 @@ class RowsOfRanks:
 
 
 class OwnRows(RowsOfRanks):
-    """How the batches of one module lie on its ranks.
-
-    Attributes:
-        exchange: tells before each call how many rows each rank has; None where all have equally many.
-        counts: rows of each rank in the last call, where they were not equally many.
-    """
+    """How the batches of one module lie on its ranks, each of which has a part."""
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         """All ranks of the module call it.
@@ -104,11 +120,10 @@ class OwnRows(RowsOfRanks):
         Args:
             device_mesh: of these ranks.
         """
-        super().__init__(device_mesh.size(), device_mesh.mesh.flatten().tolist().index(dist.get_rank()))
+        ranks = [int(rank) for rank in device_mesh.mesh.flatten()]
+        super().__init__(len(ranks), ranks.index(dist.get_rank()), ranks)
         self.device_mesh = device_mesh
         self.state = State([shard(0)] * device_mesh.ndim)
-        self.exchange = Exchange.of([int(rank) for rank in device_mesh.mesh.flatten()])
-        self.counts: list[int] | None = None
 
     def put_together(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog]
@@ -120,12 +135,8 @@ class OwnRows(RowsOfRanks):
         Raises:
             RunError: the ranks' calls differ in more than their rows.
         """
-        self.counts = None
-        rows = rows_in(args, kwargs)
-        if self.exchange is None or rows is None:
-            return None
-        counts = [n for n, _ in self.exchange(rows, 0, logs)]
-        if len(set(counts)) == 1:
+        counts = self.uneven_counts(args, kwargs, logs)
+        if counts is None or self.exchange is None:
             return None
         self.counts = counts
         in_order = sorted(int(rank) for rank in self.device_mesh.mesh.flatten())

@@ -24,9 +24,9 @@ from autopar.errors import RunError
 from autopar.meshes import Mesh
 from autopar.placements import REPLICATED, State, shard
 from autopar.runtime.outputs import CollectiveLog
-from autopar.runtime.own_rows import Call, RowsOfRanks, rows_in
+from autopar.runtime.own_rows import Call, RowsOfRanks
 from autopar.runtime.state import as_dtensor
-from autopar.runtime.uneven_rows import Exchange, put_together
+from autopar.runtime.uneven_rows import put_together
 
 
 def parts_on(meshes: Sequence[Mesh]) -> int:
@@ -42,8 +42,6 @@ class RowsInStages(RowsOfRanks):
         ranks: how many have rows of their own.
         place: which of them this rank's are.
         places: those of all ranks of the pipeline.
-        exchange: tells before each call how many rows each rank has; None where all have equally many.
-        counts: rows of each part of the batch in this step, where they are not equally many.
     """
 
     def __init__(self, stages: Sequence[tuple[Mesh, Sequence[int]]], rank: int) -> None:
@@ -57,12 +55,10 @@ class RowsInStages(RowsOfRanks):
         for _, devices in stages:
             for number, device in enumerate(devices):
                 place_of.setdefault(device, number // (len(devices) // parts))
-        super().__init__(parts, place_of[rank])
+        super().__init__(parts, place_of[rank], range(len(place_of)))
         self.places = [place_of[each] for each in sorted(place_of)]
         mine = next(devices for _, devices in stages if rank in devices)
         self._senders = list(mine[:: len(mine) // parts])
-        self.exchange = Exchange.of(range(len(self.places)))
-        self.counts: list[int] | None = None
 
     def put_together(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog], everyone: Any
@@ -78,12 +74,8 @@ class RowsInStages(RowsOfRanks):
             RunError: ranks that are to have the same rows have other numbers of them, or the ranks' calls differ in
                 more than their rows; on all of them.
         """
-        self.counts = None
-        rows = rows_in(args, kwargs)
-        if self.exchange is None or rows is None:
-            return None
-        of_all = [n for n, _ in self.exchange(rows, 0, logs)]
-        if len(set(of_all)) == 1:
+        of_all = self.uneven_counts(args, kwargs, logs)
+        if of_all is None or self.exchange is None:
             return None
         counts = [of_all[self.places.index(place)] for place in range(self.ranks)]
         wrong = [rank for rank, place in enumerate(self.places) if of_all[rank] != counts[place]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,31 +31,27 @@ from autopar.runtime.compiled import compiled_as_callers
 from autopar.runtime.copied import copied
 from autopar.runtime.failures import Failures
 from autopar.runtime.groups import Groups
-from autopar.runtime.loss_counts import Count, Shares, count_of
+from autopar.runtime.loss_counts import Count, count_of
 from autopar.runtime.module_calls import ModuleCall
 from autopar.runtime.own_rows import TakesRows
 from autopar.runtime.own_rows_in_stages import RowsInStages
-from autopar.runtime.pipeline_outputs import Parts, of_batch, of_run
+from autopar.runtime.pipeline_outputs import of_batch, of_run
 from autopar.runtime.pipeline_programs import Lines
+from autopar.runtime.pipeline_runs import forwards, ready_runs, shares_in_loss
 from autopar.runtime.pipeline_start import begun, check_fits, take_values
 from autopar.runtime.programs import AllWell, Fields
 from autopar.runtime.reached import ReachedBy, reached_by
-from autopar.runtime.ready import Ready, shares_of
 from autopar.runtime.registering import Placing
-from autopar.runtime.runs import Run, runs
-from autopar.runtime.same_batch import Calls, Seen, first_readers
+from autopar.runtime.same_batch import Calls, first_readers
 from autopar.runtime.schedule_check import check_buffers, check_rows
 from autopar.runtime.seeds import mixed_seed
 from autopar.runtime.spread import SpreadModule, check_mode
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.stagewise import flat_optimizer_states, scaled, squared_norm
 from autopar.runtime.ties import Tied
-from autopar.runtime.values import check_values
 from autopar.runtime.work import Span, Unfinished, Work
 from autopar.staging import StageGraph, cut
 from autopar.torch_private import pytree
-
-_Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 
 
 class PipelineModule(TakesRows, SpreadModule):
@@ -244,13 +240,13 @@ class PipelineModule(TakesRows, SpreadModule):
         self.check_trains()
         with self._step(f"train_step {self._steps}"):
             scale = scaled_steps.scale_of(scaler, self._device)
-            ready = self._ready(args, kwargs, "to train on")
+            ready = ready_runs(self, args, kwargs, "to train on")
             if not self.told_of_statistics:
                 microbatches = sum(each.run.microbatches for each in ready)
                 self.told_of_statistics = tell_of_statistics([each.captured.graph for each in ready], microbatches)
             losses: list[torch.Tensor] = []
             drawn = 0
-            for each, shares in zip(ready, self._shares(ready), strict=True):
+            for each, shares in zip(ready, shares_in_loss(self, ready), strict=True):
                 seeds = self._seeds(drawn, each.run.microbatches)
                 each.batch.check_planned(each.callers)
                 reached = each.reached(seeds)
@@ -271,48 +267,6 @@ class PipelineModule(TakesRows, SpreadModule):
         if optimizer is not None:
             optimizer.zero_grad()
         return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
-
-    def _runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
-        """The runs of a batch."""
-        captured, planned = self._planned
-        ranks = self._rows.ranks if self._rows is not None else 1
-        if self._own_rows is not None or (self._programs is not None and self._programs.shapes):
-            return runs(captured, self._signature, planned, args, kwargs, ranks)
-        return [Run(ModuleCall(args, kwargs), planned, 1 / planned)]
-
-    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any], to_do: str | None = None) -> list[Ready]:
-        """The runs of a batch, with their programs in place, before the first of them begins.
-
-        Args:
-            to_do: what the loss is for; None where there need be none.
-
-        Raises:
-            RunError: there is no loss.
-        """
-        if self.buckets is not None:
-            (args, kwargs), self._padding = self.buckets.padded(args, kwargs)
-        elif self._own_rows is not None and self._programs is not None and self._programs.shapes:
-            logs = [self._programs.meeting] if self._programs.meeting is not None else []
-            together = self._own_rows.put_together(args, kwargs, logs, self._work.everyone)
-            args, kwargs = (args, kwargs) if together is None else together
-        ready = []
-        for run in self._runs(args, kwargs):
-            callers, batches = self._microbatches(run)
-            if to_do is not None and self._captured.graph.loss is None:
-                raise RunError(
-                    f"the model has no scalar loss {to_do}; give loss_fn= and targets= when planning, and call it with "
-                    "targets"
-                )
-            ready.append(
-                Ready(
-                    run, self._captured, self._parts, self._work, self._batch, self._reached_by, self._count, callers,
-                    batches,
-                )
-            )  # fmt: skip
-        return ready
-
-    def _shares(self, ready: Sequence[Ready]) -> list[Shares]:
-        return shares_of(ready, self._rows, next(iter(self._stages.values())).device_mesh)
 
     @contextlib.contextmanager
     def _step(self, where: str) -> Iterator[None]:
@@ -364,8 +318,8 @@ class PipelineModule(TakesRows, SpreadModule):
             RunError: the model has no scalar loss, or the shapes are not those of whole microbatches.
         """
         with self._step("a forward without gradients"):
-            ready = self._ready(args, kwargs, "to evaluate")
-            losses = [loss for loss, _ in self._forwards(ready)]
+            ready = ready_runs(self, args, kwargs, "to evaluate")
+            losses = [loss for loss, _ in forwards(self, ready)]
             return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
 
     @compiled_as_callers
@@ -382,7 +336,7 @@ class PipelineModule(TakesRows, SpreadModule):
                 "a loss without gradients evaluate(*batch)"
             )
         with self._step("a forward without gradients"):
-            ready = self._ready(args, kwargs)
+            ready = ready_runs(self, args, kwargs)
             for each in ready:
                 for name, x in each.callers.items():
                     if x.requires_grad and torch.is_grad_enabled():
@@ -392,26 +346,11 @@ class PipelineModule(TakesRows, SpreadModule):
                             "gives inputs their gradients"
                         )
             of_runs = [
-                of_run(each, loss, parts) for each, (loss, parts) in zip(ready, self._forwards(ready), strict=True)
+                of_run(each, loss, parts) for each, (loss, parts) in zip(ready, forwards(self, ready), strict=True)
             ]
             of_all = of_batch(ready[0], of_runs, self._own_rows)
             outputs = pytree.tree_unflatten(of_all, ready[0].captured.out_spec)
             return outputs if self.buckets is None else self.buckets.cut(outputs, self._padding)
-
-    def _forwards(self, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Parts]]:
-        """Of each run its part of the loss, float64, and whole outputs of this rank's stages by position, if they are
-        other ones."""
-        results: list[tuple[torch.Tensor, Parts]] = []
-        drawn = 0
-        for each, shares in zip(ready, self._shares(ready), strict=True):
-            parts: Parts = {}
-            seeds = self._seeds(drawn, each.run.microbatches)
-            loss = each.work.forwards(each.batches, shares, seeds, each.batch.shown, self.training, parts)
-            results.append((loss, parts))
-            drawn += each.run.microbatches
-        if self.training:
-            self._drawn += drawn
-        return results
 
     def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:
         """Start to record what the next steps do on this rank (or stop): ``(action, kind, start, end)`` in seconds of
@@ -419,31 +358,6 @@ class PipelineModule(TakesRows, SpreadModule):
         spans: list[Span] = []
         self._spans = spans if on else None
         return spans
-
-    def _microbatches(self, run: Run) -> _Batches:
-        """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
-        called with. From now on the stages run the program of these shapes."""
-        args, kwargs = run.call.args, run.call.kwargs
-        if self._programs is not None:  # the ranks agree on a change
-            check_values(self, run.call)
-        self._work = pipeline_programs.work_of(self, run.microbatches)
-        self._work.spans, self._work.own_rows = self._spans, self._rows
-
-        def take(seen: Seen | None) -> _Batches:
-            if self._programs is None:
-                check_values(self, run.call)
-            callers = self._batch.tensors(args, kwargs)
-            rows = self._rows
-            if self._own_rows is not None:
-                self._own_rows.refuse_gradients(callers, self._batch.shown)
-            if seen is not None:
-                for name, leaf in callers.items():
-                    seen.add(self._batch.shown[name], name, leaf, place=None if rows is None else rows.place)
-            if rows is not None:
-                return callers, rows.microbatches(callers, run.with_rows, run.microbatches)
-            return callers, self._batch.exactly(callers, run.microbatches)
-
-        return self._compared.inputs(take, self.named_parameters())
 
     # -- of all stages
 

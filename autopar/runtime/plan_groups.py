@@ -1,4 +1,5 @@
-"""Which process groups a plan needs: the same list on every rank, since it follows from the plan alone."""
+"""Which process groups a plan needs: the same list on every rank, since it follows from the plan alone; and whether a
+device mesh is the plan's."""
 
 from __future__ import annotations
 
@@ -9,13 +10,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.errors import MeshError
 from autopar.graph import Graph
+from autopar.meshes import Mesh
 from autopar.plan import Plan, StagePlan
 from autopar.runtime.groups import Wanted, blocks, channel, groups_for
 from autopar.runtime.hops import hop_axes
 from autopar.runtime.ties import Tied
 from autopar.runtime.wires import Wire, pairs_of
 from autopar.staging import StageGraph
+
+
+def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
+    """The plan's mesh and the device mesh must have the same axes.
+
+    Raises:
+        MeshError: names or sizes differ.
+    """
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=('data', ...)")
+    have = Mesh((name, device_mesh.size(i)) for i, name in enumerate(names))
+    if have != mesh:
+        show = [m.shown() for m in (mesh, have)]
+        raise MeshError(f"the plan is for mesh {show[0]}, the DeviceMesh is {show[1]}; plan again for this mesh")
 
 
 def groups_of(parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], tied: Sequence[Tied]) -> list[Wanted]:
@@ -77,4 +95,4 @@ def _of_stage(graph: Graph, stage: StagePlan, devices: Sequence[int]) -> Iterato
         yield from map(Wanted, blocks(stage.mesh, devices, axes))
 
 
-__all__ = ["group_of_own", "groups_of", "mesh_of_own"]
+__all__ = ["check_device_mesh", "group_of_own", "groups_of", "mesh_of_own"]

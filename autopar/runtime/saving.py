@@ -23,7 +23,8 @@ from autopar.runtime.agree import everywhere
 from autopar.runtime.checkpoint import OnFirstRank, full_state_dict
 from autopar.runtime.dtensor_fixes import meet_at
 from autopar.runtime.durable_files import on_disk
-from autopar.runtime.spread import EXTRA, SpreadModule
+from autopar.runtime.spread import SpreadModule
+from autopar.runtime.spread_state import EXTRA
 
 
 def save(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:

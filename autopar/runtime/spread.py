@@ -1,4 +1,4 @@
-"""What parallel modules share as ``torch.nn.Module``: the mode, dtypes and devices, and loading a state dict.
+"""What parallel modules share as ``torch.nn.Module``: the mode, dtypes and devices, and what they stand for.
 
 A parallel module has the names of the model's parameters and buffers, not its submodules: a
 :class:`~autopar.runtime.submodules.Part` stands where one was.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,22 +26,17 @@ from autopar.runtime.module_calls import ModuleCall
 from autopar.runtime.original import Original, unheard
 from autopar.runtime.programs import AllWell, Fields, Programs
 from autopar.runtime.same_batch import Calls
+from autopar.runtime.spread_state import SpreadState
 from autopar.runtime.submodules import (
-    Elements,
     Part,
     check_conversion,
     is_own,
     own_tensors,
-    place,
     plain_values,
     refuse_apply,
     refuse_replacing,
 )
 from autopar.runtime.values import assigned
-
-EXTRA = "_extra_state"
-"""Under which torch keeps what is no tensor of the model; checkpoints know it."""
-
 
 _WRAPPERS = {
     "join": "every rank is called with the whole batch, so no rank runs out of batches before another one",
@@ -49,7 +44,7 @@ _WRAPPERS = {
 """What scripts ask of a wrapped model."""
 
 
-class SpreadModule(Elements):
+class SpreadModule(SpreadState):
     """A model that was captured in one mode, with given dtypes, and is placed on devices."""
 
     _captured: Captured
@@ -335,67 +330,6 @@ class SpreadModule(Elements):
             "tensors"
         )
 
-    # -- state dicts
-
-    def _position(self) -> tuple[int, int]:
-        """The seed of random operators, and how many forwards have drawn from it."""
-        raise NotImplementedError
-
-    def _set_position(self, seed: int, calls: int) -> None:
-        """Go on from there."""
-        raise NotImplementedError
-
-    def _draws(self) -> bool:
-        """Whether the program has random operators."""
-        raise NotImplementedError
-
-    def _ranks(self) -> tuple[Any, int]:
-        """The process group of all ranks that hold a part, and the first of them."""
-        raise NotImplementedError
-
-    def _tied_names(self) -> Mapping[str, str]:
-        """``{name: first name}`` of tied parameters of which a rank may hold one name only."""
-        return {}
-
-    def _parameter_order(self) -> Sequence[str]:
-        """The first names of the whole model's parameters, in its order."""
-        return [name for name, _ in self.named_parameters()]
-
-    def get_extra_state(self) -> torch.Tensor:
-        """Where dropout stands: the seed and the number of forwards, int64 [2]."""
-        return torch.tensor(self._position(), dtype=torch.int64)
-
-    def set_extra_state(self, state: Any) -> None:
-        """Have dropout go on from there."""
-        if isinstance(state, torch.Tensor) and state.numel() == 2:  # and nothing that stands for it
-            seed, calls = state.flatten().tolist()
-            self._set_position(int(seed), int(calls))
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the model; of a program with random operators also where these stand (``_extra_state``), so that a
-        resumed run draws what an uninterrupted one would. ``full_state_dict`` has only what the model has.
-        """
-        state = super().state_dict(*args, **kwargs)
-        if not self._draws():
-            state.pop(kwargs.get("prefix", args[1] if len(args) > 1 else "") + EXTRA, None)
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module; a whole tensor, or a DTensor in another placement, is placed as what it replaces.
-
-        Raises:
-            RunError: with ``assign``, a tensor of another dtype: the program was made for the one that there is.
-        """
-        if not isinstance(state_dict, Mapping):
-            raise RunError(f"load_state_dict: expected a dict of tensors by name, got {type(state_dict).__name__}")
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        state_dict.setdefault(prefix + EXTRA, self.get_extra_state())  # of a model's own state dict
-        place(self, state_dict, prefix, local_metadata)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-
-
 def _same_tensors(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     """Whether two parts hold the same parameters."""
     return a._parameters.keys() == b._parameters.keys() and all(b._parameters[k] is p for k, p in a._parameters.items())
@@ -420,4 +354,4 @@ def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: C
     return {}
 
 
-__all__ = ["EXTRA", "SpreadModule", "check_mode"]
+__all__ = ["SpreadModule", "check_mode"]
