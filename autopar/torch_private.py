@@ -320,6 +320,27 @@ GROUP_NAME = Replaceable("torch.distributed.distributed_c10d", "_process_group_n
 each member, which then wait for each other for ever; or the name, and the addresses, of one that was ended."""
 
 
+AOT_COMPILE = Replaceable("torch._dynamo.backends.common", "aot_module_simplified")
+"""What backends of the compiler call with compilers for forward and backward: collectives of their graphs are seen."""
+
+
+def backend_named(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The backend that options of ``torch.compile`` name, as something that is called, and the other options."""
+    others = dict(options)
+    backend = others.pop("backend", None) or "inductor"
+    if backend == "inductor":
+        settings = dict(others.pop("options", None) or {})
+        apart = {name: settings.pop(name) for name in ("guard_filter_fn",) if name in settings}
+        if apart:
+            others["options"] = apart
+        mode = others.pop("mode", None)
+        inductor: Any = torch._TorchCompileInductorWrapper  # type: ignore[attr-defined]
+        return inductor(mode if mode or settings else "default", settings, others.get("dynamic")), others
+    if isinstance(backend, str):
+        backend = importlib.import_module("torch._dynamo.backends.registry").lookup_backend(backend)
+    return backend, others
+
+
 def fake_store() -> Any:
     """The store of a process group that sends nothing: worlds of one process."""
     return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
@@ -397,8 +418,8 @@ def _call_by_new_names() -> None:
 _call_by_new_names()
 
 __all__ = [
-    "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT", "DTENSOR_STRATEGIES",
-    "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FLEX_NAMES",
+    "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT",
+    "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FLEX_NAMES",
     "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
     "OPTIMIZER_STATES",
     "PLAIN_BESIDE_DTENSOR",
@@ -408,7 +429,7 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
     "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "arguments_of_to",
-    "autograd_engine", "below_autograd", "callers_compiler", "compiled_functions_run_as_they_are",
+    "autograd_engine", "backend_named", "below_autograd", "callers_compiler", "compiled_functions_run_as_they_are",
     "compiler_traces", "current_backward",
     "data_of_tensors",
     "default_store", "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",

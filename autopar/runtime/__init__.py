@@ -8,7 +8,8 @@ A stage
 :mod:`.gathering`        parameters that are gathered together; :mod:`.prefetch`: when
 :mod:`.gradients`        a step's gradients on their way to the parameters; :mod:`.gradient_reduction`: collectives
 :mod:`.renewed`          buffers of which the program is given a copy
-:mod:`.compiled`         programs under torch.compile; :mod:`.graphed`: a step as a CUDA graph
+:mod:`.compiled`         programs under torch.compile; :mod:`.compiled_order`: their collectives, alike on all ranks;
+                         :mod:`.graphed`: a step as a CUDA graph
 
 Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share, :mod:`.spread_state` their state dicts
 

@@ -21,6 +21,7 @@ import torch
 from autopar.errors import RunError
 from autopar.lower.compilable import Gather, breaks, compilable
 from autopar.lower.program import Program
+from autopar.runtime.compiled_order import OneOrder
 from autopar.runtime.hops import apply
 from autopar.runtime.state import HeldParam
 from autopar.torch_private import callers_compiler, options_of_compiler
@@ -50,17 +51,21 @@ class _Gathered(torch.autograd.Function):
         return grads[0], None, None
 
 
-def compiled(program: Program, gathered: Sequence[HeldParam], arguments: CompileArguments) -> Any:
+def compiled(
+    program: Program, gathered: Sequence[HeldParam], arguments: CompileArguments, order: OneOrder | None
+) -> Any:
     """``torch.compile`` of a program, which runs on the stored pieces of ``gathered`` and then on its slots.
 
     Args:
         gathered: the parameters that it gathers for each use.
+        order: of its collectives, which the ranks compare; None where there is one rank.
     """
     names = {slot.name for slot in program.slots}
     assert all(held.name in names for held in gathered)
-    return torch.compile(
-        compilable(program, {held.name: _gather_of(held) for held in gathered}), *arguments[0], **arguments[1]
-    )
+    module = compilable(program, {held.name: _gather_of(held) for held in gathered})
+    if order is None:
+        return torch.compile(module, *arguments[0], **arguments[1])
+    return order.watched(torch.compile(module, *arguments[0], **order.backend(arguments[1])))
 
 
 def _gather_of(held: HeldParam) -> Gather:

@@ -21,6 +21,7 @@ from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes, optimizer_steps
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.compiled import ITSELF, compile_programs
+from autopar.runtime.failures import Failures
 from autopar.runtime.methods import method_of
 from autopar.runtime.module_calls import ModuleCall
 from autopar.runtime.original import Original, unheard
@@ -53,6 +54,8 @@ class SpreadModule(SpreadState):
     _device: torch.device
     _mode: bool = True
     _compared: Calls
+    _failures: Failures | None = None
+    """Those of its steps, on the ranks that run it together; None on one device."""
     _gradient_dtype: torch.dtype | None = None
     told_of_statistics: bool = False
     buckets: Buckets | None = None

@@ -27,6 +27,7 @@ from autopar.plan import StagePlan
 from autopar.runtime import prefetch
 from autopar.runtime.batch import local_part, part_shape
 from autopar.runtime.compiled import CompileArguments, compiled
+from autopar.runtime.compiled_order import OneOrder
 from autopar.runtime.gathering import Unit, make_units
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.renewed import outliving
@@ -159,8 +160,14 @@ class Stage:
         """What runs a program: its modules, or what the compiler makes of it."""
         if self.compile_args is None:
             return prefetch.with_gathers(program, self.schedule)
+        order = OneOrder(self.device_mesh, self._heard) if self.device_mesh.size() > 1 else None
         with on_mesh(self.device_mesh):
-            return compiled(program, self.gathered_inside, self.compile_args)
+            return compiled(program, self.gathered_inside, self.compile_args, order)
+
+    def _heard(self) -> str:
+        """What is known of another rank's failure in a step that is under way; empty where nothing is."""
+        failures = self.home._failures
+        return failures.news() if failures is not None else ""
 
     @property
     def gathered_inside(self) -> list[HeldParam]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,9 @@ from torch._inductor.compile_fx import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.errors import RunError
+from autopar.lower.compilable import Recomputed, RecomputedSegment
+from autopar.runtime.compiled_order import OneOrder
 
 CUTS: dict[str, dict[str, Any]] = {
     "tensor": {"constraints": {"*up": {"data": "n"}, "*down": {"data": "k"}}},
@@ -163,6 +169,51 @@ def of_all(cuts: list[str], backend: str, steps_alone: bool = False) -> list[tup
         found.append(differences(cut, backend, steps_alone))
         check_order()
     return found
+
+
+def in_another_order(compares: bool) -> tuple[float, str]:
+    """A program whose segments keep nothing of what they give, with unequal pieces: its backward's collectives are in
+    another order on each rank. Seconds until this rank has an error, and the error.
+
+    Args:
+        compares: the ranks compare the order before they run.
+    """
+    torch.compiler.reset()
+    pm = spread("zero again")
+    pm.compile(backend=run_inductors_graphs, fullgraph=True)
+    step(pm, 8)
+    start = time.monotonic()
+    instead = contextlib.nullcontext() if compares else mock.patch.object(OneOrder, "agree", lambda *_: None)
+    with mock.patch.object(RecomputedSegment, "forward", Recomputed.forward), instead:
+        try:
+            step(pm, 5)
+        except (RuntimeError, RunError) as error:
+            return time.monotonic() - start, str(error)
+    return time.monotonic() - start, ""
+
+
+def compiled_by_one_alone() -> tuple[float, float, str]:
+    """Rank 1 compiles its program again, and then another one in vain, while rank 0 has nothing new. The difference
+    of a step to that of the program as it is, seconds until this rank has an error, and the error."""
+    torch.compiler.reset()
+    pm, plain = spread("tensor"), spread("tensor")
+    pm.compile(backend=run_inductors_graphs)
+    for module in (pm, plain):
+        step(module, 8)
+    if dist.get_rank():
+        torch.compiler.reset()
+    worst = max(difference(whole(a), whole(b)) for a, b in zip(step(pm, 8), step(plain, 8), strict=True))
+
+    def refuse(*args: Any) -> Any:
+        raise ValueError("no compiler on this machine")
+
+    pm.compile(backend=refuse if dist.get_rank() else run_inductors_graphs)
+    start, text = time.monotonic(), ""
+    try:
+        step(pm, 8)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return worst, time.monotonic() - start, text
 
 
 def in_stages(schedule: str, backend: str) -> tuple[float, tuple[int, int]]:

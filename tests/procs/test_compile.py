@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from procs.compiled import AS_INDUCTOR, CUTS, differences, in_stages, of_all
+from procs.compiled import (
+    AS_INDUCTOR,
+    CUTS,
+    compiled_by_one_alone,
+    differences,
+    in_another_order,
+    in_stages,
+    of_all,
+)
 from procs.compiled_features import features
 from procs.compiled_models import AGAIN, compiled_models
 from procs.compiled_models import CUTS as OF_MODELS
 
+from autopar.errors import RunError
 from autopar.runtime.launch import run_local
 
 PARTS = [(0, 1), (0, 0), (0, 1), (0, 1), (0, 1), (0, 0)]
@@ -28,6 +37,27 @@ def test_one_graph_on_two_ranks():
 def test_inductors_graphs_on_two_ranks():
     """Five rows on two ranks: graphs differ, and their collectives come in one order."""
     on_two_ranks(["zero again"], AS_INDUCTOR)
+
+
+def test_collectives_in_another_order_are_refused_before_they_run():
+    for seconds, said in run_local(in_another_order, 2, True, timeout=300):
+        assert "the compiled graphs of ranks 0 and 1 differ in the order of their collectives: at place" in said, said
+        assert "Run the program without compile()" in said and seconds < 60
+
+
+@pytest.mark.slow
+def test_they_would_wait_for_each_other():
+    """What is refused does happen."""
+    with pytest.raises(RunError, match="did not finish within"):
+        run_local(in_another_order, 2, False, timeout=120)
+
+
+@pytest.mark.slow
+def test_a_rank_that_compiles_alone():
+    """It waits for nobody who has nothing to compile; where it cannot compile, nobody waits for it."""
+    for rank, (worst, seconds, said) in enumerate(run_local(compiled_by_one_alone, 2, timeout=300)):
+        assert worst < 1e-12 and "no compiler on this machine" in said and seconds < 30, (rank, worst, seconds, said)
+        assert rank or "rank 1 failed in the forward of call 3" in said
 
 
 @pytest.mark.slow
