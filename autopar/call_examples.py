@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autopar.capture import on_meta
+from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.errors import AutoparError
 from autopar.runtime.init import is_meta
 from autopar.torch_private import pytree
@@ -22,6 +23,7 @@ def split_inputs(
         example_kwargs: keyword arguments beside positional ones.
     """
     kwargs = dict(example_kwargs or {})
+    know_dataclasses((inputs, kwargs))
     if isinstance(inputs, torch.Tensor):
         return (inputs,), kwargs
     if isinstance(inputs, Mapping):

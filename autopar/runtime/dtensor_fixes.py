@@ -22,6 +22,8 @@ drift apart:
   gradient of such a maximum is NaN on each rank that does not have it.
 * ``f"{p.grad.norm():.4f}"`` and ``p.grad.norm().tolist()`` read the number, as ``item()`` does. Of ``p.numpy()`` and
   ``p.tolist()`` torch says only that it does not support them, here the error says what does.
+* ``p.data_ptr()`` is 0 for all of them, so that scripts that tell tied parameters by their addresses take all
+  parameters for one. It is that of the local piece; empty pieces have no address, and get one of their own.
 * ``p.data = value`` changes nothing: the local tensor, which operators read, stays. It becomes the value's own, or
   this rank's piece of it: ``vector_to_parameters`` assigns so.
 """
@@ -245,6 +247,11 @@ def _as_numpy(tensor: DTensor, *, force: bool = False) -> Any:
     raise RunError(WHOLE.format(call="numpy"))
 
 
+def _address(tensor: DTensor) -> int:
+    """``tensor.data_ptr()``: where this rank's piece lies; of an empty one, which lies nowhere, what no other has."""
+    return tensor._local_tensor.data_ptr() or id(tensor._local_tensor)
+
+
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
     """``tensor.data = value``: on the meshes of parallel modules it is placed as the tensor is, a plain one too.
 
@@ -306,7 +313,8 @@ def correct() -> None:
     LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys(_ANYS, "max"))
     DTENSOR_REDUCED_DIMS.set(_all_dims(DTENSOR_REDUCED_DIMS.get()))
     TENSOR_LIST_CHECK.set(_lists_looked_into(TENSOR_LIST_CHECK.get()))
-    for method, ours in {"__format__": _formatted, "tolist": _listed, "numpy": _as_numpy}.items():
+    methods = {"__format__": _formatted, "tolist": _listed, "numpy": _as_numpy, "data_ptr": _address}
+    for method, ours in methods.items():
         setattr(DTensor, method, ours)
     DTensor.data = property(data_of_tensors.__get__, _set_data)  # type: ignore[assignment,method-assign]
 

@@ -92,7 +92,8 @@ def run_local(
             for rank in range(n):
                 here, there = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank, args=(there, fn, args, rank, told, timeout, threads, backend), daemon=True
+                    target=_rank, args=(there, fn, args, rank, told, timeout, threads, backend),
+                    daemon=False,  # which may not start processes of its own, such as a data loader's workers
                 )
                 process.start()
                 there.close()
@@ -241,6 +242,8 @@ def _rank(
     pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, env: Mapping[str, str | None], timeout: float,
     threads: int, backend: str,
 ) -> None:  # fmt: skip
+    # the rank's own processes, a data loader's workers, start as they do under torchrun
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     gc.freeze()  # what is imported stays: a walk through it for garbage copies its pages, which ranks share
     _end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

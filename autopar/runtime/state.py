@@ -237,6 +237,12 @@ class HeldParam:
         assert param is not None
         local = param._local_tensor if isinstance(param, DTensor) else param
         plain, wanted = local is param, param.requires_grad
+        if wanted and param.grad_fn is not None:
+            raise RunError(
+                f"parameter '{self.name}' was written in place with gradients on ({type(param.grad_fn).__name__}), so "
+                "that it is no leaf any more and its gradient would go on to what was written to it; write to "
+                "parameters under torch.no_grad(), or put a new torch.nn.Parameter in its place before parallelize"
+            )
         new = local is not self.local or (plain and local.data_ptr() != self.address)
         if not new and param is self.seen and wanted is self.wanted:
             return False

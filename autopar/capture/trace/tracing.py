@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from autopar.autocasting import autocast_now
+from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.capture.branches.asking import asked_afresh
 from autopar.capture.branches.drawn import checked
 from autopar.capture.branches.taken import from_the_start
@@ -138,6 +139,7 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
                     # the recorder copies what forward puts in a buffer's place: export does it for the root module
                     # alone, and takes a wrong one where an empty buffer stands before it
                     EXPORT_BUFFER_HOOK.replaced(lambda *_: _NoHook()),
+                    _dataclasses_known(module),
                 ):  # fmt: skip
                     exported = torch.export.export(module, args, kwargs, strict=False)
             except AutoparError as error:  # it says what and where
@@ -165,6 +167,16 @@ def _plain_tensors_kept(module: torch.nn.Module) -> Iterator[None]:
             for value, version, kept in values_before.values():
                 if value._version != version:
                     value.copy_(kept)
+
+
+@contextlib.contextmanager
+def _dataclasses_known(module: torch.nn.Module) -> Iterator[None]:
+    """What the model returns is taken apart where it is a dataclass; which one shows when it returns."""
+    handle = module.register_forward_hook(lambda _module, _args, output: know_dataclasses(output))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _NoHook:
