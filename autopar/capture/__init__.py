@@ -30,7 +30,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.branches`      branches on random numbers: traces with other answers become one graph
 :mod:`.python`        plain values that the model's code reads: heard of, kept and compared
 :mod:`.graph`         the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed
-:mod:`.losses`        a loss without a gradient is refused
+:mod:`.losses`        a loss without a gradient is refused; :mod:`.dataclass_nodes`: dataclasses in inputs and outputs
 of a captured model   :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
                       :mod:`.without_values` (a copy to capture when the model is gone)
 ===================== ==============================================================================================

@@ -248,7 +248,12 @@ def _as_numpy(tensor: DTensor, *, force: bool = False) -> Any:
 
 
 def _address(tensor: DTensor) -> int:
-    """``tensor.data_ptr()``: where this rank's piece lies; of an empty one, which lies nowhere, what no other has."""
+    """``tensor.data_ptr()``: where this rank's piece lies; of an empty one, which lies nowhere, what no other has.
+
+    torch itself tells tensors that wrap others by an address of zero: its ``deepcopy`` does.
+    """
+    if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+        return 0
     return tensor._local_tensor.data_ptr() or id(tensor._local_tensor)
 
 

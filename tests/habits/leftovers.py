@@ -70,8 +70,6 @@ class _Record:
 
 @habit
 class DataclassOutput(Habit):
-    refused = "_Record|dataclass|output"
-
     def forward(self, x: Tensor, y: Tensor) -> _Record:
         h = self.a(x)
         return _Record(F.mse_loss(self.b(h), y), h)

@@ -543,7 +543,7 @@ class Stream(IterableDataset[dict[str, Any]]):
 def loaders_of_every_kind(made: Made) -> Iterator[Any]:
     """Worker processes, pinned memory, streams, weighted draws, batches that a collate function makes."""
     model = made(Classifier(), rows()[0])
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)  # Adam would show rounding: a norm follows `first`
     drawn = WeightedRandomSampler(torch.arange(1.0, 23), 22, generator=torch.Generator().manual_seed(5))
     loaders: list[Any] = [
         DataLoader(Rows(), 8, shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(2)),

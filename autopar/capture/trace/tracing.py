@@ -18,10 +18,10 @@ from unittest import mock
 import torch
 
 from autopar.autocasting import autocast_now
-from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.capture.branches.asking import asked_afresh
 from autopar.capture.branches.drawn import checked
 from autopar.capture.branches.taken import from_the_start
+from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
