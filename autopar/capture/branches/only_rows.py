@@ -17,6 +17,7 @@ from typing import Any
 ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "masked_scatter", "index_fill", "masked_fill"}
 """Methods that change rows of a tensor; in place with a ``_`` behind."""
 FIND_ROWS = {"where", "nonzero"}
+SHAPED = {"view", "reshape", "flatten"}
 NO_TENSORS = {"torch", "len", "bool", "int", "self"}
 Statements = Sequence[ast.stmt]
 
@@ -108,6 +109,9 @@ class _Branch:
                 names = {n.id for n in _of_type(node, ast.Name)} - NO_TENSORS
                 if names & asked and not any(isinstance(n, ast.Subscript) for n in ast.walk(node.value)):
                     self.of_rows |= names
+            target, shaped = node.targets[0], _shaped(node.value)
+            if shaped and isinstance(target, ast.Name) and {target.id, shaped} & asked:
+                self.of_rows |= {target.id, shaped}
         self.assigned: set[str] = set()
 
     def only_rows(self) -> bool:
@@ -167,6 +171,12 @@ class _Branch:
             n.id in self.assigned and isinstance(n.ctx, ast.Load) and id(n) not in inside
             for n in _of_type(self.function, ast.Name)
         )
+
+
+def _shaped(value: ast.expr) -> str:
+    """The name of the tensor that an expression gives another shape: ``mask.view(-1)``; empty for any other."""
+    func = value.func if isinstance(value, ast.Call) else None
+    return _receiver(value) if isinstance(func, ast.Attribute) and func.attr in SHAPED else ""
 
 
 def _receiver(value: ast.expr) -> str:

@@ -2,19 +2,22 @@
 
 ``for e in range(E): t, k = torch.where(top == e); out.index_add_(0, t, experts[e](x[t]))`` has become ``E`` turns that
 compute all rows and leave out those of others by a mask (:mod:`.selected_rows`). Where the masks say that one tensor of
-numbers is 0, 1, ..., and the turns differ in nothing but the matrices and biases of their linear layers, the body runs
-once: products by rows (:mod:`autopar.rules.experts`) in the place of the linear layers, with the parameters stacked.
+numbers is 0, 1, ..., and the turns differ in nothing but what each expert has of its own, the body runs once
+(:mod:`.run_once`): products by rows (:mod:`autopar.rules.experts`), with the parameters stacked.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+
+from autopar.capture.graph.run_once import Body, Emit, NotAlikeError, Taken
+from autopar.capture.graph.same_masks import picked_once
 
 aten = torch.ops.aten
 
@@ -40,17 +43,19 @@ class Turn:
     adds: bool
 
 
-Emit = Callable[..., Any]
 Finish = Callable[[Turn, Any, Any, Any], Any]
 """Writes to a turn's tensor, which is given, all rows by their mask."""
 
 
-def as_one(graph: Graph, turns: Sequence[Turn], emit_as: Callable[[Any], Emit], finish: Finish) -> None:
+def as_one(
+    graph: Graph, turns: Sequence[Turn], emit_as: Callable[[Any], Emit], finish: Finish, taken: Taken
+) -> None:
     """Loops among the turns become one turn each; what they leave is read by nobody.
 
     Args:
         turns: in order.
         emit_as: how operators are made that stand in the module and at the line of a node.
+        taken: which rows the turns work on.
     """
     order = {node: k for k, node in enumerate(graph.nodes)}
     loops: dict[Any, list[Turn]] = {}
@@ -62,7 +67,7 @@ def as_one(graph: Graph, turns: Sequence[Turn], emit_as: Callable[[Any], Emit], 
         numbers = [routing(turn.mask)[1] for turn in loop]  # type: ignore[index]
         if len(loop) > 1 and numbers == list(range(len(loop))) and _nothing_between(root, loop, order):
             with graph.inserting_before(loop[-1].write):
-                _fuse(key, root, loop, emit_as(loop[-1].write), finish)
+                _fuse(key, root, loop, emit_as(loop[-1].write), finish, taken)
 
 
 def root_of(tensor: Any) -> Any:
@@ -85,7 +90,20 @@ def routing(mask: Any) -> tuple[Any, int] | None:
             if hot.target is aten.one_hot.default and dims[int(select.args[1]) % len(dims)] == len(dims) - 1:
                 rest = tuple(d for d in dims if d != len(dims) - 1)
                 return ("permute", _written(hot.args[0]), rest), int(select.args[2])
+    if mask.target is aten.any.dim and len(mask.args) == 2:  # whether it is any of several
+        compared: Any = mask.args[0]
+        dims = compared.meta["val"].dim()
+        if picked_once(compared, set(range(dims - 1))) and int(mask.args[1]) % dims == dims - 1:
+            return (ANY, _written(compared.args[0])), compared.args[1]
     return None
+
+
+ANY = "any"
+
+
+def of_several(key: Any) -> bool:
+    """Whether a mask is of positions that have several numbers each, and says whether one of them is that of the turn."""
+    return isinstance(key, tuple) and key[0] == ANY
 
 
 def _written(node: Any) -> Any:
@@ -102,14 +120,14 @@ def _numbers(written: Any, emit: Emit, mask: Any) -> Any:
         if list(written[2]) != list(range(len(written[2]))):
             made = emit(aten.permute.default, (made, list(written[2])))
     else:
-        made = mask.args[0]  # type: ignore[assignment]
+        made = mask.args[0].args[0] if of_several(written) else mask.args[0]
     return emit(aten.reshape.default, (made, [-1]))
 
 
 def _read(written: Any, emit: Emit) -> Any:
     if isinstance(written, Node):
         return written
-    raise _NotAlikeError
+    raise NotAlikeError
 
 
 def _nothing_between(root: Any, loop: Sequence[Turn], order: dict[Any, int]) -> bool:
@@ -135,92 +153,24 @@ def _behind(node: Any, stop: set[Any]) -> set[Any]:
     return behind
 
 
-class _NotAlikeError(Exception):
-    """The turns differ in more than the matrices of linear layers."""
-
-
-def _fuse(key: Any, root: Any, loop: Sequence[Turn], emit: Emit, finish: Finish) -> None:
-    last = loop[-1]
+def _fuse(key: Any, root: Any, loop: Sequence[Turn], emit: Emit, finish: Finish, taken: Taken) -> None:
+    last, shape = loop[-1], list(loop[-1].mask.meta["val"].shape)
     try:
         numbers = _numbers(key, emit, loop[0].mask)
+        each = numbers.meta["val"].shape[0] // prod(shape)
         expert = emit(aten.clamp.default, (numbers, 0, len(loop) - 1))
-        made = _Body(emit, expert).of([turn.rows for turn in loop])
-    except _NotAlikeError:
+        made = Body(emit, expert, taken if of_several(key) else None, each).of([turn.rows for turn in loop])
+    except NotAlikeError:
         return
     if made is loop[0].rows:
         return
-    taken = emit(aten.reshape.default, (emit(aten.eq.Tensor, (numbers, expert)), list(last.mask.meta["val"].shape)))
-    done = finish(last, root, made, taken)
+    shape += [each] if of_several(key) else []
+    selected = emit(aten.reshape.default, (emit(aten.eq.Tensor, (numbers, expert)), shape))
+    done = finish(last, root, made, selected)
     last.write.replace_all_uses_with(done)
     for turn in loop:
         turn.write.replace_all_uses_with(root)
         turn.write.graph.erase_node(turn.write)
-
-
-class _Body:
-    """The body of all turns, run once.
-
-    Args:
-        expert: int [rows].
-    """
-
-    def __init__(self, emit: Emit, expert: Any) -> None:
-        self.emit, self.expert = emit, expert
-        self.made: dict[Any, Any] = {}
-
-    def of(self, nodes: Sequence[Any]) -> Any:
-        """What stands for the same value of every turn."""
-        first = nodes[0]
-        if not isinstance(first, Node):
-            if isinstance(first, (list, tuple)):
-                if any(not isinstance(x, (list, tuple)) or len(x) != len(first) for x in nodes):
-                    raise _NotAlikeError
-                return type(first)(self.of(each) for each in zip(*nodes, strict=True))
-            if any(isinstance(x, Node) or type(x) is not type(first) or x != first for x in nodes):
-                raise _NotAlikeError
-            return first
-        if all(x is first for x in nodes):
-            return first
-        if first not in self.made:
-            if any(not isinstance(x, Node) or x.op != "call_function" or x.target != first.target for x in nodes):
-                raise _NotAlikeError
-            if first.kwargs.keys() != nodes[-1].kwargs.keys() or len({len(x.args) for x in nodes}) > 1:
-                raise _NotAlikeError
-            self.made[first] = self._call(nodes)
-        return self.made[first]
-
-    def _call(self, nodes: Sequence[Any]) -> Any:
-        first = nodes[0]
-        if first.target is aten.linear.default:
-            rows = self.of([x.args[0] for x in nodes])
-            if rows.meta["val"].dim() != 2 or first.kwargs:
-                raise _NotAlikeError
-            weight = self.emit(aten.transpose.int, (self._stacked([x.args[1] for x in nodes]), 1, 2))
-            made = self.emit(torch.ops.autopar.expert_linear.default, (rows, weight, self.expert))
-            if len(first.args) > 2 and first.args[2] is not None:
-                bias = self._stacked([x.args[2] for x in nodes])
-                made = self.emit(aten.add.Tensor, (made, self.emit(aten.embedding.default, (bias, self.expert))))
-            return made
-        if "dropout" in str(first.target):
-            raise _NotAlikeError  # every turn draws for itself
-        args = [self.of([x.args[k] for x in nodes]) for k in range(len(first.args))]
-        kwargs = {name: self.of([x.kwargs[name] for x in nodes]) for name in first.kwargs}
-        if first.target is operator.getitem:
-            return self.emit(operator.getitem, tuple(args))
-        return self.emit(first.target, tuple(args), kwargs)
-
-    def _stacked(self, tensors: Sequence[Any]) -> Any:
-        """[experts ...] of what each expert has of its own: parameters, or parts of one."""
-        whole = tensors[0].args[0] if tensors[0].target is aten.select.int else None
-        if whole is not None and len(tensors) == whole.meta["val"].shape[0] and all(
-            x.target is aten.select.int and x.args == (whole, 0, k) for k, x in enumerate(tensors)
-        ):  # fmt: skip
-            return whole  # type: ignore[no-any-return]
-        if any(not isinstance(x, Node) or x.op != "placeholder" for x in tensors):
-            raise _NotAlikeError
-        if len({tuple(x.meta["val"].shape) for x in tensors}) > 1:
-            raise _NotAlikeError
-        return self.emit(aten.stack.default, (list(tensors),))
 
 
 __all__ = ["Turn", "as_one", "root_of", "routing"]

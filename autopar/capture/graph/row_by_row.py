@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from autopar.capture.graph.rows_of_graph import Rows
+from autopar.capture.graph.run_once import is_pointwise
 from autopar.errors import CaptureError
 
 Refused = Callable[[str], CaptureError]
@@ -60,6 +61,12 @@ def check(node: Node, args: Sequence[Node], taken: Sequence[Rows], dim: int, ref
     elif name == "aten.embedding.default":
         if args == [node.args[1]]:
             return
+    elif name == "aten.addmm.default":
+        if args == [node.args[1]] and taken[0].dim == 0 and node.args[0].meta["val"].dim() == 1:  # type: ignore[union-attr]
+            return
+    elif name == "aten.einsum.default":
+        if _by_rows_only(node, args, taken):
+            return
     elif name in WITH_DIMS and args == [first]:
         place = WITH_DIMS[name]
         if place is None:
@@ -86,8 +93,19 @@ def _check_broadcast(
 
 
 def _is_pointwise(node: Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or str(node.target) in BY_ELEMENT
+    return is_pointwise(node) or str(node.target) in BY_ELEMENT
+
+
+def _by_rows_only(node: Node, args: Sequence[Node], taken: Sequence[Rows]) -> bool:
+    """Whether an einsum has the rows of one tensor as rows of the result."""
+    equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
+    given, arrow, result = equation.partition("->")
+    terms = given.split(",")
+    if "." in equation or not arrow or len(args) != 1 or list(operands).count(args[0]) != 1:  # type: ignore[arg-type]
+        return False
+    place = list(operands).index(args[0])  # type: ignore[arg-type]
+    letter = terms[place][taken[0].dim]
+    return letter in result and given.count(letter) == 1
 
 
 __all__ = ["VIEWS", "check"]

@@ -55,6 +55,8 @@ class RowsOfGraph:
         """What stands for a node, or for each of its results."""
         self.counts: dict[Node, int] = {}
         """Numbers of rows that were asked for, which only shapes may use."""
+        self.positions: set[Node] = set()
+        """Tensors of the places of rows."""
         self.node: Node = next(iter(graph.nodes))
         """What is rewritten now: what is made instead has its place in the model."""
 
@@ -75,6 +77,7 @@ class RowsOfGraph:
         made = self._emit(aten.reshape.default, (made, [n if k == rows.coordinate else 1 for k in range(len(shape))]))
         made = self._emit(aten.expand.default, (made, list(shape)))
         made = self._emit(aten.reshape.default, (made, [prod(shape)]))
+        self.positions.add(made)
         return replace(rows, full=made, coordinate=None)
 
     def _replaced(self, value: Any) -> Any:

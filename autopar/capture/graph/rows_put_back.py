@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import operator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from autopar.capture.graph.alike_turns import Turn, root_of
 from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph, is_mask
+from autopar.capture.graph.same_masks import SameMasks, picked_once
 
 aten = torch.ops.aten
 
@@ -21,6 +22,7 @@ class RowsPutBack(RowsOfGraph):
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
+        self.same = SameMasks(graph)
         self.turns: list[Turn] = []
         self.gathers: dict[Node, tuple[Node, dict[int, int]]] = {}
         """Rows that were taken from a tensor: of which, and where."""
@@ -69,7 +71,7 @@ class RowsPutBack(RowsOfGraph):
         if any(shape[d] != self._val(mask).shape[k] for d, k in at_dims.items()):
             raise self._refused("a tensor of another size than the mask takes")
         if values in self.rows:
-            if not accumulate and len(at_dims) < n and not _once(mask, set(at_dims.values())):
+            if not accumulate and len(at_dims) < n and not picked_once(mask, set(at_dims.values())):
                 raise self._refused("one place may be given several of")
             made = self._sum_of(values, dims[0], at_dims, mask)
         elif not accumulate and self._val(values).numel() == 1:  # out[mask] = 0
@@ -95,9 +97,9 @@ class RowsPutBack(RowsOfGraph):
     def _sum_of(self, source: Any, dim: int, at_dims: dict[int, int], mask: Node) -> Node:
         """The selected rows at their place along some dims of the mask, zero where there are none, several added up."""
         rows = self._computed(source)
-        if rows.mask is not mask or rows.dim != dim:
+        if self.same.root(rows.mask) is not self.same.root(mask) or rows.dim != dim:
             raise self._refused("another mask, or along another dim, selects")
-        return self._sum_of_rows(rows, dim, at_dims)
+        return self._sum_of_rows(replace(rows, mask=mask), dim, at_dims)
 
     def _sum_of_rows(self, rows: Rows, dim: int, at_dims: dict[int, int]) -> Node:
         mask = rows.mask
@@ -106,7 +108,7 @@ class RowsPutBack(RowsOfGraph):
         before, after = list(val.shape[:dim]), list(val.shape[dim + 1 :])
         which = self._emit(aten.reshape.default, (mask, [prod(shape), *[1] * len(after)]))
         made = self._emit(aten.where.ScalarOther, (which, rows.full, 0))
-        self.leaving[made] = mask
+        self.leaving[made] = self.same.root(mask)
         made = self._emit(aten.reshape.default, (made, [*before, *shape, *after]))
         others = [dim + k for k in range(len(shape)) if k not in at_dims.values()]
         return self._emit(aten.sum.dim_IntList, (made, others)) if others else made
@@ -137,6 +139,8 @@ class RowsPutBack(RowsOfGraph):
         else:
             shape, dims = self._val(tensor).shape, sorted(at_dims)
             sizes = [*[1] * dims[0], *(shape[d] for d in dims), *[1] * (len(shape) - dims[-1] - 1)]
+            for k in sorted(set(range(self._val(mask).dim())) - set(at_dims.values()), reverse=True):
+                mask = self._emit(aten.any.dim, (mask, k))
             made = self._emit(aten.where.self, (self._emit(aten.reshape.default, (mask, sizes)), made, tensor))
         return self._emit(aten.copy_.default, (tensor, made))
 
@@ -150,21 +154,6 @@ class RowsPutBack(RowsOfGraph):
         self.gone.append(node)
         self.written.add(made)
         return made
-
-
-def _once(mask: Node, dims: set[int]) -> bool:
-    """Whether a mask selects at most one position for each place along some of its dims: it says where one number is
-    among the results of a top-k along the others."""
-    if mask.target is not aten.eq.Scalar:
-        return False
-    where, rest = mask.args[0], set(range(mask.meta["val"].dim())) - dims
-    if not (isinstance(where, Node) and where.target is operator.getitem and where.args[1] == 1):
-        return False
-    topk = where.args[0]
-    if not (isinstance(topk, Node) and topk.target in (aten.topk.default, aten.sort.default)):
-        return False
-    along = topk.args[2] if len(topk.args) > 2 else -1
-    return rest == {int(along) % mask.meta["val"].dim()}  # type: ignore[arg-type]
 
 
 __all__ = ["RowsPutBack"]

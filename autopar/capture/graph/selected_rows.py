@@ -31,6 +31,7 @@ from autopar.capture.graph.regions_inlined import regions_of_rows_inlined
 from autopar.capture.graph.row_by_row import VIEWS, check
 from autopar.capture.graph.rows_of_graph import EVERY, Rows, is_mask
 from autopar.capture.graph.rows_put_back import RowsPutBack
+from autopar.capture.graph.run_once import Taken
 
 aten = torch.ops.aten
 
@@ -105,11 +106,11 @@ class _Masked(RowsPutBack):
             if not node.users:
                 self.graph.erase_node(node)
         note_parts(self.graph, self.leaving, asked, self.parameters, self._emit)
-        as_one(self.graph, self.turns, self._emit_as, self._finished)
+        as_one(self.graph, self.turns, self._emit_as, self._finished, Taken(self.gathers, self.positions))
 
     def _masks_of_rows(self) -> dict[Node, Node]:
         each = {node: rows[0] if isinstance(rows, list) else rows for node, rows in self.rows.items()}
-        return {node: rows.mask for node, rows in each.items()}
+        return {node: self.same.root(rows.mask) for node, rows in each.items()}
 
     def _asked_masks(self) -> dict[Node, Node]:
         """The masks for which the model's code asks whether they select any rows, and the node that asks; where it was
@@ -124,10 +125,10 @@ class _Masked(RowsPutBack):
         for node in list(self.graph.nodes):
             if node.op == "call_function" and name_of(node.target) == TAKEN and str(node.args[1]).endswith(OF_ROWS):
                 condition: Any = node.args[0]
-                while isinstance(condition, Node) and condition not in masks and str(condition.target) in OF_ANY:
-                    condition = condition.args[0]
-                if condition in masks:
-                    asked.setdefault(condition, node)
+                while isinstance(condition, Node) and self.same.root(condition) not in masks:
+                    condition = condition.args[0] if str(condition.target) in OF_ANY else None
+                if condition is not None:
+                    asked.setdefault(self.same.root(condition), node)
                     self.gone.append(node)
         return asked
 
@@ -186,7 +187,7 @@ class _Masked(RowsPutBack):
         shaped = name in ("aten.reshape.default", "aten.view.default", "aten.expand.default")
         if not args or (not shaped and any(n in self.counts for n in node.all_input_nodes)):
             raise self._refused(f"'{name}' computes with the number of")
-        if len({r.mask for r in taken}) > 1:
+        if len({self.same.root(r.mask) for r in taken}) > 1:
             raise self._refused(f"'{name}' mixes rows of two masks, of which it takes")
         outs = node.meta["val"]
         outs = outs if isinstance(outs, (list, tuple)) else [outs]

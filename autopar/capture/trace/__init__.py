@@ -10,6 +10,7 @@
 :mod:`.functions`     ... a user's own backward; :mod:`.hooks` on tensors; :mod:`.regions` of activation checkpointing
 :mod:`.experts_by_rows` routed experts in one form; :mod:`.expert_loops`: where a loop runs them
 :mod:`.passed_over`   experts without rows have no gradient
+:mod:`.lengths`       ``len(rows)`` of rows whose number depends on data
 :mod:`.recurrent`     stacks of LSTM, GRU and RNN, layer by layer; :mod:`.transcripts`: CTC
 :mod:`.bags`          bags of embeddings that are as long as each other: lookups, and their sum
 :mod:`.flex`          ``flex_attention``: causal, or with the mask and the scores that its functions make

@@ -33,6 +33,7 @@ from autopar.capture.trace.experts_by_rows import experts_by_rows
 from autopar.capture.trace.flex import flex_attention_in_plain_operators
 from autopar.capture.trace.functions import whole_functions
 from autopar.capture.trace.hooks import as_in_eager
+from autopar.capture.trace.lengths import lengths_of_rows
 from autopar.capture.trace.memos import memos_forgotten
 from autopar.capture.trace.progress import told
 from autopar.capture.trace.quick import quickly
@@ -71,6 +72,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(experts_by_rows())
         stack.enter_context(loops_by_rows())
         stack.enter_context(some_rows(rows_are_asked_for))
+        stack.enter_context(lengths_of_rows(module))
         yield
 
 

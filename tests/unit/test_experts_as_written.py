@@ -1,0 +1,147 @@
+"""Layers of routed experts as people write them in plain torch: each becomes one operator, with the numbers of eager
+mode where its rows travel to their experts, some of which have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.rules.expert_block import BLOCK
+from autopar.verify import verify
+from hardware_profiles import load_cluster
+
+HIDDEN, EXPERTS, OF_EACH, ROWS = 8, 4, 2, 16
+
+
+class Layer(nn.Module):
+    """What the layers below share: a router that never picks the first expert and mostly the last, and experts both as
+    modules and as stacked matrices."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 16), nn.GELU(), nn.Dropout(dropout), nn.RMSNorm(16),
+                nn.Linear(16, HIDDEN), nn.Dropout(dropout),
+            ) for _ in range(EXPERTS)
+        )  # fmt: skip
+        self.up, self.up_bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 16)), nn.Parameter(torch.randn(EXPERTS, 16))
+        self.down, self.scale = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 16)), nn.Parameter(torch.randn(EXPERTS))
+
+    def routed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = self.gate(x) + torch.tensor([-100.0, 0, 0, 3], dtype=x.dtype)
+        weights, picked = logits.softmax(-1).topk(OF_EACH, -1)
+        return logits, weights, picked
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(x + self.mixed(x.reshape(-1, HIDDEN)).view_as(x), y)
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Norms(Layer):
+    """Experts with norms and a scale of their own."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows, which = (picked == e).nonzero(as_tuple=True)
+            if rows.shape[0] == 0:
+                continue
+            out.index_add_(0, rows, expert(x[rows]) * weights[rows, which].unsqueeze(-1) * self.scale[e])
+        return out
+
+
+class StackedMatrices(Layer):
+    """``w[e]`` of a parameter that all experts share, and ``len(rows)``."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e in range(EXPERTS):
+            rows, which = torch.where(picked == e)
+            if len(rows) == 0:
+                continue
+            middle = F.gelu(x[rows] @ self.up[e] + self.up_bias[e])
+            out[rows] += weights[rows, which, None] * torch.einsum("tf,df->td", middle, self.down[e])
+        return out
+
+
+class TransposedMatrices(Layer):
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e, (up, down) in enumerate(zip(self.up.unbind(), self.down, strict=True)):
+            rows, which = torch.where(picked == e)
+            middle = F.silu(torch.addmm(self.up_bias[e], x[rows], up))
+            out.index_add_(0, rows, torch.matmul(middle, down.transpose(-2, -1)) * weights[rows, which, None])
+        return out
+
+
+class AnyOfSeveral(Layer):
+    """A mask of the tokens that have an expert among theirs, and dense weights (as in makeMoE)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, _, picked = self.routed(x)
+        dense = torch.full_like(logits, float("-inf")).scatter(-1, picked, logits.gather(-1, picked)).softmax(-1)
+        x = x.view(2, -1, HIDDEN)
+        out, picked, tokens = torch.zeros_like(x), picked.view(2, -1, OF_EACH), x.view(-1, HIDDEN)
+        for e, expert in enumerate(self.experts):
+            mask = (picked == e).any(dim=-1)
+            flat_mask = mask.view(-1)
+            if flat_mask.any():
+                weighted = expert(tokens[flat_mask]) * dense[flat_mask, e].unsqueeze(1)
+                out[mask] += weighted.squeeze(1)
+        return out.view(-1, HIDDEN)
+
+
+class MasksTwice(Layer):
+    """A row for each expert of a token; the mask is written down twice (as in DeepSeekMoE)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        flat, rows = picked.view(-1), x.repeat_interleave(OF_EACH, dim=0)
+        out = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            out[flat == e] = expert(rows[flat == e])
+        return (out.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+LAYERS: dict[str, Callable[[], Layer]] = {
+    cls.__name__: cls for cls in (Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice)
+}
+WAYS = {"travel": "data=2,expert=2", "e": "expert=2"}
+
+
+@pytest.mark.parametrize("way", ["travel", pytest.param("e", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_is_one_operator(name: str, way: str) -> None:
+    model = LAYERS[name]().double()
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    captured = autopar.capture(model, (x, y))
+    assert sum(node.target == BLOCK for node in captured.graph.nodes) == 1
+    cluster = load_cluster("local-x4" if way == "travel" else "local-x2")
+    pins = {"*expert_block*": {"expert": way}}
+    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh=WAYS[way], constraints=pins)
+    for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
+        assert row.worst < 1e-9, row
+
+
+def test_dropout_inside_experts_is_the_same_wherever_rows_are() -> None:
+    """What is kept is drawn by the row's place in the batch, so that it travels with the row."""
+    model, cluster = Norms(dropout=0.3).double(), load_cluster("local-x2")
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    captured = autopar.capture(model, (x, y))
+    pins = {"*expert_block*": {"expert": "travel"}}
+    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh="expert=2", constraints=pins)
+    _, *ours = verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan)
+    assert ours and all(row.worst < 1e-9 for row in ours), ours
