@@ -2,7 +2,8 @@
 
 Everything behind capture is proved against the graph, so the graph has to be what the model does. Both run once on one
 device, in the model's own precision. Random operators draw the same on both sides: the generator is seeded before each
-of them. Nothing of the model is changed: gradients go nowhere, and buffers, Python attributes and the states of all
+of them. Where a loop over experts drops elements of each expert's rows and the graph of all rows, nothing is dropped on
+either side. Nothing of the model is changed: gradients go nowhere, and buffers, Python attributes and the states of all
 generators are put back.
 
 ========================= =============================================================================================

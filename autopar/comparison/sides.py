@@ -11,7 +11,7 @@ import torch.fx
 
 from autopar.autocasting import without_autocast
 from autopar.capture import Captured, WithLoss
-from autopar.capture.python.restoring import generators_kept, kept, same_draws
+from autopar.capture.python.restoring import Draws, generators_kept, kept, same_draws
 from autopar.capture.trace.flex import flex_attention_in_plain_operators
 from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
 from autopar.comparison.relative import Ran, is_tensor
@@ -43,12 +43,20 @@ class Sides:
         self.named = _named(model, self.loss_fn)
         self.program = _program(captured.graph, next((p.device for p in self.named.values()), torch.device("cpu")))
         self.leaves = [*pytree.tree_leaves(((*self.args, *self.targets), self.kwargs))]
+        self.draws: dict[str, Draws] = {}
 
     # -- the model
 
-    def eager(self) -> Ran:
+    @property
+    def drop_other_elements(self) -> bool:
+        """Whether both have run and dropped elements of other shapes, as where a loop over experts draws for the rows
+        of each, and the graph for all rows: then no two draws are the same, although they are of one distribution."""
+        theirs, mine = self.draws["eager"], self.draws["graph"]
+        return theirs.dropouts != mine.dropouts and not (theirs.others or mine.others)
+
+    def eager(self, nothing_dropped: bool = False) -> Ran:
         """What the model gives; it is left as it was."""
-        with kept(self.model, self.loss_fn), same_draws(), torch.enable_grad():
+        with kept(self.model, self.loss_fn), same_draws(nothing_dropped) as self.draws["eager"], torch.enable_grad():
             if self.captured.guards.filled:  # the first call fills caches, and later ones read them
                 with torch.no_grad():
                     self._call(self.leaves)
@@ -93,7 +101,9 @@ class Sides:
 
     # -- the graph
 
-    def graph(self, by: Callable[[torch.fx.GraphModule], torch.fx.Interpreter] | None = None) -> Ran:
+    def graph(
+        self, by: Callable[[torch.fx.GraphModule], torch.fx.Interpreter] | None = None, nothing_dropped: bool = False
+    ) -> Ran:
         """What the captured graph gives; ``by`` makes what runs it operator by operator."""
         graph, values, named, buffers_before = self.captured.graph, [], {}, {}
         inputs = {}
@@ -113,7 +123,8 @@ class Sides:
                 else:  # some operators write to it
                     value = buffers_before[slot.name] = value.detach().clone()
                 values.append(value)
-        with same_draws(), torch.enable_grad(), generators_kept(), without_autocast():
+        drawing = same_draws(nothing_dropped)
+        with drawing as self.draws["graph"], torch.enable_grad(), generators_kept(), without_autocast():
             flat = self.program.runnable(*values) if by is None else by(self.program.module).run(*values)
             count = len(self.program.outputs)
             names = {f"input '{k}'": x for k, x in inputs.items()}

@@ -7,7 +7,7 @@ makes tensors of sizes that the host knows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -138,12 +138,26 @@ def _on_host(
 
 
 def untyped(like: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
-    """``result`` with the type that a product of all these has, for the type checker that did not see it made."""
-    probe = like[0].detach().flatten().narrow(0, 0, 1)
-    for x in like[1:]:
-        probe = torch.mul(probe, x.detach().flatten().narrow(0, 0, 1))
+    """``result`` with the type that a product of all these has, for the type checker that did not see it made.
+
+    What has no gradient counts as invariant where what has one is: there is no gradient of it to be summed.
+    """
+    invariant = {axis for x in like if x.requires_grad for axis, t in spmd.get_local_type(x).items() if t is spmd.I}
+    probes = [_probe(x, invariant) for x in like]
+    probe = probes[0]
+    for x in probes[1:]:
+        probe = torch.mul(probe, x)
     spmd.assert_type(result, dict(spmd.get_local_type(probe)))
     return result
+
+
+def _probe(x: torch.Tensor, invariant: Collection[Any]) -> torch.Tensor:
+    """One element of a tensor, of the same type."""
+    one = x.detach().flatten().narrow(0, 0, 1)
+    for axis, kind in dict(spmd.get_local_type(x)).items():
+        if not x.requires_grad and kind is spmd.R and axis in invariant:
+            one = spmd.convert(one, axis, src=spmd.R, dst=spmd.I, expert_mode=True)
+    return one
 
 
 __all__ = ["Trip", "exchanged", "untyped"]

@@ -102,7 +102,7 @@ ANY = "any"
 
 
 def of_several(key: Any) -> bool:
-    """Whether a mask is of positions that have several numbers each, and says whether one of them is that of the turn."""
+    """Whether a mask is of positions with several numbers each, and says whether one of them is that of the turn."""
     return isinstance(key, tuple) and key[0] == ANY
 
 

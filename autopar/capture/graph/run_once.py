@@ -1,9 +1,9 @@
 """The body of turns that are alike, run once on all rows.
 
-Turns of a loop over experts compute the same of the same rows and differ in what each expert has of its own: parameters,
-or the ``e``-th part of one that all share. Here the body is written down once. Products with an expert's matrix become
-products by rows (:mod:`autopar.rules.experts`), and a vector or a number of an expert (a bias, the weight of a norm, a
-scale) is looked up by the expert of each row.
+Turns of a loop over experts compute the same of the same rows and differ in what each expert has of its own:
+parameters, or the ``e``-th part of one that all share. Here the body is written down once. Products with an expert's
+matrix become products by rows (:mod:`autopar.rules.experts`), and a vector or a number of an expert (a bias, the weight
+of a norm, a scale) is looked up by the expert of each row.
 
 A dropout inside draws one mask for all rows, and what it keeps is a factor that is made beside the products: so the
 products and all that is between them still work on each row by itself, wherever the row is.
@@ -211,7 +211,7 @@ class Body:
     def _stacked(self, tensors: Sequence[Any]) -> Any:
         """[experts ...] of what each expert has of its own: parameters, or parts of one."""
         first = tensors[0]
-        if any(not isinstance(x, Node) or x.target != first.target and x.op == "call_function" for x in tensors):
+        if any(not isinstance(x, Node) or (x.op == "call_function" and x.target != first.target) for x in tensors):
             raise NotAlikeError
         if first not in self.tables:
             self.tables[first] = self._table(tensors)
@@ -248,7 +248,7 @@ class Body:
 
 
 def _parts_of(tensors: Sequence[Any]) -> Any:
-    """The tensor of which these are all the parts along its first dim, in order: ``w[0], w[1], ...``; None of others."""
+    """The tensor of which these are all the parts along its first dim, in order (``w[0], w[1], ...``); or None."""
     first = tensors[0]
     if first.target is aten.select.int:
         whole = first.args[0]

@@ -1,7 +1,8 @@
 """Masks that select the same rows, however often a model writes them down: ``out[e == k] = f(x[e == k])``.
 
-Two masks are the same where they are equal expressions of the same tensors, and where one is the other in another shape:
-``mask.view(-1)`` selects the same elements in the same order as ``mask``. Nothing may write to what they are made of.
+Two masks are the same where they are equal expressions of the same tensors, and where one is the other in another
+shape: ``mask.view(-1)`` selects the same elements in the same order as ``mask``. Nothing may write to what they are
+made of.
 """
 
 from __future__ import annotations
@@ -57,14 +58,20 @@ def picked_once(mask: Node, dims: set[int]) -> bool:
     among the results of a top-k along the others."""
     if mask.target is not torch.ops.aten.eq.Scalar:
         return False
-    where, rest = mask.args[0], set(range(mask.meta["val"].dim())) - dims
+    where, n = mask.args[0], mask.meta["val"].dim()
+    rest = set(range(n)) - dims
+    while isinstance(where, Node) and name_of(where.target) in SHAPED and rest == {n - 1}:
+        before = where.args[0].meta["val"]  # type: ignore[union-attr]
+        if before.dim() == 0 or before.shape[-1] != where.meta["val"].shape[-1]:
+            return False
+        where, n, rest = where.args[0], before.dim(), {before.dim() - 1}
     if not (isinstance(where, Node) and where.args and where.args[1:] == (1,) and isinstance(where.args[0], Node)):
         return False
     topk = where.args[0]
     if topk.target not in (torch.ops.aten.topk.default, torch.ops.aten.sort.default):
         return False
     along = topk.args[2] if len(topk.args) > 2 else -1
-    return rest == {int(along) % mask.meta["val"].dim()}  # type: ignore[arg-type]
+    return rest == {int(along) % n}  # type: ignore[arg-type]
 
 
 __all__ = ["SameMasks", "picked_once"]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,19 +19,49 @@ _SEED = 20240229
 _AFTER = "_post_accumulate_grad_hooks"
 
 
-class _Seeded(TorchDispatchMode):
-    """Seeds the generator before each random operator: operators of one kind and shape draw the same numbers."""
+class Draws(TorchDispatchMode):
+    """Seeds the generator before each random operator: operators of one kind and shape draw the same numbers.
+
+    Args:
+        nothing_dropped: dropouts keep every element, scaled as those that are kept are.
+
+    Attributes:
+        dropouts: how often elements of which shape were dropped, or kept.
+        others: whether there were other random operators.
+    """
+
+    def __init__(self, nothing_dropped: bool) -> None:
+        super().__init__()
+        self.nothing_dropped = nothing_dropped
+        self.dropouts: Counter[tuple[int, ...]] = Counter()
+        self.others = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             torch.manual_seed(_SEED)
+            if func in _DROPOUTS:
+                self.dropouts[tuple(args[0].shape)] += 1
+                if self.nothing_dropped:
+                    return _all_kept(*args)
+            else:
+                self.others = True
         return func(*args, **(kwargs or {}))
 
 
+_DROPOUTS = (torch.ops.aten.bernoulli_.float, torch.ops.aten.native_dropout.default)
+
+
+def _all_kept(x: torch.Tensor, p: float, train: bool | None = None) -> Any:
+    """What a dropout gives that keeps everything: of CPUs its noise, of GPUs the result and the mask."""
+    if train is None:
+        return x.fill_(1)
+    return x / (1 - p) if p < 1 else x * 0, torch.ones_like(x, dtype=torch.bool)
+
+
 @contextlib.contextmanager
-def same_draws() -> Iterator[None]:
-    with generators_kept(), _Seeded():
-        yield
+def same_draws(nothing_dropped: bool = False) -> Iterator[Draws]:
+    with generators_kept(), Draws(nothing_dropped) as draws:
+        yield draws
 
 
 @contextlib.contextmanager
