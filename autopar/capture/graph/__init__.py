@@ -11,6 +11,7 @@
 :mod:`.regions_inlined` regions without gradients in which such rows are worked on
 :mod:`.conditional_writes` what modules write that are called where there are such rows
 :mod:`.entered`        branches that are entered where there are such rows: which parameters take part
+:mod:`.same_masks`     masks that select the same rows, written down more than once
 :mod:`.alike_turns`    loops over experts on such rows are one turn; :mod:`.run_once`: its body
 :mod:`.merging`        equal expressions become one, on the pure graph
 :mod:`.expert_blocks`  routed experts become one operator each

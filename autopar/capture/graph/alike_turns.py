@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.graph.run_once import Body, Emit, NotAlikeError, Taken
+from autopar.capture.graph.run_once import Emit, NotAlikeError, TakenRows, TurnBody
 from autopar.capture.graph.same_masks import picked_once
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ Finish = Callable[[Turn, Any, Any, Any], Any]
 
 
 def as_one(
-    graph: Graph, turns: Sequence[Turn], emit_as: Callable[[Any], Emit], finish: Finish, taken: Taken
+    graph: Graph, turns: Sequence[Turn], emit_as: Callable[[Any], Emit], finish: Finish, taken: TakenRows
 ) -> None:
     """Loops among the turns become one turn each; what they leave is read by nobody.
 
@@ -153,13 +153,13 @@ def _behind(node: Any, stop: set[Any]) -> set[Any]:
     return behind
 
 
-def _fuse(key: Any, root: Any, loop: Sequence[Turn], emit: Emit, finish: Finish, taken: Taken) -> None:
+def _fuse(key: Any, root: Any, loop: Sequence[Turn], emit: Emit, finish: Finish, taken: TakenRows) -> None:
     last, shape = loop[-1], list(loop[-1].mask.meta["val"].shape)
     try:
         numbers = _numbers(key, emit, loop[0].mask)
         each = numbers.meta["val"].shape[0] // prod(shape)
         expert = emit(aten.clamp.default, (numbers, 0, len(loop) - 1))
-        made = Body(emit, expert, taken if of_several(key) else None, each).of([turn.rows for turn in loop])
+        made = TurnBody(emit, expert, taken if of_several(key) else None, each).of([turn.rows for turn in loop])
     except NotAlikeError:
         return
     if made is loop[0].rows:

@@ -35,7 +35,7 @@ def is_pointwise(node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenRows:
     """Which rows turns work on.
 
     Attributes:
@@ -47,7 +47,7 @@ class Taken:
     positions: Collection[Node]
 
 
-class Body:
+class TurnBody:
     """The body of all turns, run once.
 
     Args:
@@ -56,7 +56,7 @@ class Body:
             own: a turn computes a position once if any of its experts is that of the turn.
     """
 
-    def __init__(self, emit: Emit, expert: Any, taken: Taken | None = None, each: int = 1) -> None:
+    def __init__(self, emit: Emit, expert: Any, taken: TakenRows | None = None, each: int = 1) -> None:
         self.emit, self.expert, self.taken, self.each = emit, expert, taken, each
         self.made: dict[Any, Any] = {}
         self.tables: dict[Any, Any] = {}
@@ -90,7 +90,7 @@ class Body:
             self.made[first] = self._call(nodes)
         return self.made[first]
 
-    def _of_each(self, nodes: Sequence[Any], taken: Taken) -> Any:
+    def _of_each(self, nodes: Sequence[Any], taken: TakenRows) -> Any:
         """Rows that were taken from a tensor, as often as each position has experts; where every turn takes those of
         its own column, what stands in the column of the expert."""
         sources = [taken.gathers[x][0] for x in nodes]
@@ -275,4 +275,4 @@ def _columns_of(tensors: Sequence[Any]) -> Any:
     return whole if same and whole.meta["val"].shape[-1] == len(tensors) else None
 
 
-__all__ = ["Body", "Emit", "NotAlikeError", "Taken", "is_pointwise"]
+__all__ = ["Emit", "NotAlikeError", "TakenRows", "TurnBody", "is_pointwise"]

@@ -31,7 +31,7 @@ from autopar.capture.graph.regions_inlined import regions_of_rows_inlined
 from autopar.capture.graph.row_by_row import VIEWS, check
 from autopar.capture.graph.rows_of_graph import EVERY, Rows, is_mask
 from autopar.capture.graph.rows_put_back import RowsPutBack
-from autopar.capture.graph.run_once import Taken
+from autopar.capture.graph.run_once import TakenRows
 
 aten = torch.ops.aten
 
@@ -106,7 +106,7 @@ class _Masked(RowsPutBack):
             if not node.users:
                 self.graph.erase_node(node)
         note_parts(self.graph, self.leaving, asked, self.parameters, self._emit)
-        as_one(self.graph, self.turns, self._emit_as, self._finished, Taken(self.gathers, self.positions))
+        as_one(self.graph, self.turns, self._emit_as, self._finished, TakenRows(self.gathers, self.positions))
 
     def _masks_of_rows(self) -> dict[Node, Node]:
         each = {node: rows[0] if isinstance(rows, list) else rows for node, rows in self.rows.items()}
