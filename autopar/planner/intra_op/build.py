@@ -160,6 +160,8 @@ class Builder:
                     tensors.append(
                         flow(graph, self.pricer, self.microbatches, group, item_of[i], made_as, readers)
                     )
+        if not items:  # no parameter and no gradient: solvers want one decision, and this one changes nothing
+            items.append(Item("nothing to decide", (0.0,), (0.0,)))
         kept = None
         if self.keep_memory:
             rows = StrategyRows(self.graph, self.pricer, item_of, row_of, again_of, gathers_of, waits_of)
