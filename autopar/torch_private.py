@@ -174,6 +174,13 @@ def compiled_functions_run_as_they_are() -> contextlib.AbstractContextManager[An
     return mock.patch.object(config, "error_on_nested_fx_trace", False)
 
 
+def plainly(operator: OpOverload) -> Callable[..., Any] | None:
+    """An operator as torch writes it in plainer ones, such as ``tanh_backward`` in products; None for one that it does
+    not."""
+    written: Mapping[Any, Callable[..., Any]] = importlib.import_module("torch._decomp").decomposition_table
+    return written.get(operator)
+
+
 data_of_tensors: Any = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"]
 """The descriptor of ``tensor.data``: assigning it to a DTensor goes on to its local tensor."""
 
@@ -437,7 +444,7 @@ __all__ = [
     "has_kernel", "has_other_groups",
     "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode",
     "make_wrapper_subclass",
-    "no_dispatch_modes", "options_of_compiler", "preserve_version_counter", "pytree", "reached",
+    "no_dispatch_modes", "options_of_compiler", "plainly", "preserve_version_counter", "pytree", "reached",
     "return_and_correct_aliasing", "safe_softmax",
     "timeout_of_world",
     "top_saved_tensors_hooks", "unset_fake_temporarily",

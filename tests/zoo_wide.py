@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zoo import ZOO, Batch, Case, as_float64
 from zoo_composed import COMPOSED
 from zoo_composed import SINGLE as SINGLE_COMPOSED
-from zoo_recurrent import PLAIN
+from zoo_derivatives import PLAIN
 
 ROWS, SEQ, VOCAB, CLASSES = 4, 16, 48, 5
 

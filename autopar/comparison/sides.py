@@ -139,7 +139,9 @@ class Sides:
         graph = self.captured.graph
         names = [node.target for _, node in graph.of_kind("param") if node.needs_grad]
         wanted = {n: params[n] for n in names if n in params}
-        wanted |= {n: x for n, x in inputs.items() if is_tensor(x) and x.requires_grad}
+        # those that the caller wants: a forward may ask an input for gradients of its own, which it takes inside
+        asked = {n for n, x in zip(self._input_names(), self.leaves, strict=True) if is_tensor(x) and x.requires_grad}
+        wanted |= {n: x for n, x in inputs.items() if n in asked}
         if graph.loss is not None:
             roots = [outputs[graph.loss]]
         else:

@@ -456,8 +456,6 @@ class CheckpointedSequence(Habit):
 class GradInsideForward(Habit):
     """Forces as gradients of an energy: ``autograd.grad`` inside forward."""
 
-    refused = "autograd|grad"
-
     def body(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         energy = torch.tanh(self.a(x)).sum()

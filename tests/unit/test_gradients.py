@@ -831,11 +831,19 @@ class SavedTensors(Net):
             return self.a(h)
 
 
-@refused(r"cannot capture torch.autograd.grad inside a forward in '<model>' at test_gradients.py:\d+")
-class GradientTakenInside(Net):
+@refused(r"cannot capture torch.autograd.grad inside a forward, through Clip, in '<model>' at test_gradients.py:\d+")
+class GradientThroughAFunction(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
-        (force,) = torch.autograd.grad(self.b(torch.tanh(self.a(x))).sum(), x, create_graph=True)
+        (force,) = torch.autograd.grad(self.b(Clip.apply(self.a(x))).sum(), x, create_graph=True)
+        return force.pow(2).mean()
+
+
+@refused(r"cannot capture torch.autograd.grad inside a forward: .* needs a value of shape \[4, 8\] that an operator")
+class GradientThroughDropout(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.b(F.dropout(self.a(x).tanh(), 0.5)).sum(), x, create_graph=True)
         return force.pow(2).mean()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from family_trial import LIMIT, trial
+from zoo_derivatives import DERIVATIVES
 from zoo_wide import EVERY
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -25,6 +26,15 @@ def test_family_is_captured_cut_and_equal_to_one_device(name: str) -> None:
     assert steps["planned"]["cut"] >= 0.95, steps["planned"]["not_cut"]
     assert steps["planned"]["rank"] < 0.3
     assert steps["planned"]["collectives"]
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_gradients_inside_a_forward(name: str) -> None:
+    """``torch.autograd.grad`` in a forward is operators of the graph, which are cut and differentiated once more."""
+    steps = {result["step"]: result for result in trial(EVERY[name]())}
+    assert [*steps] == ["captured", "same", "planned", "equal", "staged"]
+    assert all(result["ok"] for result in steps.values()), steps
+    assert steps["planned"]["cut"] >= 0.95, steps["planned"]["not_cut"]
 
 
 def test_families_that_die_or_take_too_long_end_alone() -> None:

@@ -8,6 +8,7 @@
 :mod:`.progress`      how far it is, and Ctrl-C
 :mod:`.recording`     operators of autopar's own that stand for what export would take apart or forget
 :mod:`.functions`     ... a user's own backward; :mod:`.hooks` on tensors; :mod:`.regions` of activation checkpointing
+:mod:`.inner_gradients` ``torch.autograd.grad`` inside a forward
 :mod:`.experts_by_rows` routed experts in one form; :mod:`.expert_loops`: where a loop runs them
 :mod:`.passed_over`   experts without rows have no gradient
 :mod:`.lengths`       ``len(rows)`` of rows whose number depends on data

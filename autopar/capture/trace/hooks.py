@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from autopar.capture.trace.inner_gradients import gradients
 from autopar.capture.trace.recording import Recording, here, now, refuse
 from autopar.rules.function import Callee, identity_of, refuse_fake
 from autopar.torch_private import GRADIENT_NODE, pytree
@@ -69,10 +70,7 @@ class _Gradients(TorchFunctionMode):
                     "an assignment to .data", "go on with the new tensor, or copy its values: x.detach().copy_(y)"
                 )
             if func is torch.autograd.grad:
-                raise refuse(
-                    "torch.autograd.grad inside a forward", "write the gradient out, or put it into an "
-                    "autograd.Function that computes it in its own forward",
-                )  # fmt: skip
+                return gradients(func, args, kwargs)
         return func(*args, **kwargs)
 
 

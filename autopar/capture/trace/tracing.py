@@ -33,6 +33,7 @@ from autopar.capture.trace.experts_by_rows import experts_by_rows
 from autopar.capture.trace.flex import flex_attention_in_plain_operators
 from autopar.capture.trace.functions import whole_functions
 from autopar.capture.trace.hooks import as_in_eager
+from autopar.capture.trace.inner_gradients import KeptInside, in_plain_operators
 from autopar.capture.trace.lengths import lengths_of_rows
 from autopar.capture.trace.memos import memos_forgotten
 from autopar.capture.trace.progress import told
@@ -105,7 +106,11 @@ def _modules_stay() -> Iterator[None]:
 
 def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """The exported program; its ``recording`` says what autopar's own operators in it stand for."""
-    exported = _with_repeats(module, args, kwargs) or _export(module, args, kwargs, None)
+    try:
+        exported = _with_repeats(module, args, kwargs) or _export(module, args, kwargs, None)
+    except KeptInside:
+        with in_plain_operators():
+            exported = _with_repeats(module, args, kwargs) or _export(module, args, kwargs, None)
     write_casts(exported, module, autocast_now())
     exported.recording.tell()
     return exported
@@ -144,6 +149,8 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
                     _dataclasses_known(module),
                 ):  # fmt: skip
                     exported = torch.export.export(module, args, kwargs, strict=False)
+            except KeptInside:
+                raise
             except AutoparError as error:  # it says what and where
                 raise type(error)(str(error)) from None
             except Exception as error:

@@ -1,0 +1,362 @@
+"""``torch.autograd.grad`` inside a forward: forces of an energy, penalties on gradients, equations in derivatives.
+
+Autograd computes such gradients with operators that the tracer sees like any other. What it does not see is where the
+values come from that autograd kept for them: they are other Python objects than those of the forward. Here they are
+known by their memory: a value that was kept lies where an operator of the trace has put it, or is a view of that.
+``..._backward`` operators are written in plain ones, whose own gradients autograd knows, and which have rules.
+
+The program then computes the gradient forward, and its backward differentiates it once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor,
+)
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.graph.exported import storage_of
+from autopar.capture.trace.recording import DATA, FUNCTION, HOOK, now, refuse
+from autopar.errors import CaptureError
+from autopar.torch_private import FakeTensor, OpOverload, plainly, pytree
+
+ADVICE = (
+    "write the gradient out, or put it into an autograd.Function that computes it in its own forward"
+)  # fmt: skip
+
+_IN_PLAIN: ContextVar[bool] = ContextVar("in_plain", default=False)
+
+
+class KeptInside(Exception):
+    """Autograd needs a value that an operator made for itself: the model is traced again, :func:`in_plain_operators`.
+    ``error`` is what to say if that does not help."""
+
+    def __init__(self, error: CaptureError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def gradients(grad: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``grad(*args, **kwargs)`` of traced tensors, as operators of the trace.
+
+    Raises:
+        CaptureError: what lies between has no derivative that can be traced.
+    """
+    options = _options(*args, **kwargs)
+    if options["is_grads_batched"]:
+        raise refuse("torch.autograd.grad inside a forward with is_grads_batched", ADVICE)
+    _only_known(options["outputs"], options["inputs"])
+    with _kept_values_known():
+        found = grad(*args, **kwargs)
+    if options["create_graph"]:
+        return found
+    return tuple(None if g is None else g.detach() for g in found)  # a constant for what comes after
+
+
+def _options(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    only_inputs: bool = True, allow_unused: Any = None, is_grads_batched: bool = False, materialize_grads: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of ``torch.autograd.grad`` that matter here, by name."""
+    return {
+        "outputs": outputs, "inputs": inputs, "create_graph": create_graph, "is_grads_batched": is_grads_batched,
+    }  # fmt: skip
+
+
+def _only_known(outputs: Any, inputs: Any) -> None:
+    """All operators between are torch's own: autograd knows nothing of what stands for a user's function or a block.
+
+    Raises:
+        CaptureError: one is not.
+    """
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracker = mode.tracer.tensor_tracker
+
+    def nodes_of(tensors: Any) -> set[torch.fx.Node]:
+        slots = (tracker.get(t) for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor))
+        return {slot.proxy.node for slot in slots if slot is not None}
+
+    to, behind = nodes_of(inputs), nodes_of(inputs)
+    for node in mode.tracer.graph.nodes:
+        if node not in behind and any(before in behind for before in node.all_input_nodes):
+            behind.add(node)
+    todo, seen = list(nodes_of(outputs)), set[torch.fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or node in to or node not in behind:
+            continue
+        seen.add(node)
+        todo.extend(node.all_input_nodes)
+        if str(node.target) == DATA:  # a constant
+            continue
+        if isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims"):
+            record, called, number = now(), str(node.target), node.args[-1]
+            if record is not None and called in (FUNCTION, HOOK) and isinstance(number, int):
+                called = record.calls[number].name
+            raise refuse(f"torch.autograd.grad inside a forward, through {called},", ADVICE)
+
+
+@contextlib.contextmanager
+def _kept_values_known() -> Iterator[None]:
+    """While autograd computes: what it kept for it is known to the tracer."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    kept = _Kept(mode)
+    trace = ProxyTorchDispatchMode.__torch_dispatch__
+
+    def traced(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self is not mode:
+            return trace(self, func, types, args, kwargs)
+
+        def run(f: Any, *a: Any) -> Any:
+            return trace(self, f, types, a, {})
+
+        for value in pytree.tree_leaves((args, kwargs or {})):
+            if isinstance(value, FakeTensor) and value not in mode.tracer.tensor_tracker:
+                kept.find(value, func, run)
+        if (plain := _plain(func)) is not None:
+            with self:
+                return plain(*args, **(kwargs or {}))
+        return trace(self, func, types, args, kwargs)
+
+    with mock.patch.object(ProxyTorchDispatchMode, "__torch_dispatch__", traced):
+        yield
+
+
+def _plain(func: Any) -> Callable[..., Any] | None:
+    """What computes the same as a backward operator of torch with operators that autograd can differentiate."""
+    name = getattr(func, "_opname", "")
+    if not (name.endswith(("_backward", "_backward_data"))):
+        return None
+    if name == "convolution_backward":
+        return _of_convolution
+    return plainly(func)
+
+
+def _of_convolution(
+    grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int, wanted: Sequence[bool],
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """The gradients of a convolution as convolutions: with respect to its input, its weight and its bias."""
+    n = grad.dim() - 2
+    stride, padding, dilation = ([*v] * n if len(v) == 1 else [*v] for v in (stride, padding, dilation))
+    if transposed or (wanted[1] and groups > 1):
+        kind = "a transposed convolution" if transposed else "the weight of a convolution in groups"
+        raise refuse(f"torch.autograd.grad inside a forward, of {kind}", ADVICE)
+    to_x = to_weight = to_bias = None
+    if wanted[0]:
+        left = [
+            size - ((g - 1) * s - 2 * p + d * (k - 1) + 1)
+            for size, g, s, p, d, k in zip(
+                x.shape[2:], grad.shape[2:], stride, padding, dilation, weight.shape[2:], strict=True
+            )
+        ]
+        transpose = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)[n - 1]
+        to_x = transpose(grad, weight, None, stride, padding, left, groups, dilation)  # type: ignore[operator]
+    if wanted[1]:  # the batch is what is summed over: input and gradient change rows for channels
+        convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[n - 1]
+        whole = convolve(x.transpose(0, 1), grad.transpose(0, 1), None, dilation, padding, stride)  # type: ignore[operator]
+        to_weight = whole.transpose(0, 1)
+        for dim, size in enumerate(weight.shape[2:], 2):
+            to_weight = to_weight.narrow(dim, 0, size)
+    if wanted[2]:
+        to_bias = grad.sum([0, *range(2, grad.dim())])
+    return to_x, to_weight, to_bias
+
+
+class _Kept:
+    """Which node of a trace a value is that autograd has kept."""
+
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
+        self.nodes: dict[int, list[torch.fx.Node]] = {}
+        self.last: torch.fx.Node | None = None
+
+    def find(self, value: torch.Tensor, func: Any, run: Callable[..., Any]) -> None:
+        """Make the tracer know a value.
+
+        Raises:
+            CaptureError: no operator of the trace has made it.
+        """
+        tracker = self.mode.tracer.tensor_tracker
+        with disable_proxy_modes_tracing():
+            self._look()
+            nodes = self.nodes.get(storage_of(value) or 0, [])
+        for node in reversed(nodes):
+            made = node.meta["val"]
+            if _same(made, value):
+                tracker[value] = self._known(node)
+                return
+        for node in reversed(nodes):
+            made = node.meta["val"]
+            if (way := _as_view(made, value)) is not None:
+                tracker[made] = self._known(node)
+                viewed = way(made, run)
+                tracker[value] = tracker[viewed]
+                return
+        error = refuse(
+            f"torch.autograd.grad inside a forward: {func} needs a value of shape {list(value.shape)} that an operator "
+            "of the forward keeps for itself, such as the statistics of a norm,", ADVICE,
+        )  # fmt: skip
+        raise error if _IN_PLAIN.get() else KeptInside(error)
+
+    def _known(self, node: torch.fx.Node) -> Any:
+        """What the tracer writes down for a tensor that is a node's."""
+        tracer = self.mode.tracer
+        with disable_proxy_modes_tracing():
+            other = node.meta["val"].detach()
+        track_tensor(other, tracer.proxy(node), constant=None, tracer=tracer)
+        return tracer.tensor_tracker[other]
+
+    def _look(self) -> None:
+        """Note the nodes that have come since the last look, by their memory."""
+        graph = self.mode.tracer.graph
+        node = next(iter(graph.nodes), None) if self.last is None else self.last.next
+        while node is not None and node.op != "root":
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and (memory := storage_of(value)) is not None:
+                self.nodes.setdefault(memory, []).append(node)
+            self.last, node = node, node.next
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
+
+
+def _as_view(base: torch.Tensor, value: torch.Tensor) -> Callable[[Any, Callable[..., Any]], Any] | None:
+    """How a value is had from a contiguous one in the same memory: reshaped, its dims in another order, and expanded;
+    None where it is another part of it."""
+    strides: tuple[int, ...] = value.stride()
+    once = [1 if s == 0 else n for n, s in zip(value.shape, strides, strict=True)]
+    order = sorted(range(value.dim()), key=lambda d: (once[d] == 1, -strides[d], d))
+    sizes = [once[d] for d in order]
+    dense = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    fits = base.is_contiguous() and base.numel() == math.prod(once) and base.dtype == value.dtype
+    steps = all(once[d] == 1 or strides[d] == step for d, step in zip(order, dense, strict=True))
+    if not fits or not steps or base.storage_offset() != value.storage_offset():
+        return None
+    back = [order.index(d) for d in range(value.dim())]
+
+    def view(tensor: Any, run: Callable[..., Any]) -> Any:
+        if list(tensor.shape) != sizes:
+            tensor = run(torch.ops.aten.reshape.default, tensor, sizes)
+        if back != [*range(len(back))]:
+            tensor = run(torch.ops.aten.permute.default, tensor, back)
+        if list(tensor.shape) != list(value.shape):
+            tensor = run(torch.ops.aten.expand.default, tensor, [*value.shape])
+        return tensor
+
+    return view
+
+
+# --- operators that keep values of their own -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def in_plain_operators() -> Iterator[None]:
+    """Operators that keep values of their own for the backward are written in such as keep only what they get and give:
+    norms with their statistics, a cross entropy with its probabilities, attention, and products of what must be copied
+    first."""
+    token = _IN_PLAIN.set(True)
+    try:
+        with _InPlain():
+            yield
+    finally:
+        _IN_PLAIN.reset(token)
+
+
+class _InPlain(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _PLAIN_FORMS and get_proxy_mode() is not None:
+            with self:
+                plain = _PLAIN_FORMS[func](*args, **kwargs)
+            if plain is not NotImplemented:
+                return plain
+        return func(*args, **kwargs)
+
+
+def _normed(x: Any, dims: Sequence[int], eps: float) -> Any:
+    centred = x - x.mean(dims, keepdim=True)
+    return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+    y = _normed(x, [*range(-len(normalized_shape), 0)], eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+    y = _normed(x.reshape(x.shape[0], num_groups, -1), [-1], eps).reshape(x.shape)
+    of_channels = (x.shape[1], *[1] * (x.dim() - 2))
+    y = y if weight is None else y * weight.view(of_channels)
+    return y if bias is None else y + bias.view(of_channels)
+
+
+def _cross_entropy(
+    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+    reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    classes = 1 if input.dim() > 1 else 0
+    if target.is_floating_point() or weight is not None or label_smoothing or (size_average, reduce) != (None, None):
+        return NotImplemented
+    counted = target != ignore_index
+    places = torch.where(counted, target, 0).unsqueeze(classes)
+    losses = torch.where(counted, -input.log_softmax(classes).gather(classes, places).squeeze(classes), 0.0)
+    total = losses if reduction == "none" else losses.sum()
+    return total / counted.sum() if reduction == "mean" else total
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    if dropout_p:
+        return NotImplemented
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = scores.new_ones(scores.shape[-2:]).tril().bool()
+    if attn_mask is not None:
+        masked = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    if input.is_contiguous() or input.dim() < 3:
+        return NotImplemented
+    return F.linear(input.contiguous(), weight, bias)
+
+
+def _matmul(input: Any, other: Any) -> Any:
+    if not (isinstance(input, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return NotImplemented
+    if min(input.dim(), other.dim()) < 2 or (input.is_contiguous() and other.is_contiguous()):
+        return NotImplemented
+    return torch.matmul(input.contiguous(), other.contiguous())
+
+
+_PLAIN_FORMS: dict[Any, Callable[..., Any]] = {
+    F.layer_norm: _layer_norm, F.group_norm: _group_norm, F.cross_entropy: _cross_entropy,
+    F.scaled_dot_product_attention: _attention, F.linear: _linear, torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul, torch.Tensor.__matmul__: _matmul,
+}  # fmt: skip
+
+
+__all__ = ["KeptInside", "gradients", "in_plain_operators"]
