@@ -68,7 +68,8 @@ class _Event:
         assert self.times and end.times
         return 1e3 * (end.at - self.at)
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
+        assert stream in (None, _THE_STREAM)
         self.at = time.perf_counter()
         self.step = Accelerator.current.step if Accelerator.current is not None else -1
 

@@ -3,7 +3,7 @@
 Two things that NCCL does and gloo does not, and a program for gloo gets wrong without noticing:
 
 * It takes tensors on the accelerator alone. Where a world or a group has this backend and no other, a tensor on the CPU
-  is refused.
+  is refused. So is one of numbers that it does not send (:data:`NOT_SENT`).
 * A collective has happened when it is waited for, and not before. Here that is the latest moment that is possible: the
   values of a collective travel in copies, its output holds NaN (integers: the smallest ones) until ``wait``, and what
   was given to it must be as it was until then. So a result that is read too early, or never waited for, shows in the
@@ -24,6 +24,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 BACKEND = "emuccl"
+NOT_SENT = frozenset(
+    {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128}
+)
+"""What NCCL has no name for."""
 _below: dict[int, tuple[Any, Any, str]] = {}
 """By ``id`` of a backend: itself, the group of gloo by which values really travel, and that group's name."""
 
@@ -33,7 +37,7 @@ class TooEarly(AssertionError):
 
 
 class RefusedTensor(AssertionError):
-    """A tensor on the CPU was given to a group of the accelerator."""
+    """A tensor on the CPU, or of numbers that are not sent, was given to a group of the accelerator."""
 
 
 def register_backend(device: str) -> None:
@@ -70,7 +74,9 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 def _poison(x: torch.Tensor) -> None:
     if x.is_floating_point() or x.is_complex():
         x.fill_(float("nan"))
-    elif x.dtype is not torch.bool:
+    elif x.dtype is torch.bool:
+        x.fill_(True)  # not as it comes: a byte of memory that was never written may be neither True nor False
+    else:
         x.fill_(torch.iinfo(x.dtype).min)
 
 
@@ -162,6 +168,8 @@ class Collectives:
             return NotImplemented
         if len(ours) < len(tensors) and not name.endswith("::barrier"):
             raise RefusedTensor(f"{name} on a group of the accelerator takes a tensor on the CPU: {self.where()}")
+        if odd := [x.dtype for x in tensors if x.dtype in NOT_SENT]:
+            raise RefusedTensor(f"{name} takes a tensor of {odd[0]}, which NCCL does not send: {self.where()}")
         self.count[name] = self.count.get(name, 0) + 1
         args = [*args]
         functional = func.namespace == "_c10d_functional"

@@ -18,6 +18,7 @@ from autopar.errors import AutoparError, MeshError, RunError
 from autopar.runtime.devices import choose_device
 from autopar.runtime.failures import is_of_another_rank
 from autopar.runtime.groups import groups_on
+from autopar.runtime.hops import as_sent
 from autopar.runtime.presence import after_loss
 from autopar.runtime.store_meeting import from_first, said_by
 from hardware_profiles.strict import parse_json
@@ -190,7 +191,7 @@ class SentValues(Meeting):
         else:
             whole = self._place(like)
         self.tell()
-        dist.broadcast(whole, src=source, group=self.group)
+        dist.broadcast(as_sent(whole), src=source, group=self.group)
         return whole
 
     def _place(self, like: torch.Tensor) -> torch.Tensor:

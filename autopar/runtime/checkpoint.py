@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
 from autopar.runtime.agree import same_error
+from autopar.runtime.hops import as_sent
 from autopar.runtime.spread import SpreadModule
 from autopar.runtime.spread_state import EXTRA
 from autopar.runtime.state import like
@@ -129,7 +130,7 @@ def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | N
             whole = torch.empty(shape, dtype=dtype, device=device)
             if state is not None and me == first:
                 whole.copy_(state[source])
-            dist.broadcast(whole, src=first, group=group)
+            dist.broadcast(as_sent(whole), src=first, group=group)
         if target is not None:
             with torch.no_grad():
                 piece = like(target, whole)

@@ -24,9 +24,23 @@ from autopar.plan import ParamChoice
 from autopar.runtime.groups import groups_on
 from autopar.torch_private import compiler_traces, functional_collectives
 
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Their names changed in torch 2.13."""
+
+
+_SENT_AS_BYTES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""What neither NCCL nor gloo takes. Complex numbers, which they do not take either, torch sends as pairs."""
+
+
+def as_sent(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a collective takes it that moves values and does not compute: a view where it must be."""
+    return x.view(-1).view(torch.uint8) if x.dtype in _SENT_AS_BYTES else x
+
+
+def all_gather_flat(out: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
+    """``out`` gets the tensors of all ranks, one after the other along the first dim."""
+    return _all_gather(as_sent(out), as_sent(x), **options)
 
 
 @dataclass(frozen=True)
@@ -229,6 +243,6 @@ def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch
 
 
 __all__ = [
-    "Cut", "Hop", "all_gather_flat", "apply", "gather", "group_of", "hop_axes", "hops", "of_its_own", "own_part",
-    "padded", "padded_to", "reduce_scatter_flat", "stacked", "unstack",
+    "Cut", "Hop", "all_gather_flat", "apply", "as_sent", "gather", "group_of", "hop_axes", "hops", "of_its_own",
+    "own_part", "padded", "padded_to", "reduce_scatter_flat", "stacked", "unstack",
 ]  # fmt: skip

@@ -81,7 +81,7 @@ def run_local(
         shared["GLOO_SOCKET_IFNAME"] = "lo"
         shared |= {name: os.environ.get(name, value) for name, value in KEPT_HEAP.items()}
     shared.update(env or {})
-    context = _context(env)
+    context = _context(env, backend)
     processes: list[Any] = []
     pipes: dict[Connection, int] = {}
     deadline = time.monotonic() + timeout
@@ -112,14 +112,15 @@ def backend_of(device: str) -> str:
     return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
 
 
-def _context(env: Mapping[str, str] | None) -> Any:
+def _context(env: Mapping[str, str] | None, backend: str = "gloo") -> Any:
     """How ranks start: forked from a server process that has imported torch and autopar once and done nothing else.
 
     A fresh interpreter for every rank imports them again, which takes 2.5 CPU-seconds, one of them autopar's. Variables
     of the caller's own may have to be there at the start of the interpreter, so with them, and where there is no fork,
-    ranks are spawned.
+    ranks are spawned. So are those on GPUs: one library among those that the server imports that asks whether there is
+    a GPU would begin CUDA's driver there, and no forked process can use it then.
     """
-    if env or not sys.platform.startswith("linux"):
+    if env or "cuda" in backend or not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])

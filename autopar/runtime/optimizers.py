@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import AutoparError, RunError, first_few
+from autopar.runtime.hops import as_sent
 from autopar.runtime.state import like
 
 _STATES = {
@@ -208,7 +209,7 @@ class Move:
                     else:
                         whole = here.to(device, copy=True).contiguous()
                     if not alone:
-                        dist.broadcast(whole, src=first, group=group)
+                        dist.broadcast(as_sent(whole), src=first, group=group)
                     value = like(new[name], whole) if name in new else None
                 elif isinstance(value, torch.Tensor) and leading:
                     value = mine[name][key]

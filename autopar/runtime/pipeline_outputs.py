@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.graph import Ref
+from autopar.runtime.hops import as_sent
 from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.ready import Ready
 from autopar.runtime.runs import rows_of_microbatch
@@ -41,7 +42,7 @@ def of_run(ready: Ready, loss: torch.Tensor, parts: Parts) -> list[Any]:
         value = torch.empty(shape, dtype=dtype, device=work.device)
         if here is not None:
             value.copy_(torch.cat(here) if spec.shape else torch.stack(here).to(torch.float64).sum() * run.share)
-        dist.broadcast(value, src=work.plan.stages[makers[position]].devices[0], group=work.everyone)
+        dist.broadcast(as_sent(value), src=work.plan.stages[makers[position]].devices[0], group=work.everyone)
         rows = work.own_rows
         cut = rows is not None and _has_rows(ready, out)
         outputs.append(rows.rows_of(value, run.microbatches) if rows is not None and cut else value)

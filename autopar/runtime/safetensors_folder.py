@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.runtime.agree import everywhere
 from autopar.runtime.checkpoint import by_source, in_state_dict, misfit, specs_of
+from autopar.runtime.hops import as_sent
 from autopar.runtime.safetensors_files import INDEX, NAMES, SINGLE, Writer
 from autopar.runtime.safetensors_files import stored_tensors as tensors_in
 from autopar.runtime.spread import SpreadModule
@@ -194,10 +195,10 @@ def _at_first(
         return whole if me == first else None
     if me == sender:
         assert whole is not None
-        dist.send(whole.contiguous(), first, group=group)
+        dist.send(as_sent(whole.contiguous()), first, group=group)
     elif me == first:
         whole = torch.empty(spec[0], dtype=spec[1], device=pm._device)
-        dist.recv(whole, sender, group=group)
+        dist.recv(as_sent(whole), sender, group=group)
         return whole
     return None
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar.placements import State
 from autopar.runtime.hops import all_gather_flat
+from autopar.runtime.streams import current_stream
 
 SAMPLE = 4096
 """Elements of a tensor whose places count, too, and of which sums are made."""
@@ -162,7 +163,7 @@ class Arriving:
                 ) for x in (bits, sums)
             )  # fmt: skip
             self.copied = torch.get_device_module(device).Event()
-            self.copied.record()
+            self.copied.record(current_stream(device))  # of that device, whichever is the current one
 
     def values(self) -> list[Values | None]:
         """What they are, of each rank; None of one that had another form. Waits until they are there."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.streams import current_stream
+
 AHEAD = 2
 """Calls whose numbers may be on their way."""
 
@@ -31,7 +33,7 @@ class ToHost:
         on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=device.type == "cuda")
         on_host.copy_(numbers, non_blocking=True)
         arrived = torch.get_device_module(device).Event()
-        arrived.record()
+        arrived.record(current_stream(device))  # of that device, whichever is the current one
         self.coming.append((arrived, on_host))
         there = []
         while len(self.coming) > AHEAD:

@@ -28,6 +28,7 @@ from autopar.errors import PlanError
 from autopar.lower.collectives import state_step
 from autopar.placements import path
 from autopar.plan import Crossing, Plan
+from autopar.runtime.hops import as_sent
 from autopar.runtime.streams import StepStream
 from autopar.staging import StageGraph
 from autopar.transfer import (
@@ -236,7 +237,8 @@ class Post:
         while self.posted[sender] < min(upto, len(messages)):
             message, piece = messages[self.posted[sender]]
             buffer = self._buffer(message, piece)
-            self.inbox[message] = dist.irecv(buffer, src=sender, group=self.channels[sender, self.rank]), buffer
+            work = dist.irecv(as_sent(buffer), src=sender, group=self.channels[sender, self.rank])
+            self.inbox[message] = work, buffer
             self.posted[sender] += 1
 
     def _buffer(self, message: Message, piece: Piece) -> torch.Tensor:
@@ -268,7 +270,7 @@ class Post:
         self.outbox = [sent for sent in self.outbox if not sent.work.is_completed()]
 
     def _send(self, value: torch.Tensor, target: int, answer: float = inf) -> None:
-        work = dist.isend(value, dst=target, group=self.channels[self.rank, target])
+        work = dist.isend(as_sent(value), dst=target, group=self.channels[self.rank, target])
         self.outbox.append(UnderWay(work, value, target, answer))
 
     def _answered(self, sender: int, number: int) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from autopar.runtime.agree import share
 from autopar.runtime.groups import Groups, destroy_groups, group_of_members
 from autopar.runtime.pipeline import PipelineModule
 from autopar.torch_private import default_store, group_names
+from cost_models.pipeline import build
 
 c10d = dist.distributed_c10d
 WAITS = 60.0
@@ -172,21 +173,50 @@ def over_the_world(shared: str, config: Config) -> None:
         compare_one(config)
 
 
-def fails_at(rank: int, place: int) -> tuple[float, str]:
+class Place(NamedTuple):
+    """Where a rank of a pipeline fails.
+
+    Attributes:
+        at: which action of its row.
+        step: of training; ``evaluate`` is a forward without gradients.
+    """
+
+    rank: int
+    at: int
+    schedule: str = "1f1b"
+    step: int = 1
+    evaluate: bool = False
+
+    @property
+    def called(self) -> str:
+        """What the others say that failed."""
+        return "a forward without gradients" if self.evaluate else f"train_step {self.step}"
+
+
+def rows_of(schedule: str, n: int) -> list[int]:
+    """How many actions each rank has in a step of training, and in an evaluation."""
+    return [len(row) for row in build(schedule, n, n, 4).flat_rows]
+
+
+def fails_at(place: Place) -> tuple[float, str]:
     """One rank of a pipeline fails at an action of its row, and does not go away; seconds until this rank has an error,
     and the error."""
-    config = Config("mlp", "1f1b", (ONE,) * dist.get_world_size(), 4)
+    config = Config("mlp", place.schedule, (ONE,) * dist.get_world_size(), 4)
     case = ZOO["mlp"](layers=2 * dist.get_world_size())
     captured = capture(case.model, *cut(case.batch, 4, 0))
     pm = PipelineModule(case.model, captured, make_plan(captured, config))
     beside = PipelineModule(case.model, captured, make_plan(captured, config))
-    pm.train_step(*case.batch[0], **case.batch[1])  # one goes well
-    if dist.get_rank() == rank:
-        action = pm._work.row[place]
+    call = pm.evaluate if place.evaluate else pm.train_step
+    for _ in range(place.step):
+        pm.train_step(*case.batch[0], **case.batch[1])  # these go well
+    if dist.get_rank() == place.rank:
+        row = pm._work.forward_row if place.evaluate else pm._work.row
+        action = row[place.at]
         flight = pm._work.flights[action.stage]
         name = {"F": "forward", "W": "weights"}.get(action.kind, "backward")
         real, calls = getattr(flight, name), itertools.count()
-        number = [a for a in pm._work.row[:place] if (a.kind == "F") == (name == "forward")]
+        kinds = {"forward": "F", "weights": "W", "backward": "BI"}[name]
+        number = [a for a in row[: place.at] if a.kind in kinds]
 
         def trouble(*args: Any, **options: Any) -> Any:
             if next(calls) == len(number):
@@ -196,7 +226,7 @@ def fails_at(rank: int, place: int) -> tuple[float, str]:
         setattr(flight, name, trouble)
     start = time.monotonic()
     try:
-        pm.train_step(*case.batch[0], **case.batch[1])
+        call(*case.batch[0], **case.batch[1])
     except (RunError, ValueError) as error:
         took, text = time.monotonic() - start, str(error)
         again = ""
@@ -211,11 +241,11 @@ def fails_at(rank: int, place: int) -> tuple[float, str]:
     raise AssertionError("the step went well")
 
 
-def fail_at(places: Sequence[tuple[int, int]], grace: float | None = None) -> list[tuple[float, str]]:
+def fail_at(places: Sequence[Place], grace: float | None = None) -> list[tuple[float, str]]:
     """One module after the other, each of which fails at one place."""
     if grace is not None:
         failures.GRACE_SECONDS = grace
-    return [fails_at(rank, place) for rank, place in places]
+    return [fails_at(place) for place in places]
 
 
 class _Block(torch.nn.Module):

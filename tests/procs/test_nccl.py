@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from nccl_rules import SHARED
 from procs.nccl import (
+    Place,
     comes_late,
     compare_models_under,
     compare_under,
@@ -16,6 +17,7 @@ from procs.nccl import (
     members_of_other_groups,
     on_a_part_of_the_world,
     over_the_world,
+    rows_of,
     with_groups_between,
 )
 from procs.pipelines import MODELS, ONE, SCHEDULES, THREE, TWO, Config, by_three, microbatches_from
@@ -59,26 +61,35 @@ def test_one_channel_for_both_directions_hangs() -> None:
         run_local(over_the_world, 2, "pair", Config("mlp", "1f1b", TWO, 4), timeout=120)
 
 
-def check_failures(places: Sequence[tuple[int, int]], grace: float | None = None) -> None:
+def check_failures(places: Sequence[Place], grace: float | None = None) -> None:
     """The failing rank stays alive; all others have its error, within ten seconds at most."""
     ranks = run_local(fail_at, 4, places, grace, timeout=1500)
-    for at, (rank, place) in enumerate(places):
-        culprits = ranks[rank][at][1]
+    for at, place in enumerate(places):
+        culprits = ranks[place.rank][at][1]
         assert culprits.startswith("trouble in ")
         for number, answers in enumerate(ranks):
             seconds, text = answers[at]
-            assert culprits in text and seconds < 10, (number, rank, place, seconds, text)
-            assert number == rank or f"rank {rank} failed in train_step 1: ValueError: {culprits}" in text
+            assert culprits in text and seconds < 10, (number, place, seconds, text)
+            assert number == place.rank or f"rank {place.rank} failed in {place.called}: ValueError: {culprits}" in text
 
 
 def test_a_failure_ends_the_step_on_all_ranks() -> None:
     """In the middle of a row."""
-    check_failures([(2, 3)], grace=0.5)
+    check_failures([Place(2, 3)], grace=0.5)
 
 
 @pytest.mark.slow
-def test_a_failure_at_every_action() -> None:
-    check_failures([(rank, place) for rank in range(4) for place in range(8)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_failure_at_every_action(schedule: str) -> None:
+    """Forwards, and backwards at once or in halves."""
+    each = rows_of(schedule, 4)
+    check_failures([Place(rank, at, schedule) for rank in range(4) for at in range(each[rank])])
+
+
+@pytest.mark.slow
+def test_a_failure_in_a_first_step_or_a_later_one_or_an_evaluation() -> None:
+    check_failures([Place(rank, at, step=step) for step in (0, 3) for rank, at in ((0, 0), (1, 4), (3, 7))])
+    check_failures([Place(rank, at, evaluate=True) for rank in range(4) for at in (0, 3)])
 
 
 def check_groups(shared: str, runs: int, late: float) -> None:

@@ -11,7 +11,7 @@ import torch
 from accelerator import NAME
 from emulated_nccl import BACKEND
 from procs import cases, pipelines
-from procs.on_device import Config, all_trained, notices, profiled, reduced_in, used
+from procs.on_device import ANY, Config, all_trained, faults, notices, profiled, reduced_in, used
 from procs.pipelines import ONE
 from zoo import ZOO
 
@@ -20,6 +20,8 @@ from autopar.meshes import Mesh
 from autopar.runtime.launch import run_local
 
 DROPS = {"dropout": 0.1}
+PARTS = 16
+"""In which all models are tried."""
 COMPARED = 3
 """The first calls are compared between the ranks at once, so that the host waits."""
 
@@ -94,6 +96,18 @@ def test_no_step_of_a_model_waits(name: str) -> None:
         pipelines.Config(name, "1f1b", (ONE, ONE), 2, seed=1, zoo=zoo, clip=1.0),
         pipelines.Config(name, "zb-h1", (ONE, ONE), 2, seed=1, zoo=zoo),
     ])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_step_of_any_model_waits(part: int) -> None:
+    """Of all families that are captured, under random plans, and of the zoo's in stages, too."""
+    configs: list[Config] = []
+    for name in sorted(ANY)[part::PARTS]:
+        configs.append(cases.Config(name, Mesh.of(tensor=2), seed=1))
+        if name in ZOO:
+            configs.append(pipelines.Config(name, "1f1b", (ONE, ONE), 2, seed=1))
+    assert run_local(faults, 2, configs, COMPARED, timeout=3000) == [{}, {}]
 
 
 @pytest.mark.slow
