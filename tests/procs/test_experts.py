@@ -43,8 +43,8 @@ def test_balance_is_that_of_the_whole_batch() -> None:
 
 
 @pytest.mark.slow
-def test_rows_travel_on_four_ranks() -> None:
-    cuts = {"rows travel": CUTS["rows travel"]}
+def test_experts_on_four_ranks() -> None:
+    cuts = {how: CUTS[how] for how in ("rows travel", "by features")}
     cases = {name: ("all_cuts", name, cuts) for name in ("mixtral_batched", "deepseek_v3")}
     for rank in run_local(several, 4, "experts", cases):
         assert all(worst < 1e-6 for model in rank.values() for worst in model.values())

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.errors import RunError
 from autopar.rules.expert_block import BLOCK
 from autopar.verify import verify
 from hardware_profiles import load_cluster
@@ -116,24 +117,110 @@ class MasksTwice(Layer):
         return (out.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
+class Counts(Layer):
+    """Whether an expert has rows is asked of counts that are read as a list (as in DeepSeek-V3's own code)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        counts = torch.bincount(picked.flatten(), minlength=EXPERTS).tolist()
+        for e in range(EXPERTS):
+            if counts[e] == 0:
+                continue
+            rows, which = torch.where(picked == e)
+            out[rows] += self.experts[e](x[rows]) * weights[rows, which, None]
+        return out
+
+
+class Parts(Layer):
+    """Rows in the order of their experts, split by counts, and put back in their own."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        flat = picked.flatten()
+        order = flat.argsort(stable=True)
+        parts = x[order // OF_EACH].split(flat.bincount(minlength=EXPERTS).tolist())
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        back = torch.empty_like(done)
+        back[order] = done
+        return (back.view(-1, OF_EACH, HIDDEN) * weights.unsqueeze(-1)).sum(1)
+
+
+class PartsOfStacked(Layer):
+    """The same with a histogram, all rows by their number, and a sum at the places of tokens (as in torchtitan)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        counts = torch.histc(picked.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+        order = torch.argsort(picked.view(-1), stable=True)
+        index = (order // OF_EACH).reshape(-1, 1).expand(-1, HIDDEN)
+        rows, sizes = torch.gather(x, 0, index), counts.int().tolist()
+        done = []
+        for e, part in enumerate(torch.split(rows[: sum(sizes)], sizes, dim=0)):
+            done.append(torch.matmul(F.silu(torch.matmul(part, self.up[e])), self.down[e].transpose(-2, -1)))
+        out = torch.cat(done, dim=0) * weights.view(-1)[order].reshape(-1, 1)
+        return torch.zeros_like(x).scatter_add(0, index, out)
+
+
+class Grouped(Layer):
+    """Products by the ends of groups (``F.grouped_mm``, of which torch has no float64)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        order = torch.argsort(picked.view(-1), stable=True)
+        ends = F.one_hot(picked.view(-1), EXPERTS).sum(0).cumsum(0).to(torch.int32)
+        rows = x[order // OF_EACH]
+        middle = F.silu(F.grouped_mm(rows, self.up, offs=ends))
+        out = F.grouped_mm(middle, self.down.transpose(1, 2), offs=ends) * weights.view(-1)[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, order // OF_EACH, out)
+
+
 LAYERS: dict[str, Callable[[], Layer]] = {
-    cls.__name__: cls for cls in (Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice)
-}
+    cls.__name__: cls for cls in (
+        Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked, Grouped,
+    )
+}  # fmt: skip
 WAYS = {"travel": "data=2,expert=2", "e": "expert=2"}
 
 
 @pytest.mark.parametrize("way", ["travel", pytest.param("e", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_is_one_operator(name: str, way: str) -> None:
-    model = LAYERS[name]().double()
-    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    dtype = torch.float32 if name == "Grouped" else torch.float64
+    model = LAYERS[name]().to(dtype)
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=dtype) for _ in range(2))
     captured = autopar.capture(model, (x, y))
     assert sum(node.target == BLOCK for node in captured.graph.nodes) == 1
+    assert not [node for node in captured.graph.nodes if "sort" in node.target], "rows stay in their own order"
     cluster = load_cluster("local-x4" if way == "travel" else "local-x2")
     pins = {"*expert_block*": {"expert": way}}
     plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh=WAYS[way], constraints=pins)
     for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
-        assert row.worst < 1e-9, row
+        assert row.worst < (1e-9 if dtype == torch.float64 else 1e-5), row
+
+
+class OtherCounts(Layer):
+    """A branch by counts that are not those of the rows in it."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        counts = torch.bincount((picked[:, 0] + (x.sum() > 1e3)) % EXPERTS, minlength=EXPERTS).tolist()
+        for e in range(EXPERTS):
+            if counts[e] > 0:
+                rows = torch.where(picked[:, 0] == e)[0]
+                out[rows] += self.experts[e](x[rows]) * weights[rows, 0, None]
+        return out
+
+
+def test_counts_that_are_not_of_the_rows_are_heard_of() -> None:
+    """The branch is followed for all experts, which is right while counts and masks agree: else it is an error."""
+    model = OtherCounts().double()
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    pm = autopar.parallelize(model, 1, (x, y))
+    assert torch.allclose(pm(x, y), model(x, y), rtol=1e-12)
+    with pytest.raises(RunError, match=r"test_experts_as_written.py:\d+"):
+        pm(x + 1e3, y)
 
 
 def test_dropout_inside_experts_is_the_same_wherever_rows_are() -> None:

@@ -41,8 +41,30 @@ def _only_rows(source: str, first_line: int, line: int) -> bool:
     if found is None:
         return False
     test, branch = found
-    asked = {n.id for n in _of_type(test, ast.Name)} - NO_TENSORS
+    asked = {n.id for n in _of_type(test, ast.Name)} - NO_TENSORS - _indices(test)
     return len(asked) == 1 and _Branch(function, branch, asked).only_rows()
+
+
+def answer_with_rows(frame: Any) -> bool:
+    """What such a question is answered with where there are rows: False to ``counts[e] == 0``."""
+    file = frame.f_code.co_filename
+    function = _function_at("".join(linecache.getlines(file)), frame.f_code.co_firstlineno)
+    found = _branch_at(function, frame.f_lineno) if function is not None else None
+    test = found[0] if found is not None else None
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.comparators[0], ast.Constant):
+        return True
+    number = test.comparators[0].value
+    return not ((isinstance(test.ops[0], ast.Eq | ast.LtE) and number == 0)
+                or (isinstance(test.ops[0], ast.Lt) and number == 1))  # fmt: skip
+
+
+def _indices(test: ast.expr) -> set[str]:
+    """Names that only say which element is asked for: the ``e`` of ``counts[e]``."""
+    inside = [n for part in _of_type(test, ast.Subscript) for n in _of_type(part.slice, ast.Name)]
+    places = {id(n) for n in inside}
+    return {n.id for n in inside} - {n.id for n in _of_type(test, ast.Name) if id(n) not in places}
 
 
 @functools.lru_cache(maxsize=64)
@@ -126,6 +148,7 @@ class _Branch:
             return False
         if not self._changes_nothing_else(node.value):
             return False
+        finds = any(call.attr in FIND_ROWS for call in _of_type(node.value, ast.Attribute))
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for target in targets:
             for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
@@ -138,7 +161,7 @@ class _Branch:
                         return False
                 elif not (self._adds_rows(node.value, "") and _receiver(node.value) == part.id):
                     self.assigned.add(part.id)
-                    if self._names_rows(node.value):
+                    if finds or self._names_rows(node.value):
                         self.of_rows.add(part.id)
         return True
 
@@ -189,4 +212,4 @@ def _of_type(node: ast.AST, kind: Any) -> Iterator[Any]:
     return (n for n in ast.walk(node) if isinstance(n, kind))
 
 
-__all__ = ["only_rows"]
+__all__ = ["answer_with_rows", "only_rows"]

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.branches.asking import site_of, truth, users_frame
 from autopar.capture.branches.drawn import DIGITS, Drawn, checked
 from autopar.capture.branches.masks import MaskQuestions
-from autopar.capture.branches.only_rows import only_rows
+from autopar.capture.branches.only_rows import answer_with_rows, only_rows
 from autopar.capture.python.restoring import generators_kept, kept
 from autopar.errors import CaptureError
 from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
@@ -61,6 +61,7 @@ class Ways:
         answers: by place (``file.py:12@8-31``), in the order in which they were given.
         guessed: places that have no answer, and what is taken for it.
         listed: integers that were read as a list, by place.
+        with_rows: by place, the answer of a branch that only works on rows where there are some.
         as_listed: whether lists are answered so.
         pinned: whether single integers and masks are answered so too.
     """
@@ -68,6 +69,7 @@ class Ways:
     answers: Mapping[str, Sequence[bool]] = field(default_factory=dict)
     guessed: dict[str, bool] = field(default_factory=dict)
     listed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    with_rows: dict[str, bool] = field(default_factory=dict)
     as_listed: bool = False
     pinned: bool = False
 
@@ -75,14 +77,15 @@ class Ways:
         """That to the question of this number at a place."""
         given = self.answers.get(site, ())
         if not given and site.endswith(OF_ROWS):
-            return True
+            return self.with_rows.setdefault(site, _answer_with_rows())
         if not given:
             return self.guessed.setdefault(site, False)
         return given[min(number, len(given) - 1)]
 
     def always(self, site: str) -> bool | None:
         """The answer at a place if it is always the same; None if it is not."""
-        given = set(self.answers.get(site, ())) or {self.guessed.get(site, site.endswith(OF_ROWS))}
+        unheard = self.guessed.get(site, self.with_rows.get(site, site.endswith(OF_ROWS)))
+        given = set(self.answers.get(site, ())) or {unheard}
         return given.pop() if len(given) == 1 else None
 
 
@@ -212,6 +215,11 @@ def take(tensor: torch.Tensor) -> bool:
 def _place() -> str:
     """That of a question, with :data:`OF_ROWS` behind it where it applies."""
     return site_of() + (OF_ROWS if asked_for_rows_only() else "")
+
+
+def _answer_with_rows() -> bool:
+    frame = users_frame()
+    return frame is None or answer_with_rows(frame)
 
 
 def asked_for_rows_only() -> bool:

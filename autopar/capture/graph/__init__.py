@@ -13,6 +13,7 @@
 :mod:`.entered`        branches that are entered where there are such rows: which parameters take part
 :mod:`.same_masks`     masks that select the same rows, written down more than once
 :mod:`.alike_turns`    loops over experts on such rows are one turn; :mod:`.run_once`: its body
+:mod:`.sorted_rows`    rows in the order of their experts stay in their own; :mod:`.counted`: how many each has
 :mod:`.merging`        equal expressions become one, on the pure graph
 :mod:`.expert_blocks`  routed experts become one operator each
 :mod:`.pruning`        what nobody reads goes

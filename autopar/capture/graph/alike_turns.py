@@ -33,6 +33,7 @@ class Turn:
         write: the node that is this tensor afterwards.
         place: dims of ``tensor`` and of the mask that belong together.
         adds: whether they were added; else put.
+        in_place: the tensor was written to; else ``write`` is another one.
     """
 
     mask: Any
@@ -41,6 +42,7 @@ class Turn:
     write: Any
     place: tuple[tuple[int, int], ...]
     adds: bool
+    in_place: bool = True
 
 
 Finish = Callable[[Turn, Any, Any, Any], Any]
@@ -58,12 +60,16 @@ def as_one(
         taken: which rows the turns work on.
     """
     order = {node: k for k, node in enumerate(graph.nodes)}
+    before = {turn.write: turn.tensor for turn in turns if not turn.in_place}
     loops: dict[Any, list[Turn]] = {}
     for turn in turns:
         compared = routing(turn.mask)
         if compared is not None:
-            loops.setdefault((compared[0], root_of(turn.tensor), turn.place, turn.adds), []).append(turn)
-    for (key, root, _, _), loop in loops.items():
+            root = root_of(turn.tensor)
+            while root in before:
+                root = root_of(before[root])
+            loops.setdefault((compared[0], root, turn.place, turn.adds, turn.in_place), []).append(turn)
+    for (key, root, _, _, _), loop in loops.items():
         numbers = [routing(turn.mask)[1] for turn in loop]  # type: ignore[index]
         if len(loop) > 1 and numbers == list(range(len(loop))) and _nothing_between(root, loop, order):
             with graph.inserting_before(loop[-1].write):

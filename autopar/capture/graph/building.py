@@ -20,6 +20,7 @@ from autopar.capture.graph.merging import merged
 from autopar.capture.graph.pruning import has_effect, without_dead
 from autopar.capture.graph.recorded_calls import recorded_call
 from autopar.capture.graph.selected_rows import with_masks
+from autopar.capture.graph.sorted_rows import with_rows_in_place
 from autopar.capture.losses import the_loss
 from autopar.capture.trace.passed_over import TOOK_PART
 from autopar.capture.trace.recording import BEGIN, END, FUNCTION, HOOK
@@ -100,6 +101,7 @@ class GraphBuilder(Writing):
             CaptureError: as :meth:`build`.
         """
         with_masks(self.exported)
+        with_rows_in_place(self.exported)
         user, tied = self._placeholders()
         ways, parts = self._flags(TAKEN, WAY), self._flags(TOOK_PART, PART)
         self._watch_effects()

@@ -26,7 +26,8 @@ DEFAULT_DIM = {"aten.slice.Tensor": 0, "aten.chunk.default": 0, "aten.split.Tens
 VIEWS = ("reshape", "view", "unsqueeze", "squeeze", "select", "slice", "chunk", "split", "split_with_sizes", "expand",
          "permute", "transpose", "to")  # fmt: skip
 BY_ELEMENT = {"aten.to.dtype", "aten.dropout.default", "aten.clone.default", "aten.contiguous.default",
-              "aten.type_as.default", "aten.detach.default", "aten.silu.default", "aten.gelu.default"}  # fmt: skip
+              "aten.type_as.default", "aten.detach.default", "aten.silu.default", "aten.gelu.default",
+              "aten.where.ScalarOther", "aten.where.ScalarSelf"}  # fmt: skip
 
 
 def check(node: Node, args: Sequence[Node], taken: Sequence[Rows], dim: int, refused: Refused) -> None:

@@ -92,7 +92,8 @@ class RowsPutBack(RowsOfGraph):
         written = self._write(node, aten.where.self, (whole, made, tensor), {})
         if values in self.rows and (before is not None or len(at_dims) == n):
             rows = before if before is not None else self.rows[values].full
-            self.turns.append(Turn(mask, rows, tensor, written, tuple(sorted(at_dims.items())), before is not None))
+            place, in_place = tuple(sorted(at_dims.items())), str(node.target).split(".")[1].endswith("_")
+            self.turns.append(Turn(mask, rows, tensor, written, place, before is not None, in_place))
 
     def _sum_of(self, source: Any, dim: int, at_dims: dict[int, int], mask: Node) -> Node:
         """The selected rows at their place along some dims of the mask, zero where there are none, several added up."""
@@ -142,7 +143,7 @@ class RowsPutBack(RowsOfGraph):
             for k in sorted(set(range(self._val(mask).dim())) - set(at_dims.values()), reverse=True):
                 mask = self._emit(aten.any.dim, (mask, k))
             made = self._emit(aten.where.self, (self._emit(aten.reshape.default, (mask, sizes)), made, tensor))
-        return self._emit(aten.copy_.default, (tensor, made))
+        return self._emit(aten.copy_.default, (tensor, made)) if turn.in_place else made
 
     def _write(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """A node becomes another one that makes the same; what wrote in place still does."""

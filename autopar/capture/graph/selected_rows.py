@@ -13,6 +13,7 @@ of which every turn does the same with the rows of one expert are then made one 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -23,8 +24,9 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.capture.branches.taken import OF_ROWS, TAKEN
-from autopar.capture.graph.alike_turns import as_one
+from autopar.capture.graph.alike_turns import as_one, routing
 from autopar.capture.graph.conditional_writes import write_where_there_are_rows
+from autopar.capture.graph.counted import CASTS, behind, counted_numbers, element_of
 from autopar.capture.graph.entered import note_parts
 from autopar.capture.graph.exported import flat, is_symbolic, name_of
 from autopar.capture.graph.regions_inlined import regions_of_rows_inlined
@@ -40,6 +42,7 @@ ASSERTS = ("aten._assert_scalar", "aten._assert_tensor_metadata", "aten.sym_cons
 OF_ANY = ("aten.reshape.default", "aten.view.default", "aten.any.default", "aten.sum.default", "aten.gt.Scalar",
           "aten.ne.Scalar", "aten.eq.Scalar", "aten.detach.default", "aten.to.dtype")  # fmt: skip
 """What makes of a mask whether it selects any rows."""
+COMPARED = (aten.eq.Scalar, aten.ne.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar)
 SIZES = {operator.ge, operator.le, operator.gt, operator.lt, operator.eq, operator.ne}
 
 
@@ -60,6 +63,11 @@ def with_masks(exported: Any) -> None:
         }  # fmt: skip
         _Masked(graph, of_rows, set(exported.graph_signature.inputs_to_parameters)).rewrite()
         graph.lint()
+
+
+def _asks_for_rows(node: Node) -> bool:
+    """Whether a node is the question of a branch that does nothing but work on rows."""
+    return node.op == "call_function" and name_of(node.target) == TAKEN and str(node.args[1]).endswith(OF_ROWS)
 
 
 def _selects(node: Node) -> bool:
@@ -83,6 +91,8 @@ class _Masked(RowsPutBack):
     def __init__(self, graph: Graph, asked: Mapping[Node, Node], parameters: Collection[str]) -> None:
         super().__init__(graph)
         self.asked, self.parameters = asked, parameters
+        self.finders: set[Node] = set()
+        """Nodes that find rows by a mask."""
         self.masks: dict[Node, Node] = {}
         """Where numbers that select are not 0."""
 
@@ -122,20 +132,46 @@ class _Masked(RowsPutBack):
         mask_of = self._masks_of_rows()
         masks = set(mask_of.values())
         asked = {mask_of[node]: last for node, last in self.asked.items()}
-        for node in list(self.graph.nodes):
-            if node.op == "call_function" and name_of(node.target) == TAKEN and str(node.args[1]).endswith(OF_ROWS):
-                condition: Any = node.args[0]
-                while isinstance(condition, Node) and self.same.root(condition) not in masks:
-                    condition = condition.args[0] if str(condition.target) in OF_ANY else None
-                if condition is not None:
-                    asked.setdefault(self.same.root(condition), node)
-                    self.gone.append(node)
+        nodes = list(self.graph.nodes)
+        for k, node in enumerate(nodes):
+            if not _asks_for_rows(node):
+                continue
+            condition: Any = node.args[0]
+            while isinstance(condition, Node) and self.same.root(condition) not in masks:
+                condition = condition.args[0] if str(condition.target) in OF_ANY else None
+            if condition is not None:
+                asked.setdefault(self.same.root(condition), node)
+                self.gone.append(node)
+                continue
+            following = itertools.takewhile(lambda n: not _asks_for_rows(n), nodes[k + 1 :])
+            selected = {mask_of[n] for n in following if n in mask_of and n in self.finders}
+            if len(selected) == 1:
+                [mask] = selected
+                self._asked_by_count(node, mask)
+                asked.setdefault(mask, node)
         return asked
+
+    def _asked_by_count(self, question: Node, mask: Node) -> None:
+        """A branch that is entered where a count of rows says so: where that is not known to be the number that the
+        mask selects, it is checked at every call that they agree."""
+        compared: Any = behind(question.args[0], CASTS)
+        self.gone.append(question)
+        number = element_of(compared.args[0]) if compared.target in COMPARED else None
+        of_mask = routing(mask)
+        if number is not None and of_mask is not None and number[1] == of_mask[1] and mask.target is aten.eq.Scalar:
+            if counted_numbers(number[0]) is behind(mask.args[0], CASTS):
+                return
+        self.node, agree = question, aten.eq.Tensor if question.args[2] else aten.ne.Tensor
+        with self.graph.inserting_before(mask.next):
+            same = self._emit(agree, (compared, self._emit(aten.any.default, (mask,))))
+            self._emit(question.target, (same, question.args[1], True))
 
     # -- one node
 
     def _take(self, node: Node) -> None:
         name = str(node.target)
+        if _selects(node):
+            self.finders.add(node)
         if name in ("aten.where.default", "aten.nonzero_numpy.default") and _selects(node):
             mask = self._mask(node.args[0])
             self.rows[node] = [Rows(mask, None, 0, k) for k in range(self._val(mask).dim())]

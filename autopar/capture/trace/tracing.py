@@ -32,6 +32,7 @@ from autopar.capture.trace.expert_loops import loops_by_rows
 from autopar.capture.trace.experts_by_rows import experts_by_rows
 from autopar.capture.trace.flex import flex_attention_in_plain_operators
 from autopar.capture.trace.functions import whole_functions
+from autopar.capture.trace.grouped_rows import GroupedRows
 from autopar.capture.trace.hooks import as_in_eager
 from autopar.capture.trace.inner_gradients import KeptInside, in_plain_operators
 from autopar.capture.trace.lengths import lengths_of_rows
@@ -69,6 +70,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(LayerByLayer())
         stack.enter_context(Transcripts())
         stack.enter_context(BagsOfRows())
+        stack.enter_context(GroupedRows())
         stack.enter_context(flex_attention_in_plain_operators())
         stack.enter_context(experts_by_rows())
         stack.enter_context(loops_by_rows())

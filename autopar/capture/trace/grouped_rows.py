@@ -1,0 +1,116 @@
+"""Rows that stand in the order of their experts: ``grouped_mm(rows, matrices, offs=ends)``, and counts of rows.
+
+torch's kernel for tensors without values takes bfloat16 alone, and how many numbers ``bincount`` gives depends on data.
+While a model is traced the first is an operator of autopar's, which the graph turns into products of rows in their own
+order (:mod:`autopar.capture.graph.sorted_rows`), and of counts there are ``minlength``: a larger number is an error.
+
+``parts = rows.split(counts.tolist())`` has sizes that depend on data; here a part is what a mask selects, that of the
+rows' places in the group (:mod:`autopar.capture.graph.selected_rows`), and where all parts are put together again, in
+order, each is put in its places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.branches.asking import site_of
+from autopar.capture.branches.taken import Read
+
+GROUPED = (torch.nn.functional.grouped_mm, torch._grouped_mm)
+COUNTED = (torch.bincount, torch.Tensor.bincount)
+
+
+SPLIT = (torch.split, torch.Tensor.split, torch.functional.split)
+JOINED = (torch.cat, torch.concat, torch.concatenate, torch.vstack)
+
+
+class GroupedRows(TorchFunctionMode):
+    """Takes the place of grouped products of rows with matrices of experts, of counts of a known number, and of parts
+    of rows by counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[str, tuple[torch.Tensor, int, int]] = {}
+        """By torch's name of the number of rows of a part: the group of each place, which group it is, of how many."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made: Any = None
+        if func in GROUPED:
+            made = _product(*args, **(kwargs or {}))
+        elif func in COUNTED:
+            made = _counts(*args, **(kwargs or {}))
+        elif func in SPLIT:
+            made = self._split(*args, **(kwargs or {}))
+        elif func in JOINED:
+            made = self._joined(*args, **(kwargs or {}))
+        elif func is torch.Tensor.__getitem__ and isinstance(args[1], slice):
+            made = _all_of(args[0], args[1])
+        return func(*args, **(kwargs or {})) if made is None else made
+
+    def _split(self, tensor: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, **other: Any) -> Any:
+        """As ``torch.split``, where numbers that depend on data say how many rows each part has; else None."""
+        sizes = other.get("split_size", split_size_or_sections)
+        if not isinstance(sizes, (list, tuple)) or dim != 0 or not any(isinstance(n, Read) for n in sizes):
+            return None
+        numbers = [n.tensor if isinstance(n, Read) else torch.full((), n) for n in sizes]
+        ends = torch.stack(numbers).cumsum(0)
+        _check(ends[-1], len(tensor))
+        groups = torch.searchsorted(ends, torch.arange(len(tensor), device=tensor.device), right=True)
+        parts = [tensor[groups == k] for k in range(len(sizes))]
+        for k, part in enumerate(parts):
+            self.parts[str(part.shape[0])] = groups, k, len(sizes)
+        return tuple(parts)
+
+    def _joined(self, tensors: Any, dim: int = 0, **other: Any) -> Any:
+        """As ``torch.cat``, of all parts of a split in order; else None."""
+        if dim != 0 or other or not isinstance(tensors, (list, tuple)) or not tensors:
+            return None
+        known = [self.parts.get(str(t.shape[0])) if isinstance(t, torch.Tensor) and t.dim() else None for t in tensors]
+        first = known[0]
+        if first is None or len(tensors) != first[2]:
+            return None
+        groups = first[0]
+        if any(part is None or part[0] is not groups or part[1] != k for k, part in enumerate(known)):
+            return None
+        one = tensors[0]
+        made = torch.zeros(len(groups), *one.shape[1:], dtype=one.dtype, device=one.device)
+        for k, part in enumerate(tensors):
+            made = torch.index_put(made, (groups == k,), part)
+        return made
+
+
+def _all_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
+    """``tensor[:n]`` of a number that depends on data: all rows, which is checked at every call."""
+    if rows.start is not None or rows.step is not None or not isinstance(rows.stop, Read):
+        return None
+    _check(rows.stop.tensor, len(tensor))
+    return tensor
+
+
+def _check(total: torch.Tensor, rows: int) -> None:
+    torch.ops.autopar.taken(total == rows, site_of(), True)
+
+
+def _product(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor | None:
+    """As ``torch.nn.functional.grouped_mm``, whose arguments these are; None for what is left as it is."""
+    if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None:
+        return None
+    if out_dtype not in (None, mat_a.dtype):
+        return None
+    return torch.ops.autopar.expert_linear_in_order(mat_a, mat_b, offs)  # type: ignore[no-any-return]
+
+
+def _counts(input: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor | None:
+    """As ``torch.bincount``, whose arguments these are; None for what is left as it is."""
+    if weights is not None or not minlength or input.dim() != 1 or not isinstance(input.shape[0], int):
+        return None
+    ones = torch.ones_like(input, dtype=torch.int64)
+    return torch.zeros(minlength, dtype=torch.int64, device=input.device).scatter_add(0, input.to(torch.int64), ones)
+
+
+__all__ = ["GroupedRows"]
