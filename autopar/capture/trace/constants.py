@@ -44,7 +44,7 @@ from autopar.torch_private import (
 def constant_value(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
     """``read(value)`` of a traced tensor that depends on no input, parameter, buffer or random number; None for any
     other."""
-    asked = _node_of(tensor)
+    asked = node_of(tensor)
     if asked is None:
         return None
     root = get_proxy_mode().tracer.root  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def _made_of_numbers(node: torch.fx.Node, root: torch.nn.Module) -> torch.Tensor
     return tensor.detach().cpu()
 
 
-def _node_of(tensor: Any) -> torch.fx.Node | None:
+def node_of(tensor: Any) -> torch.fx.Node | None:
     """The node of the trace under way that a tensor is; None for a tensor of none."""
     proxy_mode = get_proxy_mode()
     if proxy_mode is None or not isinstance(tensor, torch.Tensor):
@@ -102,7 +102,7 @@ def _node_of(tensor: Any) -> torch.fx.Node | None:
 
 def _drawn(tensor: Any) -> list[str]:
     """The random operators that a traced tensor follows from, if it follows from nothing else; else nothing."""
-    asked = _node_of(tensor)
+    asked = node_of(tensor)
     try:
         return [] if asked is None else _made_by(asked)[1]
     except LookupError:
@@ -265,8 +265,8 @@ class AnswerConstants(TorchFunctionMode):
     def _of_inputs(self, tensor: torch.Tensor, of_integers: bool = False) -> bool:
         """Whether a tensor follows from what the model is called with alone, not from what it holds: a pointer into a
         queue is another number at each call. ``of_integers``: and from no other numbers than integers."""
-        held = {_beginning(node) for t in self.held() if (node := _node_of(t)) is not None}
-        todo, seen = [_node_of(tensor)], set[torch.fx.Node]()
+        held = {_beginning(node) for t in self.held() if (node := node_of(t)) is not None}
+        todo, seen = [node_of(tensor)], set[torch.fx.Node]()
         while todo:
             node = todo.pop()
             if node is None or node in held or node.target is BLOCK:
@@ -356,4 +356,4 @@ def _places_set(tensor: Any) -> torch.Tensor | None:
     return None if n is None else torch.nonzero_static(tensor, size=n)
 
 
-__all__ = ["AnswerConstants", "constant_value", "depends_on_data"]
+__all__ = ["AnswerConstants", "constant_value", "depends_on_data", "node_of"]

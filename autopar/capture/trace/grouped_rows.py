@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.asking import site_of
 from autopar.capture.branches.taken import Read
+from autopar.capture.graph.counted import CASTS, behind, element_of
+from autopar.capture.trace.constants import node_of
 
 GROUPED = (torch.nn.functional.grouped_mm, torch._grouped_mm)
 COUNTED = (torch.bincount, torch.Tensor.bincount)
@@ -83,11 +85,31 @@ class GroupedRows(TorchFunctionMode):
 
 
 def _all_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
-    """``tensor[:n]`` of a number that depends on data: all rows, which is checked at every call."""
+    """``tensor[:sum(counts)]`` of counts that depend on data: all rows, which is checked at every call."""
     if rows.start is not None or rows.step is not None or not isinstance(rows.stop, Read):
+        return None
+    if not _is_total(rows.stop.tensor):
         return None
     _check(rows.stop.tensor, len(tensor))
     return tensor
+
+
+def _is_total(number: torch.Tensor) -> bool:
+    """Whether a number is the sum of all elements of a list, ``sum(counts.tolist())``."""
+    todo, elements = [node_of(number)], []
+    while todo:
+        node = behind(todo.pop(), CASTS)
+        if not isinstance(node, torch.fx.Node):
+            continue
+        if node.target is torch.ops.aten.add.Tensor:
+            todo += node.args[:2]  # type: ignore[arg-type]
+        else:
+            elements.append(element_of(node))
+    lists = {element[0] for element in elements if element is not None}
+    if len(lists) != 1 or None in elements:
+        return False
+    n = lists.pop().meta["val"].shape[0]
+    return sorted(k for _, k in elements) == list(range(n))  # type: ignore[misc]
 
 
 def _check(total: torch.Tensor, rows: int) -> None:
