@@ -11,6 +11,7 @@ order, each is put in its places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.asking import site_of
 from autopar.capture.branches.taken import Read
-from autopar.capture.graph.counted import CASTS, behind, element_of
+from autopar.capture.graph.counted import CASTS, behind, counted_numbers, element_of
 from autopar.capture.trace.constants import node_of
 
 GROUPED = (torch.nn.functional.grouped_mm, torch._grouped_mm)
@@ -53,11 +54,13 @@ class GroupedRows(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if made is None else made
 
     def _split(self, tensor: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, **other: Any) -> Any:
-        """As ``torch.split``, where numbers that depend on data say how many rows each part has; else None."""
+        """As ``torch.split``, where counts say how many rows each part has; else None."""
         sizes = other.get("split_size", split_size_or_sections)
-        if not isinstance(sizes, (list, tuple)) or dim != 0 or not any(isinstance(n, Read) for n in sizes):
+        if not isinstance(sizes, (list, tuple)) or dim != 0 or not all(isinstance(n, Read) for n in sizes):
             return None
-        numbers = [n.tensor if isinstance(n, Read) else torch.full((), n) for n in sizes]
+        numbers = [n.tensor for n in sizes]
+        if not _are_counts([element_of(node_of(n)) for n in numbers]):
+            return None
         ends = torch.stack(numbers).cumsum(0)
         _check(ends[-1], len(tensor))
         groups = torch.searchsorted(ends, torch.arange(len(tensor), device=tensor.device), right=True)
@@ -105,11 +108,15 @@ def _is_total(number: torch.Tensor) -> bool:
             todo += node.args[:2]  # type: ignore[arg-type]
         else:
             elements.append(element_of(node))
-    lists = {element[0] for element in elements if element is not None}
-    if len(lists) != 1 or None in elements:
+    return _are_counts(sorted((e for e in elements if e is not None), key=lambda e: e[1])) and None not in elements
+
+
+def _are_counts(elements: Sequence[Any]) -> bool:
+    """Whether these are all elements, in order, of a tensor that counts how often numbers occur."""
+    whole = elements[0][0] if elements and elements[0] is not None else None
+    if whole is None or [*elements] != [(whole, k) for k in range(whole.meta["val"].shape[0])]:
         return False
-    n = lists.pop().meta["val"].shape[0]
-    return sorted(k for _, k in elements) == list(range(n))  # type: ignore[misc]
+    return counted_numbers(whole) is not None
 
 
 def _check(total: torch.Tensor, rows: int) -> None:
