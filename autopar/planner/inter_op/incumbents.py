@@ -98,23 +98,28 @@ class Incumbents:
         for search, candidate in promising:
             if self.interrupted and self.plans:
                 return
-            if self._is_enough(candidate):
+            if self._has_enough(candidate):
                 return
-            if not self._is_of_interest(search, candidate):
+            if self._is_far(candidate) or not self._is_of_interest(search, candidate):
                 continue
             seconds = self.add(search, candidate)
             if seconds < inf and candidate.seconds and candidate.groups > 1:
                 self.errors.append(seconds / candidate.seconds)
 
-    def _is_enough(self, candidate: Candidate) -> bool:
-        """Whether neither a candidate nor those after it are worth exact plans, on many devices: estimates that were
-        simulated are seldom much too long."""
+    def _has_enough(self, candidate: Candidate) -> bool:
+        """Whether neither a candidate nor those after it are worth exact plans, on many devices, because enough were
+        tried."""
         if self.n_devices <= SMALL or candidate.groups == 1 or len(self._different) < self.top:
             return False
-        stages = sum(plan.candidate.groups > 1 for plan in self.plans)
+        return sum(plan.candidate.groups > 1 for plan in self.plans) >= CANDIDATES or self.failed >= FAILED
+
+    def _is_far(self, candidate: Candidate) -> bool:
+        """Whether a candidate looks worse than the best, on many devices: estimates that were simulated are seldom much
+        too long. The next one may look better, as the first few come in the order of their programs."""
+        if self.n_devices <= SMALL or candidate.groups == 1 or len(self._different) < self.top:
+            return False
         hopeful = min([1.0, *self.errors]) if self.errors else 1 - CLOSE
-        far = self.fastest.seconds < hopeful * candidate.seconds
-        return stages >= CANDIDATES or self.failed >= FAILED or far
+        return self.fastest.seconds < hopeful * candidate.seconds
 
     def _is_of_interest(self, search: OneNumber, candidate: Candidate) -> bool:
         """Whether a candidate may beat the best so far, on few devices by the errors of estimates so far; on many,

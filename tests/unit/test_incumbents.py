@@ -1,0 +1,52 @@
+"""Which estimates are planned exactly, and when a search has enough."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopar.meshes import Mesh
+from autopar.planner.inter_op.candidates import SMALL, Candidate
+from autopar.planner.inter_op.incumbents import Incumbents
+
+MANY = 4 * SMALL
+GROUPS = 4
+
+
+class Search:
+    """Plans candidates exactly by a table: seconds of a step by their estimates."""
+
+    def __init__(self, exact: dict[float, float]) -> None:
+        self.seconds, self.planned = exact, []
+
+    def what(self, candidate: Candidate) -> str:
+        return str(candidate.seconds)
+
+    def exact(self, candidate: Candidate, best_known: float) -> Any:
+        self.planned.append(candidate.seconds)
+        return SimpleNamespace(
+            seconds=self.seconds[candidate.seconds], what=self.what(candidate), candidate=candidate, search=self
+        )
+
+
+def estimated(seconds: float) -> Candidate:
+    mesh = Mesh.of(data=MANY // GROUPS)
+    devices = tuple(tuple(range(g * mesh.n_devices, (g + 1) * mesh.n_devices)) for g in range(GROUPS))
+    return Candidate((mesh,) * GROUPS, devices, "1f1b", (1, 2, 3), seconds)
+
+
+@pytest.mark.parametrize("order, planned", [
+    ([10.9, 11.5, 10.8], [10.9, 10.8]),  # the first few come in the order of their programs, not of their estimates
+    ([10.8, 10.9, 11.5], [10.8]),
+])  # fmt: skip
+def test_what_looks_better_than_the_best_is_planned_whatever_comes_before(
+    order: list[float], planned: list[float]
+) -> None:
+    """GPT-3 on 64 devices had an estimate of 10.79 s that nobody planned, behind one of 11.00 s that was too long."""
+    search = Search({10.8: 10.85, 10.9: 10.88, 11.5: 11.4, 12.0: 12.0})
+    best = Incumbents(MANY)
+    best.plan_exactly([(search, estimated(seconds)) for seconds in order])  # type: ignore[list-item]
+    assert search.planned == planned
+    assert best.fastest.seconds == 10.85
