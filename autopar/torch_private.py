@@ -224,6 +224,9 @@ EXPORT_INSIDE = (
 )
 """Functions of torch's tracing that run no code of the model: function modes are off in them."""
 
+TRACEBACK_OF_NODES = Replaceable("torch.fx.proxy", "CapturedTraceback")
+"""What says which lines made a node of a trace: ``extract().summary()``."""
+
 CHECK = Replaceable("torch", "_check_with")
 """What ``torch._check`` calls with its condition, which must be a bool: numbers that are not known yet are asked."""
 
@@ -431,7 +434,7 @@ __all__ = [
     "OPTIMIZER_STATES",
     "PLAIN_BESIDE_DTENSOR",
     "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
-    "TOTAL_NORM", "VARLEN_OPERATOR",
+    "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR",
     "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",

@@ -2,21 +2,25 @@
 
 A trace looks at thousands of tensors, and each look at a shape passes through every function mode that is on, ours
 among them, though none has anything to say where ``torch.export`` itself looks. It writes Python code for every graph
-on its way, which nobody runs. And the collector of garbage walks through all objects of torch again and again, while
-hardly any of those that a trace makes are garbage.
+on its way, which nobody runs. Of every node it describes all of some hundred calls that led to it, to keep those
+outside of torch. And the collector of garbage walks through all objects of torch again and again, while hardly any of
+those that a trace makes are garbage.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import traceback
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.fx.experimental.proxy_tensor
 
-from autopar.torch_private import EXPORT_INSIDE, DisableTorchFunction, lazy_graph_modules
+from autopar.torch_private import EXPORT_INSIDE, TRACEBACK_OF_NODES, DisableTorchFunction, lazy_graph_modules
 
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,6 +52,31 @@ def unstacked(tracer: Any) -> Iterator[None]:
         tracer.record_stack_traces = before
 
 
+class _CapturedCalls:
+    """Gives what ``CapturedTraceback.extract().summary()`` does; a line is described once, not for each node."""
+
+    def __init__(self) -> None:
+        self._described: dict[tuple[int, int], tuple[CodeType, traceback.FrameSummary]] = {}
+
+    def extract(self) -> _CapturedCalls:
+        """The calls that are open when :meth:`summary` is called."""
+        return self
+
+    def summary(self) -> traceback.StackSummary:
+        """The open calls, the outermost first."""
+        calls = []
+        frame = sys._getframe(1)
+        while frame is not None:
+            code, line = frame.f_code, frame.f_lineno
+            described = self._described.get((id(code), line))
+            if described is None:  # the code is kept: as long as it lives, no other has its id
+                described = code, traceback.FrameSummary(code.co_filename, line, code.co_name)
+                self._described[id(code), line] = described
+            calls.append(described[1])
+            frame = frame.f_back  # type: ignore[assignment]
+        return traceback.StackSummary(reversed(calls))
+
+
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
     """Around a call of ``torch.export``."""
@@ -56,6 +85,7 @@ def quickly() -> Iterator[None]:
             stack.enter_context(inside.replaced(_without_modes(inside.get())))
         inputs = torch.fx.Tracer.create_args_for_root
         stack.enter_context(mock.patch.object(torch.fx.Tracer, "create_args_for_root", _without_lines(inputs)))
+        stack.enter_context(TRACEBACK_OF_NODES.replaced(_CapturedCalls()))
         stack.enter_context(lazy_graph_modules(True))
         yield
 
