@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar.runtime.collective_seconds import time_collectives
 
-BATCH, TOKENS, HIDDEN, FFN, STEPS = 2, 512, 768, 3072, 3
+BATCH, TOKENS, HIDDEN, FFN, STEPS = 2, 128, 768, 3072, 3
 
 
 class Block(nn.Module):

@@ -35,7 +35,7 @@ def test_parameters_of_any_size_are_stored_in_pieces() -> None:
 def test_operators_are_cut_into_uneven_pieces() -> None:
     """8 rows, 16 tokens, 64 features on 3 ranks; a vocabulary of 50257 on 2 and 3, cut in embedding, head and loss."""
     vocabulary = {
-        "zoo": {"vocabulary": 50257},
+        "zoo": {"vocabulary": 50257, "rows": 4},
         "options": {"constraints": {"lm_head:linear": {"data": "n"}, ":cross_entropy_loss": {"data": "v"}}},
     }
     check(3, [

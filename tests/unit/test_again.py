@@ -74,7 +74,7 @@ def test_in_words_and_in_a_plan_file() -> None:
 
 def test_what_is_asked_for_is_all_that_runs_again() -> None:
     graph = llama()
-    limit = 0.9 * plan_graph(graph, CLUSTER, MESH).price.memory_bytes
+    limit = 0.95 * plan_graph(graph, CLUSTER, MESH).price.memory_bytes
     plan = plan_graph(graph, CLUSTER, MESH, Options(recompute=["model.layers.*"], memory_limit_bytes=limit))
     assert len(plan.recompute) == LAYERS and not plan.make_again
     assert not plan_graph(graph, CLUSTER, MESH, Options(memory_limit_bytes=limit, may_recompute=False)).recompute

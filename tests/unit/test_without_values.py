@@ -109,7 +109,14 @@ def test_functions_in_attributes_read_the_copy(how: Callable[[Any], Callable[...
     assert not torch.equal(before, expected) and torch.equal(model(x), before)
 
 
-@pytest.mark.parametrize("how", [how for how in (*HOW, Cached) if how is not of_itself])  # a capture keeps that
+TRAINED = (closure, partial, weak, of_parameters, Cached)
+"""The others are trained with in the sweep only; each is copied every time."""
+
+
+@pytest.mark.parametrize("how", [
+    how if how in TRAINED else pytest.param(how, marks=pytest.mark.slow)
+    for how in (*HOW, Cached) if how is not of_itself  # a capture keeps that
+])  # fmt: skip
 def test_training_goes_on_without_the_model_in_other_shapes_and_in_eval_mode(how: Any) -> None:
     torch.manual_seed(0)
     plain = Block(closure)
