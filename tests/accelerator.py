@@ -156,6 +156,9 @@ class _Tensor(TorchFunctionMode):
             kwargs["device"] = "cpu"
             with torch._C.DisableTorchFunction():
                 return OnDevice(func(*args, **kwargs))
+        if func is torch.Tensor.tolist and isinstance(args[0], OnDevice):
+            self.accelerator.saw("tolist reads from the device")
+            return args[0].values.tolist()
         if func is torch.Tensor.resize_ and isinstance(args[0], OnDevice):
             with torch._C.DisableTorchFunction():
                 resized = OnDevice(args[0].values.resize_(*args[1:], **kwargs))

@@ -11,7 +11,7 @@ it runs again, its fetches gather again. The release of a unit last read in a se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class GatherOrder:
 
     def __init__(self, units: Sequence[Unit], stream: StepStream) -> None:
         self.units, self.stream = list(units), stream
+        self.read: set[int] = set()  # by the programs that run here; nobody fetches the others, nor waits for them
         self.per_use = [i for i, unit in enumerate(self.units) if unit.per_use]
         self.number = {id(held): i for i, unit in enumerate(self.units) for held in unit.held_params}
         self.storages: dict[int, int] = {}
@@ -51,8 +52,13 @@ class GatherOrder:
         if not same_step:
             for unit in self.units:
                 unit.expire()
-        for unit in self.units[: AHEAD + 1]:
-            unit.start()
+        self._start(range(AHEAD + 1))
+
+    def _start(self, numbers: Iterable[int]) -> None:
+        """Begin to gather those of some units that are read."""
+        for i in numbers:
+            if i in self.read:
+                self.units[i].start()
 
     def begin_whole(self, same_step: bool) -> None:
         """Before a compiled forward, which gathers itself what lives for one use: all else is gathered now."""
@@ -76,8 +82,7 @@ class GatherOrder:
         end = i + 1 + AHEAD
         if last is not None and current_backward() != -1:  # in a backward: those after it are done with
             end = min(end, last + 1)
-        for ahead in self.units[i + 1 : end]:
-            ahead.start()
+        self._start(range(i + 1, end))
 
     def release(self, i: int) -> None:
         self._free(i)
@@ -103,8 +108,7 @@ class GatherOrder:
             self.stream.check("a gather of parameters in the backward")
             self.units[i].fetch()
             at = self.per_use.index(i)
-            for before in reversed(self.per_use[max(0, at - AHEAD) : at]):
-                self.units[before].start()
+            self._start(reversed(self.per_use[max(0, at - AHEAD) : at]))
         return x
 
     def guard(self) -> None:
@@ -199,6 +203,7 @@ def with_gathers(program: Program, schedule: GatherOrder) -> torch.fx.GraphModul
         readers = {n for n in readers if n.op == "call_function"}
         if not readers:
             continue
+        schedule.read.add(i)
         ordered = sorted(readers, key=lambda n: position[n])
         by_segment: dict[int | None, torch.fx.Node] = {None: ordered[0]}
         for node in ordered:

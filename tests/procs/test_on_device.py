@@ -11,7 +11,7 @@ import torch
 from accelerator import NAME
 from emulated_nccl import BACKEND
 from procs import cases, pipelines
-from procs.on_device import ANY, Config, all_trained, faults, notices, profiled, reduced_in, used
+from procs.on_device import ANY, Config, all_trained, faults, gathers_in_a_step, notices, profiled, reduced_in, used
 from procs.pipelines import ONE
 from zoo import ZOO
 
@@ -63,6 +63,11 @@ def test_the_emulated_backend_forgives_nothing() -> None:
         "input written": "TooEarly", "output written": "TooEarly", "freed": "TooEarly", "forgotten before": "0",
         "forgotten": "1",
     }  # fmt: skip
+
+
+def test_what_no_operator_reads_is_not_gathered() -> None:
+    """A gather that was begun ahead of a use that never comes would be waited for by nobody."""
+    assert run_local(gathers_in_a_step, 2) == [(4, [])] * 2  # of two parameters, forward and backward
 
 
 def check_used(name: str, backend: str, folder: Path, zoo: dict[str, Any]) -> None:
