@@ -3,7 +3,7 @@
 Two things that NCCL does and gloo does not, and a program for gloo gets wrong without noticing:
 
 * It takes tensors on the accelerator alone. Where a world or a group has this backend and no other, a tensor on the CPU
-  is refused. So is one of numbers that it does not send (:data:`NOT_SENT`).
+  is refused. So is one of numbers that it does not send (:data:`NOT_SENT`), or one with gaps between its elements.
 * A collective has happened when it is waited for, and not before. Here that is the latest moment that is possible: the
   values of a collective travel in copies, its output holds NaN (integers: the smallest ones) until ``wait``, and what
   was given to it must be as it was until then. So a result that is read too early, or never waited for, shows in the
@@ -65,6 +65,12 @@ def _below_of(group: Any, device: torch.device) -> Any:
     except RuntimeError:
         return None
     return _below[id(backend)][1:] if id(backend) in _below else None
+
+
+def _in_one_piece(x: torch.Tensor) -> bool:
+    """Whether its elements lie one after the other, in the order of its dims or with channels last."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -170,6 +176,8 @@ class Collectives:
             raise RefusedTensor(f"{name} on a group of the accelerator takes a tensor on the CPU: {self.where()}")
         if odd := [x.dtype for x in tensors if x.dtype in NOT_SENT]:
             raise RefusedTensor(f"{name} takes a tensor of {odd[0]}, which NCCL does not send: {self.where()}")
+        if any(not _in_one_piece(x) for x in tensors):
+            raise RefusedTensor(f"{name} takes a tensor that is not contiguous, which NCCL refuses: {self.where()}")
         self.count[name] = self.count.get(name, 0) + 1
         args = [*args]
         functional = func.namespace == "_c10d_functional"

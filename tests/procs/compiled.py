@@ -181,7 +181,6 @@ def in_another_order(compares: bool) -> tuple[float, str]:
     torch.compiler.reset()
     pm = spread("zero again")
     pm.compile(backend=run_inductors_graphs, fullgraph=True)
-    step(pm, 8)
     start = time.monotonic()
     instead = contextlib.nullcontext() if compares else mock.patch.object(OneOrder, "agree", lambda *_: None)
     with mock.patch.object(RecomputedSegment, "forward", Recomputed.forward), instead:
@@ -190,6 +189,11 @@ def in_another_order(compares: bool) -> tuple[float, str]:
         except (RuntimeError, RunError) as error:
             return time.monotonic() - start, str(error)
     return time.monotonic() - start, ""
+
+
+def in_one_order_and_not() -> tuple[list[Any], tuple[float, str]]:
+    """:func:`of_all` of inductor's graphs, and :func:`in_another_order`, in one start of the ranks."""
+    return of_all(["zero again"], AS_INDUCTOR), in_another_order(True)
 
 
 def compiled_by_one_alone() -> tuple[float, float, str]:

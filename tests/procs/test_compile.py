@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from procs.compiled import (
     AS_INDUCTOR,
@@ -9,6 +11,7 @@ from procs.compiled import (
     compiled_by_one_alone,
     differences,
     in_another_order,
+    in_one_order_and_not,
     in_stages,
     of_all,
 )
@@ -25,7 +28,11 @@ PARTS = [(0, 1), (0, 0), (0, 1), (0, 1), (0, 1), (0, 0)]
 
 def on_two_ranks(cuts: list[str], backend: str, seconds: float = 500, steps_alone: bool = False) -> None:
     """In one start of the ranks: they take longer to start than the compiler takes."""
-    for of_cuts in run_local(of_all, 2, cuts, backend, steps_alone, timeout=seconds):
+    check(run_local(of_all, 2, cuts, backend, steps_alone, timeout=seconds), steps_alone)
+
+
+def check(ranks: list[Any], steps_alone: bool = False) -> None:
+    for of_cuts in ranks:
         for worst, parts in of_cuts:
             assert worst < 1e-12 and parts == (PARTS[:2] if steps_alone else PARTS)
 
@@ -35,12 +42,11 @@ def test_one_graph_on_two_ranks():
 
 
 def test_inductors_graphs_on_two_ranks():
-    """Five rows on two ranks: graphs differ, and their collectives come in one order."""
-    on_two_ranks(["zero again"], AS_INDUCTOR)
-
-
-def test_collectives_in_another_order_are_refused_before_they_run():
-    for seconds, said in run_local(in_another_order, 2, True, timeout=300):
+    """Five rows on two ranks: graphs differ, and their collectives come in one order. Where they do not, that is
+    refused before they run."""
+    ranks = run_local(in_one_order_and_not, 2, timeout=500)
+    check([of_cuts for of_cuts, _ in ranks])
+    for _, (seconds, said) in ranks:
         assert "the compiled graphs of ranks 0 and 1 differ in the order of their collectives: at place" in said, said
         assert "Run the program without compile()" in said and seconds < 60
 
