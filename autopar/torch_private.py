@@ -123,6 +123,7 @@ from torch.utils import _pytree as pytree
 # Whether a tensor is a subclass that consists of other tensors.
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    is_in_torch_dispatch_mode,
     is_traceable_wrapper_subclass,
     return_and_correct_aliasing,
 )
@@ -445,6 +446,7 @@ __all__ = [
     "default_store", "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",
     "has_kernel", "has_other_groups",
+    "is_in_torch_dispatch_mode",
     "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode",
     "make_wrapper_subclass",
     "no_dispatch_modes", "options_of_compiler", "plainly", "preserve_version_counter", "pytree", "reached",

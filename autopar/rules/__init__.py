@@ -17,7 +17,7 @@ families         :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.reduce`
                  :mod:`.ctc`, :mod:`.experts`, :mod:`.expert_block`;
                  :mod:`.expert_features`: where tensor parallelism cuts experts, :mod:`.stacked_columns`: and gate
                  and up projections in one matrix; :mod:`.travelling`: rows on the way to experts;
-                 :mod:`.expert_load`: how many each expert gets
+                 :mod:`.expert_load`: how many each expert gets; :mod:`.expert_by_expert`: on CPUs
 on GPUs          :mod:`.attention_on_gpus`: which attention with dropout has kernels; :mod:`.attention_triton`: these
 long sequences   :mod:`.attention_across`: attention whose sequence is cut; :mod:`.attention_call`: what of it a rank
                  has; :mod:`.attention_halves`: messages of the ring, and halves that ranks exchange;

@@ -31,6 +31,7 @@ import torch
 from autopar.load_shares import way_to_busiest
 from autopar.placements import PENDING, REPLICATED, Placement, shard
 from autopar.rules.distributed import axes_of, first, n_pieces, pending
+from autopar.rules.expert_by_expert import Matrices, in_turn, one_after_the_other
 from autopar.rules.expert_features import LOOKUP, SPLIT, features_of
 from autopar.rules.experts import EXPERTS, most_rows
 from autopar.rules.local import resolve
@@ -119,7 +120,12 @@ def computed(tensors: Sequence[torch.Tensor], body: Body, axis: str | None = Non
             experts and above, take part in no product, and become zero.
     """
     *given, expert = tensors
-    order, ends, expert = torch.ops.autopar.by_expert(expert, given[body.roles.index(EXPERT)].detach())
+    weight = given[body.roles.index(EXPERT)]
+    order, ends, expert = torch.ops.autopar.by_expert(expert, weight.detach())
+    if axis is None and in_turn(given, expert.shape[0], weight.shape[0]):
+        made = _in_turn(given, body, order, ends)
+        if made is not None:
+            return torch.ops.autopar.in_order_of_rows(made, order)  # type: ignore[no-any-return]
     values: list[Any] = [
         torch.ops.autopar.in_order_of_experts(x, order) if role == ROW else x
         for x, role in zip(given, body.roles, strict=True)
@@ -142,6 +148,53 @@ def computed(tensors: Sequence[torch.Tensor], body: Body, axis: str | None = Non
         else:
             values.append(resolve(target)(*map(value, args), **{k: value(x) for k, x in kwargs.items()}))
     return torch.ops.autopar.in_order_of_rows(values[-1], order)  # type: ignore[no-any-return]
+
+
+def _in_turn(given: Sequence[Any], body: Body, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor | None:
+    """The same, of rows in the order of their experts, expert by expert."""
+    products = [step[1][1].number for step in body.steps if step[0] == EXPERTS]
+    others = [step[1:] for step in body.steps if step[0] not in (EXPERTS, LOOKUP)]
+    if any(number >= len(given) for number in products) or _reads(others, len(given)):
+        return None
+    matrices = {k: Matrices(given[k]) for k in products if products.count(k) == 1}
+    own = {k: x.unbind(0) for k, x in enumerate(given) if body.roles[k] == EXPERT and k not in matrices}
+    of_rows = [k for k, role in enumerate(body.roles) if role == ROW]
+    in_order = [torch.ops.autopar.in_order_of_experts(given[k], order) for k in of_rows]
+
+    def of_expert(rows: Sequence[torch.Tensor], e: int) -> torch.Tensor:
+        values: list[Any] = [
+            None if k in matrices else own[k][e] if k in own else x for k, x in enumerate(given)
+        ]  # fmt: skip
+        for k, part in zip(of_rows, rows, strict=True):
+            values[k] = part
+        values.append(None)  # the expert of each row
+
+        def value(x: Any) -> Any:
+            if isinstance(x, Value):
+                result = values[x.number]
+                return result[x.out] if isinstance(result, (tuple, list)) else result
+            return type(x)(map(value, x)) if isinstance(x, (list, tuple)) else x
+
+        for target, args, kwargs in body.steps:
+            if target == EXPERTS:
+                k = args[1].number
+                left = value(args[0])
+                values.append(matrices[k].product(left, e) if k in matrices else torch.mm(left, own[k][e]))
+            elif target == LOOKUP:
+                values.append(value(args[0]).unsqueeze(0).expand(len(rows[0]), -1))
+            else:
+                values.append(resolve(target)(*map(value, args), **{k: value(x) for k, x in kwargs.items()}))
+        return values[-1]  # type: ignore[no-any-return]
+
+    return one_after_the_other(in_order, ends, of_expert)
+
+
+def _reads(value: Any, number: int) -> bool:
+    """Whether arguments have a value."""
+    if isinstance(value, Value):
+        return value.number == number
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(_reads(x, number) for x in inside)
 
 
 _library = torch.library.Library("autopar", "FRAGMENT")
