@@ -16,6 +16,7 @@ import torch
 
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Node, Ref, Spec
+from autopar.rules.registry import rules_of
 from autopar.torch_private import pytree
 
 MOST = 1024
@@ -85,16 +86,36 @@ def modules_with_statistics(graphs: Iterable[Graph]) -> list[str]:
 
 
 def attention_between_rows(graph: Graph) -> list[str]:
-    """The modules whose attention has the rows of the batch as its queries: they are as long as the batch has rows, and
-    no dim before them holds rows."""
+    """The modules whose attention has the rows of the batch among its queries: the dim of these comes from that of the
+    rows, by the rules of the operators between."""
     shapes = [graph.spec(Ref(i)).shape for i, node in enumerate(graph.nodes) if node.kind == "input" and node.outs]
     rows = next((shape[0] for shape in shapes if shape), 1)
     queries = [(node, graph.spec(node.refs[0]).shape) for node in graph.nodes if node.target == ATTENTION]
+    if rows == 1 or all(shape[-2] % rows for _, shape in queries):
+        return []
+    dims = _dims_of_rows(graph, rows)
     return list(dict.fromkeys(
-        node.module or "<model>"
-        for node, shape in queries
-        if rows > 1 and shape[-2] == rows and all(n % rows for n in shape[:-2])
+        node.module or "<model>" for node, shape in queries if len(shape) - 2 in dims.get(node.refs[0], ())
     ))  # fmt: skip
+
+
+def _dims_of_rows(graph: Graph, rows: int) -> dict[Ref, frozenset[int]]:
+    """The dims of each tensor along which the rows of the batch lie; of those that are split, the part that comes
+    first, which a cut of the batch cuts."""
+    dims: dict[Ref, frozenset[int]] = {}
+    for i, (node, rule) in enumerate(zip(graph.nodes, rules_of(graph), strict=True)):
+        if node.kind == "input" and node.outs and node.outs[0] is not None and node.outs[0].shape[:1] == (rows,):
+            dims[Ref(i)] = frozenset({0})
+        if rule is None or not any(ref in dims for ref in node.refs):
+            continue
+        of_rows = {
+            next((f for f in term[d] if rule.sizes.get(f, 1) > 1), None)
+            for ref, term in zip(node.refs, rule.inputs, strict=False) for d in dims.get(ref, ()) if d < len(term)
+        }  # fmt: skip
+        for out, term in enumerate(rule.outputs):
+            if found := frozenset(d for d, dim in enumerate(term) if of_rows.intersection(dim)):
+                dims[Ref(i, out)] = found
+    return dims
 
 
 def taken_of_batch(graph: Graph) -> str:

@@ -126,7 +126,8 @@ class StageReader:
     def _no_factor(self, path: str, i: int, factor: str, options: Mapping[str, Any]) -> None:
         node, rule = self.graph.nodes[i], self.rules[i]
         offers = listed(options)
-        self.bad.add(path, f"{node.where} has no factor '{factor}'; it offers {offers} (rule: {rule})")
+        why = f": {rule.absent[factor]}" if rule is not None and factor in rule.absent else ""
+        self.bad.add(path, f"{node.where} has no factor '{factor}'{why}; it offers {offers} (rule: {rule})")
 
     def _divides(self, path: str, i: int, strategy: Strategy) -> bool:
         """Whether an op can be cut so; if not, that is a failure."""

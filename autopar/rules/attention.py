@@ -122,7 +122,12 @@ def _along_the_sequence(whole: Rule, call: Call, causal: bool) -> Rule:
     length, unit = q.shape[-2], 2 if causal else 1
     rows = Lowering(attention_across, frozenset({QUERIES}), uneven=True, most_work=_of_last_rank)
     if length != k.shape[-2] or length < 2 or length % unit:
-        return replace(whole, lowerings=whole.lowerings + ((rows,) if causal else ()))
+        n_keys = k.shape[-2]
+        why = f"its {length} queries meet {n_keys} keys, and a ring takes as many of both" if length != n_keys else (
+            f"its sequence has {length} places, and a causal ring cuts two halves for each rank: make it a multiple of "
+            "twice the ranks, by padding or by cutting one off"
+        )
+        return replace(whole, lowerings=whole.lowerings + ((rows,) if causal else ()), absent={RING: why})
     round_once, exchanged = _travels(whole, call, unit)
     ring = Lowering(attention_across, frozenset({RING}), round_once + (exchanged if causal else ()), uneven=True)
     both = replace(rows, factors=frozenset({QUERIES, RING}), comm=round_once)

@@ -145,6 +145,7 @@ class Rule:
             one for each group; None where the terms of the rule say it.
         needs_some: factors of which every rank must have some: torch's kernels refuse a piece of no elements, or make
             no numbers of it. Of all others a rank may have none (6 over 4 ranks are 2, 2, 2 and 0).
+        absent: names of options that such calls have and this one has not, and why: for whoever asks for one.
         whole_gradients: the backward may not be linear in the gradient, so no rank runs it on a term of a sum.
     """
 
@@ -170,6 +171,7 @@ class Rule:
     units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     together: Mapping[str, frozenset[str]] = field(default_factory=dict)
     gemm: tuple[str, str, str, str] | None = None
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what no operator can be: names of no factor, positions of no input."""

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import AutoparError, RunError
 from autopar.graph import Graph
 from autopar.runtime.dtensor_fixes import note_on
-from autopar.runtime.samples import OWN_ROWS, Arriving, Copy, Outline, Seen, Values
+from autopar.runtime.samples import OWN_ROWS, Arriving, Copy, Outline, Sample, Seen, Values
 
 ROUNDING = 1e-2
 """How far these may be apart, as a share of the sample's mean size."""
@@ -110,7 +110,28 @@ def compare(everyone: Sequence[Values], reader: Reader) -> None:
                     "tensors with one entry for each row of the batch: others are the same on all ranks even so); a "
                     f"single input may be pinned to pieces: placements={{'{name}': 'S0'}} on a mesh of one axis"
                 )
+    _tell_of_equal_pieces([samples for samples, _ in everyone])
     _compare_parameters([copies for _, copies in everyone], reader)
+
+
+def _tell_of_equal_pieces(everyone: Sequence[Sequence[Sample]]) -> None:
+    """Warn where all that ranks passed in pieces is the same on all of them: it may be a whole batch, as long as a
+    piece of the one that was captured."""
+    in_pieces = [
+        samples for samples in zip(*everyone, strict=True)
+        if all(among and among[:1] != (OWN_ROWS,) for *_, among, _ in samples) and len({s[3] for s in samples}) > 1
+    ]  # fmt: skip
+    if not in_pieces or any(s[2] != same[0][2] or s[4] != same[0][4] for same in in_pieces for s in same):
+        return
+    shown, name, shape, *_ = in_pieces[0][0]
+    warnings.warn(
+        f"input {shown} of shape {shape} has the same values on all {len(everyone)} ranks, and is taken for a piece "
+        f"that each rank has of its own, because placements= places '{name}' and pieces have this shape. If it is a "
+        "whole batch, shorter than the captured one, parallelize without placements= of it (batches of other sizes "
+        "are then followed), or "
+        "with an example of this size",
+        stacklevel=8,
+    )
 
 
 def _compare_parameters(everyone: list[dict[Copy, tuple[int, Any]]], reader: Reader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from zoo import ZOO
 
 from autopar.capture import capture
 from autopar.errors import RunError
+from autopar.placements import State
 from autopar.rules.fixed_order import _BACKWARD, _FORWARD, without_fixed_order
-from autopar.runtime.same_batch import _compare_parameters, first_readers, is_checked
+from autopar.runtime.same_batch import _compare_parameters, compare, first_readers, is_checked
 from autopar.runtime.samples import Copy, Seen, fingerprint, sums_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
@@ -94,3 +96,25 @@ def test_operators_without_a_fixed_order_are_listed() -> None:
 
 def test_every_operator_of_the_list_is_one_of_torch() -> None:
     assert all(hasattr(torch.ops.aten, name.removeprefix("aten.")) for name in (*_FORWARD, *_BACKWARD))
+
+
+def test_equal_pieces_on_all_ranks_are_told() -> None:
+    """A whole batch of half the length is no pair of pieces; what all ranks pass alike may be one."""
+
+    def ranks(*ids: torch.Tensor) -> list[Any]:
+        told = []
+        for place, x in enumerate(ids):
+            seen = Seen()
+            seen.coordinate = (place,)
+            seen.add("args[0]", "ids", x, State.of("S1"))
+            told += seen.arriving(torch.device("cpu")).values()
+        return told
+
+    reader = first_readers([])
+    half = torch.arange(8).view(2, 4)
+    with pytest.warns(UserWarning, match=r"args\[0\] of shape \(2, 4\) has the same values on all 2 ranks"):
+        compare(ranks(half, half.clone()), reader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(ranks(half, half + 8), reader)
+        compare(ranks(half), reader)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 
 from autopar import verify as V
 from autopar.capture import capture
-from autopar.capture.microbatches import taken_of_batch
+from autopar.capture.microbatches import attention_between_rows, taken_of_batch
 from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, PlanError
 from autopar.meshes import Mesh
 from autopar.parts_of_loss import difference_by_parts
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
@@ -57,7 +57,7 @@ def by_documents(model: Packed, x: Tensor, ends: Tensor) -> Tensor:
         left, right = model.window
         sees = (behind >= (-left if left >= 0 else -LENGTH)) & (behind <= (right if right >= 0 else LENGTH))
         own = [part[first:end].transpose(0, 1) for part in (q, k, v)]
-        results.append(scaled_dot_product_attention(*own, sees, enable_gqa=True).transpose(0, 1))
+        results.append(F.scaled_dot_product_attention(*own, sees, enable_gqa=True).transpose(0, 1))
     results.append(q.new_zeros(len(x) - int(ends[-1]), HEADS, WIDTH))
     return model.o(torch.cat(results).flatten(1)).square().mean()  # type: ignore[no-any-return]
 
@@ -134,3 +134,50 @@ def test_a_cache_of_keys_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="reads a cache of keys"):
         capture(Model(), (torch.randn(LENGTH, HEADS, WIDTH), ENDS))
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_where_queries_come_from_says_whether_rows_meet(between: bool) -> None:
+    """Not how many they are: a sequence may be as long as the batch has rows, and rows may be parts of queries."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            # x [rows s 8], as many rows as s, or all tokens of three rows as one sequence
+            h = self.project(x).flatten(0, 1)[None] if between else self.project(x)
+            q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in h.chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v).square().mean()
+
+    graph = capture(Model(), (torch.randn(4, 4, 8),)).graph
+    assert bool(attention_between_rows(graph)) == between
+
+    class OneRow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.project = nn.Parameter(torch.randn(4, 8)), nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:  # queries of the model, as many as the batch has rows
+            k, v = self.project(x).chunk(2, -1)
+            return F.scaled_dot_product_attention(self.queries.expand(len(x), 4, 8), k, v).square().mean()
+
+    assert not attention_between_rows(capture(OneRow(), (torch.randn(4, 4, 8),)).graph)
+
+
+def test_a_ring_over_an_odd_length_says_why_not() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+    graph = capture(Model(), (torch.randn(2, 7, 8),)).graph
+    cluster = load_cluster("local-x2")
+    options = Options(constraints={"*:scaled_dot*": {"data": "ring"}})
+    with pytest.raises(PlanError, match=r"has factor 'ring' \(its sequence has 7 places, and a causal ring cuts two"):
+        plan_graph(graph, cluster, Mesh.of(data=2), options)

@@ -46,6 +46,7 @@ MOST_GUESSES = 16
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("taken(Tensor condition, str site, bool answer) -> ()")
 torch.library.register_fake("autopar::taken", lambda condition, site, answer: None, lib=_LIBRARY)
+_LIBRARY.impl("taken", lambda condition, site, answer: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.autopar.taken.default)
 
 

@@ -42,6 +42,7 @@ class PinnedChoices:
         for pattern, wanted in (self.options.constraints or {}).items():
             hit: set[str] = set()
             offered: dict[str, None] = {}
+            absent: dict[str, str] = {}
             seen = False
             for axis, factor in wanted.items():
                 if axis not in axes:
@@ -53,6 +54,8 @@ class PinnedChoices:
                     seen = True
                     names = list(options_of(self.graph, node, rule, rule.blocks_on(self.mesh)))
                     offered[f"{labels[node.name]}: {listed(names, ' ')}"] = None
+                    if name in rule.absent:
+                        absent.setdefault(name, rule.absent[name])
                     if name in names:
                         size = self.mesh.size_of[axis]
                         cut, block = factor_and_block(name)
@@ -70,8 +73,9 @@ class PinnedChoices:
             for axis in wanted:
                 if axis not in hit:
                     lines = "\n  ".join(list(offered)[:6])
+                    why = f" ({absent[wanted[axis]]})" if wanted[axis] in absent else ""
                     raise PlanError(
-                        f"constraint '{pattern}': no op there has factor '{wanted[axis]}'; they offer\n  {lines}"
+                        f"constraint '{pattern}': no op there has factor '{wanted[axis]}'{why}; they offer\n  {lines}"
                     )
 
     def _params(self) -> None:
