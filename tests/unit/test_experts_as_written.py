@@ -175,9 +175,29 @@ class Grouped(Layer):
         return torch.zeros_like(x).index_add(0, order // OF_EACH, out)
 
 
+class GatheredMatrices(Layer):
+    """A matrix for each token and expert (as in gpt-fast)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        middle = F.silu(torch.einsum("ti,taio -> tao", x, self.up[picked])) * 2
+        return torch.einsum("tai,ta -> ti", torch.einsum("tao, taio -> tai", middle, self.down[picked]), weights)
+
+
+class GatheredForOne(Layer):
+    """The same by batched products of the expert that each token has alone (as in Switch)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, _, _ = self.routed(x)
+        weights, picked = logits.softmax(-1).max(-1)
+        middle = torch.relu(torch.bmm(x.unsqueeze(1), self.up[picked]))
+        return torch.matmul(middle, self.down[picked].transpose(-2, -1)).squeeze(1) * weights.unsqueeze(-1)
+
+
 LAYERS: dict[str, Callable[[], Layer]] = {
     cls.__name__: cls for cls in (
         Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked, Grouped,
+        GatheredMatrices, GatheredForOne,
     )
 }  # fmt: skip
 WAYS = {"travel": "data=2,expert=2", "e": "expert=2"}

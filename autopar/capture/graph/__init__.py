@@ -14,6 +14,7 @@
 :mod:`.same_masks`     masks that select the same rows, written down more than once
 :mod:`.alike_turns`    loops over experts on such rows are one turn; :mod:`.run_once`: its body
 :mod:`.sorted_rows`    rows in the order of their experts stay in their own; :mod:`.counted`: how many each has
+:mod:`.gathered_matrices` a matrix that is gathered for each row: a product by rows
 :mod:`.merging`        equal expressions become one, on the pure graph
 :mod:`.expert_blocks`  routed experts become one operator each
 :mod:`.pruning`        what nobody reads goes

@@ -40,7 +40,7 @@ def check(node: Node, args: Sequence[Node], taken: Sequence[Rows], dim: int, ref
     """
     name = str(node.target)
     first = node.args[0]
-    if _is_pointwise(node):
+    if is_by_element(node):
         _check_broadcast(node, args, taken, dim, refused)
         return
     if name in ("aten.linear.default", "aten.matmul.default", "aten.mm.default"):
@@ -93,7 +93,8 @@ def _check_broadcast(
             raise refused("a tensor of another size meets")
 
 
-def _is_pointwise(node: Node) -> bool:
+def is_by_element(node: Node) -> bool:
+    """Whether each element of the result follows from the same element of what is given."""
     return is_pointwise(node) or str(node.target) in BY_ELEMENT
 
 
@@ -109,4 +110,4 @@ def _by_rows_only(node: Node, args: Sequence[Node], taken: Sequence[Rows]) -> bo
     return letter in result and given.count(letter) == 1
 
 
-__all__ = ["VIEWS", "check"]
+__all__ = ["VIEWS", "check", "is_by_element"]
