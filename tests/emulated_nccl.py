@@ -174,13 +174,14 @@ class Collectives:
             return NotImplemented
         if len(ours) < len(tensors) and not name.endswith("::barrier"):
             raise RefusedTensor(f"{name} on a group of the accelerator takes a tensor on the CPU: {self.where()}")
-        if odd := [x.dtype for x in tensors if x.dtype in NOT_SENT]:
+        functional = func.namespace == "_c10d_functional"
+        # Functional collectives make pairs of complex numbers themselves, below what is seen here.
+        if odd := [x.dtype for x in tensors if x.dtype in NOT_SENT and not (functional and x.is_complex())]:
             raise RefusedTensor(f"{name} takes a tensor of {odd[0]}, which NCCL does not send: {self.where()}")
         if any(not _in_one_piece(x) for x in tensors):
             raise RefusedTensor(f"{name} takes a tensor that is not contiguous, which NCCL refuses: {self.where()}")
         self.count[name] = self.count.get(name, 0) + 1
         args = [*args]
-        functional = func.namespace == "_c10d_functional"
         args[place] = below[1] if functional else below[0].boxed()
         inputs, outputs = _roles(func, args, functional)
         values = _Tensors(name, [x.values for x in inputs], [x.values for x in outputs], self.where())

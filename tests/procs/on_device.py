@@ -37,6 +37,8 @@ from hardware_profiles import load_cluster
 
 Config = cases.Config | pipelines.Config
 ANY: dict[str, Callable[..., Case]] = {**WIDE, **ZOO}
+MAY_WAIT = ("travelling._on_host", "taking_part.names", "reached.reached")
+"""How many rows travel to an expert's rank, the host has to know; and which experts and layers have a gradient."""
 STEPS = 6
 """All are compared between the ranks, but from the fourth call on nobody waits for that."""
 
@@ -46,7 +48,7 @@ def all_trained(configs: Sequence[Config]) -> list[tuple[float, list[list[str]]]
 
 
 def faults(configs: Sequence[Config], compared: int) -> dict[str, str]:
-    """By model, what is wrong with its steps. How many rows travel to an expert's rank, the host has to know.
+    """By model, what is wrong with its steps.
 
     Args:
         compared: after so many steps nobody waits.
@@ -60,8 +62,8 @@ def faults(configs: Sequence[Config], compared: int) -> dict[str, str]:
         except Exception:
             wrong[config.name] = traceback.format_exc()
             continue
-        waits = [line for step in seen[compared:] for line in step if "travelling._on_host" not in line]
-        if worst > 1e-4 or waits:
+        waits = [line for step in seen[compared:] for line in step if not any(known in line for known in MAY_WAIT)]
+        if worst > 1e-3 or waits:  # what is float32 in some of them, AdamW makes more of
             wrong[config.name] = f"{config}: {worst} from the CPU; {waits}"
     return wrong
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from autopar.runtime import streams
 from autopar.runtime.batch import Batch
 from autopar.runtime.devices import check_different, check_one_device, choose_device, gpu_here
 from autopar.runtime.groups import backend_for
+from autopar.runtime.launch import _context
 from autopar.runtime.streams import StepStream
 from autopar.spreading import device_type_of, tell_of_idle_gpus
 
@@ -177,6 +179,13 @@ def test_commands_say_what_is_missing(gpus: mock.Mock, monkeypatch: pytest.Monke
     with pytest.raises(UsageError, match="torch finds no GPU"):
         where_to_run("cuda", 1)
     assert where_to_run("auto", 3) == ("cpu", "3 processes on the CPU")
+
+
+def test_ranks_on_gpus_are_not_forked() -> None:
+    """From a process that may have begun CUDA's driver: no child of it could use a GPU."""
+    assert _context(None, "cpu:gloo,cuda:nccl").get_start_method() == "spawn"
+    if sys.platform.startswith("linux"):
+        assert _context(None, "gloo").get_start_method() == "forkserver"
 
 
 class Stream:
