@@ -143,6 +143,10 @@ safe_softmax: Any = torch._safe_softmax
 """A softmax that gives zeros for a row without any key, as fused attention does."""
 
 
+grouped_product: Any = torch._grouped_mm
+"""The product of rows, group by group, under the name that models called it by before it had a public one."""
+
+
 class FlexNames(NamedTuple):
     """Names that ``torch.nn.attention.flex_attention`` looks up in its module when it runs.
 
@@ -445,6 +449,7 @@ __all__ = [
     "data_of_tensors",
     "default_store", "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",
+    "grouped_product",
     "has_kernel", "has_other_groups",
     "is_in_torch_dispatch_mode",
     "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode",

@@ -34,6 +34,8 @@ ALLOWED = {
     "runtime/uneven_rows.py": {"__call__"},
     # experts where torch has no kernel that finds their rows on the device
     "rules/experts.py": {"_parts"},
+    # experts that take turns, which they do on the CPU alone
+    "rules/expert_by_expert.py": {"one_after_the_other"},
     # how many rows travel to each rank and come from it, where none is dropped: torch makes tensors of sizes that the
     # host knows, once for each block of experts and axis
     "rules/travelling.py": {"_on_host"},

@@ -21,8 +21,9 @@ from autopar.capture.branches.asking import site_of
 from autopar.capture.branches.taken import Read
 from autopar.capture.graph.counted import CASTS, behind, counted_numbers, element_of
 from autopar.capture.trace.constants import node_of
+from autopar.torch_private import grouped_product
 
-GROUPED = (torch.nn.functional.grouped_mm, torch._grouped_mm)
+GROUPED = (torch.nn.functional.grouped_mm, grouped_product)
 COUNTED = (torch.bincount, torch.Tensor.bincount)
 
 
