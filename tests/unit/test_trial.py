@@ -91,7 +91,7 @@ def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
         limits = [2.0 * 2**30] * len(search._pools)
         equal = Equal(
             cluster, search._pools, search.blocks, Fillers(search.menus, search.blocks, microbatches), search.shapes,
-            ("1f1b", "zb-v"), microbatches, limits, groups=4, thorough=thorough,
+            ("1f1b", "zb-v"), microbatches, limits, groups=8, thorough=thorough,
         )  # fmt: skip
         found.append(equal.cuts())
     every, fewer = found

@@ -248,7 +248,8 @@ def test_the_planner_lets_operators_of_stages_run_again_where_memory_is_short(sc
     assert not any(s.recompute for s in free.stages), "recomputing costs time"
     most = max(s.price.memory_bytes for s in free.stages)
     limit = 0.6 * most * len(free.schedule.stages_of_rank[0])
-    asked = replace(wanted, options=Options(memory_limit_bytes=limit))
+    near = Options(memory_limit_bytes=limit, memory_gap=0.05)  # as asked of most plans, it takes six times as long
+    asked = replace(wanted, options=near)
     plan = plan_pipeline(captured.graph, cluster, 4, asked).plan
     assert any(s.recompute and s.make_again for s in plan.stages)
     assert plan.seconds < 1.3 * free.seconds  # 1.34 with whole blocks
