@@ -14,7 +14,15 @@ import torch
 
 from autopar.asked import Asked
 from autopar.capture import Captured, capture
-from autopar.capture.microbatches import NotLinear, first_part, numbers_of_parts, resized, rows_of, taken_of_batch
+from autopar.capture.microbatches import (
+    ATTENTION,
+    NotLinear,
+    first_part,
+    numbers_of_parts,
+    resized,
+    rows_of,
+    taken_of_batch,
+)
 from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph
 from autopar.meshes import Mesh, mesh_shapes
@@ -29,7 +37,7 @@ from autopar.planner.intra_op.problem import Beaten, NoChoice
 from autopar.rules.discovery import why_not_found
 from autopar.rules.expert_load import notes_on_load, with_load
 from autopar.rules.registry import rules_of, source_of_rule
-from autopar.texts import show_seconds
+from autopar.texts import show_bytes, show_seconds
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 
@@ -58,6 +66,10 @@ ROUNDING = 1e-9
 """Two sums of the same prices differ by less than this part."""
 BETTER = 1e-6
 """A shape of the mesh has to be faster by more than this part: of shapes that are as fast the first one is taken."""
+MASK = 3
+"""Position of the mask among the tensors of an attention."""
+LARGE_MASKS_BYTES = 2**28
+"""Masks from which on a plan tells of them: those of 16,384 places."""
 NEXT_BEST = 3
 """Ways that the notes of a plan name."""
 NEXT_WORDS = "next best"
@@ -219,7 +231,22 @@ def notes_on(graph: Graph) -> tuple[str, ...]:
             notes[node.target] = f"no rule for {node.target}: kept whole on every rank{why}"
         elif source == "discovered" and node.target not in notes:
             notes[node.target] = f"no rule for {node.target}: found by trying it on small tensors: {rule}"
-    return tuple(notes[target] for target in sorted(notes))
+    return (*(notes[target] for target in sorted(notes)), *_note_on_masks(graph))
+
+
+def _note_on_masks(graph: Graph) -> tuple[str, ...]:
+    """Of masks of attention that are computed, as large as all queries by all keys: how much they hold."""
+    masks = {node.refs[MASK] for node in graph.nodes if node.target == ATTENTION and len(node.refs) > MASK}
+    specs = [graph.spec(mask) for mask in masks if graph.nodes[mask.node].kind == "op"]
+    n_bytes = sum(spec.n_bytes for spec in specs)
+    if n_bytes < LARGE_MASKS_BYTES:
+        return ()
+    largest = max(specs, key=lambda spec: spec.n_bytes)
+    return (
+        f"attention: {len(specs)} mask(s) of queries by keys, the largest {list(largest.shape)}, take "
+        f"{show_bytes(n_bytes)} in all, which the memory counts; ranks that cut the sequence make their own rows, and "
+        "nothing that a mask hides is skipped",
+    )
 
 
 def on_best_mesh(

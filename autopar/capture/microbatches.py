@@ -192,6 +192,6 @@ def resized(a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> Graph:
 
 
 __all__ = [
-    "NotLinear", "first_part", "modules_with_statistics", "numbers_of_parts", "part_of_batch", "resized", "rows_of",
-    "taken_of_batch",
+    "ATTENTION", "NotLinear", "first_part", "modules_with_statistics", "numbers_of_parts", "part_of_batch", "resized",
+    "rows_of", "taken_of_batch",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from autopar.errors import CaptureError, PlanError
 from autopar.meshes import Mesh
 from autopar.parts_of_loss import difference_by_parts
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planning import notes_on
 from hardware_profiles import load_cluster
 
 LENGTH, HEADS, SHARED, WIDTH = 24, 4, 2, 8
@@ -181,3 +182,17 @@ def test_a_ring_over_an_odd_length_says_why_not() -> None:
     options = Options(constraints={"*:scaled_dot*": {"data": "ring"}})
     with pytest.raises(PlanError, match=r"has factor 'ring' \(its sequence has 7 places, and a causal ring cuts two"):
         plan_graph(graph, cluster, Mesh.of(data=2), options)
+
+
+def test_masks_are_booleans_and_told_of_where_they_are_large() -> None:
+    """No tensor of queries by keys but of booleans is made, and a plan says what they take where that is much."""
+    n = 2**14
+    model = Packed((5, 0)).to("meta")
+    with torch.device("meta"):
+        example = torch.empty(n, 32), torch.empty(4, dtype=torch.int32)
+    graph = capture(model, example).graph
+    squares = {out.dtype for node in graph.nodes for out in node.outs if out is not None and out.n_elements == n * n}
+    assert squares == {"bool"}
+    (note,) = notes_on(graph)
+    assert f"the largest [{n}, {n}], take 256" in note
+    assert not notes_on(capture(prepared((-1, 0))[0], (torch.randn(LENGTH, 32), ENDS)).graph)

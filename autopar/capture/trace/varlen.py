@@ -79,12 +79,14 @@ def _sees(
     sees = sees & (of_q < len(ends_q) - 1).unsqueeze(1)
     if left < 0 and right < 0:
         return sees
-    behind = _before_the_end(ends_q, of_q).unsqueeze(1) - _before_the_end(ends_k, of_k)
     if ends_q is ends_k:
-        behind = torch.arange(n_k, device=ends_k.device) - torch.arange(n_q, device=ends_q.device).unsqueeze(1)
+        left_q, left_k = (-torch.arange(n, device=ends_q.device) for n in (n_q, n_k))
+    else:
+        left_q, left_k = _before_the_end(ends_q, of_q), _before_the_end(ends_k, of_k)
+    # a key is left_q - left_k places behind a query; compared one by one, as no tensor [q k] but booleans is made
     if left >= 0:
-        sees = sees & (behind >= -left)
-    return sees & (behind <= right) if right >= 0 else sees
+        sees = sees & ((left_q + left).unsqueeze(1) >= left_k)
+    return sees & ((left_q - right).unsqueeze(1) <= left_k) if right >= 0 else sees
 
 
 def _documents(ends: torch.Tensor, n: int) -> torch.Tensor:
