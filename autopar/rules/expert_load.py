@@ -20,6 +20,10 @@ EVEN = 1e-3
 """A rank that has at most this part more than an equal share is not told of."""
 NAMED = 3
 """Modules that a note names."""
+NONE = (
+    "the model has none: experts with a capacity (einsum('sec,sm->ecm', ...), bmm) and those that compute every token "
+    "have as many rows each, whatever the router says; they are cut as a batch of matrices"
+)
 
 
 def experts_of(graph: Graph, node: Node) -> int:
@@ -43,7 +47,7 @@ def with_load(graph: Graph, loads: Mapping[str, Load]) -> Graph:
         those = [n for n in routed if pattern == EVERY or matches(pattern, n, labels[n.name])]
         if not those:
             known = list(dict.fromkeys(n.module for n in routed))
-            said = closest(pattern, known) if known else "the model has none"
+            said = closest(pattern, known) if known else NONE
             raise PlanError(f"expert_load['{pattern}'] matches no routed experts; {said}")
         for node in those:
             if experts_of(graph, node) != len(load):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import RunError
+from autopar.errors import InfeasibleError, PlanError, RunError
 from autopar.rules.expert_block import BLOCK
 from autopar.verify import verify
 from hardware_profiles import load_cluster
@@ -241,6 +241,43 @@ def test_counts_that_are_not_of_the_rows_are_heard_of() -> None:
     assert torch.allclose(pm(x, y), model(x, y), rtol=1e-12)
     with pytest.raises(RunError, match=r"test_experts_as_written.py:\d+"):
         pm(x + 1e3, y)
+
+
+class Capacity(Layer):
+    """As many places for each expert; what does not fit is dropped (as in GShard and nanoMoE)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        hits = F.one_hot(picked, EXPERTS).permute(1, 0, 2)
+        place = (hits.reshape(-1, EXPERTS).cumsum(0) - 1).reshape(hits.shape)
+        hits = hits * (place < ROWS // 2)
+        at = F.one_hot((hits * place).sum(-1), ROWS // 2)
+        combine = (weights.t()[:, :, None, None] * hits.unsqueeze(3) * at.unsqueeze(2)).sum(0)
+        rows = torch.einsum("sec,sm->ecm", combine.bool().to(x.dtype), x)
+        made = torch.bmm(F.gelu(torch.bmm(rows, self.up)), self.down.transpose(1, 2))
+        return torch.einsum("sec,ecm->sm", combine, made)
+
+
+def test_experts_with_a_capacity_are_cut_as_a_batch() -> None:
+    model, cluster = Capacity().double(), load_cluster("local-x2")
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    captured = autopar.capture(model, (x, y))
+    plan = autopar.plan(
+        model, cluster, (x, y), captured=captured, mesh="expert=2", constraints={"*bmm*": {"expert": "b"}}
+    )
+    for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
+        assert row.worst < 1e-9, row
+    with pytest.raises(PlanError, match="the model has none: experts with a capacity"):
+        autopar.plan(model, cluster, (x, y), captured=captured, expert_load={"*": [1, 2, 3, 4]})
+
+
+def test_rows_travel_to_equal_numbers_of_experts() -> None:
+    model, cluster = Counts().double(), load_cluster("local-x3")
+    x, y = (torch.randn(3, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    captured = autopar.capture(model, (x, y))
+    pins = {"*expert_block*": {"expert": "travel"}}
+    with pytest.raises(InfeasibleError, match=r"size 4, which does not divide over 3 ranks.*axis size that divides 4"):
+        autopar.plan(model, cluster, (x, y), captured=captured, mesh="expert=3", constraints=pins)
 
 
 def test_dropout_inside_experts_is_the_same_wherever_rows_are() -> None:
