@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from procs.habits import weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from written_experts import LAYERS
 from zoo_wide import WIDE
 
 import autopar
@@ -80,7 +82,16 @@ def balancing() -> tuple[nn.Module, list[Batch]]:
     return model, [(args, {})] * 2
 
 
+def written(name: str) -> tuple[nn.Module, list[Batch]]:
+    """A layer as people write it; one of its experts never has rows."""
+    torch.manual_seed(1)
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    return LAYERS[name]().double(), [((x, y), {}), ((x.flip(0) * 2, y), {})]
+
+
 PLAIN: dict[str, Callable[[], tuple[nn.Module, list[Batch]]]] = {"loops": loops, "balanced": balancing}
+WRITTEN = ("AnyOfSeveral", "Counts", "Parts", "PartsOfStacked", "GatheredMatrices")
+PLAIN |= {name: partial(written, name) for name in WRITTEN}
 
 
 def trained(name: str, **options: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from procs.experts import WRITTEN
 from procs.in_turn import several
 
 from autopar.runtime.launch import run_local
@@ -40,6 +41,12 @@ def test_balance_is_that_of_the_whole_batch() -> None:
     cuts = {how: CUTS[how] for how in ("rows travel", "by rows", "by features")}
     for rank in run_local(several, 2, "experts", {"balanced": ("all_cuts", "balanced", cuts)}):
         assert all(worst < 1e-6 for worst in rank["balanced"].values()), rank
+
+
+def test_layers_as_people_write_them() -> None:
+    cuts = {"rows travel": {"constraints": {"*expert_block*": {"expert": "travel"}}}}
+    for rank in run_local(several, 2, "experts", {name: ("all_cuts", name, cuts) for name in WRITTEN}):
+        assert all(worst < 1e-9 for model in rank.values() for worst in model.values()), rank
 
 
 @pytest.mark.slow

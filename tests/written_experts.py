@@ -1,0 +1,194 @@
+"""Layers of routed experts as people write them in plain torch, with a routing that leaves one expert without rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+HIDDEN, EXPERTS, OF_EACH, ROWS = 8, 4, 2, 16
+
+
+class Layer(nn.Module):
+    """What the layers below share: a router that never picks the first expert and mostly the last, and experts both as
+    modules and as stacked matrices."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 16), nn.GELU(), nn.Dropout(dropout), nn.RMSNorm(16),
+                nn.Linear(16, HIDDEN), nn.Dropout(dropout),
+            ) for _ in range(EXPERTS)
+        )  # fmt: skip
+        self.up, self.up_bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 16)), nn.Parameter(torch.randn(EXPERTS, 16))
+        self.down, self.scale = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 16)), nn.Parameter(torch.randn(EXPERTS))
+
+    def routed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = self.gate(x) + torch.tensor([-100.0, 0, 0, 3], dtype=x.dtype)
+        weights, picked = logits.softmax(-1).topk(OF_EACH, -1)
+        return logits, weights, picked
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(x + self.mixed(x.reshape(-1, HIDDEN)).view_as(x), y)
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Norms(Layer):
+    """Experts with norms and a scale of their own."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows, which = (picked == e).nonzero(as_tuple=True)
+            if rows.shape[0] == 0:
+                continue
+            out.index_add_(0, rows, expert(x[rows]) * weights[rows, which].unsqueeze(-1) * self.scale[e])
+        return out
+
+
+class StackedMatrices(Layer):
+    """``w[e]`` of a parameter that all experts share, and ``len(rows)``."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e in range(EXPERTS):
+            rows, which = torch.where(picked == e)
+            if len(rows) == 0:
+                continue
+            middle = F.gelu(x[rows] @ self.up[e] + self.up_bias[e])
+            out[rows] += weights[rows, which, None] * torch.einsum("tf,df->td", middle, self.down[e])
+        return out
+
+
+class TransposedMatrices(Layer):
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e, (up, down) in enumerate(zip(self.up.unbind(), self.down, strict=True)):
+            rows, which = torch.where(picked == e)
+            middle = F.silu(torch.addmm(self.up_bias[e], x[rows], up))
+            out.index_add_(0, rows, torch.matmul(middle, down.transpose(-2, -1)) * weights[rows, which, None])
+        return out
+
+
+class AnyOfSeveral(Layer):
+    """A mask of the tokens that have an expert among theirs, and dense weights (as in makeMoE)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, _, picked = self.routed(x)
+        dense = torch.full_like(logits, float("-inf")).scatter(-1, picked, logits.gather(-1, picked)).softmax(-1)
+        x = x.view(2, -1, HIDDEN)
+        out, picked, tokens = torch.zeros_like(x), picked.view(2, -1, OF_EACH), x.view(-1, HIDDEN)
+        for e, expert in enumerate(self.experts):
+            mask = (picked == e).any(dim=-1)
+            flat_mask = mask.view(-1)
+            if flat_mask.any():
+                weighted = expert(tokens[flat_mask]) * dense[flat_mask, e].unsqueeze(1)
+                out[mask] += weighted.squeeze(1)
+        return out.view(-1, HIDDEN)
+
+
+class MasksTwice(Layer):
+    """A row for each expert of a token; the mask is written down twice (as in DeepSeekMoE)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        flat, rows = picked.view(-1), x.repeat_interleave(OF_EACH, dim=0)
+        out = torch.empty_like(rows)
+        for e, expert in enumerate(self.experts):
+            out[flat == e] = expert(rows[flat == e])
+        return (out.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class Counts(Layer):
+    """Whether an expert has rows is asked of counts that are read as a list (as in DeepSeek-V3's own code)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        counts = torch.bincount(picked.flatten(), minlength=EXPERTS).tolist()
+        for e in range(EXPERTS):
+            if counts[e] == 0:
+                continue
+            rows, which = torch.where(picked == e)
+            out[rows] += self.experts[e](x[rows]) * weights[rows, which, None]
+        return out
+
+
+class Parts(Layer):
+    """Rows in the order of their experts, split by counts, and put back in their own."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        flat = picked.flatten()
+        order = flat.argsort(stable=True)
+        parts = x[order // OF_EACH].split(flat.bincount(minlength=EXPERTS).tolist())
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        back = torch.empty_like(done)
+        back[order] = done
+        return (back.view(-1, OF_EACH, HIDDEN) * weights.unsqueeze(-1)).sum(1)
+
+
+class PartsOfStacked(Layer):
+    """The same with a histogram, all rows by their number, and a sum at the places of tokens (as in torchtitan)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        counts = torch.histc(picked.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+        order = torch.argsort(picked.view(-1), stable=True)
+        index = (order // OF_EACH).reshape(-1, 1).expand(-1, HIDDEN)
+        rows, sizes = torch.gather(x, 0, index), counts.int().tolist()
+        done = []
+        for e, part in enumerate(torch.split(rows[: sum(sizes)], sizes, dim=0)):
+            done.append(torch.matmul(F.silu(torch.matmul(part, self.up[e])), self.down[e].transpose(-2, -1)))
+        out = torch.cat(done, dim=0) * weights.view(-1)[order].reshape(-1, 1)
+        return torch.zeros_like(x).scatter_add(0, index, out)
+
+
+class Grouped(Layer):
+    """Products by the ends of groups (``F.grouped_mm``, of which torch has no float64)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        order = torch.argsort(picked.view(-1), stable=True)
+        ends = F.one_hot(picked.view(-1), EXPERTS).sum(0).cumsum(0).to(torch.int32)
+        rows = x[order // OF_EACH]
+        middle = F.silu(F.grouped_mm(rows, self.up, offs=ends))
+        out = F.grouped_mm(middle, self.down.transpose(1, 2), offs=ends) * weights.view(-1)[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, order // OF_EACH, out)
+
+
+class GatheredMatrices(Layer):
+    """A matrix for each token and expert (as in gpt-fast)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        middle = F.silu(torch.einsum("ti,taio -> tao", x, self.up[picked])) * 2
+        return torch.einsum("tai,ta -> ti", torch.einsum("tao, taio -> tai", middle, self.down[picked]), weights)
+
+
+class GatheredForOne(Layer):
+    """The same by batched products of the expert that each token has alone (as in Switch)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, _, _ = self.routed(x)
+        weights, picked = logits.softmax(-1).max(-1)
+        middle = torch.relu(torch.bmm(x.unsqueeze(1), self.up[picked]))
+        return torch.matmul(middle, self.down[picked].transpose(-2, -1)).squeeze(1) * weights.unsqueeze(-1)
+
+
+LAYERS: dict[str, Callable[[], Layer]] = {
+    cls.__name__: cls for cls in (
+        Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked, Grouped,
+        GatheredMatrices, GatheredForOne,
+    )
+}  # fmt: skip
