@@ -262,8 +262,11 @@ def _fewer_repeats(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...]
 
 @rule(
     "aten.repeat_interleave.self_int",
-    samples=[sample(T((4, 6)), 3, 1), sample(T((4, 6)), 2, 0), sample(T((4, 6)), 2, -1), sample(T((4, 6)), 2)],
-)
+    samples=[
+        sample(T((4, 6)), 3, 1), sample(T((4, 6)), 2, 0), sample(T((4, 6)), 2, -1), sample(T((4, 6)), 2),
+        sample(T((4, 1)), 4, 1), sample(T((4, 1, 2)), 4, 1, output_size=4),
+    ],
+)  # fmt: skip
 def repeat_interleave(call: Call) -> Rule:
     dim = call.arg(2, "dim")
     if dim is None:
@@ -271,19 +274,22 @@ def repeat_interleave(call: Call) -> Rule:
     sizes, dims = named(call.ins[0].shape)
     d = dim % len(dims)
     out = [*dims[:d], (*dims[d], "repeats"), *dims[d + 1 :]]
-    localize = _length_of(d) if call.kwargs.get("output_size") is not None else None
     return Rule(
-        {**sizes, "repeats": call.args[1]}, (tuple(dims),), (tuple(out),), "copy", linear=_FIRST, localize=localize,
-        even=frozenset(dims[d]),
+        {**sizes, "repeats": call.args[1]}, (tuple(dims),), (tuple(out),), "copy", linear=_FIRST,
+        localize=_repeated_here(d), even=frozenset((*dims[d], "repeats")),
     )
 
 
-def _length_of(dim: int) -> Localize:
-    """The argument ``output_size`` at local sizes."""
+def _repeated_here(dim: int) -> Localize:
+    """Repeats, and the argument ``output_size``, at local sizes: a dim of size 1 is cut by fewer repeats."""
 
     def localize(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         name = named(call.ins[0].shape)[1][dim][0]
-        return call.args, {**call.kwargs, "output_size": call.out.shape[dim] // cuts.get(name, 1)}
+        x, repeats, *others = call.args
+        fewer, kwargs = cuts.get("repeats", 1), dict(call.kwargs)
+        if kwargs.get("output_size") is not None:
+            kwargs["output_size"] = call.out.shape[dim] // (cuts.get(name, 1) * fewer)
+        return (x, repeats // fewer, *others), kwargs
 
     return localize
 
