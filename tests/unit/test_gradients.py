@@ -831,6 +831,12 @@ class SavedTensors(Net):
             return self.a(h)
 
 
+@refused(r"calls a transform of torch.func .*\n  take gradients with torch.autograd.grad")
+class GradientByTransform(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda z: self.b(torch.tanh(self.a(z))).sum())(x).pow(2).mean()
+
+
 @refused(r"cannot capture torch.autograd.grad inside a forward, through Clip, in '<model>' at test_gradients.py:\d+")
 class GradientThroughAFunction(Net):
     def forward(self, x: Tensor) -> Tensor:

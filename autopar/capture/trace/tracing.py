@@ -274,6 +274,9 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
             "keep it in a buffer (register_buffer in __init__, and copy_ in forward), or compute it anew; of a cache "
             "that is always the same, call the model once before, so that it is there"
         )
+    elif "functorch tensor" in str(error):
+        what = "it calls a transform of torch.func (grad, vmap, jacrev, ...), which torch.export cannot trace"
+        do = "take gradients with torch.autograd.grad(..., create_graph=True), and write out what vmap maps over"
     elif isinstance(error, (RuntimeError, ValueError, IndexError)) and "Dynamo" not in kind:
         what = f"running it on the example inputs failed: {first}"
         do = "check that model(*example_inputs) runs, and that no operation leaves torch"
