@@ -105,7 +105,10 @@ def _seconds(stage: dict[str, Any]) -> float:
 def _number(plan: Plan, text: str) -> int:
     last = len(plan.stages) - 1
     if last == 0:
-        raise UsageError(f"stage:{text}: the plan has 1 stage, so there is no cut to explain")
+        raise UsageError(
+            f"stage:{text}: the plan has 1 stage, so there is no cut to explain; plan with --stages 2 (or auto) for "
+            "one with cuts, or explain an operator by its name, as autopar show lists them"
+        )
     if not text.isdecimal() or not 1 <= int(text) <= last:
         raise UsageError(
             f"stage:{text} is no stage that begins at a cut; use stage:1" + (f" to stage:{last}" if last > 1 else "")

@@ -38,12 +38,14 @@ ON_WHOLE = (
     _ATEN.huber_loss.default, _ATEN.soft_margin_loss.default, _ATEN.binary_cross_entropy.default,
     _ATEN.cumsum.default, _ATEN.cumprod.default, _ATEN.logcumsumexp.default, _ATEN.argmax.default,
     _ATEN.argmin.default, _ATEN.select_backward.default, _ATEN.binary_cross_entropy_with_logits.default,
+    _ATEN.squeeze_.default, _ATEN.squeeze_.dim, _ATEN.squeeze_.dims,
 )  # fmt: skip
 """Operators that torch's own strategies get wrong or refuse where the dim in question is cut.
 
 Gradients of losses that are means, for one, are means over the piece of a rank, and the losses means of such means,
 in which pieces that are not equally large count alike. Of a dim that is counted from the end, which is cut, running
-sums are those of the pieces, and selections another one.
+sums are those of the pieces, and selections another one. ``squeeze_``, with which ``torch.quantile`` ends, leaves the
+shape of before to a tensor of fewer dims.
 """
 DRAWN = (
     _ATEN.normal_.default, _ATEN.uniform_.default, _ATEN.exponential_.default, _ATEN.geometric_.default,

@@ -34,7 +34,6 @@ from autopar.runtime.submodules import (
     is_own,
     own_tensors,
     plain_values,
-    refuse_apply,
     refuse_replacing,
 )
 from autopar.runtime.values import assigned
@@ -314,12 +313,29 @@ class SpreadModule(SpreadState):
         return self
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Any:
-        """Always an error: ``fn`` would not meet the model's submodules.
+        """``fn`` meets what stands for each submodule, as loops over ``modules()`` do; all ranks call it.
 
         Raises:
-            RunError: it says what to do instead.
+            RunError: it is a pipeline, each rank of which has other submodules, or ``fn`` does what a part cannot.
         """
-        return refuse_apply()
+        if self.leads is not None:
+            raise RunError(
+                "apply() of a pipeline would meet the submodules of this rank's stages alone, and random numbers would "
+                "be others than on one device; apply it to the model before parallelize, or pass init= for a model on "
+                "the meta device"
+            )
+        return super().apply(fn)
+
+    def __prepare_scriptable__(self) -> Any:
+        """What ``torch.jit.script`` asks first.
+
+        Raises:
+            RunError: always; it says what to script.
+        """
+        raise RunError(
+            "torch.jit.script of a parallel module: it computes with this rank's pieces and collectives; script the "
+            "model itself, on one rank, with the weights that autopar.full_state_dict(pm) gives"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Always an error: a rank has its part only, and process groups are no values.

@@ -275,13 +275,35 @@ class Part(Elements):
             raise RunError(f"'{path}' stands for a {kind} of a model that is gone, so {otherwise}: keep the model")
         return module
 
-    def apply(self, fn: Any) -> Any:
-        """Always an error, as of the whole.
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Of those that the submodule has; others are refused.
 
         Raises:
-            RunError: it says what to do instead.
+            RunError: it is another one, such as that of pruning and of parametrizations.
         """
-        return refuse_apply()
+        self._known_to_program(name)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Of those that the submodule has; others are refused.
+
+        Raises:
+            RunError: it is another one.
+        """
+        self._known_to_program(name)
+        super().register_buffer(name, tensor, persistent)
+
+    def _known_to_program(self, name: str) -> None:
+        module = self.__dict__.get("_part_module", lambda: None)()
+        whole, path = self.__dict__.get("_stands_for", (lambda: None, ""))
+        known = module is None or any(name in held for held in (module._parameters, module._buffers))
+        if whole() is not None and not known and name not in self._parameters and name not in self._buffers:
+            raise RunError(
+                f"'{path}.{name}' was registered on a parallel module: the program was captured as a whole and would "
+                "go on without it (torch.nn.utils.prune, weight_norm and parametrizations register such tensors)\n"
+                "  do that to the model before parallelize (prune.remove makes pruning part of the weights), or mask "
+                "the parameters of the parallel module after each step: with torch.no_grad(): p.mul_(mask)"
+            )
 
     def train(self, mode: bool = True) -> Part:
         """The mode of the whole, or the one that the submodule was captured in.
@@ -338,18 +360,6 @@ def _refuse_method(path: str, kind: str, name: str, *args: Any, **kwargs: Any) -
     )
 
 
-def refuse_apply() -> Any:
-    """What ``apply`` does on a parallel module and its parts.
-
-    Raises:
-        RunError: always; it says what to do instead.
-    """
-    raise RunError(
-        "apply() of a parallel module would not meet the model's own submodules, only names of their parameters; "
-        "apply it to the model before parallelize, or pass init= for a model on the meta device"
-    )
-
-
 def place(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
     """Have the values for a module's own parameters and buffers placed as these are."""
     for key, held in [*module._parameters.items(), *module._buffers.items()]:
@@ -386,6 +396,6 @@ def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device)
 
 
 __all__ = [
-    "Elements", "Part", "check_conversion", "is_own", "own_tensors", "place", "plain_values", "refuse_apply",
+    "Elements", "Part", "check_conversion", "is_own", "own_tensors", "place", "plain_values",
     "refuse_replacing",
 ]  # fmt: skip

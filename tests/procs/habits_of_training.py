@@ -18,7 +18,7 @@ import torch
 from procs.habits_of_use import COLUMN_ROW, ROWS, ZERO_FIRST, Net, batch, mse, pair, same, same_gradients, same_weights
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, prune
 from torch.optim import swa_utils
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -357,11 +357,19 @@ def random_numbers_of_parameters(model: Any, given: Batch) -> Any:
 
 @habit
 def layers_are_initialized_by_apply(model: Any, given: Batch) -> Any:
-    """By hand, since apply of a parallel module is refused."""
-    for module in model.modules():
+    """By hand, and by ``apply``, of all and of a part."""
+
+    def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.1)
-            nn.init.zeros_(module.bias)
+            module.bias.data.fill_(0.1)
+
+    for module in model.modules():
+        init(module)
+    yield from [p.detach().clone() for p in model.parameters()]
+    model.apply(init)
+    yield from [p.detach().clone() for p in model.parameters()]
+    assert model.second.apply(init) is model.second
     trained(model, sgd(model), given)
 
 
@@ -429,6 +437,12 @@ def parameters_are_looked_at(model: Any, given: Batch) -> Any:
         for x in (p, p.grad):
             yield from (torch.histc(x.detach(), 5, -1, 1), x.std(), x.median(), (x == 0).sum(), x.abs().mean(), x.max())
         yield (0.1 * p.grad).std() / p.data.std()
+        yield torch.quantile(p, 0.3)
+        for dim in range(-p.ndim, p.ndim):
+            quantiles = torch.quantile(p, torch.tensor([0.2, 0.7]), dim=dim)
+            yield quantiles
+            yield torch.autograd.grad(quantiles.square().sum(), p)[0]
+            yield torch.nanquantile(p, 0.5, dim=dim, keepdim=True)
         yield torch.nn.functional.mse_loss(p, torch.ones(p.shape))
     yield torch.tensor([p.numel() for p in model.parameters() if p.requires_grad])
     yield torch.tensor([len(repr(model)) > 0, next(model.parameters()).device.type == "cpu"])
@@ -474,6 +488,21 @@ def gradients_of_each_row(model: Any, given: Batch) -> Any:
 @refused("RunError: torch.jit.trace of a parallel module: .*trace the model itself")
 def traced(model: Any, given: Batch) -> Any:
     torch.jit.trace(model, given)
+
+
+@refused("RunError: torch.jit.script of a parallel module: .*script the model itself")
+def scripted(model: Any, given: Batch) -> Any:
+    torch.jit.script(model)
+
+
+@refused("RunError: torch.export of a parallel module: .*export the model itself")
+def exported(model: Any, given: Batch) -> Any:
+    torch.export.export(model, given)
+
+
+@refused("RunError: 'first.weight_orig' was registered on a parallel module: .*mask the parameters")
+def pruned_afterwards(model: Any, given: Batch) -> Any:
+    prune.l1_unstructured(model.first, "weight", 0.3)
 
 
 @refused("RunError|CaptureError|AutoparError")

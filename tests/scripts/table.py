@@ -15,6 +15,9 @@ SHAPE_HAPPENS = "UKPLab/arxiv2025-shape-happens@56c3ba9b84917838570a4def2704afde
 PEFT = "huggingface/peft@5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40"
 MAKEMORE = "karpathy/makemore@988aa59e4d8fefa526d06f3b453ad116258398d4"
 X_TRANSFORMERS = "lucidrains/x-transformers@9252ed7838021ee61e6c5be0930b3a9a88efdf06"
+CIFAR = "kuangliu/pytorch-cifar@49b7aa97b0c12fe0d4054e670403a16b6b834ddd"
+SAM = "davda54/sam@3c3afdbd71cff2462ec91c734b3d1170bd0f3707"
+VIT_PYTORCH = "lucidrains/vit-pytorch@69d24fe9e3024c0d4b02761123b8583a24ebed1e"
 OLD_EXAMPLES = "pytorch/examples@5921fc191b83df2451c342b8bb30b5e3d8891ff8"
 
 SMALL_GPT2 = "vocab_size=64,n_embd=32,n_layer=2,n_head=4"
@@ -150,6 +153,23 @@ SCRIPTS: dict[str, Script] = {
     ),
     "x_transformers copy": Script(
         X_TRANSFORMERS, "train_copy.py", cuts=("b", "n", "-"), diff="x_transformers_copy", today="x_transformers_copy",
+    ),
+    "imagenet": Script(
+        EXAMPLES, "imagenet/main.py",
+        ("--arch=resnet18", "--epochs=2", "--batch-size=4", "--workers=2", "--no-accel", "--lr=0.01", "--print-freq=1",
+         "--seed=3", "data"),
+    ),
+    "gat": Script(
+        EXAMPLES, "gat/main.py", ("--no-accel", "--epochs=6", "--val-every=1", "--hidden-dim=16"),
+        runs=(("plain", ("--dropout-p=0",)), ("random", ())), cuts=("-",),
+    ),
+    "pytorch_cifar": Script(CIFAR, "main.py", diff="pytorch_cifar", today="pytorch_cifar"),
+    "sam": Script(
+        SAM, "example/train.py",
+        ("--batch_size=8", "--epochs=2", "--threads=2", "--depth=10", "--width_factor=1", "--learning_rate=0.01"),
+    ),
+    "vit_decorr": Script(
+        VIT_PYTORCH, "train_vit_decorr.py", cuts=("b", "n", "-"), diff="vit_decorr", today="vit_decorr",
     ),
     "run_clm": Script(
         SHAPE_HAPPENS, "run_clm.py",

@@ -43,6 +43,15 @@ class CIFAR10(FakeData):
 
     def __init__(self, root: str, train: bool = True, download: bool = False, transform: Any = None) -> None:
         super().__init__(image_size=(3, 32, 32))
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, label = super().__getitem__(index)
+        return image if self.transform is None else self.transform(image.clone()), label
+
+
+class CIFAR100(CIFAR10):
+    """The same."""
 
 
 class ImageFolder(FakeData):

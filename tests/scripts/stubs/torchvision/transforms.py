@@ -31,9 +31,24 @@ def Lambda(function: Transform) -> Transform:
     return function
 
 
-def Normalize(*_: Any) -> Transform:
+def Normalize(mean: Any, std: Any) -> Transform:
     """The tensor as it is."""
     return lambda image: image
+
+
+def RandomCrop(size: int | Sequence[int], padding: int = 0) -> Transform:
+    """The image as it is."""
+    return lambda image: image
+
+
+def RandomResizedCrop(size: int) -> Transform:
+    """The image as it is."""
+    return lambda image: image
+
+
+def RandomHorizontalFlip() -> Transform:
+    """One image in two, by torch's random numbers."""
+    return lambda image: image.flip(-1) if torch.rand(()) < 0.5 else image
 
 
 def CenterCrop(size: int) -> Transform:
