@@ -1,8 +1,11 @@
-"""Running statistics of batch norms taken anew, as ``torch.optim.swa_utils.update_bn`` does.
+"""Running statistics of batch norms taken anew, as ``torch.optim.swa_utils.update_bn`` does, or left as they are.
 
 It resets them, gives every batch norm the momentum ``None``, which stands for the mean over all batches, and calls the
 model for each batch. The program has the momentum with which it was captured, as a number: with statistics of zero
 before a call they are the batch's times that number after it, and the mean over all batches follows.
+
+A momentum of 0 has them stay: scripts with a second forward in each step, such as SAM's, set it for that and set the
+first one again. They are put back behind the call.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from autopar.errors import RunError
 
 Anew = dict[str, tuple[nn.Module, float]]
 """By path what stands for a batch norm whose momentum is None, and the momentum that the program has."""
+STAYING = "_statistics_staying"
+"""Where a parallel module keeps the same of those whose momentum is 0."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var")
 
@@ -31,12 +36,23 @@ def reset(part: nn.Module) -> None:
 
 
 def takes_momentum(pm: Any, part: Any, path: str, value: Any) -> bool:
-    """Whether a momentum that is given to what stands for a batch norm is None, or the one that it had before.
+    """Whether a momentum that is given to what stands for a batch norm is None or 0, or the one that it had before.
 
     Raises:
         RunError: the program does not follow the statistics of its batches.
     """
+    staying: Anew = pm.__dict__.setdefault(STAYING, {})
     anew: Anew = pm.__dict__.setdefault("_statistics_anew", {})
+    if path in staying and value != 0:
+        _, momentum = staying.pop(path)
+        del part.__dict__["momentum"]
+        if value == momentum:
+            return True
+    elif path not in staying and path not in anew and value == 0 and part.momentum and pm.leads is None:
+        staying[path] = part, part.momentum
+        part.__dict__["momentum"] = value
+    if path in staying:
+        return True
     if value is None and pm.leads is not None:
         raise RunError(
             f"'{path}' of a pipeline cannot take its statistics anew, since a pipeline trains in whole steps: load "
@@ -62,30 +78,32 @@ def is_batch_norm(kind: type | None) -> bool:
 
 @contextlib.contextmanager
 def taken_anew(pm: Any) -> Iterator[None]:
-    """Around a call in training mode: the batch norms with momentum None have the mean over all batches after it."""
-    anew = pm.__dict__.get("_statistics_anew")
-    if not anew or not pm.training:
+    """Around a call in training mode: the batch norms with momentum None have the mean over all batches after it, those
+    with momentum 0 the statistics of before."""
+    anew, staying = (pm.__dict__.get(kept, {}) for kept in ("_statistics_anew", STAYING))
+    if not (anew or staying) or not pm.training:
         yield
         return
     before: dict[tuple[str, str], torch.Tensor] = {}
     with torch.no_grad():
-        for path, (part, _) in anew.items():
+        for path, (part, _) in (*anew.items(), *staying.items()):
             for name in STATISTICS:
                 if (held := part._buffers.get(name)) is not None:
                     before[path, name] = held.clone()
-                    held.zero_()
+                    if path in anew:
+                        held.zero_()
+    failed = True
     try:
         yield
-    except BaseException:
+        failed = False
+    finally:
         with torch.no_grad():
             for (path, name), value in before.items():
-                anew[path][0]._buffers[name].copy_(value)
-        raise
-    with torch.no_grad():
-        for (path, name), value in before.items():
-            part, momentum = anew[path]
-            of_batch = part._buffers[name] / momentum
-            part._buffers[name].copy_(value + (of_batch - value) / part._buffers["num_batches_tracked"])
+                part, momentum = anew.get(path) or staying[path]
+                if not failed and path in anew:
+                    of_batch = part._buffers[name] / momentum
+                    value = value + (of_batch - value) / part._buffers["num_batches_tracked"]
+                part._buffers[name].copy_(value)
 
 
 __all__ = ["is_batch_norm", "reset", "taken_anew", "takes_momentum"]

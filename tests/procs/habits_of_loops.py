@@ -496,6 +496,45 @@ def modes_are_mixed_in_a_step(made: Made) -> Iterator[Any]:
 
 
 @loop
+def statistics_stay_in_the_second_forward(made: Made) -> Iterator[Any]:
+    """SAM as its authors have it: ``apply`` gives batch norms the momentum 0, and then that of before."""
+
+    def disable(module: nn.Module) -> None:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.backup_momentum = module.momentum
+            module.momentum = 0
+
+    def enable(module: nn.Module) -> None:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and hasattr(module, "backup_momentum"):
+            module.momentum = module.backup_momentum
+
+    model = made(Classifier(), rows()[0])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        x, y = rows()
+        model.apply(enable)
+        F.cross_entropy(model(x), y).backward()
+        kept = {p: p.detach().clone() for p in model.parameters()}
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.05 * p.grad)
+        model.zero_grad()
+        model.apply(disable)
+        yield model.norm.momentum
+        loss = F.cross_entropy(model(x + 1), y)
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(kept[p])
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+    yield from weights(model)
+    model.eval()
+    yield model(x)
+
+
+@loop
 def watched_by_autograd(made: Made) -> Iterator[Any]:
     """Anomaly detection, saved tensors on the CPU, hooks on the whole module in both directions."""
     model = made(Encoder(), rows()[0].requires_grad_())

@@ -5,6 +5,7 @@ script (or a file beside it) calls ``item()`` of a floating point tensor: losses
 ``any`` of any tensor: actions that were drawn, too. With ``log`` they are what a Trainer of transformers logs, without
 times: losses of training and validation, metrics, norms of gradients. ``CUT`` is an option that
 ``autopar.parallelize`` is told to take wherever an operator has it, such as ``b``; ``-`` leaves the choice to the plan.
+In float64 (``run.py --float64``) what differs by rounding alone differs by nothing that one sees.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import torch
 import torch.distributed as dist
 
 import autopar.api
+
+WIDE = "AUTOPAR_SCRIPTS_IN_FLOAT64"
+"""Set by ``run.py --float64``."""
 
 
 def record(numbers: Path, folder: Path, kinds: tuple[type, ...]) -> None:
@@ -76,6 +80,8 @@ def force(cut: str) -> None:
 if __name__ == "__main__":
     numbers, reads, cut, script, *rest = sys.argv[1:]
     torch.set_num_threads(1)
+    if os.environ.get(WIDE):
+        torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # a script that seeds nothing itself has other numbers at each start
     random.seed(0)
     folder = Path(script).resolve().parent

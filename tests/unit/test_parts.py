@@ -79,8 +79,9 @@ def test_plain_attributes_are_the_models() -> None:
         pm.act = nn.Tanh()
     with pytest.raises(RunError, match="cannot be called alone"):
         pm.first(X)
-    with pytest.raises(RunError, match=r"apply\(\) of a parallel module"):
-        pm.twice.apply(lambda module: None)
+    met: list[nn.Module] = []
+    assert pm.twice.apply(met.append) is pm.twice
+    assert met[-1] is pm.twice and met == list(pm.twice.children()) + [pm.twice]
     del model
     gc.collect()
     assert (pm.first.in_features, pm.norm.eps, pm.drop.p) == (4, 1e-5, 0.0)
