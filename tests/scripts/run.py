@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -23,9 +24,11 @@ sys.path.insert(0, str(HERE.parent))
 
 from safetensors.torch import load_file  # noqa: E402
 
+from scripts.started import WIDE  # noqa: E402
 from scripts.table import SCRIPTS, Script  # noqa: E402
 
 TOLERANCE = 1e-5
+WIDE_TOLERANCE = 1e-10
 SECONDS = 400
 
 
@@ -57,6 +60,8 @@ def numbers_of(script: Script, folder: Path, args: tuple[str, ...], ranks: int, 
     if script.path.startswith("projects/"):
         searched.insert(0, str(folder.parents[1]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(searched), "OMP_NUM_THREADS": "1"}
+    if script.wide:
+        environment[WIDE] = "1"
     start = [sys.executable]
     if ranks:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -99,7 +104,7 @@ def check(name: str, script: Script, repositories: Path) -> None:
                 where = max(range(count), key=far.__getitem__)
                 shown = f"{name} {kind} cut {cut} rank {rank}: {count} numbers, worst {far[where]:.1e} at {where}"
                 print(f"    {shown} ({expected[where]:.6g}, {given[where]:.6g})", flush=True)
-                if far[where] > (1e-10 if "AUTOPAR_SCRIPTS_IN_FLOAT64" in os.environ else TOLERANCE):
+                if far[where] > (WIDE_TOLERANCE if script.wide else TOLERANCE):
                     raise WrongError(shown)
 
 
@@ -109,12 +114,11 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(SCRIPTS)}; all by default")
     parser.add_argument("--float64", action="store_true", help="compute in it: is a difference rounding?")
     given = parser.parse_args()
-    if given.float64:
-        os.environ["AUTOPAR_SCRIPTS_IN_FLOAT64"] = "1"
     wrong = []
     for name in given.names or SCRIPTS:
         try:
-            check(name, SCRIPTS[name], given.folder.resolve())
+            script = replace(SCRIPTS[name], wide=SCRIPTS[name].wide or given.float64)
+            check(name, script, given.folder.resolve())
             print(f"ok    {name}", flush=True)
         except (WrongError, ValueError, subprocess.SubprocessError) as error:
             wrong.append(name)
