@@ -61,6 +61,8 @@ class Script:
     weights: str = ""
 
 
+# examples' regression is no script to compare: in float64, too, its own weights moved by 1e-15 give other losses in the
+# second digit after a thousand of its steps, in eager mode
 SCRIPTS: dict[str, Script] = {
     "nanoGPT": Script(
         NANOGPT, "train.py",
@@ -167,10 +169,9 @@ SCRIPTS: dict[str, Script] = {
         runs=(("plain", ("--dropout-p=0",)), ("random", ())), cuts=("-",),
     ),
     "pytorch_cifar": Script(CIFAR, "main.py", diff="pytorch_cifar", today="pytorch_cifar", wide=True),
-    "regression": Script(EXAMPLES, "regression/main.py", diff="regression", cuts=("b", "k", "-"), wide=True),
     "sam": Script(
         SAM, "example/train.py",
-        ("--batch_size=8", "--epochs=2", "--threads=2", "--depth=10", "--width_factor=1", "--learning_rate=0.01"),
+        ("--batch_size=8", "--epochs=2", "--threads=0", "--depth=10", "--width_factor=1", "--learning_rate=0.01"),
     ),
     "vit_decorr": Script(
         VIT_PYTORCH, "train_vit_decorr.py", cuts=("b", "n", "-"), diff="vit_decorr", today="vit_decorr",

@@ -16,6 +16,7 @@ from autopar.planner.intra_op.fold import Fold
 from autopar.planner.intra_op.options import Options
 from autopar.planner.intra_op.problem import Problem
 from autopar.planner.intra_op.written import held_whole, holds_whole
+from autopar.rules.expert_load import ROUTED
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block, listed, option_written
 from autopar.rules.strategy import Strategy, options_of, why_not_cut
@@ -69,7 +70,9 @@ class PinnedChoices:
                         hit.add(axis)
             if not seen:
                 modules = sorted({n.module for n in self.graph.nodes if n.kind == "op" and n.module})
-                raise PlanError(f"constraint '{pattern}' matches no op; modules are {first_few(modules)}")
+                routed = [labels[n.name] for n in self.graph.nodes if n.target in ROUTED]
+                one = f"; a loop over experts is one op: {first_few(routed)}" if routed else ""
+                raise PlanError(f"constraint '{pattern}' matches no op; modules are {first_few(modules)}{one}")
             for axis in wanted:
                 if axis not in hit:
                     lines = "\n  ".join(list(offered)[:6])
