@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autopar.errors import RunError
+from autopar.torch_private import preserve_version_counter
 
 Anew = dict[str, tuple[nn.Module, float]]
 """By path what stands for a batch norm whose momentum is None, and the momentum that the program has."""
@@ -103,7 +104,8 @@ def taken_anew(pm: Any) -> Iterator[None]:
                 if not failed and path in anew:
                     of_batch = part._buffers[name] / momentum
                     value = value + (of_batch - value) / part._buffers["num_batches_tracked"]
-                part._buffers[name].copy_(value)
+                with preserve_version_counter(part._buffers[name]):  # the backward has saved it, and does not read it
+                    part._buffers[name].copy_(value)
 
 
 __all__ = ["is_batch_norm", "reset", "taken_anew", "takes_momentum"]

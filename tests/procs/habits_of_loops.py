@@ -32,6 +32,7 @@ REFUSED_LOOPS: dict[str, tuple[Loop, str]] = {}
 CUTS: tuple[dict[str, Any], ...] = (
     {"constraints": {"*first*": {"data": "n"}, "*second*": {"data": "k"}}},
     {"constraints": {"*:linear*": {"data": "b"}}, "params": {"*.weight": "S0 step"}},
+    {"constraints": {"*norm*": {"data": "c"}}},  # torch's own norm, on some channels
 )
 
 
@@ -71,6 +72,8 @@ def every_loop() -> dict[str, str]:
 
 def _maker(options: dict[str, Any]) -> Made:
     def made(model: nn.Module, *example: Any, **more: Any) -> Any:
+        if not hasattr(model, "norm") and "*norm*" in options["constraints"]:
+            return autopar.parallelize(model, device_mesh(TWO), example, **more)
         return autopar.parallelize(model, device_mesh(TWO), example, **{**options, **more})
 
     return made

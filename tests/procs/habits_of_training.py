@@ -495,11 +495,6 @@ def scripted(model: Any, given: Batch) -> Any:
     torch.jit.script(model)
 
 
-@refused("RunError: torch.export of a parallel module: .*export the model itself")
-def exported(model: Any, given: Batch) -> Any:
-    torch.export.export(model, given)
-
-
 @refused("RunError: 'first.weight_orig' was registered on a parallel module: .*mask the parameters")
 def pruned_afterwards(model: Any, given: Batch) -> Any:
     prune.l1_unstructured(model.first, "weight", 0.3)

@@ -1,4 +1,4 @@
-"""A model whose class was made by ``exec`` is refused with the line of its forward, as others are with file and line."""
+"""A model whose class was made by ``exec`` is refused with the line of its forward, as others with file and line."""
 
 from __future__ import annotations
 
