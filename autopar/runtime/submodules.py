@@ -296,7 +296,9 @@ class Part(Elements):
     def _known_to_program(self, name: str) -> None:
         module = self.__dict__.get("_part_module", lambda: None)()
         whole, path = self.__dict__.get("_stands_for", (lambda: None, ""))
-        known = module is None or any(name in held for held in (module._parameters, module._buffers))
+        # of a model that is gone, a name made from one of its tensors', such as weight_orig, is none of the program's
+        made = any(name.startswith(f"{own}_") for own in (*self._parameters, *self._buffers))
+        known = not made if module is None else name in module._parameters or name in module._buffers
         if whole() is not None and not known and name not in self._parameters and name not in self._buffers:
             raise RunError(
                 f"'{path}.{name}' was registered on a parallel module: the program was captured as a whole and would "
