@@ -17,9 +17,12 @@ from autopar.torch_private import pytree
 
 def know_dataclasses(value: Any) -> None:
     """Register the dataclasses in nested containers, for the process, if ``torch`` does not know them yet."""
-    stack = [value]
+    stack, seen = [value], set[int]()
     while stack:
         value = stack.pop()
+        if id(value) in seen:  # what holds itself
+            continue
+        seen.add(id(value))
         if isinstance(value, Mapping):
             stack.extend(value.values())
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -26,6 +26,7 @@ from autopar.runtime.calls import (
     describe,
     example_leaves,
     flatten_call,
+    is_host_number,
     leaf_name,
     leaves_of,
     same_device,
@@ -235,10 +236,10 @@ class Batch:
                 f"{str(leaf.dtype).removeprefix('torch.')}; convert it, or parallelize again"
             )
         self._check_device(shown, leaf)
-        return leaf
+        return leaf.to(self.device, non_blocking=True) if is_host_number(leaf) else leaf
 
     def _check_device(self, shown: str, leaf: torch.Tensor) -> None:
-        if not isinstance(leaf, DTensor) and not same_device(leaf.device, self.device):
+        if not isinstance(leaf, DTensor) and not same_device(leaf.device, self.device) and not is_host_number(leaf):
             raise RunError(f"input {shown} is on {leaf.device}, the mesh is on {self.device}; move it with .to()")
 
     def check_planned(self, tensors: Mapping[str, torch.Tensor]) -> None:

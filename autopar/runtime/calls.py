@@ -118,6 +118,11 @@ def same_device(a: torch.device, b: torch.device) -> bool:
     return (current if a.index is None else a.index) == (current if b.index is None else b.index)
 
 
+def is_host_number(x: torch.Tensor) -> bool:
+    """Whether a tensor has no dims and is on the CPU: operators of torch take such beside tensors of any device."""
+    return x.dim() == 0 and x.device.type == "cpu"
+
+
 def same_literal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
@@ -134,6 +139,6 @@ def without_inference_mode() -> Iterator[None]:
 
 
 __all__ = [
-    "call_text", "describe", "example_leaves", "flatten_call", "leaf_name", "leaves_of", "same_device", "same_literal",
-    "without_inference_mode",
+    "call_text", "describe", "example_leaves", "flatten_call", "is_host_number", "leaf_name", "leaves_of",
+    "same_device", "same_literal", "without_inference_mode",
 ]  # fmt: skip

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import MeshError, first_few
+from autopar.runtime.calls import is_host_number
 from autopar.runtime.store_meeting import from_all
 from autopar.torch_private import pytree
+
+META = torch.device("meta")
 
 
 def choose_device(model: torch.nn.Module | None = None) -> None:
@@ -51,7 +54,8 @@ def check_one_device(model: torch.nn.Module, example: Mapping[str, Any]) -> None
     """Refuse a model whose parameters are on several devices, and an example batch that is not where the model is.
 
     Args:
-        example: by argument, nested tensors. What is on the meta device has no values, and may be anywhere.
+        example: by argument, nested tensors. What is on the meta device has no values, and may be anywhere, and so may
+            numbers of the host.
 
     Raises:
         MeshError: with a name of each device.
@@ -73,7 +77,7 @@ def check_one_device(model: torch.nn.Module, example: Mapping[str, Any]) -> None
         f"{argument}{pytree.keystr(path)} on {leaf.device}"
         for argument, value in example.items()
         for path, leaf in pytree.tree_flatten_with_path(value)[0]
-        if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.device != home
+        if isinstance(leaf, torch.Tensor) and leaf.device not in (home, META) and not is_host_number(leaf)
     ]
     if wrong:
         raise MeshError(

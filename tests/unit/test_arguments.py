@@ -3,6 +3,7 @@ that names the argument."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 import autopar
 from autopar import arguments
+from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.meshes import Mesh
 from autopar.runtime.calls import same_device
 
@@ -161,6 +163,16 @@ def test_outputs_that_are_no_tensors_are_named() -> None:
 
     with pytest.raises(autopar.CaptureError, match=r"(?s)it returns a Cache, which is no tensor.*use_cache = False"):
         autopar.capture(Cached(4, 4), (torch.zeros(2, 4),))
+
+
+def test_dataclasses_that_hold_each_other_come_to_an_end() -> None:
+    @dataclasses.dataclass
+    class Linked:
+        other: Any = None
+
+    first = Linked()
+    first.other = [Linked(first)]
+    know_dataclasses({"x": first})
 
 
 @pytest.mark.parametrize("how", ["wrapped", "a part", "in place"])

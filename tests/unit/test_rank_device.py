@@ -84,7 +84,7 @@ def test_an_example_that_is_not_where_the_model_is() -> None:
     """On another GPU, or on the CPU; without values it may be anywhere."""
     with FakeTensorMode():
         there, other = torch.ones(2, device="cuda:1"), torch.ones(2, device="cuda:0")
-    fine = {"example_inputs": (there, torch.ones(2, device="meta"), 3), "targets": ()}
+    fine = {"example_inputs": (there, torch.ones(2, device="meta"), 3, torch.tensor(0.5)), "targets": ()}
     check_one_device(on_gpus(1), fine)
     said = r"on cuda:1, .*: example_inputs\[0\] on cuda:0, targets\['y'\] on cpu. Move it with .to\('cuda:1'\)"
     with pytest.raises(MeshError, match=said):
@@ -108,6 +108,25 @@ def test_a_batch_on_another_device_is_refused(monkeypatch: pytest.MonkeyPatch, d
         x = torch.ones(2, 2, device=device)
     with pytest.raises(RunError, match=rf"input args\[0\] is on {device}, the mesh is on cuda:1; move it with .to"):
         pm._batch.tensors((x,), {})
+
+
+def test_a_number_of_the_host_is_moved() -> None:
+    """A tensor without dims may be on the CPU in eager mode: ``pm(x, torch.tensor(0.5))``."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * scale
+
+    pm: Any = autopar.parallelize(Scaled(), 1, (torch.ones(2, 2), torch.tensor(0.5)))
+    pm._batch.device = torch.device("cuda", 1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        given = torch.ones(2, 2, device="cuda:1"), torch.tensor(0.25)
+        found = pm._batch.tensors(given, {})
+    assert {str(x.device) for x in found.values()} == {"cuda:1"}
 
 
 def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
