@@ -222,9 +222,12 @@ class Replaceable:
         return reduce(getattr, above, importlib.import_module(self.module)), name
 
 
+FAKE_PARAMETERS = Replaceable("torch.export._trace", "_fakify_params_buffers")
+"""What makes the tensors without values that stand for a module's parameters and buffers in a trace."""
+
 EXPORT_INSIDE = (
     Replaceable("torch.fx.experimental.proxy_tensor", "track_tensor_tree"),
-    Replaceable("torch.export._trace", "_fakify_params_buffers"),
+    FAKE_PARAMETERS,
     Replaceable("torch.export._trace", "_produce_aten_artifact"),
 )
 """Functions of torch's tracing that run no code of the model: function modes are off in them."""
@@ -434,7 +437,7 @@ _call_by_new_names()
 
 __all__ = [
     "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT",
-    "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FLEX_NAMES",
+    "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FAKE_PARAMETERS", "FLEX_NAMES",
     "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
     "OPTIMIZER_STATES",
     "PLAIN_BESIDE_DTENSOR",

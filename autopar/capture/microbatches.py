@@ -7,7 +7,7 @@ line. What runs is always captured, so a graph that is not what was expected is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -100,22 +100,55 @@ def attention_between_rows(graph: Graph) -> list[str]:
 
 
 def _dims_of_rows(graph: Graph, rows: int) -> dict[Ref, frozenset[int]]:
-    """The dims of each tensor along which the rows of the batch lie; of those that are split, the part that comes
-    first, which a cut of the batch cuts."""
-    dims: dict[Ref, frozenset[int]] = {}
+    """The dims of each tensor along which the rows of the batch lie; of rows that are split, the part that comes first,
+    which a cut of the batch cuts."""
+    parts: dict[Ref, tuple[_Parts, ...]] = {}
     for i, (node, rule) in enumerate(zip(graph.nodes, rules_of(graph), strict=True)):
         if node.kind == "input" and node.outs and node.outs[0] is not None and node.outs[0].shape[:1] == (rows,):
-            dims[Ref(i)] = frozenset({0})
-        if rule is None or not any(ref in dims for ref in node.refs):
+            parts[Ref(i)] = (((rows, True),), *(((n, False),) for n in node.outs[0].shape[1:]))
+        if rule is None or not any(ref in parts for ref in node.refs):
             continue
-        of_rows = {
-            next((f for f in term[d] if rule.sizes.get(f, 1) > 1), None)
-            for ref, term in zip(node.refs, rule.inputs, strict=False) for d in dims.get(ref, ()) if d < len(term)
-        }  # fmt: skip
+        of_factor: dict[str, _Parts] = {}
+        for ref, term in zip(node.refs, rule.inputs, strict=False):
+            for dim, of_dim in zip(term, parts.get(ref, ()), strict=False):
+                for factor, of_one in _divided(of_dim, [(f, rule.sizes.get(f, 1)) for f in dim]):
+                    if any(is_rows for _, is_rows in of_one):
+                        of_factor[factor] = of_one
         for out, term in enumerate(rule.outputs):
-            if found := frozenset(d for d, dim in enumerate(term) if of_rows.intersection(dim)):
-                dims[Ref(i, out)] = found
-    return dims
+            if any(f in of_factor for dim in term for f in dim):
+                parts[Ref(i, out)] = tuple(
+                    tuple(part for f in dim for part in of_factor.get(f, ((rule.sizes.get(f, 1), False),)))
+                    for dim in term
+                )
+    return {
+        ref: frozenset(d for d, of_dim in enumerate(dims) if any(is_rows for _, is_rows in of_dim))
+        for ref, dims in parts.items()
+    }
+
+
+_Parts = tuple[tuple[int, bool], ...]
+"""What a dim consists of, the part that changes slowest first: sizes, and which of them are rows of the batch."""
+
+
+def _divided(of_dim: _Parts, factors: Sequence[tuple[str, int]]) -> Iterator[tuple[str, _Parts]]:
+    """The parts of a dim that belong to each of its factors, given with their sizes."""
+    left = [part for part in of_dim if part[0] > 1]
+    for factor, size in factors:
+        mine: list[tuple[int, bool]] = []
+        while size > 1 and left:
+            n, is_rows = left.pop(0)
+            if size % n == 0:
+                mine.append((n, is_rows))
+                size //= n
+            elif n % size == 0:  # the slower part of it; a cut of the batch leaves the faster one whole
+                mine.append((size, is_rows))
+                left.insert(0, (n // size, False))
+                size = 1
+            else:  # neither divides the other: of both
+                mine.append((size, is_rows))
+                left.insert(0, (n, is_rows))
+                size = 1
+        yield factor, tuple(mine)
 
 
 def taken_of_batch(graph: Graph) -> str:

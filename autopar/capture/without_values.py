@@ -7,18 +7,24 @@ would go on with the modules of the original. So such functions are made again, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopar.torch_private import FAKE_PARAMETERS
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 """What leads to no module."""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_STRIDES: Any = WeakIdKeyDictionary()
+"""Of parameters of copies: how those of the model lie in memory. They themselves are one value each, expanded."""
 
 
 def without_values(model: torch.nn.Module) -> torch.nn.Module:
@@ -31,7 +37,9 @@ def without_values(model: torch.nn.Module) -> torch.nn.Module:
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         value = parameter.detach().new_zeros(()).expand(parameter.shape)
-        memo[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+        copied_parameter = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+        _STRIDES[copied_parameter] = _STRIDES.get(parameter, parameter.stride())
+        memo[id(parameter)] = copied_parameter
     copied: torch.nn.Module = copy.deepcopy(model, memo)
     originals = {id(x) for part in (model.modules(), model.parameters(), model.buffers()) for x in part}
     rebinding = _Rebinding(originals, memo)
@@ -43,6 +51,28 @@ def without_values(model: torch.nn.Module) -> torch.nn.Module:
     if _leads_to(originals, parts, set(), weakly=False):  # what only watches a model is no part of it
         raise ValueError("code or an attribute of the model reads modules of it that cannot be copied with it")
     return copied
+
+
+@contextlib.contextmanager
+def with_strides() -> Iterator[None]:
+    """Around a trace: such parameters lie in memory as those of the model did, for code that asks for their strides or
+    takes views of them."""
+    made_fake = FAKE_PARAMETERS.get()
+
+    def laid_out(fake_mode: Any, module: torch.nn.Module) -> Any:
+        for parameter in module.parameters():
+            strides = _STRIDES.get(parameter)
+            if strides is not None and strides != parameter.stride():
+                with fake_mode:
+                    value = torch.empty_strided(
+                        parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
+                    )
+                    fake = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+                fake_mode.fake_tensor_converter.set_tensor_memo(parameter, fake)
+        return made_fake(fake_mode, module)
+
+    with FAKE_PARAMETERS.replaced(laid_out):
+        yield
 
 
 class _Rebinding:
@@ -170,4 +200,4 @@ def _leads_to(originals: set[int], values: Iterable[Any], free: set[int], weakly
     return False
 
 
-__all__ = ["without_values"]
+__all__ = ["with_strides", "without_values"]

@@ -62,6 +62,7 @@ def check_values(pm: Any, call: ModuleCall) -> None:
     original, programs = pm._original, pm._programs
     if original is not None:
         original.at_call(pm)
+    pm._captured.guards.tell_of_gradient_mode()
     if programs is not None:
         programs.follow(pm, call)
     else:

@@ -7,6 +7,7 @@ import gc
 import math
 import random
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -621,3 +622,34 @@ def test_a_library_that_renews_its_state_is_no_change() -> None:
         torch.testing.assert_close(pm(x), x.sum())
     with pytest.raises(CaptureError, match=r"changes what it reads, at every call:\n  'REGISTRY.state'"):
         autopar.parallelize(_AsksALibrary(1.0), 1, (x,))
+
+
+class AsksForGradients(nn.Module):
+    """Is another model where gradients are off, and where its parameter lies in memory in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.t() if self.weight.is_contiguous() else self.weight
+        return (x @ weight * (2 if torch.is_grad_enabled() else 1)).mean()
+
+
+def test_a_model_that_asks_whether_gradients_are_on_is_told_of():
+    pm: Any = autopar.parallelize(AsksForGradients(), 1, (torch.ones(4, 4, dtype=torch.float64),))
+    with torch.no_grad(), pytest.warns(UserWarning, match=r"AsksForGradients.forward \(test_guards.py:\d+\) asks"):
+        pm(torch.ones(4, 4, dtype=torch.float64))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pm(torch.ones(4, 4, dtype=torch.float64))
+
+
+def test_parameters_of_a_model_that_is_gone_lie_as_they_did():
+    model = AsksForGradients()
+    weight = model.weight.detach().clone()
+    pm: Any = autopar.parallelize(model, 1, (torch.ones(4, 4, dtype=torch.float64),))
+    del model
+    gc.collect()
+    x = torch.randn(3, 4, dtype=torch.float64)  # captured anew
+    assert float(pm(x)) == pytest.approx(float((x @ weight * 2).mean()), rel=1e-12)

@@ -167,6 +167,22 @@ def test_where_queries_come_from_says_whether_rows_meet(between: bool) -> None:
     assert not attention_between_rows(capture(OneRow(), (torch.randn(4, 4, 8),)).graph)
 
 
+@pytest.mark.parametrize(("rows_first", "length"), [(True, 32), (True, 8), (False, 4)])
+def test_rows_that_go_together_with_heads_are_followed(rows_first: bool, length: int) -> None:
+    """torch's attention works on [s, rows * heads, n], and puts rows and places into one dim on the way."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=rows_first, dropout=0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).square().mean()
+
+    graph = capture(Model(), (torch.randn(8, length, 16),)).graph
+    assert attention_between_rows(graph) == ([] if rows_first else ["layer.self_attn"])
+
+
 def test_a_ring_over_an_odd_length_says_why_not() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

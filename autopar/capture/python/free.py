@@ -46,8 +46,17 @@ class Free:
             self.place.cell_contents = self.value
 
 
-def free_values(modules: Sequence[torch.nn.Module], functions: Sequence[Any] = ()) -> list[Free]:
-    """The plain values, and the objects, that the code of ``modules`` and ``functions`` takes from outside."""
+GRADIENT_MODE = "is_grad_enabled"
+
+
+def free_values(
+    modules: Sequence[torch.nn.Module], functions: Sequence[Any] = (), of_gradient_mode: list[str] | None = None
+) -> list[Free]:
+    """The plain values, and the objects, that the code of ``modules`` and ``functions`` takes from outside.
+
+    Args:
+        of_gradient_mode: gets the names and places of functions that ask ``torch.is_grad_enabled()``.
+    """
     values: dict[tuple[int, str], Free] = {}
     seen: set[tuple[int, type | None]] = set()
     todo: list[tuple[types.FunctionType, type | None]] = []
@@ -74,6 +83,8 @@ def free_values(modules: Sequence[torch.nn.Module], functions: Sequence[Any] = (
         file = os.path.basename(function.__code__.co_filename)
         for code in _codes(function.__code__):
             names, attributes = _names(code)
+            if of_gradient_mode is not None and GRADIENT_MODE in names | attributes:
+                of_gradient_mode.append(f"{function.__qualname__} ({file}:{code.co_firstlineno})")
             for name in names:
                 if name not in function.__globals__:
                     continue

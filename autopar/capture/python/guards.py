@@ -12,6 +12,7 @@ import contextlib
 import copy
 import operator
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from autopar.capture.python.frozen import OTHER, Held, SameObject, frozen, leaves_out, show
-from autopar.errors import RunError
+from autopar.errors import RunError, first_few
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class Guards:
         self.reads: list[ReadValue] = []
         self.filled: tuple[str, ...] = ()
         """Dicts to which the forward added tensors: caches that later calls read."""
+        self.of_gradient_mode: tuple[str, ...] = ()
+        """Functions that ask whether gradients are on; a trace answers yes. Told of once, and then empty."""
         self._by_path: dict[str, Callable[[], Any]] = {}
         self._entries: list[tuple[Callable[[], Any], list[ReadValue]]] = []
         self._alike: dict[tuple[str, ...], _Alike] = {}
@@ -253,6 +256,17 @@ class Guards:
                 )
             )
         return changes
+
+    def tell_of_gradient_mode(self) -> None:
+        """Warn, once, where gradients are off and the model's code asks for that."""
+        if self.of_gradient_mode and not torch.is_grad_enabled():
+            warnings.warn(
+                f"{first_few(self.of_gradient_mode)} asks torch.is_grad_enabled(), which was True when the model was "
+                "captured: this call runs without gradients, and computes what one with gradients does. If it should "
+                "be another computation, choose it by self.training (pm.eval()) or by an attribute of the model",
+                stacklevel=3,
+            )
+            self.of_gradient_mode = ()
 
     def check(self) -> None:
         """Refuse to run a program that computes with values that are no longer so.

@@ -113,7 +113,10 @@ class Recorder:
         for path, module in root.named_modules():
             if path or not prefix:  # with a prefix the root is ours
                 self.owned[id(module)] = module, (path + ".").removeprefix(prefix).removesuffix(".")
-        self.free: list[Free] = free_values([m for m, _ in self.owned.values()], functions)
+        self.of_gradient_mode: list[str] = []
+        """Functions that ask whether gradients are on."""
+        modules = [m for m, _ in self.owned.values()]
+        self.free: list[Free] = free_values(modules, functions, self.of_gradient_mode)
 
     # -- around a trace
 
@@ -380,6 +383,7 @@ class Recorder:
             constants: tensors that are part of the program and that it does not write, by name.
         """
         guards = Guards()
+        guards.of_gradient_mode = tuple(self.of_gradient_mode)
         memory = {tensor.untyped_storage()._cdata for tensor in constants.values()}
         plain = [(o, r) for o, r, t in self.plain.values() if t.untyped_storage()._cdata in memory]
         by_owner: dict[int, tuple[Any, list[ReadValue]]] = {}

@@ -44,6 +44,7 @@ from autopar.capture.trace.recurrent import LayerByLayer
 from autopar.capture.trace.regions import marked_regions
 from autopar.capture.trace.seeding import own_draws_refused
 from autopar.capture.trace.transcripts import Transcripts
+from autopar.capture.without_values import with_strides
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
     EXPORT_BUFFER_HOOK,
@@ -76,6 +77,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(loops_by_rows())
         stack.enter_context(some_rows(rows_are_asked_for))
         stack.enter_context(lengths_of_rows(module))
+        stack.enter_context(with_strides())
         yield
 
 
