@@ -21,7 +21,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -131,13 +131,7 @@ def computed(tensors: Sequence[torch.Tensor], body: Body, axis: str | None = Non
         for x, role in zip(given, body.roles, strict=True)
     ]
     values.append(expert)
-
-    def value(x: Any) -> Any:
-        if isinstance(x, Value):
-            result = values[x.number]
-            return result[x.out] if isinstance(result, (tuple, list)) else result
-        return type(x)(map(value, x)) if isinstance(x, (list, tuple)) else x
-
+    value = partial(_value, values)
     for target, args, kwargs in body.steps:
         if target == SPLIT and (x := value(args[0])).shape[args[2]] != sum(args[1]):
             assert axis is not None
@@ -168,13 +162,7 @@ def _in_turn(given: Sequence[Any], body: Body, order: torch.Tensor, ends: torch.
         for k, part in zip(of_rows, rows, strict=True):
             values[k] = part
         values.append(None)  # the expert of each row
-
-        def value(x: Any) -> Any:
-            if isinstance(x, Value):
-                result = values[x.number]
-                return result[x.out] if isinstance(result, (tuple, list)) else result
-            return type(x)(map(value, x)) if isinstance(x, (list, tuple)) else x
-
+        value = partial(_value, values)
         for target, args, kwargs in body.steps:
             if target == EXPERTS:
                 k = args[1].number
@@ -187,6 +175,14 @@ def _in_turn(given: Sequence[Any], body: Body, order: torch.Tensor, ends: torch.
         return values[-1]  # type: ignore[no-any-return]
 
     return one_after_the_other(in_order, ends, of_expert)
+
+
+def _value(values: Sequence[Any], x: Any) -> Any:
+    """An argument of a step, with what steps before it have given."""
+    if isinstance(x, Value):
+        result = values[x.number]
+        return result[x.out] if isinstance(result, (tuple, list)) else result
+    return type(x)(_value(values, each) for each in x) if isinstance(x, (list, tuple)) else x
 
 
 def _reads(value: Any, number: int) -> bool:
