@@ -60,6 +60,7 @@ def with_strides() -> Iterator[None]:
     made_fake = FAKE_PARAMETERS.get()
 
     def laid_out(fake_mode: Any, module: torch.nn.Module) -> Any:
+        alive = []  # torch remembers them weakly
         for parameter in module.parameters():
             strides = _STRIDES.get(parameter)
             if strides is not None and strides != parameter.stride():
@@ -68,6 +69,7 @@ def with_strides() -> Iterator[None]:
                         parameter.shape, strides, dtype=parameter.dtype, device=parameter.device
                     )
                     fake = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+                alive.append(fake)
                 fake_mode.fake_tensor_converter.set_tensor_memo(parameter, fake)
         return made_fake(fake_mode, module)
 

@@ -630,10 +630,11 @@ class AsksForGradients(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64).t())
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.t() if self.weight.is_contiguous() else self.weight
-        return (x @ weight * (2 if torch.is_grad_enabled() else 1)).mean()
+        return (x @ weight * self.scale * (2 if torch.is_grad_enabled() else 1)).mean()
 
 
 def test_a_model_that_asks_whether_gradients_are_on_is_told_of():
