@@ -9,18 +9,11 @@ import torch
 from torch.fx import Node
 
 from autopar.capture.graph.exported import name_of
-from autopar.capture.graph.same_masks import SHAPED
+from autopar.capture.graph.same_masks import SHAPED, behind
 
 aten = torch.ops.aten
 CASTS = (*SHAPED, "aten.to.dtype", "aten.detach.default", "aten._to_copy.default")
 ZEROS, ONES = ("aten.zeros", "aten.new_zeros"), ("aten.ones", "aten.new_ones")
-
-
-def behind(value: Any, views: tuple[str, ...]) -> Any:
-    """What a tensor is a view, or a cast, of."""
-    while isinstance(value, Node) and value.op == "call_function" and name_of(value.target) in views:
-        value = value.args[0]
-    return value
 
 
 def counted_numbers(counts: Any) -> Any:
@@ -66,4 +59,4 @@ def element_of(number: Any) -> tuple[Node, int] | None:
     return whole, made.args[-1]
 
 
-__all__ = ["CASTS", "behind", "counted_numbers", "element_of"]
+__all__ = ["CASTS", "counted_numbers", "element_of"]

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.graph.counted import CASTS, behind
+from autopar.capture.graph.counted import CASTS
 from autopar.capture.graph.exported import name_of
 from autopar.capture.graph.row_by_row import is_by_element
 from autopar.capture.graph.rows_of_graph import RowsOfGraph
+from autopar.capture.graph.same_masks import behind
 
 aten = torch.ops.aten
 FOUND = ("aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max.dim", "aten.min.dim")

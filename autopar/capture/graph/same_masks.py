@@ -27,12 +27,12 @@ class SameMasks:
     """Which masks of a graph are the same."""
 
     def __init__(self, graph: Graph) -> None:
-        self._written = {_behind(node.args[0], VIEWS) for node in graph.nodes if writes(node) and node.args}
+        self._written = {behind(node.args[0], VIEWS) for node in graph.nodes if writes(node) and node.args}
         self._first: dict[Any, Node] = {}
 
     def root(self, mask: Node) -> Node:
         """The mask that was met first of all that are the same, in the shape in which it was made."""
-        made = _behind(mask, SHAPED)
+        made = behind(mask, SHAPED)
         return self._first.setdefault(self._written_down(made), made)
 
     def _written_down(self, value: Any) -> Any:
@@ -41,13 +41,13 @@ class SameMasks:
             return tuple(map(self._written_down, value))
         if not isinstance(value, Node):
             return type(value), value
-        if name_of(value.target) not in COMPARED or value.kwargs or _behind(value, VIEWS) in self._written:
+        if name_of(value.target) not in COMPARED or value.kwargs or behind(value, VIEWS) in self._written:
             return value
         return name_of(value.target), self._written_down(value.args)
 
 
-def _behind(value: Any, views: tuple[str, ...]) -> Any:
-    """What a tensor is a view of."""
+def behind(value: Any, views: tuple[str, ...]) -> Any:
+    """What a tensor is a view, or a cast, of: operators of these names are passed over."""
     while isinstance(value, Node) and value.op == "call_function" and name_of(value.target) in views:
         value = value.args[0]
     return value
@@ -74,4 +74,4 @@ def picked_once(mask: Node, dims: set[int]) -> bool:
     return rest == {int(along) % n}  # type: ignore[arg-type]
 
 
-__all__ = ["SameMasks", "picked_once"]
+__all__ = ["SHAPED", "SameMasks", "behind", "picked_once"]

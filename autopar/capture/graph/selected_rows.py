@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from autopar.capture.branches.taken import OF_ROWS, TAKEN
 from autopar.capture.graph.alike_turns import as_one, routing
 from autopar.capture.graph.conditional_writes import write_where_there_are_rows
-from autopar.capture.graph.counted import CASTS, behind, counted_numbers, element_of
+from autopar.capture.graph.counted import CASTS, counted_numbers, element_of
 from autopar.capture.graph.entered import note_parts
 from autopar.capture.graph.exported import flat, is_symbolic, name_of
 from autopar.capture.graph.regions_inlined import regions_of_rows_inlined
@@ -34,6 +34,7 @@ from autopar.capture.graph.row_by_row import VIEWS, check
 from autopar.capture.graph.rows_of_graph import EVERY, Rows, is_mask
 from autopar.capture.graph.rows_put_back import RowsPutBack
 from autopar.capture.graph.run_once import TakenRows
+from autopar.capture.graph.same_masks import behind
 
 aten = torch.ops.aten
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.graph.counted import CASTS, behind, counted_numbers
+from autopar.capture.graph.counted import CASTS, counted_numbers
 from autopar.capture.graph.exported import flat, name_of
 from autopar.capture.graph.row_by_row import VIEWS, check
 from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph
 from autopar.capture.graph.run_once import is_pointwise
-from autopar.capture.graph.same_masks import SHAPED
+from autopar.capture.graph.same_masks import SHAPED, behind
 from autopar.errors import CaptureError
 from autopar.rules.experts import EXPERTS
 

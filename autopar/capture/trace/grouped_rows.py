@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.asking import site_of
 from autopar.capture.branches.taken import Read
-from autopar.capture.graph.counted import CASTS, behind, counted_numbers, element_of
+from autopar.capture.graph.counted import CASTS, counted_numbers, element_of
+from autopar.capture.graph.same_masks import behind
 from autopar.capture.trace.constants import node_of
 from autopar.torch_private import grouped_product
 
