@@ -22,6 +22,15 @@ def tokens(folder: Path) -> None:
         (drawn.integers(0, 64, count) ** 2 % 61).astype(np.uint16).tofile(place / name)
 
 
+def shards(folder: Path) -> None:
+    """llama2.c's: 16-bit numbers of tokens in two files, the first to validate with."""
+    place = folder / "data" / "tok64"
+    place.mkdir(parents=True)
+    drawn = np.random.default_rng(0)
+    for number, count in enumerate((400, 2000)):
+        (drawn.integers(0, 64, count) ** 2 % 61).astype(np.uint16).tofile(place / f"data{number:02}.bin")
+
+
 def text(folder: Path) -> None:
     """A text of sentences."""
     drawn = random.Random(0)

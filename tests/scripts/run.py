@@ -5,7 +5,7 @@ the commit that stands there. Every number that a script reads of a tensor must 
 float32. The exit status says whether all were. With ``--float64`` scripts compute in that: 1e-10, which tells rounding
 from what is wrong. Those of Hugging Face read their data with ``datasets``:
 ``pip install -c constraints.txt datasets``; makemore needs ``tensorboard``, x-transformers ``einx``, ``einops``,
-``loguru`` and ``torch-einops-utils``.
+``loguru`` and ``torch-einops-utils``, cleanrl ``tensorboard``, ``gymnasium`` and ``tyro``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def numbers_of(script: Script, folder: Path, args: tuple[str, ...], ranks: int, 
     searched = [str(folder), str(HERE / script.stubs), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
     if script.path.startswith("projects/"):
         searched.insert(0, str(folder.parents[1]))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(searched), "OMP_NUM_THREADS": "1"}
+    if script.source.startswith("vwxyzjn/cleanrl"):
+        searched.insert(0, str(folder.parent))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(searched), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     if script.wide:
         environment[WIDE] = "1"
     start = [sys.executable]

@@ -2,7 +2,8 @@
 
 ``NUMBERS`` is the file of this rank, one number a line. With ``READS`` of ``item`` they come in the order in which the
 script (or a file beside it) calls ``item()`` of a floating point tensor: losses and what it prints of them; with
-``any`` of any tensor: actions that were drawn, too. With ``log`` they are what a Trainer of transformers logs, without
+``any`` of any tensor: actions that were drawn, too. With ``backward`` they are the losses that ``backward`` is called
+on, of scripts that read few of them. With ``log`` they are what a Trainer of transformers logs, without
 times: losses of training and validation, metrics, norms of gradients. ``CUT`` is an option that
 ``autopar.parallelize`` is told to take wherever an operator has it, such as ``b``; ``-`` leaves the choice to the plan.
 In float64 (``run.py --float64``) what differs by rounding alone differs by nothing that one sees.
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,6 +28,11 @@ WIDE = "AUTOPAR_SCRIPTS_IN_FLOAT64"
 """Set by ``run.py --float64``."""
 
 
+def of_script(frame: Any, folder: Path) -> bool:
+    """Whether it is code of the script that runs there, or of a file beside it."""
+    return Path(frame.f_globals.get("__file__") or "").resolve().is_relative_to(folder)
+
+
 def record(numbers: Path, folder: Path, kinds: tuple[type, ...]) -> None:
     """Write what code in the folder reads of tensors."""
     read = torch.Tensor.item
@@ -33,12 +40,24 @@ def record(numbers: Path, folder: Path, kinds: tuple[type, ...]) -> None:
 
     def item(self: torch.Tensor) -> Any:
         value = read(self)
-        caller = sys._getframe(1).f_globals.get("__file__") or ""
-        if isinstance(value, kinds) and Path(caller).resolve().is_relative_to(folder):
+        if isinstance(value, kinds) and of_script(sys._getframe(1), folder):
             file.write(f"{value!r}\n")
         return value
 
     torch.Tensor.item = item  # type: ignore[method-assign]
+
+
+def record_losses(numbers: Path, folder: Path) -> None:
+    """Write what ``backward`` is called on."""
+    backward = torch.Tensor.backward
+    file = numbers.open("w", encoding="utf-8", buffering=1)
+
+    def recorded(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if of_script(sys._getframe(1), folder):
+            file.write(f"{float(self.detach().sum())!r}\n")
+        backward(self, *args, **kwargs)
+
+    torch.Tensor.backward = recorded  # type: ignore[method-assign]
 
 
 def record_log(numbers: Path) -> None:
@@ -84,10 +103,13 @@ if __name__ == "__main__":
         torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # a script that seeds nothing itself has other numbers at each start
     random.seed(0)
+    np.random.seed(0)
     folder = Path(script).resolve().parent
     mine = Path(f"{numbers}.{os.environ.get('RANK', '0')}")
     if reads == "log":
         record_log(mine)
+    elif reads == "backward":
+        record_losses(mine, Path.cwd())
     else:
         record(mine, Path.cwd(), (float, int) if reads == "any" else (float,))
     if cut != "-":

@@ -18,6 +18,11 @@ X_TRANSFORMERS = "lucidrains/x-transformers@9252ed7838021ee61e6c5be0930b3a9a88ef
 CIFAR = "kuangliu/pytorch-cifar@49b7aa97b0c12fe0d4054e670403a16b6b834ddd"
 SAM = "davda54/sam@3c3afdbd71cff2462ec91c734b3d1170bd0f3707"
 VIT_PYTORCH = "lucidrains/vit-pytorch@69d24fe9e3024c0d4b02761123b8583a24ebed1e"
+LLAMA2C = "karpathy/llama2.c@350e04fe35433e6d2941dce5a1f53308f87058eb"
+NLP_TUTORIAL = "graykode/nlp-tutorial@d05e31ec81d56d70c1db89b99ab07e948f7ebc11"
+LECTURE = "karpathy/ng-video-lecture@52201428ed7b46804849dea0b3ccf0de9df1a5c3"
+PYTORCH_GAN = "eriklindernoren/PyTorch-GAN@36d3c77e5ff20ebe0aeefd322326a134a279b93e"
+CLEANRL = "vwxyzjn/cleanrl@fe8d8a03c41a7ef5b523e2e354bd01c363e786bb"
 OLD_EXAMPLES = "pytorch/examples@5921fc191b83df2451c342b8bb30b5e3d8891ff8"
 
 SMALL_GPT2 = "vocab_size=64,n_embd=32,n_layer=2,n_head=4"
@@ -39,7 +44,7 @@ class Script:
         diff: of ``diffs/``, by default its repository's or folder's name.
         fails_at_end: the script as it is does not come to its end with this version of torch; what it gave is compared.
         today: of ``today/``: what is changed first, in either run, since the script is older than its libraries.
-        reads: ``item``, ``any`` or ``log``, see ``started.py``.
+        reads: ``item``, ``any``, ``backward`` or ``log``, see ``started.py``.
         stubs: the folder of what stands for packages.
         wide: the script computes in float64, and numbers are the same to 1e-10: where rounding of float32 grows beyond
             1e-5 by itself, in losses that are small differences or at high rates.
@@ -70,6 +75,14 @@ SCRIPTS: dict[str, Script] = {
          "--n_embd=32", "--block_size=16", "--batch_size=8", "--max_iters=12", "--eval_interval=4", "--eval_iters=2",
          "--gradient_accumulation_steps=2", "--warmup_iters=3", "--lr_decay_iters=12", "--learning_rate=1e-2"),
         runs=(("plain", ()), ("random", ("--dropout=0.2",))), cuts=("b", "n", "-"), data=data.tokens,
+    ),
+    "llama2.c": Script(  # its loss is an attribute of the model
+        LLAMA2C, "train.py",
+        ("--device=cpu", "--compile=False", "--dtype=float32", "--vocab_source=custom", "--vocab_size=64", "--dim=32",
+         "--n_layers=2", "--n_heads=4", "--n_kv_heads=2", "--multiple_of=8", "--max_seq_len=16", "--batch_size=4",
+         "--max_iters=12", "--eval_interval=4", "--eval_iters=2", "--gradient_accumulation_steps=2",
+         "--warmup_iters=3", "--learning_rate=1e-2"),
+        runs=(("plain", ()), ("random", ("--dropout=0.2",))), cuts=("b", "n", "-"), data=data.shards, diff="llama2c",
     ),
     "minGPT": Script(
         MINGPT, "projects/chargpt/chargpt.py",
@@ -123,7 +136,7 @@ SCRIPTS: dict[str, Script] = {
     ),
     "gcn": Script(
         EXAMPLES, "gcn/main.py", ("--no-accel", "--epochs=6", "--val-every=1"),
-        runs=(("plain", ("--dropout-p=0",)), ("random", ())), cuts=("-",),
+        runs=(("plain", ("--dropout-p=0",)), ("random", ())), cuts=("n", "-"),
     ),
     **{
         f"makemore {kind}": Script(
@@ -175,6 +188,32 @@ SCRIPTS: dict[str, Script] = {
     ),
     "vit_decorr": Script(
         VIT_PYTORCH, "train_vit_decorr.py", cuts=("b", "n", "-"), diff="vit_decorr", today="vit_decorr",
+    ),
+    **{
+        f"nlp_{name}": Script(  # BERT's forward makes linear layers, with random weights
+            NLP_TUTORIAL, path, runs=(("random" if name == "bert" else "plain", ()),), cuts=cuts,
+            diff=f"nlp_{name}", today=f"nlp_{name}", reads="backward",
+        )
+        for name, cuts, path in (
+            ("transformer", ("n", "-"), "5-1.Transformer/Transformer.py"),  # a batch of one row
+            ("bert", ("b", "n", "-"), "5-2.BERT/BERT.py"),
+            ("textcnn", ("b", "n", "-"), "2-1.TextCNN/TextCNN.py"),
+            ("bilstm", ("b", "n", "-"), "4-3.Bi-LSTM(Attention)/Bi-LSTM(Attention).py"),
+            ("seq2seq", ("n", "-"), "4-2.Seq2Seq(Attention)/Seq2Seq(Attention).py"),
+        )
+    },
+    "ng_gpt": Script(
+        LECTURE, "gpt.py", runs=(("random", ()),), cuts=("b", "n", "-"), diff="ng_gpt", today="ng_gpt",
+    ),
+    "wgan": Script(  # weights of the critic are clamped
+        PYTORCH_GAN, "implementations/wgan/wgan.py", ("--n_epochs=3", "--batch_size=32", "--latent_dim=16"),
+        cuts=("b", "n", "-"), diff="wgan", reads="backward",
+    ),
+    "cleanrl_dqn": Script(  # a target network follows
+        CLEANRL, "cleanrl/dqn.py",
+        ("--total-timesteps=400", "--learning-starts=100", "--batch-size=32", "--target-network-frequency=50",
+         "--exploration-fraction=0.2"),
+        cuts=("b", "n", "-"), diff="cleanrl_dqn", reads="backward", stubs="stubs_of_metrics",
     ),
     "run_clm": Script(
         SHAPE_HAPPENS, "run_clm.py",

@@ -7,4 +7,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-figure = title = xlabel = ylabel = xticks = yticks = plot = savefig = close = _nothing
+class _Anything:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
+
+
+def figure(*args: Any, **kwargs: Any) -> Any:
+    """Whatever is called on it gives it again."""
+    return _Anything()
+
+
+show = title = xlabel = ylabel = xticks = yticks = plot = savefig = close = _nothing
