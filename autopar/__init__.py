@@ -4,38 +4,49 @@
 >>> optimizer = torch.optim.AdamW(pm.parameters())
 >>> loss = pm(x, y); loss.backward(); optimizer.step()
 
-What stands where, in the order in which a model passes through:
+The stages, in the order in which a model passes through:
 
 ===================== =================================================================================================
-:mod:`.api`           the calls of a script: :mod:`.arguments`, checked; :mod:`.wishes`: what may be asked of a plan;
-                      :mod:`.asked`, :mod:`.precision`; :mod:`.call_examples`: inputs as they are given;
-                      :mod:`.given_plans`: a plan that is given; :mod:`.same_model`: whether what was captured is it
-:mod:`.cli`           the command; :mod:`.frontends`, :mod:`.models`, :mod:`.hugging_face`: where models come from
-:mod:`.capture`       a module becomes a :mod:`.graph`; :mod:`.normalize`: in one spelling; :mod:`.comparison`: with
-                      eager mode; :mod:`.autocasting`: the autocast of a call
+:mod:`.frontends`     where models come from, for the command; a script brings its own
+:mod:`.capture`       a module becomes a :mod:`.graph`
+:mod:`.comparison`    whether that graph does what the model does in eager mode, in parts and padded too
 :mod:`.rules`         how each operator may be cut: notation and lowerings
+:mod:`.planner`       the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``),
+                      over a graph cut by :mod:`.staging`; :mod:`.planning`: from what is asked to a :mod:`.plan`;
+                      :mod:`.bucket_plans`: for several shapes together
+:mod:`.certificate`   what a plan claims, recounted
+:mod:`.lower`         graph and plan become a program
+:mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints;
+                      :mod:`.spreading`: a plan on all ranks; :mod:`.recapture`: another one for other shapes or values
+:mod:`.verify`        programs have the numbers of one device
+===================== =================================================================================================
+
+What they hand to each other, in words that know none of them:
+
+===================== =================================================================================================
+:mod:`.graph`         operators and tensors; :mod:`.precision`, :mod:`.autocasting`: in which formats
 :mod:`.placements`    where the values of a tensor live on the axes of a mesh (:mod:`.meshes`); :mod:`.pieces`: which
                       part of it each rank has; :mod:`.labels`, :mod:`.texts`: as people write them
-:mod:`.planning`      from what is asked to a :mod:`.plan`; :mod:`.bucket_plans`: for several shapes together;
-                      :mod:`.clusters`: on which hardware;
-                      :mod:`.detection`: which that is, from what the ranks say; :mod:`.load_shares`: how rows spread
-                      over routed experts (:mod:`.measured_load`: measured)
-:mod:`.planner`       the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``)
-:mod:`.staging`       a graph cut into stages; :mod:`.device_groups`: where they run; :mod:`.transfer`: what crosses
+:mod:`.plan`          stages (:mod:`.device_groups`: where they run; :mod:`.transfer`: what crosses), schedule,
+                      :mod:`.prices`: seconds and bytes; :mod:`.plan_table`: in a notebook
+:mod:`.wishes`        what may be asked of a plan; :mod:`.asked`: what is searched where nothing is said
 :mod:`.memory_decisions` what is done about memory between forward and backward; :mod:`.regather`: which tensors are
-                      gathered or made again
-:mod:`.certificate`   what a plan claims, recounted; :mod:`.verify`: the numbers of one device; :mod:`.other_batch`: on
-                      another batch; :mod:`.parts_of_loss`: whether microbatches add up to the loss; :mod:`.padding`:
-                      whether padding changes nothing;
-                      :mod:`.allocations`: bytes that live; :mod:`.prices`: seconds and bytes of a stage
-:mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages; :mod:`.plan_table`: in a notebook
-:mod:`.lower`         graph and plan become a program
-:mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints
-:mod:`.spreading`     a plan on all ranks; :mod:`.recapture`: another one when shapes or values change
+                      gathered or made again; :mod:`.allocations`: bytes that live
+:mod:`.clusters`      on which hardware; :mod:`.detection`: which that is, from what the ranks say
+:mod:`.load_shares`   how rows spread over routed experts; :mod:`.measured_load`: measured
+:mod:`.errors`        what users can cause
+===================== =================================================================================================
+
+What people use, around them:
+
+===================== =================================================================================================
+:mod:`.api`           the calls of a script: :mod:`.arguments`, checked; :mod:`.call_examples`: inputs as given;
+                      :mod:`.given_plans`: a plan that is given
+:mod:`.cli`           the command
+:mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages
 :mod:`.integrations`  training loops of transformers and accelerate
 :mod:`.profiling`     a machine, measured
-:mod:`.torch_private` private names of torch; :mod:`.heard`: what long work tells;
-                      :mod:`.errors`: what users can cause; :mod:`.collection`: garbage
+:mod:`.torch_private` private names of torch; :mod:`.heard`: what long work tells; :mod:`.collection`: garbage
 ===================== =================================================================================================
 
 Beside it: ``cost_models`` (seconds of operators and collectives, schedules and their simulation) and

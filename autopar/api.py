@@ -21,12 +21,13 @@ from autopar.capture import Captured
 from autopar.capture import capture as _capture
 from autopar.capture.microbatches import first_part
 from autopar.clusters import get_cluster, profile_of, reference
+from autopar.comparison.padding import Padded, of_size, padded_example, proved
+from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
+from autopar.comparison.same_model import check_capture, check_same_model
 from autopar.errors import CaptureError, ClusterError
 from autopar.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
 from autopar.measured_load import with_measured_load
 from autopar.meshes import Mesh, mesh_shapes
-from autopar.padding import Padded, of_size, padded_example, proved
-from autopar.parts_of_loss import difference_by_parts
 from autopar.plan import Plan
 from autopar.planning import Outcome
 from autopar.precision import Precision, adding_up_in, parse_precision
@@ -44,7 +45,6 @@ from autopar.runtime.own_rows import as_whole
 from autopar.runtime.pipeline import PipelineModule
 from autopar.runtime.presence import alive
 from autopar.runtime.programs import Programs
-from autopar.same_model import check_capture, check_same_model
 from autopar.wishes import MOST_AXES, WISHES, documented
 from hardware_profiles import Cluster
 
@@ -165,9 +165,10 @@ def plan(
         )  # fmt: skip
     asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches))
     where = get_cluster(cluster)
-    return planning.find(
+    outcome = planning.find(
         model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
-    ).plan
+    )
+    return with_notes(outcome.plan, outcome.captured, model, batch)
 
 
 @documented
@@ -297,9 +298,10 @@ def parallelize(
             padded = spreading.on_all(group, lambda: padded_example(model, split_example(*bare), buckets))
             example_inputs, example_kwargs, targets = padded.example
         if batch == "local":
-            own = split_example(example_inputs, example_kwargs, targets)
+            local_rows = split_example(example_inputs, example_kwargs, targets)
             parts_of_rows = spreading.on_all(group, lambda: parts_of_batch(plan, asked, dist.get_world_size(group)))
-            example_inputs, example_kwargs, targets = spreading.on_all(group, lambda: as_whole(own, parts_of_rows))
+            whole = spreading.on_all(group, lambda: as_whole(local_rows, parts_of_rows))
+            example_inputs, example_kwargs, targets = whole
         fixed = asked.microbatches  # of 1 where it is to be chosen
 
         def first(microbatches: int) -> Any:

@@ -36,6 +36,7 @@ from hardware_profiles import Cluster
 
 _Check = tuple[Callable[[Any], bool], str]
 
+EXAMPLE = ("example_inputs", "example_kwargs", "targets")
 _SUMS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """In which gradients may be added up over ranks."""
 
@@ -207,9 +208,7 @@ def check_call(group: Any, given: Mapping[str, Any]) -> Move | None:
         for module in (given["model"], given["loss_fn"]):
             if isinstance(module, torch.nn.Module):
                 check_hooks(module, traced=given["hooks"] == "trace")
-        check_one_device(
-            given["model"], {name: given[name] for name in ("example_inputs", "example_kwargs", "targets")}
-        )
+        check_one_device(given["model"], {name: given[name] for name in EXAMPLE})
         check_optimizer(given["optimizer"])
         if isinstance(given["optimizer"], torch.optim.Optimizer):
             move = Move(given["optimizer"], given["model"])
@@ -241,9 +240,15 @@ def agree(group: Any, error: BaseException | None, given: Mapping[str, Any]) -> 
         values = [theirs.get(name) for theirs in everyone]
         for rank, value in enumerate(values):
             if value != values[0]:
+                what_to_do = "every rank calls parallelize with the same arguments"
+                if given.get("batch") == "local" and name in EXAMPLE:
+                    what_to_do = (
+                        "with batch='local' calls may have other rows on every rank, and as many as each has, but the "
+                        "example has equally many on all: cut it to as many as the rank with the fewest has (x[:n])"
+                    )
                 raise AutoparError(
-                    f"{name} differs between ranks: it is {values[0]} on rank 0 and {value} on rank "
-                    f"{rank}; every rank calls parallelize with the same arguments"
+                    f"{name} differs between ranks: it is {values[0]} on rank 0 and {value} on rank {rank}; "
+                    f"{what_to_do}"
                 )
 
 

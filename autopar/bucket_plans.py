@@ -79,9 +79,9 @@ def plan_buckets(
     """
     asked = options or Options()
     buckets = [size for size in graphs if size in set(trace)]
-    own = {size: plan_graph(graphs[size], cluster, mesh, asked) for size in buckets}
+    alone = {size: plan_graph(graphs[size], cluster, mesh, asked) for size in buckets}
     layouts: list[Layout] = []
-    for plan in own.values():
+    for plan in alone.values():
         if (layout := _layout(plan)) not in layouts:
             layouts.append(layout)
 
@@ -91,15 +91,15 @@ def plan_buckets(
     def like(size: Size, owner: Size) -> StagePlan | None:
         """A bucket's steps with every operator cut as in the plan of another; None where that cannot be, or not fit."""
         if size == owner:
-            return own[owner]
-        again = priced_again(graphs[size], cluster, mesh, asked, [own[owner]])
+            return alone[owner]
+        again = priced_again(graphs[size], cluster, mesh, asked, [alone[owner]])
         return again[0] if again is not None and again[0].price.memory_bytes <= limit else None
 
     @cache
     def under(size: Size, number: int) -> StagePlan | None:
         """The best plan of a bucket with a layout that is given; None if none fits."""
-        plans = [plan for owner in buckets if _layout(own[owner]) == layouts[number] and (plan := like(size, owner))]
-        if _layout(own[size]) != layouts[number]:
+        plans = [plan for owner in buckets if _layout(alone[owner]) == layouts[number] and (plan := like(size, owner))]
+        if _layout(alone[size]) != layouts[number]:
             needs_grad = {node.target: node.needs_grad for _, node in graphs[size].of_kind("param")}
             pins = {name: stored_as(state, needs_grad[name]) for name, state in layouts[number].items()}
             with contextlib.suppress(InfeasibleError):
@@ -147,7 +147,7 @@ def on_best_mesh(
         InfeasibleError: there is none.
     """
     options = options_of(asked)
-    shapes = [asked.pins.mesh] if asked.pins.mesh is not None else mesh_shapes(n, asked.max_axes)
+    shapes = [asked.pins.mesh] if asked.pins.mesh is not None else mesh_shapes(n, asked.max_axes, options.named_axes)
     best: BucketPlans | None = None
     infeasible: InfeasibleError | None = None
     for mesh in shapes:
@@ -246,9 +246,9 @@ def _choices(
         while better:
             better = False
             for size, number in product(buckets, range(layouts)):
-                other = {**chosen, size: number}
-                if takes(other) < takes(chosen):
-                    chosen, better = other, True
+                changed = {**chosen, size: number}
+                if takes(changed) < takes(chosen):
+                    chosen, better = changed, True
         yield chosen
 
 

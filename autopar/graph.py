@@ -19,7 +19,8 @@ from autopar.precision import Precision
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16,
+    "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
 
@@ -32,6 +33,11 @@ PART = "autopar_part."
 """How the names of buffers ``bool [n]`` begin that say, after a call, which parameters took part in it: their nodes
 have ``parameters``, pairs of a name and the element that is true where it did. A parameter that stands in none always
 does; one that stands in several, if any says so."""
+
+NORMS = ("aten.batch_norm.default", "aten.instance_norm.default")
+"""Operators that write to inputs of theirs, the running statistics, though their schema does not say so."""
+RUNNING, TRAINING = 3, 5
+"""Positions of their arguments: of the first of two running statistics, and of whether the batch's are taken."""
 
 
 class Spec(NamedTuple):  # a tuple is hashed and compared without Python code: blocks are found by it
@@ -228,6 +234,15 @@ class Graph:
         return tuple(name for name in self.updates if not name.startswith((WAY, PART)))
 
     @cached_property
+    def statistics(self) -> frozenset[str]:
+        """The running statistics: buffers that norms in training write, of which the graph has no new value."""
+        return frozenset(
+            self.nodes[ref.node].target
+            for node in self.nodes if node.target in NORMS and node.args[TRAINING]
+            for ref in node.args[RUNNING:TRAINING] if isinstance(ref, Ref) and self.nodes[ref.node].kind == "buffer"
+        )  # fmt: skip
+
+    @cached_property
     def index(self) -> dict[str, int]:
         """Node number by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}
@@ -240,6 +255,11 @@ class Graph:
             if node.kind == "input" or not activations.isdisjoint([ref.node for ref in node.refs]):
                 activations.add(i)
         return frozenset(activations)
+
+    @cached_property
+    def derived(self) -> dict[object, Any]:
+        """What others derive of the graph, by what they ask: many times in a search."""
+        return {}
 
     @cached_property
     def consumers(self) -> dict[Ref, list[tuple[int, int]]]:

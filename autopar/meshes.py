@@ -8,7 +8,7 @@ places (a test sees to it).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 
 from autopar.errors import MeshError
@@ -28,9 +28,12 @@ class Mesh(tuple[tuple[str, int], ...]):
         return cls(sizes.items())
 
     @classmethod
-    def of_sizes(cls, sizes: Iterable[int]) -> Mesh:
-        """A mesh of axes of these sizes, named by :data:`AXIS_NAMES`."""
-        return cls(zip(AXIS_NAMES, sizes, strict=False))
+    def of_sizes(cls, sizes: Sequence[int], named: Collection[str] = ()) -> Mesh:
+        """A mesh of axes of these sizes, with names of :data:`AXIS_NAMES`: the first ones, or ``named`` among them."""
+        if len(named) > len(sizes) or not set(named) <= set(AXIS_NAMES):
+            named = ()
+        others = [name for name in AXIS_NAMES if name not in named][: len(sizes) - len(named)]
+        return cls(zip([name for name in AXIS_NAMES if name in (*named, *others)], sizes, strict=False))
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -140,12 +143,18 @@ class Mesh(tuple[tuple[str, int], ...]):
         return {self.inner(axis).n_devices for axis in range(len(self))}
 
 
-def mesh_shapes(n: int, max_axes: int = 2) -> list[Mesh]:
-    """Every way to arrange ``n`` devices on 1 to ``max_axes`` axes, each larger than 1 (but for one device)."""
+def mesh_shapes(n: int, max_axes: int = 2, named: Collection[str] = ()) -> list[Mesh]:
+    """Every way to arrange ``n`` devices on 1 to ``max_axes`` axes, each larger than 1 (but for one device).
+
+    Args:
+        named: names of :data:`AXIS_NAMES` that are among those of a shape with as many axes or more; not of one device,
+            which nothing is cut over.
+    """
+    named = named if n > 1 else ()
     shapes: list[Mesh] = []
 
     def split(rest: int, sizes: tuple[int, ...]) -> None:
-        shapes.append(Mesh.of_sizes((*sizes, rest)))
+        shapes.append(Mesh.of_sizes((*sizes, rest), named))
         if len(sizes) + 1 < max_axes:
             for size in range(2, rest // 2 + 1):
                 if rest % size == 0:

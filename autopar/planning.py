@@ -25,7 +25,7 @@ from autopar.capture.microbatches import (
 )
 from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
 from autopar.graph import Graph
-from autopar.meshes import Mesh, mesh_shapes
+from autopar.meshes import AXIS_NAMES, Mesh, mesh_shapes
 from autopar.plan import Pins, Plan
 from autopar.planner.inter_op.exact_stages import Exact
 from autopar.planner.inter_op.order import check_name
@@ -255,14 +255,15 @@ def on_best_mesh(
 ) -> Outcome:  # fmt: skip
     """The plan on the mesh that is asked for, or the fastest over the mesh shapes of ``n`` devices."""
     graph, pins, options = captured.graph, asked.pins, options_of(asked)
-    shapes = [pins.mesh] if pins.mesh is not None else mesh_shapes(n, asked.max_axes)
+    shapes = [pins.mesh] if pins.mesh is not None else mesh_shapes(n, asked.max_axes, options.named_axes)
     if pins.mesh is None:
         shapes = [shape for shape in shapes if allows(shape, options)]
     if not shapes:
-        named = sorted({axis for axes in pins.ops.values() for axis in axes})
         raise MeshError(
-            f"no mesh shape of {n} devices has the axes that the constraints name ({', '.join(named)}) and as many as "
-            "there are placements; give the mesh that you mean"
+            f"no mesh shape of {n} devices has the axes that the constraints name "
+            f"({', '.join(sorted(options.named_axes))}) and as many as there are placements; shapes that are chosen "
+            f"have up to {asked.max_axes} axes, with names among {', '.join(AXIS_NAMES)}: name these, or give the mesh "
+            "that you mean"
         )
     best: Plan | None = None
     infeasible: InfeasibleError | None = None
@@ -332,7 +333,7 @@ def in_stages(
     options = options_of(asked)
     check(graph, options, pins.mesh)
     counts = [pins.stages] if pins.stages else [g for g in range(1, n + 1) if n % g == 0]
-    sizes = [m for g in counts for m in mesh_shapes(max(1, n // g))]
+    sizes = [m for g in counts for m in mesh_shapes(max(1, n // g), named=options.named_axes)]
     check_counts(pins.stages, pins.cuts, n, schedules, pins.mesh, options, sizes)
     starts = starts_of(graph, pins.cuts) if pins.cuts else None
     wanted = wanted or PipelineOptions(

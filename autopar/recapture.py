@@ -117,7 +117,7 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
         )  # fmt: skip
         stage = plan_graph(part.graph, cluster, before.mesh, options, devices=before.devices)
         as_before = {
-            name: state for other in of_group for name, state in other.buffers.items()
+            name: state for neighbour in of_group for name, state in neighbour.buffers.items()
             if name in stage.buffers and name not in new.constants
         }  # fmt: skip
         if any(stage.buffers[name] != state for name, state in as_before.items()):

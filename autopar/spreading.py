@@ -96,8 +96,8 @@ def hardware_of(
     if cluster is None:
         cluster = _default_cluster(n, mesh.device_type if isinstance(mesh, DeviceMesh) else device_type, records)
     where = get_cluster(cluster)
-    if named is not None and records and (other := check_nodes(where, where.name, records)):
-        warnings.warn(f"{other}: the plan is priced for machines that these are not", stacklevel=3)
+    if named is not None and records and (difference := check_nodes(where, where.name, records)):
+        warnings.warn(f"{difference}: the plan is priced for machines that these are not", stacklevel=3)
     if isinstance(mesh, DeviceMesh):
         check_mesh(axes_of(mesh), where)
     return where, n, reference(cluster)
@@ -282,8 +282,8 @@ def _values(
     model: torch.nn.Module, group: Any, device_mesh: DeviceMesh | None, init: Init | None, device: torch.device
 ) -> Callable[[str], torch.Tensor] | None:
     if is_meta(model):
-        made = MetaValues(model, init, int(share(group, str(torch.initial_seed()), None)))
-        return made if dist.get_world_size(group) == 1 else MadeInTurn(made, group, device)
+        values = MetaValues(model, init, int(share(group, str(torch.initial_seed()), None)))
+        return values if dist.get_world_size(group) == 1 else MadeInTurn(values, group, device)
     if dist.get_world_size(group) == 1:
         return None
     named: Mapping[str, torch.Tensor] = {

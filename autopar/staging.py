@@ -131,7 +131,8 @@ def spans_of_written_buffers(graph: Graph) -> list[tuple[int, int]]:
     does: they must be in one stage, so none can begin behind the first and up to the last."""
     ops = hot_ops(graph)
     position = {i: p for p, i in enumerate(ops)}
-    buffers = {i: node.target for i, node in graph.of_kind("buffer") if node.target in graph.updates}
+    changed = graph.updates.keys() | graph.statistics
+    buffers = {i: node.target for i, node in graph.of_kind("buffer") if node.target in changed}
     if not buffers or not ops:
         return []
     of_module: dict[str, int] = {}
@@ -147,9 +148,11 @@ def spans_of_written_buffers(graph: Graph) -> list[tuple[int, int]]:
         elif read:  # it is made again wherever it is wanted
             from_buffers[i] = read
     for name, at in places.items():
-        made = graph.updates[name].node
-        at.append(position[made] if made in position else of_module.get(graph.nodes[made].module, len(ops) - 1))
-    return [(min(at), max(at)) for at in places.values()]
+        if name not in graph.updates:  # norms write it where they read it
+            continue
+        maker = graph.updates[name].node
+        at.append(position[maker] if maker in position else of_module.get(graph.nodes[maker].module, len(ops) - 1))
+    return [(min(at), max(at)) for at in places.values() if at]
 
 
 def _check_buffers(graph: Graph, wanted: Sequence[set[int]], made_at: dict[str, int]) -> None:
@@ -159,6 +162,11 @@ def _check_buffers(graph: Graph, wanted: Sequence[set[int]], made_at: dict[str, 
             raise PlanError(
                 f"buffer '{node.target}' is changed in stage {made_at[node.target]} and read in stages {readers}; "
                 "choose cuts that leave its module in one stage"
+            )
+        if node.target in graph.statistics and len(readers) > 1:
+            raise PlanError(
+                f"norms in stages {readers} write the running statistics '{node.target}', of which each stage would "
+                "have its own; choose cuts that leave all calls of that norm in one stage"
             )
 
 

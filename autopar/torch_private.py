@@ -387,8 +387,15 @@ def reached(node: Any) -> bool:
 
 
 def default_store() -> dist.Store:
-    """The store through which the ranks of this world found each other: failures are told through it."""
-    return dist.distributed_c10d._get_default_store()
+    """The store through which the ranks of this world found each other: failures are told through it.
+
+    Raises:
+        DistError: there is no world, or it is being ended while a thread asks.
+    """
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (ValueError, KeyError) as error:
+        raise dist.DistError("the process group has been destroyed") from error
 
 
 def default_timeout_seconds() -> float:

@@ -80,13 +80,13 @@ class Trained:
 def state_of(captured: Captured, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Copies of the parameters and buffers that a graph names."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    state = {**params, **dict(model.named_buffers(remove_duplicate=False))}
     weights = {
         node.target: params[node.target].detach().clone().requires_grad_(node.needs_grad)
         for _, node in captured.graph.of_kind("param")
     }
     copies = {
-        node.target: captured.constants.get(node.target, buffers.get(node.target)).detach().clone()  # type: ignore[union-attr]
+        node.target: captured.constants.get(node.target, state.get(node.target)).detach().clone()  # type: ignore[union-attr]
         for _, node in captured.graph.of_kind("buffer")
     }
     return weights, copies

@@ -4,6 +4,9 @@
     python benchmarks/families.py --only mixtral lstm   # these, again
     python benchmarks/families.py --table docs/zoo.md   # the table of the results that are there
 
+A table that is written over another one keeps the rows of families that have no result yet; each row says at which
+commit it ran.
+
 Every family runs in a process of its own, forked from one that has imported everything, with a limit of CPU seconds: a
 crash or a long search ends that family alone, and what it had shown until then counts. Results are lines of JSON in
 ``build/zoo/results.jsonl``, one per family and run, the last one of a family counts; a run that is broken off goes on
@@ -19,6 +22,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -32,6 +36,10 @@ RESULTS = ROOT / "build" / "zoo" / "results.jsonl"
 SECONDS = 120
 """CPU seconds that a family may take."""
 STEPS = ("captured", "same", "planned", "equal", "staged")
+COLUMNS = (
+    "family", "ops", "captured", "same", "2x2", "two stages", "FLOPs cut", "one rank", "collectives", "seconds",
+    "found by trying; kept whole; guarded", "at",
+)  # fmt: skip
 ENOUGH = 0.95
 """The share of a family's FLOPs that should be cut."""
 
@@ -57,9 +65,17 @@ def attempt(
         ended = f"more than {seconds} CPU s" if number == signal.SIGXCPU else f"died of {signal.Signals(number).name}"
     elif os.WEXITSTATUS(status):
         ended = f"its process ended with {os.WEXITSTATUS(status)}"
-    record = {"family": name, "steps": {step.pop("step"): step for step in steps}, "ended": ended}
+    steps_by_name = {step.pop("step"): step for step in steps}
+    record = {"family": name, "steps": steps_by_name, "ended": ended, "at": commit()}
     say(line_of(record))
     return record
+
+
+@functools.cache
+def commit() -> str:
+    """That of the tree, in short; empty outside of a checkout."""
+    asked = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return asked.stdout.strip()
 
 
 def _in_child(make: Callable[[], Any], seconds: int, stages: bool, writer: int) -> int:
@@ -97,6 +113,37 @@ def read(path: Path) -> dict[str, Record]:
     return {record["family"]: record for record in map(json.loads, path.read_text().splitlines())}
 
 
+def kept_rows(page: str) -> dict[str, Record]:
+    """The results that a page shows, by family: what its table says of each."""
+    whys: dict[tuple[str, str], str] = {}
+    kept: dict[str, Record] = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and len(cells) == 3:
+            whys[cells[0], cells[1]] = cells[2]
+        if not line.startswith("| ") or len(cells) != len(COLUMNS) or cells[0] == COLUMNS[0]:
+            continue
+        family, ops, captured, same, equal, staged, cut, rank, calls, seconds, notes, at = cells
+        steps: dict[str, Any] = {}
+        if cut:
+            counts = dict(reversed(call.split(" ", 1)) for call in calls.split(", ") if call)
+            steps["planned"] = {"ok": True, "cut": _share(cut), "rank": _share(rank), "not_cut": {},
+                                "collectives": {kind: int(n) for kind, n in counts.items()}}  # fmt: skip
+        elif (family, "planned") in whys:
+            steps["planned"] = {"ok": False, "why": whys[family, "planned"]}
+        for name, said in (("captured", captured), ("same", same), ("equal", equal), ("staged", staged)):
+            if said:
+                steps[name] = {"ok": said == "yes", "why": whys.get((family, name), "")}
+        steps.get("captured", {}).update(ops=ops, seconds=float(seconds), notes=notes)
+        ordered = {name: steps[name] for name in STEPS if name in steps}
+        kept[family] = {"family": family, "steps": ordered, "ended": "", "at": at}
+    return kept
+
+
+def _share(text: str) -> float:
+    return float(text.rstrip("%")) / 100
+
+
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +165,7 @@ devices as slow as the models are small (`benchmarks/clusters/small-models.toml`
 
 *FLOPs cut* is the share of the forward's FLOPs in operators that some axis of the mesh cuts, *one rank* what one of the
 four computes (25% is the least). An operator without a rule counts the FLOPs of its own kind. *Seconds* are of the CPU,
-of all steps together."""
+of all steps together; *at* is the commit that a row ran at."""
 
 
 def _ok(record: Mapping[str, Any], step: str) -> bool:
@@ -165,16 +212,14 @@ def _cell(text: str) -> str:
 def _rows(rows: list[Mapping[str, Any]]) -> list[str]:
     lines = [
         "## All families", "",
-        "| family | ops | captured | same | 2x2 | two stages | FLOPs cut | one rank | collectives | seconds | "
-        "found by trying; kept whole; guarded |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|",
     ]  # fmt: skip
     for row in rows:
         steps = row["steps"]
         first, plan = steps.get("captured", {}), steps.get("planned", {})
 
         calls = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in plan.get("collectives", {}).items())
-        notes = [
+        notes = [first["notes"]] if "notes" in first else [
             ", ".join(_short(t) for t in first.get("discovered", ())),
             ", ".join(f"{_short(t)} ({why})" if why else _short(t) for t, why in first.get("whole", {}).items()),
             f"{len(first['guarded'])} branches" if first.get("guarded") else "",
@@ -184,7 +229,7 @@ def _rows(rows: list[Mapping[str, Any]]) -> list[str]:
             row["family"], str(first.get("ops", "")), _said(row, "captured"), _said(row, "same"), _said(row, "equal"),
             _said(row, "staged"),
             f"{plan['cut']:.1%}" if plan.get("ok") else "", f"{plan['rank']:.1%}" if plan.get("ok") else "", calls,
-            f"{seconds:.1f}", _cell("; ".join(note for note in notes if note)),
+            f"{seconds:.1f}", _cell("; ".join(note for note in notes if note)), row.get("at", ""),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -204,7 +249,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of the CPU, for a family")
     parser.add_argument("--without-stages", action="store_true", help="only the plans for 2x2")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a file of JSON lines that is added to")
-    parser.add_argument("--table", type=Path, help="write the page of all results there; run nothing")
+    parser.add_argument("--table", type=Path, help="write all results to this page; run nothing")
     asked = parser.parse_args()
     import torch
     import transformers
@@ -216,7 +261,9 @@ def main() -> None:
 
     there = read(asked.results)
     if asked.table:
-        asked.table.write_text(table(there.values(), EVERY))
+        before = kept_rows(asked.table.read_text()) if asked.table.exists() else {}
+        rows = {name: row for name, row in {**before, **there}.items() if name in EVERY}
+        asked.table.write_text(table(rows.values(), EVERY))
         return
     asked.results.parent.mkdir(parents=True, exist_ok=True)
     if unknown := {*asked.only} - {*EVERY}:

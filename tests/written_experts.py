@@ -186,9 +186,32 @@ class GatheredForOne(Layer):
         return torch.matmul(middle, self.down[picked].transpose(-2, -1)).squeeze(1) * weights.unsqueeze(-1)
 
 
+class SharedExpert(TransposedMatrices):
+    """An expert of all tokens beside the routed ones (as in DeepSeek-V3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates, self.features = nn.Linear(HIDDEN, 16), nn.Linear(HIDDEN, 16, bias=False)
+        self.out = nn.Linear(16, HIDDEN, bias=False)
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().mixed(x) + self.shared(x)
+
+    def shared(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(F.silu(self.gates(x)) * self.features(x))
+
+
+class SharedExpertFirst(SharedExpert):
+    """The same, written in the other order, with a gate (as in Qwen2-MoE)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        shared = self.gates(x).mean(-1, keepdim=True).sigmoid() * self.shared(x)
+        return shared + TransposedMatrices.mixed(self, x)
+
+
 LAYERS: dict[str, Callable[[], Layer]] = {
     cls.__name__: cls for cls in (
         Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked, Grouped,
-        GatheredMatrices, GatheredForOne,
+        GatheredMatrices, GatheredForOne, SharedExpert, SharedExpertFirst,
     )
 }  # fmt: skip

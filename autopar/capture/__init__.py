@@ -29,7 +29,8 @@ What stands where, in the order in which a model passes through:
 :mod:`.repeats`       repeated blocks are traced twice
 :mod:`.branches`      branches on random numbers: traces with other answers become one graph
 :mod:`.python`        plain values that the model's code reads: heard of, kept and compared
-:mod:`.graph`         the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed
+:mod:`.graph`         the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed;
+                      :mod:`.normalize`: operators in one spelling each
 :mod:`.losses`        a loss without a gradient is refused; :mod:`.dataclass_nodes`: dataclasses in inputs and outputs
 of a captured model   :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
                       :mod:`.without_values` (a copy to capture when the model is gone)
@@ -50,6 +51,7 @@ from autopar.capture.branches.taken import Ways, along, followed, ways_of
 from autopar.capture.layouts import check_dense
 from autopar.capture.losses import check_loss
 from autopar.capture.python.guards import Guards
+from autopar.capture.python.left import Left, own_outputs
 from autopar.capture.recorded import traced
 from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
 from autopar.collection import uncollected
@@ -92,9 +94,10 @@ class Captured:
         in_spec: pytree of ``(args, kwargs)``; its leaves are the graph's inputs and the values in ``literals``.
         literals: leaves that are no tensors, by position; they are part of what was captured.
         inputs: for every leaf, the graph node that holds it (None for a literal or an unused input).
-        out_spec: pytree of the model's output, whose leaves are ``graph.outputs``.
+        out_spec: pytree of the model's output, whose leaves are the first of ``graph.outputs``.
         constants: tensors that the model's code makes and that are no registered buffers, by buffer name.
         example: the call that was captured.
+        left: what the forward leaves in attributes; outputs of it stand in ``graph.outputs`` behind those of the model.
         autocast: that was on around the call; its casts are in the graph, and it is for calls under the same.
         guards: what Python code read while it was traced, and must still be so when the program runs.
     """
@@ -108,6 +111,7 @@ class Captured:
     example: Example | None = field(default=None, compare=False, repr=False)
     autocast: AutocastState = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards, compare=False, repr=False)
+    left: tuple[Left, ...] = ()
 
 
 class WithLoss(torch.nn.Module):
@@ -162,6 +166,12 @@ def capture(
     """
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model object itself")
+    if type(model).forward is torch.nn.Module.forward and "forward" not in vars(model):
+        raise CaptureError(
+            f"{type(model).__name__} has no forward(), which is what is captured and trained\n  write one that calls "
+            "the method to train by: def forward(self, *args): return self.method(*args); other methods run on the "
+            "parallel module without gradients"
+        )
     kwargs = dict(kwargs or {})
     check_dense(model, args, kwargs, targets)
     prefix = ""
@@ -180,14 +190,32 @@ def capture(
         )
     example, graph = replace(example, ways=ways), replace(graph, precision=precision)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    _check_renewed(graph, model, precision)
     check_loss(graph, module, loss_fn is not None)
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
     literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     if len(user_inputs) != len(leaves):
         raise CaptureError(f"the model takes {len(leaves)} input leaves, the captured graph {len(user_inputs)}")
     inputs = tuple(None if i in literals else user_inputs[i] for i in range(len(leaves)))
-    return Captured(graph, in_spec, literals, inputs, exported.call_spec.out_spec, builder.constants, example,
-                    autocast_now(), guards)  # fmt: skip
+    return Captured(graph, in_spec, literals, inputs, own_outputs(exported), builder.constants, example,
+                    autocast_now(), guards, exported.left)  # fmt: skip
+
+
+def _check_renewed(graph: Graph, model: torch.nn.Module, precision: Precision | None) -> None:
+    """Refuse a frozen parameter that the forward writes in less precision than it is kept in: what is added would be
+    rounded away.
+
+    Raises:
+        CaptureError: with its name and both dtypes.
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name in graph.written if precision is not None else ():
+        computed, kept = graph.nodes[graph.index[name]].out.dtype, str(params[name].dtype) if name in params else ""
+        if kept and kept != f"torch.{computed}":
+            raise CaptureError(
+                f"forward writes parameter '{name}', which is kept in {kept.removeprefix('torch.')} and computed in "
+                f"{computed} under this precision policy\n  keep it as a buffer, or change it outside of forward"
+            )
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:

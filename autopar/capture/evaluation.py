@@ -19,17 +19,16 @@ import torch
 from autopar.autocasting import autocast_as
 from autopar.capture import Captured
 from autopar.capture.aliasing.schemas import named
+from autopar.capture.normalize import DROPOUTS
 from autopar.capture.without_values import without_values
 from autopar.errors import CaptureError, RunError
-from autopar.graph import PART, WAY, Graph, Node, Ref, map_refs
-from autopar.normalize import DROPOUTS
+from autopar.graph import NORMS, PART, WAY, Graph, Node, Ref, map_refs
 from autopar.rules.branch import BRANCH
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 MOST_LINES = 3
 """Lines with branches on random numbers up to which eval mode may go one way in one and the other way in another."""
-NORMS = ("aten.batch_norm.default", "aten.instance_norm.default")
 FLAGS = ("train", "training", "use_input_stats")
 """What operators call the argument that says whether they are in training."""
 

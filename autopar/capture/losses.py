@@ -49,7 +49,7 @@ def the_loss(scalars: Sequence[int], out_spec: pytree.TreeSpec) -> int | None:
 def other_losses(graph: Graph, out_spec: pytree.TreeSpec) -> list[str]:
     """Names of several scalars that a model gives, each with a gradient, where none is called the loss; else none."""
     scalars = [
-        i for i, out in enumerate(graph.outputs)
+        i for i, out in enumerate(graph.outputs[: out_spec.num_leaves])
         if isinstance(out, Ref) and graph.nodes[out.node].needs_grad and graph.spec(out).shape == ()
     ]  # fmt: skip
     if len(scalars) < 2:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopar.errors import CaptureError
-from autopar.graph import Graph, Node, Ref, Spec
+from autopar.graph import TRAINING, Graph, Node, Ref, Spec
 from autopar.rules.registry import rules_of
 from autopar.torch_private import pytree
 
@@ -24,8 +24,6 @@ MOST = 1024
 SHOWN = 4
 """Modules or buffers that a message names."""
 ATTENTION = "aten.scaled_dot_product_attention.default"
-TRAINING = 5
-"""Position of the argument of ``aten.batch_norm`` that says whether it takes statistics of the batch."""
 
 
 def rows_of(example: Any) -> int:

@@ -32,6 +32,7 @@ def traced(
         with undone(recorder):
             with recorder:
                 exported = export(module, args, kwargs)
+            exported.left = recorder.left.all
             for owner, name in recorder.set_on_none.values():
                 setattr(owner, name, None)
             if recorder.kept.keys() != recorder.set_on_none.keys():
@@ -157,7 +158,8 @@ def _kept_error(kept: Sequence[str]) -> CaptureError:
     return CaptureError(
         f"forward keeps a tensor of one call in an attribute, which the next call reads:{_listed(kept)}\n  a program "
         "would not carry it over: keep it in a buffer (register_buffer in __init__, and copy_ in forward), or return "
-        "it and pass it in again; of a cache that is always the same, call the model once before, so that it is there"
+        "it and pass it in again; of a cache that is always the same, call the model once before, so that it is there; "
+        "losses for who calls forward can be read from a list or dict that is new in each call: self.losses = {...}"
     )
 
 

@@ -57,11 +57,11 @@ class SavedTensors:
         pack, unpack = outer if outer is not None else (torch.Tensor.detach, lambda x: x)
 
         def note(x: torch.Tensor) -> _Held:
-            held = _Held(x.detach(), pack(x))  # detached: an output in its own node's hand would keep both alive
-            self.saved.append((weakref.ref(held), self.now))
-            return held
+            kept = _Held(x.detach(), pack(x))  # detached: an output in its own node's hand would keep both alive
+            self.saved.append((weakref.ref(kept), self.now))
+            return kept
 
-        with saved_tensors_hooks(note, lambda held: unpack(held.packed)):
+        with saved_tensors_hooks(note, lambda kept: unpack(kept.packed)):
             yield
 
     def kept(self, given: bool = False) -> dict[tuple[str, str], int]:

@@ -32,7 +32,7 @@ from autopar.plan import StagePlan
 from autopar.prices import Price
 from autopar.rules.attention_across import QUERIES, RING
 from autopar.rules.function import PREFIX
-from autopar.rules.lowering_trial import Counted, ToOther, as_last_rank
+from autopar.rules.lowering_trial import Begun, Counted, ToOther, as_last_rank
 from autopar.rules.many_ranks import fake_world
 from autopar.rules.option_names import factor_and_block
 from autopar.rules.registry import rules_of
@@ -161,7 +161,7 @@ def _recount(
         }
         flops = FlopCounterMode(display=False, custom_mapping=formulas)
         watch = watch_of(program, values, graph.arriving)
-        pricer = _Priced(program, graph, device, flops, costs, watch)
+        pricer = _Priced(program, graph, device, flops, costs, watch, counter)
         with counter, flops, as_last_rank(flops.get_total_flops) as pricer.counted:
             with watch.on():
                 flat = pricer.run(*values)
@@ -176,6 +176,7 @@ def _recount(
         report.collectives[axis, kind] += 1
         moved += axes[axis].seconds(kind, n_bytes)
     moved += _message_seconds(pricer.counted.messages, pricer.beside, axes)
+    moved -= _hidden_seconds(pricer.counted.begun, pricer.windows, axes)
     for message in pricer.counted.messages:
         report.collectives[message.axis, "send_recv"] += message.times
     report.price = Price(
@@ -206,6 +207,28 @@ def _message_seconds(
     return seconds
 
 
+def _hidden_seconds(
+    begun: Sequence[Begun], windows: Mapping[object, list[OpSeconds]], axes: Mapping[str, Axis]
+) -> float:
+    """What collectives add less to a step because others compute before they are waited for: the shorter of the two,
+    of all those together that were under way at the same time.
+
+    Args:
+        windows: by passage, what was computed in the forward between its beginning and its end, in one list for those
+            that began together; the backward goes through it in reverse order.
+    """
+    waits: dict[tuple[int, bool], float] = {}
+    computed = {id(window): window for window in windows.values()}
+    for passage, axis, n_bytes, backward in begun:
+        if passage in windows:
+            place = id(windows[passage]), backward
+            waits[place] = waits.get(place, 0.0) + axes[axis].seconds("all_to_all", n_bytes)
+    return sum(
+        min(spent, sum(op.total - op.forward if backward else op.forward for op in computed[window]))
+        for (window, backward), spent in waits.items()
+    )
+
+
 def _attention_flops(
     q: Sequence[int], k: Sequence[int], v: Sequence[int], dropout_p: float = 0.0, is_causal: bool = False,
     *_: Any, **__: Any,
@@ -223,9 +246,11 @@ class _Priced(Watched):
     """Runs a program and prices every operator from the shapes that it really gets, flops counted by torch."""
 
     def __init__(
-        self, program: Program, graph: Graph, device: Device, flops: FlopCounterMode, costs: Costs, watch: SavedTensors
-    ) -> None:
+        self, program: Program, graph: Graph, device: Device, flops: FlopCounterMode, costs: Costs, watch: SavedTensors,
+        collectives: _Count,
+    ) -> None:  # fmt: skip
         super().__init__(program, watch)
+        self.collectives = collectives
         self.costs = costs
         self.source, self.device, self.flops = graph, device, flops
         self.mesh = program.mesh
@@ -233,6 +258,10 @@ class _Priced(Watched):
         self.copy_seconds: list[float] = []  # of reshards without a collective
         self.counted = Counted()
         self.beside: dict[int, OpSeconds] = {}  # by the call that messages run beside, what it computes
+        self.windows: dict[object, list[OpSeconds]] = {}  # by passage under way, what is computed meanwhile
+        self.now_open: list[OpSeconds] | None = None  # that of those which are under way now
+        self.read_by_parts: dict[str, list[Any]] = {}  # by operator that is called in parts: what they read
+        self.flops_of_parts: dict[str, float] = {}
         self.targets = {node.name: node.target for node in graph.nodes}
         self.kinds = {
             node.name: rule for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None
@@ -240,23 +269,53 @@ class _Priced(Watched):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         meta = n.meta.get("autopar") or {}
-        before, sent = self._flops_so_far(), len(self.counted.messages)
+        before, sent, begun = self._flops_so_far(), len(self.counted.messages), len(self.counted.begun)
+        collectives = len(self.collectives.seen)
         if "decision" in meta:  # what leaves the device for a while, and comes back
             whole: Any = self.env[n.args[0]]  # type: ignore[index]
             n_bytes = whole.untyped_storage().nbytes()
             self.copy_seconds.append(DECISIONS[meta["decision"]].price(self.costs, self.device, n_bytes))
         result = super().run_node(n)
+        if "part" in meta:
+            self._part(n, self._flops_so_far() - before)
         if n.op == "call_function" and "node" in meta:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            ins = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            read = self.read_by_parts.pop(meta["node"], []), args, kwargs
+            ins = [t for t in pytree.tree_leaves(read) if isinstance(t, torch.Tensor)]
             outs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-            flops = self._flops_so_far() - before
+            flops = self._flops_so_far() - before + self.flops_of_parts.pop(meta["node"], 0.0)
             spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
             self.seconds.append(spent.forward if self.second else spent.total)
             self.beside |= {id(m.beside): spent for m in self.counted.messages[sent:] if m.beside is not None}
+            if self.now_open is not None and self.counted.under_way:
+                self.now_open.append(spent)
         elif n.op == "call_function" and "step" in meta:
             self.copy_seconds.append(self._copy(meta, result))
+        self._under_way(self.counted.begun[begun:], len(self.collectives.seen) > collectives)
         return result
+
+    def _part(self, n: torch.fx.Node, flops: float) -> None:
+        """Remember what a part of an operator's lowering reads, and its multiplications. Of a list of tensors each part
+        has some, in their places."""
+        name = n.meta["autopar"]["part"]
+        self.flops_of_parts[name] = self.flops_of_parts.get(name, 0.0) + flops
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        listed = next(value for value in args if isinstance(value, (list, tuple)))
+        before = self.read_by_parts.get(name)
+        if before is None:
+            others = [value for value in args if isinstance(value, torch.Tensor)]
+            self.read_by_parts[name] = [*listed, *others]
+        else:
+            before[: len(listed)] = [a if b is None else b for a, b in zip(before, listed, strict=False)]
+
+    def _under_way(self, begun: Sequence[Begun], communicated: bool) -> None:
+        """Note what goes on while others compute: until it is waited for, or another collective waits behind it."""
+        passages = [b.passage for b in begun if not b.backward and b.passage in self.counted.under_way]
+        if passages:
+            self.now_open = []
+            self.windows |= dict.fromkeys(passages, self.now_open)
+        elif communicated or not self.counted.under_way:
+            self.now_open = None
 
     def _flops_so_far(self) -> float:
         """Those that torch counted, and those of steps that lowerings leave out."""

@@ -27,7 +27,7 @@ from autopar.texts import show_seconds as show_seconds
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
-    from autopar.models import Loaded
+    from autopar.frontends.models import Loaded
     from autopar.plan import Pins, Plan, Solution
     from autopar.planfile import Document
     from autopar.planner.inter_op.replan import Replanner
@@ -141,8 +141,8 @@ def load_and_capture(
 
         from autopar.capture import capture
         from autopar.capture.microbatches import first_part
+        from autopar.frontends.models import load_model
         from autopar.heard import heard
-        from autopar.models import load_model
 
         loaded = replace(load_model(spec, batch, seq, folder=folder, device=device), parts=parts)
         if input_gradients:

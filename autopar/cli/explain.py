@@ -182,12 +182,17 @@ def found_ops(graph: Graph, op: str) -> list[int]:
 
 def priced_ops(graph: Graph, plan: StagePlan, priced: Pricer, numbers: list[int]) -> list[dict[str, Any]]:
     """Every way to cut each op; ops of equal blocks with the same cut once."""
+    from autopar.planner.intra_op.hidden import hidden_in
     from autopar.report.why import alternatives
+    from autopar.rules.registry import rules_of
 
     results: list[dict[str, Any]] = []
     for i, count in _distinct(graph, plan, numbers):
         with progress(f"pricing {graph.nodes[i].name}"):
-            results.append({"number": i, "count": count, "rows": alternatives(graph, plan, priced, i)})
+            others, seconds = hidden_in(graph, rules_of(graph), priced, plan, i)
+            hidden = {"seconds": seconds, "beside": [graph.nodes[k].name for k in others]}
+            rows = alternatives(graph, plan, priced, i)
+            results.append({"number": i, "count": count, "rows": rows, "hidden": hidden})
     return results
 
 
@@ -198,6 +203,7 @@ def as_facts(graph: Graph, result: dict[str, Any], labels: Mapping[str, str]) ->
     node = graph.nodes[result["number"]]
     return {
         "op": labels[node.name], "copies": result["count"], "rule": str(rules_of(graph)[result["number"]]),
+        "hidden": result["hidden"],
         "source": node.source, "strategies": [{**asdict(a), "seconds": a.seconds} for a in result["rows"]],
     }  # fmt: skip
 
@@ -229,6 +235,11 @@ def print_ops(
         console.print(alternatives_table(cut, plan.mesh, show_bytes, show_seconds))
         if len(rows) > len(cut):
             console.print(f"  {len(rows) - len(cut)} dearer ones not shown (--top {len(rows)})")
+        if r["hidden"]["beside"]:
+            console.print(
+                f"  Of its collectives {show_seconds(r['hidden']['seconds'])} are hidden: they pass while "
+                f"{', '.join(r['hidden']['beside'])} are computed, which need nothing of it. The rows are without that."
+            )
         if mine is not None and rows and rows[0] is not mine:
             console.print(
                 f"  The first would save {show_seconds(mine.seconds - rows[0].seconds)} here with its neighbours as "

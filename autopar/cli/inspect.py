@@ -124,7 +124,7 @@ def inspect(
 def _compared(loaded: Any, captured: Any, spec: str) -> list[dict[str, Any]]:
     """The captured graph beside the model on the example batch and on another one."""
     from autopar.comparison import compare_with_eager
-    from autopar.other_batch import other_batch
+    from autopar.comparison.other_batch import other_batch
 
     check_values(loaded, spec)
     example = loaded.args, loaded.kwargs

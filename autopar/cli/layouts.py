@@ -10,7 +10,7 @@ from autopar.cli.common import out, progress, show_bytes, show_seconds
 if TYPE_CHECKING:
     from autopar.asked import Asked
     from autopar.capture import Captured
-    from autopar.models import Loaded
+    from autopar.frontends.models import Loaded
     from autopar.planner.inter_op.layouts import Layout
     from autopar.planning import Outcome
     from autopar.report.layouts import LayoutRow

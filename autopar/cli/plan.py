@@ -88,6 +88,7 @@ def plan(
     from autopar import planning
     from autopar.capture.microbatches import first_part
     from autopar.clusters import profile_of
+    from autopar.comparison.parts_of_loss import with_notes
     from autopar.heard import heard
     from autopar.measured_load import with_measured_load
     from autopar.planfile import dumps, save
@@ -126,6 +127,8 @@ def plan(
             loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
             cluster, runs=False, say=say,
         )  # fmt: skip
+    noted = with_notes(outcome.plan, outcome.captured, loaded.model, (loaded.args, loaded.kwargs, ()))
+    outcome = replace(outcome, plan=noted)
     if policy is None and loaded.precision is not None:
         said_so = f"{_policy_of(loaded.precision)}; --precision bf16-true for the config's own format throughout"
         outcome = replace(outcome, plan=replace(outcome.plan, notes=(said_so, *outcome.plan.notes)))

@@ -125,8 +125,8 @@ def on_device_of(cluster: str, hardware: Cluster, asked: str, count: int) -> str
             raise UsageError(f"--device is cuda, and {cluster} has processors ({kind}); name a cluster of the GPUs "
                              "that are here: autopar devices lists them")  # fmt: skip
         return "cpu"
-    found, how = where_to_run(asked, count)
-    if is_known and found == "cpu":
+    device_type, how = where_to_run(asked, count)
+    if is_known and device_type == "cpu":
         raise UsageError(f"{cluster} has devices {kind}, and what would be measured here is {how}; name a cluster of "
                          "this machine's devices, such as local-x2")  # fmt: skip
     if is_known:
@@ -135,7 +135,7 @@ def on_device_of(cluster: str, hardware: Cluster, asked: str, count: int) -> str
         if device != kind:
             raise UsageError(f"{cluster} has devices {kind}, and here is {here.product}: {reason or device}")
     err().print(f"measured are {how}")
-    return found
+    return device_type
 
 
 def _line(pair: list[float]) -> str:

@@ -23,6 +23,7 @@ from autopar.cli.common import (
     progress,
     show_bytes,
     show_seconds,
+    styled,
     what_if,
     where_to_run,
 )
@@ -71,8 +72,10 @@ def run(
     plan, cluster = bound(document, captured)  # all that can be wrong with the plan is said before processes start
     if captured.graph.loss is None:
         raise UsageError("the model has no scalar loss among its outputs, so it cannot be trained; return the loss")
+    from autopar.comparison.parts_of_loss import with_notes
     from autopar.runtime.launch import backend_of, run_local
 
+    noted = with_notes(plan, captured, loaded.model, (loaded.args, loaded.kwargs, ()))
     kind, said = where_to_run(device, plan.n_devices)
     if kind == "cpu":
         _check_memory(plan)
@@ -84,7 +87,8 @@ def run(
 
         _, timeline = what_if(captured, plan, cluster).simulated()
         traces.write(trace, [*traces.predicted(timeline), *traces.measured([rank["spans"] for rank in ranks])])
-    _report({**ranks[0], "predicted_seconds": plan.seconds, "ran_on": said}, document.raw["cluster"], as_json)
+    told = {"predicted_seconds": plan.seconds, "ran_on": said, "notes": list(noted.notes)}
+    _report({**ranks[0], **told}, document.raw["cluster"], as_json)
 
 
 def _check_memory(plan: Plan) -> None:
@@ -140,7 +144,8 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
             torch.accelerator.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    return {"losses": losses, "seconds": seconds, "predicted_seconds": plan.seconds, "spans": spans}
+    return {"losses": losses, "seconds": seconds, "predicted_seconds": plan.seconds, "spans": spans,
+            "notes": list(plan.notes)}  # fmt: skip
 
 
 def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
@@ -161,6 +166,8 @@ def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
         table.add_row(str(k), f"{loss:.6f}", show_seconds(seconds))
     console = out()
     console.print(table)
+    for note in result.get("notes", ()):
+        console.print(styled("[yellow]note:[/yellow] {}", note))
     console.print(
         f"measured here on {result['ran_on']}: {show_seconds(median)} a step (median without the first); predicted for "
         f"{result['cluster']}: {show_seconds(result['predicted_seconds'])}; ratio "

@@ -28,7 +28,7 @@ from autopar.cli.common import (
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
-    from autopar.models import Loaded
+    from autopar.frontends.models import Loaded
     from autopar.plan import Plan
     from autopar.planfile import Document
     from autopar.precision import Precision

@@ -58,15 +58,18 @@ class Sides:
         """What the model gives; it is left as it was."""
         with kept(self.model, self.loss_fn), same_draws(nothing_dropped) as self.draws["eager"], torch.enable_grad():
             if self.captured.guards.filled:  # the first call fills caches, and later ones read them
+                before = {name: value.detach().clone() for name, value in self._renewed().items()}
                 with torch.no_grad():
                     self._call(self.leaves)
-                self._reset_buffers()
+                    for name, value in self._renewed().items():
+                        if name in before:
+                            value.copy_(before[name])
             inputs = [x.detach().clone().requires_grad_(x.requires_grad) if is_tensor(x) else x for x in self.leaves]
             graph = self.captured.graph
             outputs = [  # a number that the model reads from a tensor is that tensor in the graph
                 torch.as_tensor(x, dtype=getattr(torch, graph.spec(out).dtype))
                 if isinstance(out, Ref) and isinstance(x, (int, float)) else x
-                for x, out in zip(pytree.tree_leaves(self._call(inputs)), graph.outputs, strict=True)
+                for x, out in zip(self._outputs(inputs), graph.outputs, strict=True)
             ]  # fmt: skip
             gradients = self._gradients(outputs, self.named, dict(zip(self._input_names(), inputs, strict=True)))
             now = self._now()
@@ -81,19 +84,22 @@ class Sides:
         with attention_on(on_cuda):
             return WithLoss(self.model, self.loss_fn, n, self.captured.graph.precision)(*args, **kwargs)
 
+    def _outputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """What a call gives, and what it leaves in attributes, in the order of the graph's outputs."""
+        outputs = pytree.tree_leaves(self._call(leaves))
+        modules = dict(self.model.named_modules())
+        for left in self.captured.left:
+            if left.spec is not None:
+                outputs += pytree.tree_leaves(getattr(modules[left.path], left.name))
+        return outputs
+
     def _now(self) -> dict[str, torch.Tensor]:
         return _named(self.model, self.loss_fn)
 
-    def _reset_buffers(self) -> None:
-        for name, value in self._now().items():
-            before = self.buffers_before.get(name)
-            if before is not None:
-                with torch.no_grad():
-                    value.copy_(before)
-
-    @property
-    def buffers_before(self) -> dict[str, torch.Tensor]:
-        return {n: t for n, t in self.named.items() if not isinstance(t, torch.nn.Parameter)}
+    def _renewed(self) -> dict[str, torch.Tensor]:
+        """What a call may change: buffers, and frozen parameters that the forward writes."""
+        written = set(self.captured.graph.written)
+        return {n: t for n, t in self._now().items() if not isinstance(t, torch.nn.Parameter) or n in written}
 
     def _input_names(self) -> list[str]:
         nodes = self.captured.graph.nodes

@@ -31,10 +31,11 @@ from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again, with_segments
 from autopar.rules.branch import branch
 from autopar.rules.distributed import length_of
-from autopar.rules.expert_block import travelling_block
+from autopar.rules.expert_block import rows_computed, rows_leave, rows_return, travelling_block
 from autopar.rules.function import Callee
 from autopar.torch_private import pytree
 
+_TRAVELLING = (travelling_block, rows_leave, rows_computed, rows_return)
 _BRANCH = torch.ops.autopar.branch.default
 _library = torch.library.Library("autopar", "FRAGMENT")
 _library.define("kept(Tensor x) -> Tensor")
@@ -134,7 +135,7 @@ def _replace(node: torch.fx.Node, value: Any) -> None:
 def stays_outside(target: Any) -> bool:
     """Whether a program calls what the compiler must not see: the model's own Python, a branch on a number, of which
     one side has no backward, or rows that travel to their experts, of which the host has to know how many."""
-    return isinstance(target, Callee) or target in (_BRANCH, branch, travelling_block)
+    return isinstance(target, Callee) or target in (_BRANCH, branch, *_TRAVELLING)
 
 
 def breaks(program: Program) -> list[str]:
@@ -143,7 +144,9 @@ def breaks(program: Program) -> list[str]:
     for node in program.module.graph.nodes:
         if isinstance(node.target, Callee):
             reasons.append(f"{node.name}: the model's own Python code, {node.target.name}")
-        elif node.target is travelling_block:
+        elif node.target in (rows_leave, rows_computed):
+            continue  # their block is told by its last part
+        elif node.target in _TRAVELLING:
             reasons.append(f"{node.name}: experts to which rows travel")
         elif stays_outside(node.target):
             reasons.append(f"{node.name}: a branch on a number")

@@ -3,7 +3,8 @@
 Every rank runs the same code; what differs is its data and, inside collectives, its coordinate. The passes are:
 
 1. placeholders: parameters in their used placement, buffers, the batch, the seed of random ops;
-2. every op in order, on local shapes, or its distributed lowering;
+2. every op in order, on local shapes, or its distributed lowering; what runs beside collectives of another one stands
+   between the parts of that (:mod:`autopar.rules.meanwhile`);
 3. before each op, the steps of the plan's routes that bring its inputs to the states it wants, each made once;
 4. after the last reader of what is gathered or made again for the backward, or waits for it, its release;
 5. outputs in the plan's placements, new values of updated buffers after them.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ from autopar.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
 from autopar.rules.distributed import length_of
 from autopar.rules.local import PieceSize, Seed, gives_list, is_told_device, local_call
-from autopar.rules.notation import Rule
+from autopar.rules.meanwhile import Meanwhile, beside, in_order, lowering_in_parts
+from autopar.rules.notation import CallPart
 from autopar.rules.operator_call import In, call_of
 from autopar.rules.registry import rules_of
 from autopar.rules.saved import saved_of
@@ -70,6 +72,8 @@ class _Emitter:
         self.segments = segment_numbers(graph, plan.recompute)
         self.chosen: dict[int, Strategy] = {}
         self.rules = rules_of(graph)
+        self.parts: dict[int, tuple[list[CallPart], torch.fx.Node]] = {}  # those to come, and the call before them
+        self.ends: dict[torch.fx.Node, torch.fx.Node] = {}  # by the parts before it, that which gives the result
         self.backwards: dict[torch.fx.Node, torch.fx.Node] = {}  # by the operator whose backward they stand for
 
     def emit(self) -> Program:
@@ -82,13 +86,23 @@ class _Emitter:
             whole = whole_state(self.mesh)
             self.seed.meta["autopar"] = {"outs": [whole]}
             self.slots.append(Slot("seed", "seed", whole, (), "int64"))
-        for i, (node, rule) in enumerate(zip(graph.nodes, rules, strict=True)):
-            if node.kind == "op":
-                assert rule is not None
-                last = next(iter(reversed(self.fx.nodes)))
-                self._op(i, node, rule)
-                if i in self.segments:
-                    self._belongs(last, self.segments[i])
+        for i, node in graph.of_kind("op"):
+            self.chosen[i] = self._strategy(i, node)
+        plans = beside(graph, rules, self.mesh, self.chosen, self.plan.routes, self.segments)
+        begins = {(m.first or (m.op,))[0]: m for m in plans}
+        computes, ends = {m.op: m for m in plans}, {(m.last or (m.op,))[-1]: m for m in plans}
+        for i in in_order(graph, plans):
+            last = next(iter(reversed(self.fx.nodes)))
+            if i in begins:
+                self._begin(begins[i])
+            if i in computes:
+                self._compute(computes[i])
+            else:
+                self._op(i)
+            if i in ends:
+                self._end(ends[i])
+            if i in self.segments:
+                self._belongs(last, self.segments[i])
         self._free_copies()
         outputs: list[Any] = []
         for out, state in zip(graph.outputs, self.plan.outputs, strict=True):
@@ -212,14 +226,14 @@ class _Emitter:
             nodes.append(self.backwards[reader])
         return tuple(nodes)
 
-    @staticmethod
     def _readers(
-        whole: torch.fx.Node, position: Mapping[torch.fx.Node, float]
+        self, whole: torch.fx.Node, position: Mapping[torch.fx.Node, float]
     ) -> tuple[torch.fx.Node, tuple[torch.fx.Node, ...]]:
         """The last reader of a tensor and of the views of it, and all operators among the readers."""
         faces, readers = [whole], {}
         for face in faces:
-            for user in face.users:
+            for part in face.users:
+                user = self.ends.get(part, part)
                 readers[user] = None
                 if user.meta.get("autopar", {}).get("alias", True):
                     faces.append(user)
@@ -233,12 +247,58 @@ class _Emitter:
                 return
             fx.meta["segment"] = segment
 
-    def _op(self, i: int, node: Node, rule: Rule) -> None:
-        names = self.plan.ops.get(node.name)
+    def _strategy(self, i: int, node: Node) -> Strategy:
+        names, rule = self.plan.ops.get(node.name), self.rules[i]
         if names is None:
             raise PlanError(f"the plan does not say how {node.where} is cut")
-        strategy = strategy_in_plan(self.graph, node, rule, names, self.mesh)
-        self.chosen[i] = strategy
+        assert rule is not None
+        return strategy_in_plan(self.graph, node, rule, names, self.mesh)
+
+    def _begin(self, meanwhile: Meanwhile) -> None:
+        """The first part of an operator beside which others run. What these read and is brought to them by collectives
+        is there before."""
+        i = meanwhile.op
+        rule = self.rules[i]
+        assert rule is not None
+        self._reads(meanwhile.first)
+        _, args, kwargs = self._call(i)
+        lowering = lowering_in_parts(rule, self.chosen[i], self.mesh)
+        assert lowering is not None and lowering.in_parts is not None
+        first, *rest = lowering.in_parts(args, kwargs)
+        self.parts[i] = rest, self._part(i, first)
+
+    def _compute(self, meanwhile: Meanwhile) -> None:
+        """The second part."""
+        (second, last), leaving = self.parts[meanwhile.op]
+        self._reads(meanwhile.last)
+        self.parts[meanwhile.op] = [last], self._part(meanwhile.op, second, leaving)
+
+    def _end(self, meanwhile: Meanwhile) -> None:
+        """The last part, which gives the result and stands for the operator."""
+        (last,), computing = self.parts.pop(meanwhile.op)
+        self._made_by(meanwhile.op, last.function, (computing, *last.args), dict(last.kwargs))
+        end = next(iter(reversed(self.fx.nodes)))
+        self.ends |= {computing: end, computing.all_input_nodes[0]: end}
+
+    def _part(self, i: int, part: CallPart, *before: torch.fx.Node) -> torch.fx.Node:
+        fx = self.fx.call_function(part.function, (*before, *part.args), dict(part.kwargs))
+        fx.meta["autopar"] = {"part": self.graph.nodes[i].name, "alias": False}
+        return fx
+
+    def _reads(self, ops: Sequence[int]) -> None:
+        """Emit the steps to what these operators read of others."""
+        for i in ops:
+            for ref, state in zip(self.graph.nodes[i].refs, self.chosen[i].ins, strict=True):
+                if ref.node not in ops:
+                    self._get(ref, state)
+
+    def _op(self, i: int) -> None:
+        self._made_by(i, *self._call(i))
+
+    def _call(self, i: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """What a rank calls for an operator, on values that are emitted here."""
+        node, rule, strategy = self.graph.nodes[i], self.rules[i], self.chosen[i]
+        assert rule is not None
         inputs = [self._get(ref, state) for ref, state in zip(node.refs, strategy.ins, strict=True)]
         whole = call_of(node, self.graph.spec)
         call = local_call(whole, rule, strategy.options, self.mesh, site=node.site if node.site >= 0 else i)
@@ -259,13 +319,17 @@ class _Emitter:
         kwargs = {k: fill(v) for k, v in call.kwargs.items()}
         if is_told_device(whole):
             kwargs["device"] = self.device
-        name = node.name
-        fx = self.fx.create_node("call_function", call.fn, tuple(fill(a) for a in call.args), kwargs, name=name)
+        return call.fn, tuple(fill(a) for a in call.args), kwargs
+
+    def _made_by(self, i: int, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call what makes the results of an operator."""
+        node, strategy = self.graph.nodes[i], self.chosen[i]
+        fx = self.fx.create_node("call_function", fn, args, kwargs, name=node.name)
         fx.meta["autopar"] = {
             "node": node.name, "ins": list(strategy.ins), "outs": list(strategy.outs), "options": strategy.names,
-            "alias": may_alias(whole),
+            "alias": may_alias(call_of(node, self.graph.spec)),
         }  # fmt: skip
-        if len(node.outs) == 1 and not gives_list(call.fn):
+        if len(node.outs) == 1 and not gives_list(fn):
             self._made(Ref(i), strategy.outs[0], fx)
             return
         states = iter(strategy.outs)

@@ -58,7 +58,7 @@ class _AsBefore(contextlib.ExitStack):
             self.enter_context(on_mesh(self.device_mesh))
         still_on = function_modes()
         for mode in self.modes:
-            if all(mode is not other for other in still_on):
+            if all(mode is not mode_on for mode_on in still_on):
                 self.enter_context(mode)
         return self
 

@@ -33,9 +33,9 @@ class FileErrors:
         if line not in self.lines:
             self.lines.append(line)
 
-    def unknown(self, path: str, key: str, known: Any) -> None:
+    def unknown(self, path: str, key: str, known_keys: Any) -> None:
         """A key that means nothing."""
-        self.add(path, f"unknown key; {closest(key, known)}")
+        self.add(path, f"unknown key; {closest(key, known_keys)}")
 
     def type(self, path: str, value: Any, kind: type) -> bool:
         """Whether a value has the type; if not, that is a failure."""

@@ -9,11 +9,13 @@ from typing import Any
 from autopar.clusters import check_mesh
 from autopar.errors import PlanError
 from autopar.graph import Graph, Ref
+from autopar.memory_decisions import RECOMPUTE
 from autopar.placements import State
-from autopar.plan import Pins, Solution, StagePlan, route_key
+from autopar.plan import Pins, Solution, StagePlan, route_key, segment_numbers
 from autopar.planfile.stage_entries import Decisions, Route, StageReader
 from autopar.planfile.write import decisions, rest
 from autopar.planner.intra_op.complete import complete, demand, needs
+from autopar.planner.intra_op.hidden import hidden
 from autopar.planner.intra_op.ledger import seconds_again
 from autopar.planner.intra_op.memory_walk import Walk
 from autopar.planner.intra_op.price import Pricer, pricer
@@ -119,8 +121,11 @@ def _priced(
             for ways in (routes, done.routes)
         )
         with_kept, without = walk.ledger(), walk_without.ledger()
-        extra += seconds_again(graph, rules, priced, chosen, with_kept)[1]
-        extra -= seconds_again(graph, rules, priced, chosen, without)[1]
+        for sign, ways, holds in ((1, routes, with_kept), (-1, done.routes, without)):
+            segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
+            beside_others = hidden(graph, rules, priced, chosen, ways, segment_of).values()
+            again = seconds_again(graph, rules, priced, chosen, ways, holds)[1]
+            extra += sign * (again - sum(h.total for h in beside_others))
         price = replace(
             price, activation_seconds=price.activation_seconds + extra * plan.microbatches,
             activation_bytes=plan.in_flight * with_kept.kept_bytes + with_kept.again_bytes,

@@ -42,10 +42,10 @@ class Taken:
     inputs: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
 
-    def add(self, other: Taken) -> None:
+    def add(self, another: Taken) -> None:
         """Count what was measured in another round too."""
-        for mine, more in ((self.forward, other.forward), (self.backward, other.backward),
-                          (self.inputs, other.inputs), (self.weights, other.weights)):  # fmt: skip
+        for mine, more in ((self.forward, another.forward), (self.backward, another.backward),
+                          (self.inputs, another.inputs), (self.weights, another.weights)):  # fmt: skip
             mine.extend(more)
 
     def medians(self) -> tuple[float, float, float, float]:

@@ -49,17 +49,17 @@ def _by_block(graph: Graph, chosen: Collection[int], counts: Callable[[int], boo
             if i in chosen:
                 others.setdefault(node.module, {})[op] = None
             continue
-        own = blocks.setdefault(path, {}).setdefault(number, {})
+        of_block = blocks.setdefault(path, {}).setdefault(number, {})
         if i in chosen:
-            own.setdefault(inside, {})[op] = None
+            of_block.setdefault(inside, {})[op] = None
         elif counts(i):
             partly.add((path, number))
     said = []
     for path, numbers in blocks.items():
         entries = []
         for text, run in groupby(sorted(numbers), key=lambda n: _what(numbers[n], (path, n) in partly)):
-            own_run = list(run)
-            span = f"{own_run[0]}-{own_run[-1]}" if len(own_run) > 1 else f"{own_run[0]}"
+            alike = list(run)
+            span = f"{alike[0]}-{alike[-1]}" if len(alike) > 1 else f"{alike[0]}"
             entries.append(f"{span} {text}")
         if any(not entry.endswith(" none") for entry in entries):
             said.append(f"{path} {', '.join(entries)}")

@@ -17,6 +17,7 @@ from autopar.plan import StagePlan, route_key
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op import params as P
 from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.hidden import hidden_in
 from autopar.planner.intra_op.ledger import Ledger, seconds_again, waiting_seconds
 from autopar.planner.intra_op.memory_walk import ledger
 from autopar.planner.intra_op.price import Pricer
@@ -41,7 +42,8 @@ class OpRow:
         cuts: axis -> factor, for the axes that cut one.
         steps: ``from -> to`` of every reshard of its outputs.
         collectives: those inside the op, and those of the steps, with the bytes of one rank's buffer.
-        compute_seconds, collective_seconds: forward and backward, for one copy.
+        compute_seconds, collective_seconds: forward and backward, for one copy; without what is hidden.
+        hidden_seconds: of its collectives that pass while ``beside``, other operators, are computed.
     """
 
     label: str
@@ -55,6 +57,8 @@ class OpRow:
     collectives: tuple[Collective, ...]
     compute_seconds: float
     collective_seconds: float
+    hidden_seconds: float = 0.0
+    beside: tuple[str, ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -101,7 +105,8 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
         for _ in range(comm.times(sizes[axis]))
     ]
     steps: list[str] = []
-    seconds = inside
+    beside, hidden_seconds = hidden_in(graph, rules, priced, plan, i)
+    seconds = inside - hidden_seconds
     for number, spec in enumerate(node.outs):
         if spec is not None:
             grad = node.needs_grad and spec.is_float
@@ -113,7 +118,7 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
         label, node.module, node.source, rule_text(node, rule),
         {axis: name for (axis, n), name in zip(plan.mesh, strategy.names, strict=True) if name != WHOLE and n > 1},
         tuple(s.text for s in strategy.ins), tuple(s.text for s in strategy.outs), tuple(steps),
-        tuple(collectives), compute, seconds,
+        tuple(collectives), compute, seconds, hidden_seconds, tuple(graph.nodes[k].name for k in beside),
     )  # fmt: skip
 
 
@@ -321,7 +326,7 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
 def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
     """What these segments' second forwards, and second gathers, take in a step; the rows of ops are without it."""
     rules, chosen = rules_of(graph), _chosen(graph, plan)
-    again = sum(seconds_again(graph, rules, priced, chosen, _again(graph, plan, chosen)))
+    again = sum(seconds_again(graph, rules, priced, chosen, plan.routes, _again(graph, plan, chosen)))
     return plan.microbatches * again - sum(waited_seconds(graph, plan, priced).values())
 
 

@@ -41,7 +41,8 @@ def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Sh
         rule = row.rule.split("   ")[0]
         table.add_row(
             Text(row.label), Text(rule), *(row.cuts.get(axis, "") for axis in mesh.names),
-            " ".join(row.ins), "\n".join((" ".join(row.outs), *row.steps)), collectives_text(row.collectives),
+            " ".join(row.ins), "\n".join((" ".join(row.outs), *row.steps)),
+            collectives_text(row.collectives) + (f"\n{show_seconds(row.hidden_seconds)} hidden" if row.beside else ""),
             show_bytes(sum(c["bytes"] for c in row.collectives)) if row.collectives else "",
             show_seconds(row.compute_seconds + row.collective_seconds),
         )  # fmt: skip

@@ -128,9 +128,10 @@ def _along_the_sequence(whole: Rule, call: Call, causal: bool) -> Rule:
             "twice the ranks, by padding or by cutting one off"
         )
         return replace(whole, lowerings=whole.lowerings + ((rows,) if causal else ()), absent={RING: why})
-    round_once, exchanged = _travels(whole, call, unit)
-    ring = Lowering(attention_across, frozenset({RING}), round_once + (exchanged if causal else ()), uneven=True)
-    both = replace(rows, factors=frozenset({QUERIES, RING}), comm=round_once)
+    round_once, home, exchanged = _travels(whole, call, unit)
+    comm = round_once + exchanged if causal else round_once + (home,)
+    ring = Lowering(attention_across, frozenset({RING}), comm, uneven=True)
+    both = replace(rows, factors=frozenset({QUERIES, RING}), comm=(*round_once, home))
     ins = [shard(len(x.shape) - 2) for x in (q, k, rest[0])]
     for mask in rest[1:]:
         has_rows = len(mask.shape) > 1 and mask.shape[-2] > 1
@@ -155,12 +156,12 @@ def _of_last_rank(cuts: Mapping[str, int | Fraction]) -> float:
     return 2.0 - 1.0 / float(prod(cuts.get(f, 1) for f in (QUERIES, RING)))
 
 
-def _travels(whole: Rule, call: Call, unit: int) -> tuple[tuple[Comm, ...], tuple[Comm, ...]]:
-    """The messages of a ring, and those of ranks that exchange halves first.
+def _travels(whole: Rule, call: Call, unit: int) -> tuple[tuple[Comm, ...], Comm, tuple[Comm, ...]]:
+    """The messages of a ring, the last one, and those of ranks that exchange halves first, in place of the last one.
 
     Keys and values go round forward and backward, their gradients go round and home. Two halves of each tensor go
-    elsewhere: of queries, of keys and values, of results; in the backward of results and gradients. On two ranks the
-    halves with even numbers stay.
+    elsewhere: of queries, of keys and values, of results; in the backward of results and gradients. On two ranks one
+    half of each stays.
 
     Args:
         unit: of how many places an element of the ring's factor is.
@@ -180,14 +181,15 @@ def _travels(whole: Rule, call: Call, unit: int) -> tuple[tuple[Comm, ...], tupl
         Comm(RING, "send_recv", k, both(item), in_ring=True, overlaps=True),
         Comm(RING, "send_recv", k, both(item), backward=True, in_ring=True, overlaps=True),
         Comm(RING, "send_recv", k, both(exact), backward=True, in_ring=True, overlaps=True),
-        Comm(RING, "send_recv", k, both(exact), backward=True),
     )
+    home = Comm(RING, "send_recv", k, both(exact), backward=True)
     of_q, of_out = unit * item, -(-unit * item * e // d)
-    moved = ((q, of_q, False), (k, both(item), False), (q, of_out, False))
-    moved += ((q, 2 * of_out, True), (q, of_q, True), (k, both(item), True))
+    moved = ((q, of_q, False), (k, both(item), False), (q, of_out, False), (q, 2 * of_out, True), (q, of_q, True))
     exchanged = tuple(
-        Comm(RING, "send_recv", over, -(-n // 2), backward, from_pieces=3 if even else 2)
+        Comm(RING, "send_recv", over, -(-n // 2), backward, from_pieces=pieces)
         for over, n, backward in moved
-        for even in (True, False)
+        for pieces in (3, 2)
     )
-    return comm, exchanged
+    # Gradients of keys and values come from the next rank: on two and on three one half of each is where it belongs.
+    exchanged += tuple(Comm(RING, "send_recv", k, -(-both(item) // 2), True, from_pieces=n) for n in (2, 4))
+    return comm, home, exchanged

@@ -30,8 +30,8 @@ from spmd_types import rules as types
 
 from autopar.rules.attention_call import Draw, Going, Hashes
 from autopar.rules.attention_halves import add_to, as_message, exchanged, message_of_halves, parts_of, whole
-from autopar.rules.attention_kernels import merged
 from autopar.rules.attention_pairs import mask_of
+from autopar.rules.attention_sums import AttentionSoFar, SumOfParts
 from autopar.rules.distributed import axes_of, cuts_on, n_pieces, permuted, positions, sends_on, which_piece
 from autopar.rules.lowering_trial import makes_some_steps, standing_for
 from autopar.torch_private import each_rank
@@ -50,31 +50,10 @@ def _added(
     mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor | None, log_sum: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The attention to these keys added to that to earlier ones; the first time there is none."""
-    exact = _precision_of_sums(q)
+    so_far = AttentionSoFar(q, v.shape[-1], out, log_sum)
     for pair, part in way.parts(numbers, source, q, k, v, mask, hashes):
-        of_part, log_of_part = part.result()
-        every_row = pair.rows.start == 0 and pair.rows.stop == q.shape[-2]
-        if out is None and every_row:
-            out, log_sum = of_part.to(exact), log_of_part
-            continue
-        out, log_sum = _nothing_yet(q, v, out, log_sum)
-        at = (..., pair.rows, slice(None))
-        new, new_log = merged(out[at], log_sum[..., pair.rows], of_part, log_of_part)
-        if every_row:
-            out, log_sum = new, new_log
-        else:
-            out[at], log_sum[..., pair.rows] = new, new_log
-    return _nothing_yet(q, v, out, log_sum)
-
-
-def _nothing_yet(
-    q: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, log_sum: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention to no keys, where there is none so far."""
-    if out is not None and log_sum is not None:
-        return out, log_sum
-    exact = _precision_of_sums(q)
-    return q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=exact), q.new_full(q.shape[:-1], -torch.inf, dtype=exact)
+        so_far.add(pair.rows, *part.result())
+    return so_far.result()
 
 
 def _lying_like(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -92,35 +71,18 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of the queries, with those of earlier keys, and of these keys and values, in the precision of
     sums; that of the mask is added to ``of_mask``."""
-    of_k = of_v = None
+    sum_of_q, sum_of_k, sum_of_v = SumOfParts(q, of_q), SumOfParts(k), SumOfParts(v)
     for pair, part in way.parts(numbers, source, q, k, v, mask, hashes):
         at = (..., pair.rows, slice(None))
         into_q, into_k, into_v, into_mask = part.gradients(grad[at], out[at], log_sum[..., pair.rows])
-        of_q = _with_part(of_q, q, pair.rows, into_q)
-        of_k, of_v = _with_part(of_k, k, pair.keys, into_k), _with_part(of_v, v, pair.keys, into_v)
+        sum_of_q.add(pair.rows, into_q)
+        sum_of_k.add(pair.keys, into_k)
+        sum_of_v.add(pair.keys, into_v)
         if into_mask is not None and of_mask is not None:
             into = mask_of(of_mask, pair)
             assert into is not None
             into += into_mask
-    return tuple(_zeros(x) if of_x is None else of_x for of_x, x in ((of_q, q), (of_k, k), (of_v, v)))  # type: ignore[return-value]
-
-
-def _with_part(total: torch.Tensor | None, x: torch.Tensor, places: slice, part: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``x`` with what a part of it adds. A first one that has all places is the sum itself: one more
-    pass over zeros is time, and memory that is touched for the first time more so."""
-    if total is None and places.start == 0 and places.stop == x.shape[-2]:
-        return part.to(_precision_of_sums(x))
-    total = _zeros(x) if total is None else total
-    total[..., places, :] += part
-    return total
-
-
-def _zeros(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x, dtype=_precision_of_sums(x))
-
-
-def _precision_of_sums(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return sum_of_q.total(), sum_of_k.total(), sum_of_v.total()
 
 
 # --- the operator
@@ -143,7 +105,8 @@ class _Attention(torch.autograd.Function):
             hashes = each_rank(way.hashes)(way.row_numbers, seed, q.shape[-2], *lead)
         given, shapes, message = q, (k.shape, v.shape), None
         if way.zigzag:
-            (halves,), halves_of_keys = exchanged(way, [q]), exchanged(way, [k, v])
+            arriving = exchanged(way, [q]), exchanged(way, [k, v])
+            (halves,), halves_of_keys = (wait() for wait in arriving)
             q, message = each_rank(whole)(*halves), each_rank(message_of_halves)(*chain(*halves_of_keys))
             k, v = parts_of(message, shapes)
         out = log_sum = None
@@ -152,7 +115,7 @@ class _Attention(torch.autograd.Function):
         assert out is not None
         out = each_rank(_lying_like)(out, q)
         if way.zigzag:
-            (halves,) = exchanged(way, [out], back=True)
+            (halves,) = exchanged(way, [out], back=True)()
             out = each_rank(whole)(*halves, given)
         keys_and_values = [k, v] if message is None else [message]
         ctx.save_for_backward(q, mask, out, log_sum, *hashes, *keys_and_values)
@@ -177,7 +140,7 @@ class _Attention(torch.autograd.Function):
         q, mask, out, log_sum, of_rows, of_places, *keys_and_values = ctx.saved_tensors
         hashes, message, grad = (of_rows, of_places), None, grad.contiguous()
         if way.zigzag:
-            grad, out = (each_rank(whole)(*halves) for halves in exchanged(way, [grad, out]))
+            grad, out = (each_rank(whole)(*halves) for halves in exchanged(way, [grad, out])())
             (message,) = keys_and_values
             keys_and_values = parts_of(message, ctx.shapes)
         of_q: torch.Tensor | None = None
@@ -190,19 +153,22 @@ class _Attention(torch.autograd.Function):
                 way, way.row_numbers, source, grad, q, keys, values, mask, hashes, out, log_sum, of_q, of_mask
             )
             step += 1
-            if way.ring is not None:  # after the last step they are one rank from home, and nothing runs meanwhile
-                sums = each_rank(as_message)(*gradients) if arriving is None else arriving()
-                if arriving is not None:
-                    each_rank(add_to)(sums, *gradients)
+            if arriving is not None:
+                sums = arriving()
+                each_rank(add_to)(sums, *gradients)
+                gradients = parts_of(sums, ctx.shapes)
+            if way.ring is not None and (step < way.steps or not way.zigzag):
+                # After the last step they are one rank from home, and nothing runs meanwhile.
+                sums = each_rank(as_message)(*gradients) if arriving is None else sums
                 beside = way if step < way.steps else None
                 arriving = permuted(sums, way.ring, way.group, _next_of(way), beside, backward=True)
-        if arriving is not None:
+        if arriving is not None and not way.zigzag:
             gradients = parts_of(arriving(), ctx.shapes)
         assert of_q is not None
         of_q, of_k, of_v = (x.to(q.dtype) for x in (of_q, *gradients))
-        if way.zigzag:
-            halves = exchanged(way, [of_q], back=True) + exchanged(way, [of_k, of_v], back=True)
-            of_q, of_k, of_v = (each_rank(whole)(*both) for both in halves)
+        if way.zigzag:  # straight from the rank that has the sums to where each half belongs
+            waits = exchanged(way, [of_q], back=True), exchanged(way, [of_k, of_v], back=True, from_next=True)
+            of_q, of_k, of_v = (each_rank(whole)(*both) for wait in waits for both in wait())
         return of_q, of_k, of_v, of_mask, None, None
 
 

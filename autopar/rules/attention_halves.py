@@ -47,24 +47,31 @@ def parts_of(message: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.
 
 
 def exchanged(
-    way: Going, tensors: Sequence[torch.Tensor], back: bool = False
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Both halves of tensors [.. s ..] of one dtype whose dim -2 is in pieces one after the other, as zigzag wants
-    them; or back again.
+    way: Going, tensors: Sequence[torch.Tensor], back: bool = False, from_next: bool = False
+) -> Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Send halves of tensors [.. s ..] of one dtype, whose dim -2 is in pieces one after the other, to where zigzag
+    wants them; or back again. What is returned waits for both halves of each tensor.
 
     Of 2 n halves rank i has numbers 2 i and 2 i + 1 and gets i and 2 n - 1 - i: one of them is even, the other is odd,
     so each rank sends and receives one even and one odd half. On two ranks the even ones stay where they are.
+
+    Args:
+        from_next: a rank has the halves of the next one, as after the last step of a ring.
     """
-    n, mine = way.pieces, way.number
+    n, mine, shift = way.pieces, way.number, int(from_next)
     to_even, to_odd = ([_home(2 * i + odd, n) for i in range(n)] for odd in (0, 1))
-    halves = each_rank(_halves)(mine if back else 0, *tensors)
-    even, odd = list(halves[: len(tensors)]), list(halves[len(tensors) :])
     if back:
-        to_even, to_odd = _inverse(to_even), _inverse(to_odd)
+        to_even, to_odd = ([to.index((i + shift) % n) for i in range(n)] for to in (to_even, to_odd))
+    halves = each_rank(_halves)((mine + shift) % n if back else 0, *tensors)
+    even, odd = list(halves[: len(tensors)]), list(halves[len(tensors) :])
     arriving = _to_others(way, even, to_even), _to_others(way, odd, to_odd)
-    even, odd = (wait() for wait in arriving)
-    in_order = each_rank(_in_order)(0 if back else mine, *even, *odd)
-    return list(zip(in_order[::2], in_order[1::2], strict=True))
+
+    def both_halves() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        even, odd = (wait() for wait in arriving)
+        in_order = each_rank(_in_order)(0 if back else mine, *even, *odd)
+        return list(zip(in_order[::2], in_order[1::2], strict=True))
+
+    return both_halves
 
 
 def _to_others(way: Going, tensors: list[torch.Tensor], to: Sequence[int]) -> Callable[[], list[torch.Tensor]]:
@@ -79,10 +86,6 @@ def _to_others(way: Going, tensors: list[torch.Tensor], to: Sequence[int]) -> Ca
 
 def _home(half: int, n: int) -> int:
     return half if half < n else 2 * n - 1 - half
-
-
-def _inverse(to: Sequence[int]) -> list[int]:
-    return [to.index(i) for i in range(len(to))]
 
 
 def _halves(number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

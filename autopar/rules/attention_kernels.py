@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -177,15 +177,16 @@ class PartOfAttention:
         return torch.exp(scores - log_sum.masked_fill(log_sum == -math.inf, 0.0).unsqueeze(-1))
 
 
-def merged(
+def add_part(
     out: torch.Tensor, log_sum: torch.Tensor, part: torch.Tensor, log_of_part: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention over two parts of the keys, from that over each: ``out`` and ``part`` ``[.. h q e]``, log-sum-exps
-    ``[.. h q]``; in the precision of ``out``."""
+) -> None:
+    """Make of the attention over some keys, ``out`` [.. h q e] and its log-sum-exp [.. h q], that over these keys and
+    those of another part: both are written in place, in their precision."""
     both = torch.logaddexp(log_sum, log_of_part)
     base = both.masked_fill(both == -math.inf, 0.0)
-    weights: Any = [torch.exp(x - base).unsqueeze(-1).to(out.dtype) for x in (log_sum, log_of_part)]
-    return torch.addcmul(out * weights[0], part.to(out.dtype), weights[1]), both
+    weight, weight_of_part = (torch.exp(x - base).unsqueeze(-1).to(out.dtype) for x in (log_sum, log_of_part))
+    out.mul_(weight).addcmul_(part.to(out.dtype), weight_of_part)
+    log_sum.copy_(both)
 
 
-__all__ = ["Dropping", "PartOfAttention", "merged"]
+__all__ = ["Dropping", "PartOfAttention", "add_part"]

@@ -250,8 +250,7 @@ class _Greatest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: str) -> torch.Tensor:
-        y = functional_collectives.all_reduce(x, "max", group_of_axis(axis))
-        return y.wait() if isinstance(y, functional_collectives.AsyncCollectiveTensor) else y
+        return _arrived(functional_collectives.all_reduce(x, "max", group_of_axis(axis)))
 
     @staticmethod
     def spmd_typecheck(*, x: torch.Tensor, axis: str) -> Any:
@@ -268,6 +267,28 @@ def greatest(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     for axis in axes:
         x = torch.empty_like(x) if TRIAL.get() is not None else _Greatest.apply(x, axis)
     return x
+
+
+def gathered_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:
+    """``x`` of all ranks of an axis, [ranks *x], without a gradient.
+
+    Args:
+        group: the axis's, from :func:`sends_on`.
+    """
+    if group is None:
+        return x.new_empty((n_pieces([axis]), *x.shape))
+    return _arrived(functional_collectives.all_gather_single(x.unsqueeze(0).contiguous(), 0, group))
+
+
+def summed_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:
+    """The sum of ``x`` over all ranks of an axis, without a gradient; for a backward, too, as ``group`` is given."""
+    return torch.empty_like(x) if group is None else _arrived(
+        functional_collectives.all_reduce(x.contiguous(), "sum", group)
+    )  # fmt: skip
+
+
+def _arrived(x: torch.Tensor) -> torch.Tensor:
+    return x.wait() if isinstance(x, functional_collectives.AsyncCollectiveTensor) else x  # type: ignore[no-any-return]
 
 
 def piece(axes: Axes, device: torch.device) -> torch.Tensor:
@@ -363,6 +384,19 @@ def _part(n: int, axes: Axes, x: torch.Tensor) -> torch.Tensor:
         return torch.ones((), dtype=x.dtype, device=x.device)
     lengths = _pieces(n, axes, x.device)[1]
     return _own((lengths.double() / n).to(x.dtype), axes)
+
+
+def weights_on(n: int, axes: Axes, k: int, device: torch.device) -> torch.Tensor:
+    """What part each rank of axis ``k`` has of what they have together of ``n`` elements, which ``axes`` cut one
+    after the other: float64 [ranks], V on the axes before; all are zero where they have none."""
+    sizes = [_size_and_unit(axis)[0] for axis in axes]
+    if TRIAL.get() is not None:
+        return torch.full((sizes[k],), 1 / sizes[k], dtype=torch.float64, device=device)
+    lengths = _pieces(n, axes, device)[1].reshape(prod(sizes[:k]), sizes[k], -1).sum(-1)
+    for axis in axes_of({"": axes[:k]}, ""):
+        lengths = spmd.convert(lengths, axis, src=spmd.R, dst=spmd.S(0))
+    lengths = lengths.reshape(sizes[k]).double()
+    return lengths / lengths.sum().clamp(min=1)
 
 
 def all_of(n: int, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str) -> int:

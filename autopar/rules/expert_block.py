@@ -19,7 +19,8 @@ plan, a fingerprint and a printed program have it like any other argument.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
@@ -35,11 +36,11 @@ from autopar.rules.expert_by_expert import Matrices, in_turn, one_after_the_othe
 from autopar.rules.expert_features import LOOKUP, SPLIT, features_of
 from autopar.rules.experts import EXPERTS, most_rows
 from autopar.rules.local import resolve
-from autopar.rules.notation import Comm, Lowering, Rule, line
+from autopar.rules.notation import CallPart, Comm, Lowering, Parts, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 from autopar.rules.stacked_columns import own_parts
-from autopar.rules.travelling import Trip, untyped
+from autopar.rules.travelling import Passage, Trip, untyped
 
 BLOCK = "autopar.expert_block.default"
 
@@ -225,8 +226,10 @@ def _axis_of_features(cut: Any) -> str | None:
     return next(iter(axes_of(cut, FFN)), None)
 
 
-def _multiplied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a block that the result is a product of: terms of a sum are added to it."""
+def _multiplied(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """For the type checker, the tensors of a block that the result is a product of: terms of a sum are added to it."""
+    if not spmd.is_type_checking():
+        return []
     floats = [x for x in tensors if x.is_floating_point()]
     return [x for x in floats if spmd.P not in spmd.get_local_type(x).values()]
 
@@ -237,28 +240,103 @@ def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, lo
     Args:
         load: of the experts, for runs on tensors without values, which are of the rank that gets most rows.
     """
-    if spmd.is_type_checking():
-        with spmd.no_typecheck():
-            made = _travelled(tensors, body, cut, load)
-        return pending(untyped(_multiplied(tensors), made), axes_of(cut, FFN))
-    return _travelled(tensors, body, cut, load)
+    of_experts = tensors[body_of(body).roles.index(EXPERT)]
+    n_experts = of_experts.shape[0] * n_pieces(axes_of(cut, TRAVEL))
+    begin, compute, end = travelling_in_parts(n_experts, (tensors, body), {"cut": cut, "load": load})
+    leaving = begin.function(*begin.args, **begin.kwargs)
+    computing = compute.function(leaving, *compute.args, **compute.kwargs)
+    return end.function(computing, *end.args, **end.kwargs)  # type: ignore[no-any-return]
 
 
-def _travelled(tensors: Any, body: str, cut: Any, load: Any) -> torch.Tensor:
-    program, given, expert = body_of(body), list(tensors[:-1]), tensors[-1]
-    axes = axes_of(cut, TRAVEL)
-    n_experts = given[program.roles.index(EXPERT)].shape[0] * n_pieces(axes)
-    trips = []
-    way = way_to_busiest(load, [n_pieces([axis]) for axis in axes]) if load else [None] * len(axes)
-    for axis, part_of_way in zip(axes, way, strict=True):
-        trip = Trip(expert, n_experts, axis, part_of_way)
-        given = [trip.there(x) if role == ROW else x for x, role in zip(given, program.roles, strict=True)]
-        expert, n_experts = trip.expert, n_experts // n_pieces([axis])
-        trips.append(trip)
-    made = computed([*given, expert], program, _axis_of_features(cut))
-    for trip in reversed(trips):
-        made = trip.back(made)
-    return made
+@dataclass
+class Travelling:
+    """A block whose rows are on their way, to their experts or back.
+
+    Attributes:
+        expert: int [received rows], of this rank's experts, behind the last trip.
+        multiplied: for the type checker, tensors of which the result is a product (:func:`_multiplied`).
+        trips: one for each axis, in order.
+        under_way: of the last axis, tensors of rows by their number among those of the block, and in the end the
+            result on the first axis.
+    """
+
+    expert: torch.Tensor
+    multiplied: list[torch.Tensor]
+    trips: list[Trip]
+    under_way: dict[int, Passage]
+
+
+def travelling_in_parts(n_experts: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
+    """:func:`travelling_block` as three calls, between which others may be computed. Matrices of experts are read by
+    the second alone: where they are gathered for their use, it is that which waits for them.
+
+    Args:
+        n_experts: of all ranks.
+        args, kwargs: of the block on one rank, whatever stands there for tensors.
+    """
+    (*given, expert), body = args
+    roles = body_of(body).roles
+    rows = [x if role == ROW else None for x, role in zip(given, roles, strict=True)]
+    others = [None if role == ROW else x for x, role in zip(given, roles, strict=True)]
+    cut = {"cut": kwargs["cut"]}
+    with_load = {"load": kwargs["load"]} if kwargs.get("load") else {}
+    return (
+        CallPart(rows_leave, (rows, expert, n_experts), {**cut, **with_load}),
+        CallPart(rows_computed, (others, body), cut),
+        CallPart(rows_return, (), cut),
+    )
+
+
+def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut: Any, load: Any = ()) -> Travelling:
+    """Rows set out to the ranks of their experts.
+
+    Args:
+        rows: the block's tensors that are rows, None in the places of the others.
+        n_experts: of all ranks.
+    """
+    tensors = {k: x for k, x in enumerate(rows) if x is not None}
+    travelling = Travelling(expert, _multiplied(tensors.values()), [], {})
+    with _untyped():
+        axes = axes_of(cut, TRAVEL)
+        way = way_to_busiest(load, [n_pieces([axis]) for axis in axes]) if load else [None] * len(axes)
+        for axis, part_of_way in zip(axes, way, strict=True):
+            tensors |= {k: passage.arrived() for k, passage in travelling.under_way.items()}
+            trip = Trip(travelling.expert, n_experts, axis, part_of_way)
+            travelling.under_way = {k: trip.there(x) for k, x in tensors.items()}
+            travelling.expert, n_experts = trip.expert, n_experts // n_pieces([axis])
+            travelling.trips.append(trip)
+    return travelling
+
+
+def rows_computed(travelling: Travelling, others: Sequence[Any], body: str, *, cut: Any) -> Travelling:
+    """Rows that have arrived are computed by their experts, and the results set out.
+
+    Args:
+        others: the block's tensors that are no rows, None in the places of those.
+    """
+    multiplied = [*travelling.multiplied, *_multiplied([x for x in others if x is not None])]
+    with _untyped():
+        arrived = {k: passage.arrived() for k, passage in travelling.under_way.items()}
+        given = [arrived[k] if x is None else x for k, x in enumerate(others)]
+        made = computed([*given, travelling.expert], body_of(body), _axis_of_features(cut))
+        *inner, first_trip = reversed(travelling.trips)
+        for trip in inner:
+            made = trip.back(made).arrived()
+        return Travelling(travelling.expert, multiplied, travelling.trips, {0: first_trip.back(made)})
+
+
+def rows_return(travelling: Travelling, *, cut: Any) -> torch.Tensor:
+    """What has become of the rows, where they came from: the block's result."""
+    with _untyped():
+        made = travelling.under_way[0].arrived()
+    if not spmd.is_type_checking():
+        return made
+    return pending(untyped(travelling.multiplied, made), axes_of(cut, FFN))
+
+
+def _untyped() -> AbstractContextManager[Any]:
+    """In here the type checker looks at nothing."""
+    return spmd.no_typecheck() if spmd.is_type_checking() else nullcontext()
 
 
 TRAVEL, FFN, COLUMNS = "travel", "ffn", "columns"
@@ -311,11 +389,11 @@ def expert_block(call: Call) -> Rule:
     text = ", ".join(" ".join(term) for term in terms) + " -> " + " ".join(["s", *results])
     comm = [Comm(TRAVEL, "all_to_all", ("e",), 8)]
     for over, item_bytes, _ in arrivals:
-        comm.append(Comm(TRAVEL, "all_to_all", over, item_bytes, load=call.load))
-    back = Comm(TRAVEL, "all_to_all", ("s", *results), call.out.item_bytes, load=call.load)
+        comm.append(Comm(TRAVEL, "all_to_all", over, item_bytes, load=call.load, when="first"))
+    back = Comm(TRAVEL, "all_to_all", ("s", *results), call.out.item_bytes, load=call.load, when="last")
     comm += [back, replace(back, backward=True)]
     comm += [
-        Comm(TRAVEL, "all_to_all", over, item_bytes, backward=True, load=call.load)
+        Comm(TRAVEL, "all_to_all", over, item_bytes, backward=True, load=call.load, when="first")
         for over, item_bytes, is_float in arrivals if is_float
     ]  # fmt: skip
     sizes, together, states = {TRAVEL: experts}, {TRAVEL: frozenset("se")}, dict[str, tuple[Placement, ...]]()
@@ -354,6 +432,7 @@ def expert_block(call: Call) -> Rule:
             Lowering(
                 travelling_block, frozenset([TRAVEL, *states]), tuple(comm + exchanges),
                 most_work=most_rows(call, TRAVEL, experts), on_one_axis=frozenset(states),
+                in_parts=partial(travelling_in_parts, experts),
             ),
         ),
     )  # fmt: skip

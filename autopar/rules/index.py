@@ -106,6 +106,15 @@ def index_put(call: Call) -> Rule:
     )  # fmt: skip
 
 
+def _rows_along(call: Call) -> tuple[dict[str, int], list[Dim], int, tuple[Dim, ...]]:
+    """Of a call that writes rows at numbers along a dim: sizes of the factors, dims of the tensor, which one that
+    is, and dims of the rows, which have ``i`` there."""
+    sizes, dims = named(call.ins[0].shape)
+    d = call.args[1] % len(dims)
+    sizes["i"] = call.ins[1].shape[0]
+    return sizes, dims, d, tuple(("i",) if k == d else f for k, f in enumerate(dims))
+
+
 @rule(
     "aten.index_add.default",
     samples=[
@@ -115,10 +124,7 @@ def index_put(call: Call) -> Rule:
 )  # fmt: skip
 def index_add(call: Call) -> Rule:
     """Pieces of the source add to a pending sum."""
-    sizes, dims = named(call.ins[0].shape)
-    d = call.args[1] % len(dims)
-    sizes["i"] = call.ins[1].shape[0]
-    source = tuple(("i",) if k == d else f for k, f in enumerate(dims))
+    sizes, dims, d, source = _rows_along(call)
     both = (frozenset({0, 2}),) if call.out.is_float else ()
     whole = frozenset({dims[d][0], *(() if both else "i")})
     return Rule(
@@ -131,10 +137,7 @@ def index_add(call: Call) -> Rule:
     samples=[sample(T((6, 8)), 0, T((1,), "int64", 6), T((1, 8)))],
 )
 def index_copy(call: Call) -> Rule:
-    sizes, dims = named(call.ins[0].shape)
-    d = call.args[1] % len(dims)
-    sizes["i"] = call.ins[1].shape[0]
-    source = tuple(("i",) if k == d else f for k, f in enumerate(dims))
+    sizes, dims, d, source = _rows_along(call)
     both = (frozenset({0, 2}),) if call.out.is_float else ()
     return Rule(
         sizes, (tuple(dims), (("i",),), source), (tuple(dims),), "copy", frozenset({dims[d][0], "i"}), both, saves=(1,)

@@ -110,7 +110,8 @@ def collectives_inside(
             names = [axis_and_unit(axis)[0] for axis in axes[comm.factor]]
             most = _most(comm, names, axes, sizes)
             for axis, factor in zip(names, most, strict=True):
-                yield comm, axis, int(elements * factor) * comm.item_bytes
+                ranks = sizes[axis] if comm.gathers else 1
+                yield comm, axis, int(elements * factor) * ranks * comm.item_bytes
 
 
 def _most(

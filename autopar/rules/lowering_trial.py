@@ -48,6 +48,19 @@ class ToOther(NamedTuple):
     times: int = 1
 
 
+class Begun(NamedTuple):
+    """A collective that is begun, beside which others may compute until somebody waits for it.
+
+    Attributes:
+        passage: one object for that of the forward and that of its backward.
+    """
+
+    passage: object
+    axis: str
+    n_bytes: int
+    backward: bool
+
+
 class Counted:
     """What lowerings do while :func:`as_last_rank` is entered.
 
@@ -56,12 +69,16 @@ class Counted:
 
     Attributes:
         messages: that were sent, of which none arrives.
+        begun: collectives that are waited for later, in the order in which they began.
+        under_way: the passages for which nobody has waited yet.
         flops_left_out: of steps that a lowering leaves out, because they are like one that it makes.
     """
 
     def __init__(self, flops_so_far: Callable[[], float] | None = None) -> None:
         self.flops_so_far = flops_so_far
         self.messages: list[ToOther] = []
+        self.begun: list[Begun] = []
+        self.under_way: set[object] = set()
         self.flops_left_out = 0.0
         self.times = 1
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
 
 import spmd_types as spmd
 import torch
 
+from autopar.rules.batch_norm_across import batch_norm_across, collectives_of_batch_norm
 from autopar.rules.distributed import (
-    all_of,
     average,
     axes_of,
     greatest,
@@ -27,7 +26,6 @@ from autopar.rules.distributed import (
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample
-from autopar.torch_private import preserve_version_counter
 
 NORMALIZED = ("n0", "n1", "n2")
 """The factors of the dims that layer and RMS norm normalize."""
@@ -150,30 +148,6 @@ def group_norm(call: Call) -> Rule:
     )
 
 
-def batch_norm_across(
-    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float,
-    cudnn_enabled: bool = True, *, cut: Any, sizes: Any = None,
-) -> torch.Tensor:  # fmt: skip
-    """``aten.batch_norm`` in training with the batch or space cut: statistics of the whole batch on every rank."""
-    # x [b c ...], others [c] -> [b c ...]
-    factors = [factor for factor in cut if factor != "c"]
-    dims = [0, *range(2, x.dim())]
-    z = x.float() if _half(x.dtype) else x
-    mean, var = _moments(z, dims, cut, sizes, factors)
-    if running_mean is not None:
-        n = prod(all_of(x.shape[d], cut, sizes, factor) for d, factor in zip(dims, "bxyz", strict=False))
-        with torch.no_grad():
-            for running, new in ((running_mean, mean), (running_var, var * (n / (n - 1)))):
-                # as torch's own norm does: another call of the module may have saved it, and does not read it
-                with preserve_version_counter(running):
-                    running.mul_(1 - momentum).add_(new.detach().reshape(-1).to(running.dtype) * momentum)
-    scale = torch.rsqrt(var + eps)
-    per_channel = [1, -1, *[1] * (x.dim() - 2)]
-    scale = scale if weight is None else scale * weight.reshape(per_channel)
-    y = (z - mean) * scale
-    return (y if bias is None else y + bias.reshape(per_channel)).to(x.dtype)
-
-
 _STATS = (T((4,), grad=False), T((4,), grad=False))
 
 
@@ -196,10 +170,9 @@ def batch_norm(call: Call) -> Rule:
     return line(
         ", ".join([x, *["c"] * (len(call.ins) - 1)]) + " -> " + x,
         call,
-        lowerings=(Lowering(batch_norm_across, frozenset(across), tuple(
-            Comm(f, "all_reduce", ("c",), item, backward) for f in across for backward in (False, True)
-            for _ in range(2)
-        ), uneven=True),) if training else (),
+        lowerings=(
+            Lowering(batch_norm_across, frozenset(across), collectives_of_batch_norm(across, item), uneven=True),
+        ) if training else (),
         needs_some="c" if training else x,  # torch's kernel divides by the number of rows
         kind="reduce" if training else "pointwise",
         saves=(0, *weight_at),

@@ -63,6 +63,10 @@ class Comm:
             sends or gets most.
         load_of: the factor that has the load, where it is another one.
         from_pieces: made where the factor is cut into so many pieces or more.
+        gathers: the buffer is what the ranks of the axis gather, as often that of a rank as there are ranks.
+        when: ``first`` if nothing of the operator is computed before it, ``last`` if nothing is behind it, so that
+            computation of others may run beside it (:mod:`autopar.rules.meanwhile`); in a backward it is that of the
+            forward's collective whose adjoint it is. Of several axes the last one's is first, the first one's last.
     """
 
     factor: str
@@ -76,6 +80,8 @@ class Comm:
     load: Load = ()
     load_of: str = ""
     from_pieces: int = 2
+    gathers: bool = False
+    when: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVES:
@@ -86,6 +92,22 @@ class Comm:
         if pieces < self.from_pieces:
             return 0
         return (pieces - 1 if self.in_ring else 1) * self.repeats
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A call that is a part of a lowering.
+
+    Attributes:
+        function: gets what the part before it has given, if there is one, and then ``args`` and ``kwargs``.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Parts = tuple[CallPart, CallPart, CallPart]
 
 
 @dataclass(frozen=True)
@@ -103,6 +125,8 @@ class Lowering:
         on_one_axis: of its factors those that not several axes may cut.
         most_work: by the number of pieces of each factor that is cut, what the rank that computes most does, as a
             multiple of an equal share; None where all have the same.
+        in_parts: the same in three calls, of the arguments of ``function``: one that begins the first collectives, one
+            that waits for them, computes and begins the last ones, and one that waits for those and gives the result.
     """
 
     function: Callable[..., Any]
@@ -111,6 +135,7 @@ class Lowering:
     uneven: bool = False
     most_work: Callable[[Mapping[str, int | Fraction]], float] | None = None
     on_one_axis: frozenset[str] = frozenset()
+    in_parts: Callable[[tuple[Any, ...], Mapping[str, Any]], Parts] | None = None
 
 
 Localize = Callable[[Call, Mapping[str, int]], tuple[tuple[Any, ...], dict[str, Any]]]

@@ -45,10 +45,11 @@ BY_DEVICE = frozenset({"aten.scaled_dot_product_attention.default", "aten.batch_
 mode makes statistics that nobody needs. Their lowerings take the kernels of the CPU there too, and a trial on ``meta``
 takes a quarter of the time of one on fake tensors."""
 
-CANNOT_BE_TRIED = (RuntimeError,)
+CANNOT_BE_TRIED = (RuntimeError, ZeroDivisionError)
 """What torch raises for a call that cannot be made without values: an operator without a kernel for ``meta``
 (``NotImplementedError``, a ``RuntimeError``), sizes or numbers that depend on values, a gradient asked of an argument
-that has none. Anything else is a defect of a rule or a lowering, and shows as such."""
+that has none, the variance of a single value (``ZeroDivisionError``). Anything else is a defect of a rule or a
+lowering, and shows as such."""
 
 
 class LocalLayout(NamedTuple):

@@ -192,11 +192,11 @@ def stack(call: Call) -> Rule:
     return Rule(sizes, (term,) * n, (tuple(dims),), "copy", frozenset(dims[d]), (frozenset(range(n)),))
 
 
-def whole_dims(call: Call, dims_whole: Sequence[int], kind: str = "copy", linear: bool = True) -> Rule:
+def whole_dims(call: Call, dims_whole: Sequence[int]) -> Rule:
     sizes, dims = named(call.ins[0].shape)
     n = len(dims)
     whole = frozenset(dims[d % n][0] for d in dims_whole)
-    return Rule(sizes, (tuple(dims),), (tuple(dims),), kind, whole, _FIRST if linear and call.out.is_float else ())
+    return Rule(sizes, (tuple(dims),), (tuple(dims),), "copy", whole, _FIRST if call.out.is_float else ())
 
 
 @rule(

@@ -7,7 +7,7 @@ makes tensors of sizes that the host knows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ import spmd_types as spmd
 import torch
 
 from autopar.rules.distributed import n_pieces
-from autopar.rules.lowering_trial import in_trial
+from autopar.rules.lowering_trial import COUNTED, Begun, in_trial
 from autopar.torch_private import (
     FakeTensor,
     LocalIntNode,
@@ -40,7 +40,7 @@ class Trip:
     def __init__(
         self, expert: torch.Tensor, n_experts: int, axis: str, busiest: tuple[int, Sequence[float]] | None = None
     ) -> None:
-        self.n_rows, ranks = expert.shape[0], n_pieces([axis])
+        self.n_rows, self.axis, ranks = expert.shape[0], axis, n_pieces([axis])
         self.group = None if in_trial() else group_of_axis(axis)  # the backward knows no mesh
         of_each = n_experts // ranks
         key = torch.where((expert >= 0) & (expert < n_experts), expert, n_experts)
@@ -61,54 +61,107 @@ class Trip:
             self.expert = torch.repeat_interleave(mine, arriving, **known)
         """int [received rows]: which of this rank's experts each row that arrives goes to."""
 
-    def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's rows [rows ...] to the rows that arrive here [received rows ...]."""
-        return _There.apply(rows, self.order, self)  # type: ignore[no-any-return]
+    def there(self, rows: torch.Tensor) -> Passage:
+        """This rank's rows [rows ...] set out to the ranks where they are wanted; [received rows ...] arrive here."""
+        return Passage(self, rows, home=False)
 
-    def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """What has become of the rows that arrived, [received rows ...], to where they came from: [rows ...]."""
-        return _Back.apply(rows, self.order, self)  # type: ignore[no-any-return]
+    def back(self, rows: torch.Tensor) -> Passage:
+        """What has become of rows that arrived, [received rows ...], sets out to where they came from: [rows ...]."""
+        return Passage(self, rows, home=True)
 
-    def send(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        return exchanged(rows.index_select(0, order), self.sends, self.receives, self.group)
 
-    def bring(self, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        came = exchanged(rows.contiguous(), self.receives, self.sends, self.group)
-        shape, n = (self.n_rows, *came.shape[1:]), order.shape[0]
-        all_travelled = isinstance(n, int) and n == self.n_rows
+class Passage:
+    """Rows on their way, all that a rank has of a tensor: what is computed before :meth:`arrived` is asked for runs
+    beside the collective. So it is in the backward, where gradients go the other way: they set out where the forward
+    waited, and are waited for where it began.
+
+    Args:
+        trip: along its axis.
+        rows: this rank's, [rows ...], or where they go home those that had arrived, [received rows ...].
+        home: whether they go back.
+
+    Attributes:
+        waits_for: gives what arrives, of the forward or the backward that is under way; None where none is.
+    """
+
+    def __init__(self, trip: Trip, rows: torch.Tensor, home: bool) -> None:
+        self.trip, self.home, self.key = trip, home, object()
+        self.waits_for: Callable[[], torch.Tensor] | None = None
+        self._set_out: torch.Tensor | None = _SetOut.apply(rows, trip.order, self)
+        """[0]: its gradient stands for that of what is on its way."""
+
+    def arrived(self) -> torch.Tensor:
+        """What has arrived: [received rows ...], or at home [rows ...]."""
+        on_its_way, self._set_out = self._set_out, None  # which has this in its autograd graph
+        return _Arrived.apply(on_its_way, self.trip.order, self)  # type: ignore[no-any-return]
+
+    def send(self, rows: torch.Tensor, order: torch.Tensor, home: bool, backward: bool) -> None:
+        """Begin the collective."""
+        trip = self.trip
+        ways = (trip.receives, trip.sends) if home else (trip.sends, trip.receives)
+        rows = rows.contiguous() if home else rows.index_select(0, order)
+        self.waits_for = set_out(rows, *ways, trip.group)
+        counted = COUNTED.get()
+        if counted is not None:
+            most = max(rows.shape[0], sum(ways[1][1:], ways[1][0]))
+            row_bytes = rows.numel() // max(1, rows.shape[0]) * rows.element_size()
+            counted.begun.append(Begun(self.key, trip.axis, most * row_bytes, backward))
+            counted.under_way.add(self.key)
+
+    def wait(self, order: torch.Tensor, home: bool) -> torch.Tensor:
+        """What has arrived, at home in the order in which it was."""
+        assert self.waits_for is not None
+        came, self.waits_for = self.waits_for(), None
+        counted = COUNTED.get()
+        if counted is not None:
+            counted.under_way.discard(self.key)
+        if not home:
+            return came
+        shape, n = (self.trip.n_rows, *came.shape[1:]), order.shape[0]
+        all_travelled = isinstance(n, int) and n == self.trip.n_rows
         return (came.new_empty(shape) if all_travelled else came.new_zeros(shape)).index_copy_(0, order, came)
 
 
-class _There(torch.autograd.Function):
+class _SetOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, trip: Trip) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
         ctx.save_for_backward(order)
-        ctx.trip = trip
-        return trip.send(rows, order)
+        ctx.passage = passage
+        passage.send(rows, order, passage.home, backward=False)
+        return rows.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return ctx.trip.bring(grads[0], *ctx.saved_tensors), None, None
+        return ctx.passage.wait(*ctx.saved_tensors, not ctx.passage.home), None, None
 
 
-class _Back(torch.autograd.Function):
+class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, trip: Trip) -> torch.Tensor:
+    def forward(ctx: Any, on_its_way: torch.Tensor, order: torch.Tensor, passage: Passage) -> torch.Tensor:
         ctx.save_for_backward(order)
-        ctx.trip = trip
-        return trip.bring(rows, order)
+        ctx.passage = passage
+        return passage.wait(order, passage.home)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return ctx.trip.send(grads[0], *ctx.saved_tensors), None, None
+        ctx.passage.send(grads[0], *ctx.saved_tensors, not ctx.passage.home, backward=True)
+        return grads[0].new_empty(0), None, None
 
 
 def exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> torch.Tensor:
     """``sends[k]`` of the rows go to rank k, which has ``receives[k]`` for this one; None: equal parts."""
+    return set_out(rows, sends, receives, group)()
+
+
+def set_out(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> Callable[[], torch.Tensor]:
+    """The same, begun: what is returned waits for what arrives."""
     if group is None:
-        return rows.new_empty(len(rows) if receives is None else sum(receives[1:], receives[0]), *rows.shape[1:])
-    arrived = functional_collectives.all_to_all_single(rows, receives, sends, group)
-    return arrived.wait() if isinstance(arrived, functional_collectives.AsyncCollectiveTensor) else arrived
+        nothing = rows.new_empty(len(rows) if receives is None else sum(receives[1:], receives[0]), *rows.shape[1:])
+        return lambda: nothing
+    arriving = functional_collectives.all_to_all_single(rows, receives, sends, group)
+    if isinstance(arriving, functional_collectives.AsyncCollectiveTensor):
+        return arriving.wait  # type: ignore[no-any-return]
+    return lambda: arriving
 
 
 def _on_host(
@@ -160,4 +213,4 @@ def _probe(x: torch.Tensor, invariant: Collection[Any]) -> torch.Tensor:
     return one
 
 
-__all__ = ["Trip", "exchanged", "untyped"]
+__all__ = ["Passage", "Trip", "exchanged", "untyped"]

@@ -16,7 +16,9 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share, :mo
 :mod:`.executor`         the model on one mesh; :mod:`.mesh_step`: a training step of it, in microbatches;
                          :mod:`.scaled_steps`: with a ``GradScaler``
 :mod:`.crossing`         its program as a node of the caller's autograd graph; :mod:`.direct`: on one device
-:mod:`.mesh_outputs`     what a call gives back; :mod:`.outputs`: each of it
+:mod:`.mesh_outputs`     what a call gives back; :mod:`.outputs`: each of it;
+                         :mod:`.left_attributes`: what the model would leave in attributes
+:mod:`.kept_modes`       parts whose modes ``train()`` leaves
 :mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``;
                          :mod:`.statistics_anew`: ``update_bn``
 :mod:`.pipeline`         the model in stages; :mod:`.pipeline_start`: what its ranks make together first

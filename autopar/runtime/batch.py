@@ -86,10 +86,15 @@ def local_part(
         return leaf
     pinned = f" (or this rank's slice, {slot.state.text})" if in_pieces and slot.state.is_cut else ""
     hint = ""
-    if shape and slot.shape and shape[0] != slot.shape[0] and shape[1:] == slot.shape[1:]:
+    if in_pieces:
         hint = (
-            "; pass the whole batch on every rank. parallelize follows batches of other sizes unless shapes='fixed' is "
-            "given, or placements= of an input"
+            "; an input whose placement was asked for (placements=) has the shape of the example in every call: call "
+            "it with that, or parallelize without placements=, which follows batches and lengths of other sizes"
+        )
+    elif len(shape) == len(slot.shape):
+        hint = (
+            "; pass the whole batch on every rank. parallelize follows batches and lengths of other sizes unless "
+            "shapes='fixed' is given, or placements= of an input"
         )
     raise RunError(f"input {shown}: captured with shape {slot.shape}{pinned}, called with {shape}{hint}")
 

@@ -3,7 +3,7 @@
 With ``parallelize(..., shapes="buckets", buckets=[(rows, length), ...])`` a call goes into the smallest bucket that
 takes it. Its tensors get more rows, and more positions where they are as long as the call: zeros, and where the loss
 takes labels the number that it ignores, so that the loss stays the mean over what was there. What a call gives is cut
-back. :mod:`autopar.padding` proves, before anything is trained, that a model bears it.
+back. :mod:`autopar.comparison.padding` proves, before anything is trained, that a model bears it.
 """
 
 from __future__ import annotations

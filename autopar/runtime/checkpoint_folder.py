@@ -275,11 +275,29 @@ class Checkpoint:
         assert self.optimizer is not None
         state = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
         with self._on_all(f"loaded from {source}"):
-            missing = [name for name in state if f"optimizer.{name}" not in there]
+            never_stepped = self._never_stepped(there)
+            without = tuple(f"state.{name}." for name in never_stepped)
+            stored = {name: value for name, value in state.items() if not name.startswith(without)}
+            missing = [name for name in stored if f"optimizer.{name}" not in there]
             if missing:
                 raise RunError(f"it is of another optimizer: it has no {first_few(missing)}")
-            dcp.load({"optimizer": state}, checkpoint_id=source, process_group=self.group, no_dist=self.alone)
-            set_optimizer_state_dict(self.model, self.optimizer, state, options=_FLAT)
+            dcp.load({"optimizer": stored}, checkpoint_id=source, process_group=self.group, no_dist=self.alone)
+            set_optimizer_state_dict(self.model, self.optimizer, {**state, **stored}, options=_FLAT)
+            for param in never_stepped.values():  # torch has made them one, as of a step
+                self.optimizer.state.pop(param, None)
+
+    def _never_stepped(self, there: set[str]) -> dict[str, torch.nn.Parameter]:
+        """The optimizer's parameters that had no state in a save, as those have none that got no gradient so far: of a
+        head that the model does not read, say."""
+        assert self.optimizer is not None
+        grouped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        in_groups = {key.rpartition(".")[0] for key in there if key.startswith("optimizer.param_groups.")}
+        with_state = {key.rpartition(".")[0] for key in there if key.startswith("optimizer.state.")}
+        return {
+            name: param for name, param in self.model.named_parameters()
+            if id(param) in grouped and f"optimizer.param_groups.{name}" in in_groups
+            and f"optimizer.state.{name}" not in with_state
+        }  # fmt: skip
 
     @contextlib.contextmanager
     def _on_all(self, what: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar.runtime.batch import Batch
+from autopar.runtime.statistics_anew import copy_momenta
 
 Build = Callable[[Callable[[str], torch.Tensor]], Any]
 
@@ -49,6 +50,7 @@ def copied(pm: Any, memo: dict[int, Any], build: Build) -> Any:
     new._set_position(*pm._position())
     new._mode = pm._captured_training
     new.training = pm._mode
+    copy_momenta(pm, new)
     return new
 
 

@@ -221,6 +221,7 @@ class _Watch:
 
     def __init__(self, failures: Failures, abort: Callable[[], None], stays_armed: bool) -> None:
         self.failures, self.abort, self.stays_armed = weakref.ref(failures), abort, stays_armed
+        self.world = dist.group.WORLD
         self.changed = threading.Condition()
         self.step, self.running, self.within = 0, False, False
         self.thread: StoreThread | None = None
@@ -258,7 +259,7 @@ class _Watch:
 def _look_for_news(ref: weakref.ref[_Watch], told_to_end: threading.Event) -> None:
     while not told_to_end.wait(QUIET_SECONDS):
         watch = ref()
-        if watch is None or not dist.is_initialized():
+        if watch is None or dist.group.WORLD is not watch.world:  # it is ended, or another one has begun
             return
         watch.look()
         del watch

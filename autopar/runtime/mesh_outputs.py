@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autopar.runtime.left_attributes import leave
 from autopar.runtime.module_calls import batch_rows
 from autopar.runtime.outputs import IN_PIECES, unread, with_pending
 from autopar.runtime.state import as_dtensor
@@ -41,7 +42,9 @@ def outputs_of(module: Any, flat: tuple[Any, ...], call: int, of_step: bool) -> 
                 meet = partial(module._meeting.meet, "reads", f"output {i} of call {call}", IN_PIECES)
                 value = unread(value, state, shape, module._mesh, meet)
         results.append(value)
-    return pytree.tree_unflatten(results, module._captured.out_spec)
+    own = module._captured.out_spec.num_leaves
+    leave(module, results[own:], of_step)
+    return pytree.tree_unflatten(results[:own], module._captured.out_spec)
 
 
 __all__ = ["outputs_of"]

@@ -38,7 +38,7 @@ from autopar.runtime.own_rows_in_stages import RowsInStages
 from autopar.runtime.pipeline_outputs import of_batch, of_run
 from autopar.runtime.pipeline_programs import Lines
 from autopar.runtime.pipeline_runs import forwards, ready_runs, shares_in_loss
-from autopar.runtime.pipeline_start import begun, check_fits, take_values
+from autopar.runtime.pipeline_start import begun, check_fits, take_values, unread_in
 from autopar.runtime.programs import AllWell, Fields
 from autopar.runtime.reached import ReachedBy, reached_by
 from autopar.runtime.registering import Placing
@@ -111,7 +111,10 @@ class PipelineModule(TakesRows, SpreadModule):
         super().__init__()
         check_fits(plan, captured)
         self._plan, self._rank = plan, dist.get_rank()
-        self._order = tuple(name for name, _ in model.named_parameters())
+        self._order = (
+            model._parameter_order() if isinstance(model, PipelineModule)
+            else tuple(name for name, _ in model.named_parameters())
+        )  # fmt: skip
         self._signature = inspect.signature(model.forward)
         self._captured, self._captured_training = captured, model.training
         self._skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
@@ -129,9 +132,11 @@ class PipelineModule(TakesRows, SpreadModule):
         if len({s.devices for s in plan.stages}) > 1:
             flat_optimizer_states(PipelineModule)
         shared: dict[str, torch.nn.Parameter] = {}
+        unread = unread_in(model, captured, self._parts)
         placings = {
             s: Placing(
-                self, model, self._parts[s].graph, captured.constants, plan.stages[s], meshes[s], shared=shared
+                self, model, self._parts[s].graph, captured.constants, plan.stages[s], meshes[s], shared=shared,
+                unread=unread if s == 0 else None,
             )
             for s in mine
         }  # fmt: skip
@@ -349,7 +354,8 @@ class PipelineModule(TakesRows, SpreadModule):
                 of_run(each, loss, parts) for each, (loss, parts) in zip(ready, forwards(self, ready), strict=True)
             ]
             of_all = of_batch(ready[0], of_runs, self._own_rows)
-            outputs = pytree.tree_unflatten(of_all, ready[0].captured.out_spec)
+            spec = ready[0].captured.out_spec
+            outputs = pytree.tree_unflatten(of_all[: spec.num_leaves], spec)
             return outputs if self.buckets is None else self.buckets.cut(outputs, self._padding)
 
     def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:

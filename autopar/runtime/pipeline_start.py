@@ -74,6 +74,20 @@ def begun(parts: Sequence[StageGraph], plan: Plan, device_type: str) -> Start:
     return Start(wires, tied, groups, mine, meshes, groups.of(range(plan.n_devices)))
 
 
+def unread_in(model: torch.nn.Module, captured: Captured, parts: Sequence[StageGraph]) -> dict[str, str]:
+    """Parameters and buffers of the model that no stage reads, each with the first name of the same tensor: a head for
+    another task, say. They have to be somewhere, since they are in its state dict."""
+    read = {node.target for part in parts for node in part.graph.nodes if node.kind in ("param", "buffer")}
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named.update(model.named_buffers(remove_duplicate=False))
+    firsts: dict[int, str] = {}
+    tied = captured.graph.tied
+    return {
+        name: firsts.setdefault(id(value), name)
+        for name, value in named.items() if tied.get(name, name) not in read
+    }  # fmt: skip
+
+
 def take_values(
     model: torch.nn.Module, start: Start, values: Callable[[str], torch.Tensor] | None, placings: Iterable[Placing]
 ) -> None:
@@ -89,7 +103,7 @@ def take_values(
     named.update(model.named_buffers(remove_duplicate=False))
     if values is None:
         values = FirstRankValues(named, start.everyone, 0, start.groups.device)
-    readers = {name: [placing for placing in placings if name in placing.nodes] for name in named}
+    readers = {name: [placing for placing in placings if placing.wants(name)] for name in named}
 
     def give(name: str, whole: torch.Tensor) -> None:
         for placing in readers[name][:1] if name in params else readers[name]:
@@ -99,4 +113,4 @@ def take_values(
         give(name, values(name))  # nothing here holds it while the next one comes
 
 
-__all__ = ["Start", "begun", "check_fits", "take_values"]
+__all__ = ["Start", "begun", "check_fits", "take_values", "unread_in"]

@@ -33,7 +33,7 @@ from autopar.capture import Captured, Example
 from autopar.capture.evaluation import Skeleton
 from autopar.capture.microbatches import rows_of
 from autopar.capture.python.guards import Change, refusal
-from autopar.errors import AutoparError, RunError
+from autopar.errors import AutoparError, RunError, first_few
 from autopar.plan import StagePlan
 from autopar.runtime.agree import everywhere
 from autopar.runtime.module_calls import Batch, ModuleCall, batch_rows
@@ -251,6 +251,12 @@ class Programs:
         """
         group = pm._ranks()[0] if dist.is_initialized() else None
         what = refusal(changes) if changes else f"  called with {call.shown()}"
+        if self.example is not None and self.example.ways.listed:
+            lines = dict.fromkeys(site.partition("@")[0] for site in self.example.ways.listed)
+            what += (
+                f"\n  integers that the model reads from its inputs at {first_few(list(lines))} are those of the first "
+                "example here, too: for others, parallelize the model with a batch that has them"
+            )
 
         def told(error: Exception) -> Exception:
             if not isinstance(error, AutoparError):

@@ -23,7 +23,7 @@ from autopar.rules.registry import rules_of
 from autopar.runtime.programs import AllWell, Fields, PlanAgain
 from autopar.runtime.relayout import relaid
 from autopar.runtime.stage import Buffers, Stage
-from autopar.runtime.state import as_dtensor, joined, local_piece, torch_placements
+from autopar.runtime.state import as_dtensor, joined, local_of, local_piece, mesh_of, torch_placements
 
 PROGRAM = ("_captured", "_stage", "_skeleton", "_batch", "_count")
 """What of a module without pipeline is another with other values."""
@@ -108,8 +108,9 @@ def _stored(pm: Any, graph: Graph) -> dict[str, str]:
     """
     pins = {}
     wanted = {node.target: node.needs_grad for _, node in graph.of_kind("param")}
+    renewed = {node.target for _, node in graph.of_kind("buffer")}
     for name, param in pm.named_parameters(remove_duplicate=False):
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) and name not in renewed:
             whole = whole_placement(wanted.get(name, param.requires_grad))
             pins[name] = ",".join(f"S{p.dim}" if isinstance(p, Shard) else whole for p in param.placements)
     return pins
@@ -169,7 +170,7 @@ def buffers_for(
     Raises:
         RunError: there is one that the model did not have.
     """
-    registered = dict(pm.named_buffers(remove_duplicate=False))
+    registered = pm.registered()
     of_the_code = [n.target for n in graph.nodes if n.kind == "buffer" and n.target not in registered]
     unknown = [name for name in of_the_code if name not in new.constants]
     if unknown:
@@ -180,7 +181,25 @@ def buffers_for(
         state = plan.buffers.get(name, whole_state(plan.mesh))
         local = local_piece(new.constants[name].detach(), state, device_mesh)
         placed[name] = local.to(pm._device, copy=True).contiguous(), state
+    for _, node in graph.of_kind("buffer"):
+        if node.target not in placed:  # a frozen parameter that only this program writes
+            placed[node.target] = _renewed_from_now_on(node.target, registered[node.target])
     return placed
+
+
+def _renewed_from_now_on(name: str, param: torch.Tensor) -> tuple[torch.Tensor, State]:
+    """A parameter that a program renews, as buffers are.
+
+    Raises:
+        RunError: it is stored in pieces.
+    """
+    if isinstance(param, DTensor) and any(isinstance(p, Shard) for p in param.placements):
+        raise RunError(
+            f"forward writes parameter '{name}' now, which it did not when the model was parallelized, and its pieces "
+            "are on several ranks; parallelize the model as it is when it writes it, and load this state_dict()"
+        )
+    local = local_of(param)
+    return local, whole_state(mesh_of(param.device_mesh)) if isinstance(param, DTensor) else State()
 
 
 def resume(pm: Any, fields: Fields) -> None:
@@ -209,7 +228,7 @@ def _placed_again(
         now: of the program that ran last; tensors that its code made stay out.
     """
     names: dict[str, list[tuple[torch.nn.Module, str]]] = {}
-    for name, _ in pm.named_buffers(remove_duplicate=False):
+    for name in pm.registered():
         source = pm._captured.graph.tied.get(name, name)
         names.setdefault(source if source in now else name, []).append(pm.owner_of(name))
     placed: dict[str, tuple[torch.Tensor, State]] = {}
@@ -217,9 +236,9 @@ def _placed_again(
         if name not in now:
             continue
         owner, key = owners[0]
-        shown, state = owner._buffers[key], now[name][1]
+        shown, state = owner._buffers.get(key, owner._parameters.get(key)), now[name][1]
         assert shown is not None
-        local = shown._local_tensor if isinstance(shown, DTensor) else shown
+        local = local_of(shown)
         if wanted.get(name, state) != state:
             whole = joined(local, state, shown.shape, device_mesh)
             shape, state = tuple(whole.shape), wanted[name]

@@ -17,7 +17,7 @@ from autopar.runtime.dtensor_fixes import meet_on
 from autopar.runtime.mixed import mix_on
 from autopar.runtime.spread import SpreadModule
 from autopar.runtime.stage import Buffers, device_of
-from autopar.runtime.state import as_dtensor, local_piece, torch_placements
+from autopar.runtime.state import as_dtensor, local_of, local_piece, torch_placements
 
 
 class Placing:
@@ -30,13 +30,14 @@ class Placing:
         values: gives the whole value of a parameter or buffer by name; by default the model's own. Only this rank's
             slice is kept.
         shared: for a stage of a pipeline: parameters of this rank's other stages, which are used again where names
-            agree and added to. With it, only what the graph reads is registered.
+            agree and added to. With it, only what the graph reads is registered, and ``unread``.
+        unread: by name the first name of parameters and buffers that no stage reads, for the stage that keeps them.
     """
 
     def __init__(
         self, home: SpreadModule, model: torch.nn.Module, graph: Graph, constants: Mapping[str, torch.Tensor],
         plan: StagePlan, device_mesh: DeviceMesh, values: Callable[[str], torch.Tensor] | None = None,
-        shared: dict[str, torch.nn.Parameter] | None = None,
+        shared: dict[str, torch.nn.Parameter] | None = None, unread: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.home, self.model, self.graph, self.constants = home, model, graph, constants
         self.plan, self.device_mesh, self.values, self.shared = plan, device_mesh, values, shared
@@ -45,11 +46,16 @@ class Placing:
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self.nodes = {node.target: node for node in graph.nodes if node.kind in ("param", "buffer")}
+        self.unread = unread or {}
         self.pieces: dict[str, torch.Tensor] = {}
 
+    def wants(self, name: str) -> bool:
+        """Whether a value of this name is registered here, and under no other name before."""
+        return name in self.nodes or self.unread.get(name) == name
+
     def arrives(self, name: str, whole: torch.Tensor) -> None:
-        """Keep this rank's part of a value that the graph reads, so that the whole one can go before the next comes."""
-        if name in self.nodes:
+        """Keep this rank's part of a value that is wanted, so that the whole one can go before the next comes."""
+        if self.wants(name):
             param = self.params.get(name)
             state = self._stored(name, param) if param is not None else self._kept(name)
             self.pieces[name] = self._cut(whole.detach(), state, name)
@@ -74,7 +80,7 @@ class Placing:
         for name, param in self.params.items():
             source = self.graph.tied.get(name, name)
             if source not in self.nodes:  # not read by the model's forward
-                if self.shared is not None:
+                if self.shared is not None and name not in self.unread:
                     continue
                 source = next(n for n, p in self.params.items() if p is param)
             if source not in placed:
@@ -102,17 +108,24 @@ class Placing:
         """
         placed: Buffers = {}
         shown: dict[str, torch.Tensor] = {}
-        constants = [n.target for n in self.graph.nodes if n.kind == "buffer" and n.target not in self.buffers]
+        read = [n.target for n in self.graph.nodes if n.kind == "buffer" and n.target not in self.buffers]
+        for name in read:
+            if name in self.params:  # registered as a parameter, and renewed as a buffer is
+                owner, key = self.home.owner_of(name)
+                stored = owner._parameters[key]
+                assert stored is not None
+                placed[name] = local_of(stored), self._kept(name)
+        constants = [name for name in read if name not in self.params]
         for name in [*self.buffers, *constants]:
             source = self.graph.tied.get(name, name)
-            if self.shared is not None and source not in self.nodes:
+            if self.shared is not None and source not in self.nodes and name not in self.unread:
                 continue
             state = self._kept(source)
             if source not in placed:
                 before = self._registered(name) if name in self.buffers else None
                 if before is not None and _placed_as(before, state, self.device_mesh):
                     shown[source] = before
-                    placed[source] = before._local_tensor if isinstance(before, DTensor) else before, state
+                    placed[source] = local_of(before), state
                 else:
                     local = self._local(source, state)
                     placed[source] = local, state

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
@@ -22,6 +24,8 @@ from autopar.runtime import dtensor_fixes, optimizer_steps
 from autopar.runtime.buckets import Buckets
 from autopar.runtime.compiled import ITSELF, compile_programs
 from autopar.runtime.failures import Failures
+from autopar.runtime.kept_modes import modes_that_stay
+from autopar.runtime.left_attributes import refuse_left
 from autopar.runtime.methods import method_of
 from autopar.runtime.module_calls import ModuleCall
 from autopar.runtime.original import Original, unheard
@@ -57,6 +61,8 @@ class SpreadModule(SpreadState):
     """Those of its steps, on the ranks that run it together; None on one device."""
     _gradient_dtype: torch.dtype | None = None
     told_of_statistics: bool = False
+    _kept_modes: str = ""
+    """What to tell once of parts that :meth:`train` leaves in their modes."""
     buckets: Buckets | None = None
     layouts_change: bool = False
     layout: int = 0
@@ -105,6 +111,7 @@ class SpreadModule(SpreadState):
                 raise
             raised = error
         kind: type = self.__dict__["_model_class"]
+        refuse_left(self._captured, "", name)
         if (other := _WRAPPERS.get(name)) is not None:
             raise AttributeError(f"{type(self).__name__} has no '{name}', which is DistributedDataParallel's: {other}")
         model = self._model_ref()
@@ -145,6 +152,11 @@ class SpreadModule(SpreadState):
             owner = child
         return owner, key
 
+    def registered(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by all their names."""
+        return {**dict(self.named_parameters(remove_duplicate=False)),
+                **dict(self.named_buffers(remove_duplicate=False))}  # fmt: skip
+
     @property
     def training(self) -> bool:  # type: ignore[override]
         """The mode. Setting it is the same as calling :meth:`train`."""
@@ -164,12 +176,19 @@ class SpreadModule(SpreadState):
     def train(self, mode: bool = True) -> Any:
         """Training mode, or eval mode: dropout off, batch norm by its running statistics, buffers unchanged.
 
+        Parts that were in eval mode when the model was captured stay in it, and a ``train`` that the model has of its
+        own is not called; where that makes a difference it is warned of, once.
+
         Raises:
             RunError: the model was captured in eval mode, or ``eval()`` changes more of it.
         """
         if not isinstance(mode, bool):
             raise RunError(f"train: the mode is {mode!r}; give True or False")
         self.training = mode
+        if mode and self._kept_modes:
+            said, self._kept_modes = self._kept_modes, ""
+            if not (dist.is_initialized() and dist.get_rank()):
+                warnings.warn(f"train(): {said}", stacklevel=2)
         return self
 
     def _change_mode(self, mode: bool) -> None:
@@ -178,7 +197,7 @@ class SpreadModule(SpreadState):
 
     def _set_mode_of(self, model: torch.nn.Module) -> None:
         """Begin in the modes of the model and of its submodules."""
-        self._mode = model.training
+        self._mode, self._kept_modes = model.training, modes_that_stay(model)
         self._model_ref, self._model_class, self._model_values = weakref.ref(model), type(model), plain_values(model)
         self._model_keys, self._model_tensors = tuple(model._modules), own_tensors(model)
         modules = dict(model.named_modules(remove_duplicate=False))

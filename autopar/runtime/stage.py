@@ -32,7 +32,7 @@ from autopar.runtime.gathering import Unit, make_units
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.renewed import outliving
 from autopar.runtime.spread import SpreadModule
-from autopar.runtime.state import Followed, HeldParam, joined
+from autopar.runtime.state import Followed, HeldParam, joined, note_write
 from autopar.runtime.streams import StepStream
 from autopar.runtime.taking_part import TakingPart
 from autopar.runtime.ways_taken import WaysTaken
@@ -117,13 +117,14 @@ class Stage:
 
     def follow_buffers(self) -> None:
         """Read the buffers that are registered now, and the constants of the model's code."""
-        registered = dict(self.home.named_buffers(remove_duplicate=False))
+        registered = self.home.registered()
         self.followed = []
         for i, slot in enumerate(self.program.slots):
             if slot.kind == "buffer":
                 self.template[i] = self.buffers[slot.name][0]
                 if slot.name in registered:
                     self.followed.append((i, Followed(slot.name, *self.home.owner_of(slot.name))))
+        self.renewed = [each for _, each in self.followed if each.is_param]
 
     # -- other programs over the same parameters
 
@@ -258,6 +259,8 @@ class Stage:
                 kept = self.buffers[name][0]
                 if new is not kept:
                     kept.copy_(new)
+            for renewed in self.renewed if program.updates else ():
+                note_write(renewed.param)
             self.ways.look(self.buffers)
             self.gradients.took = self.parts.look(self.buffers)
         return flat

@@ -32,8 +32,13 @@ _STEPS = "_autopar_steps"
 def _count_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if isinstance(param, DTensor):
-                setattr(param, _STEPS, getattr(param, _STEPS, 0) + 1)
+            note_write(param)
+
+
+def note_write(param: torch.Tensor) -> None:
+    """Another :func:`version_of` a parameter from here on: its local piece was written."""
+    if isinstance(param, DTensor):
+        setattr(param, _STEPS, getattr(param, _STEPS, 0) + 1)
 
 
 register_optimizer_step_post_hook(_count_steps)
@@ -95,6 +100,11 @@ def joined(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh:
             before = local_shape(shape, State(state[:axis]), mesh.outer(axis), at[:axis])
             local = gather(local, Hop("gather", "slice", group, n, 0, Cut(d, before[d])))
     return local
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a stored tensor; a plain one itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh) -> DTensor:
@@ -316,31 +326,53 @@ def give(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
 
 
 class Followed:
-    """A buffer of the program, which is read where it is registered: someone may put another tensor there."""
+    """A buffer of the program, or a frozen parameter that it renews, which is read where it is registered: someone may
+    put another tensor there."""
 
     def __init__(self, name: str, owner: torch.nn.Module, key: str) -> None:
         self.name, self.owner, self.key = name, owner, key
-        self.seen = owner._buffers[key]
+        self.is_param = key in owner._parameters
+        self.shown = f"{'parameter' if self.is_param else 'buffer'} '{name}'"
+        self.seen = self._registered()
         assert self.seen is not None
-        self.form = same_form(f"buffer '{name}'", self.seen, None)
+        self.address = self.local.data_ptr()
+        self.form = same_form(self.shown, self.seen, None)
+
+    def _registered(self) -> torch.Tensor | None:
+        return (self.owner._parameters if self.is_param else self.owner._buffers).get(self.key)
 
     def replaced(self) -> bool:
-        """Whether there is another tensor than at the last call.
+        """Whether there is another tensor than at the last call, or a parameter was given other memory by ``.data``.
 
         Raises:
-            RunError: it has another shape, dtype or placement, or is no tensor.
+            RunError: it has another shape, dtype or placement, or is no tensor; or a parameter wants a gradient now.
         """
-        now = self.owner._buffers.get(self.key)
-        if now is self.seen:
+        now = self._registered()
+        if now is self.seen and not self.is_param:
             return False
         if not isinstance(now, torch.Tensor):
-            raise RunError(f"buffer '{self.name}' is {now!r} now; the program reads a tensor of shape {self.form[0]}")
-        same_form(f"buffer '{self.name}'", now, self.form)
+            raise RunError(f"{self.shown} is {now!r} now; the program reads a tensor of shape {self.form[0]}")
+        if self.is_param:
+            if now.requires_grad:
+                raise RunError(
+                    f"{self.shown} requires grad now, and forward writes it: it was frozen when the model was "
+                    "captured, so nothing would train it; parallelize the model as it is to be trained"
+                )
+            address = local_of(now).data_ptr()
+            if now is self.seen and address == self.address:
+                return False
+            self.address = address
+        same_form(self.shown, now, self.form)
         self.seen = now
         return True
 
     @property
+    def param(self) -> torch.Tensor:
+        """What is registered."""
+        assert self.seen is not None
+        return self.seen
+
+    @property
     def local(self) -> torch.Tensor:
         """This rank's part, as the program reads it."""
-        assert self.seen is not None
-        return self.seen._local_tensor if isinstance(self.seen, DTensor) else self.seen
+        return local_of(self.param)

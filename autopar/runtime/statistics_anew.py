@@ -21,9 +21,9 @@ from autopar.errors import RunError
 from autopar.torch_private import preserve_version_counter
 
 Anew = dict[str, tuple[nn.Module, float]]
-"""By path what stands for a batch norm whose momentum is None, and the momentum that the program has."""
-STAYING = "_statistics_staying"
-"""Where a parallel module keeps the same of those whose momentum is 0."""
+"""By path what stands for a batch norm, and the momentum that the program has."""
+ANEW, STAYING = "_statistics_anew", "_statistics_staying"
+"""Where a parallel module keeps those whose momentum is None, and those whose momentum is 0."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var")
 
@@ -43,7 +43,7 @@ def takes_momentum(pm: Any, part: Any, path: str, value: Any) -> bool:
         RunError: the program does not follow the statistics of its batches.
     """
     staying: Anew = pm.__dict__.setdefault(STAYING, {})
-    anew: Anew = pm.__dict__.setdefault("_statistics_anew", {})
+    anew: Anew = pm.__dict__.setdefault(ANEW, {})
     if path in staying and value != 0:
         _, momentum = staying.pop(path)
         del part.__dict__["momentum"]
@@ -72,6 +72,15 @@ def takes_momentum(pm: Any, part: Any, path: str, value: Any) -> bool:
     return value is None
 
 
+def copy_momenta(pm: Any, new: Any) -> None:
+    """Have a copy of a parallel module take statistics as ``pm`` does now."""
+    for kept in (ANEW, STAYING):
+        had: Anew = pm.__dict__.get(kept, {})
+        new.__dict__[kept] = {path: (new.get_submodule(path), momentum) for path, (_, momentum) in had.items()}
+    for part, _ in new.__dict__[STAYING].values():
+        part.__dict__["momentum"] = 0
+
+
 def is_batch_norm(kind: type | None) -> bool:
     """Whether what stands for such a module can take its statistics anew."""
     return kind is not None and issubclass(kind, BATCH_NORMS)
@@ -81,7 +90,7 @@ def is_batch_norm(kind: type | None) -> bool:
 def taken_anew(pm: Any) -> Iterator[None]:
     """Around a call in training mode: the batch norms with momentum None have the mean over all batches after it, those
     with momentum 0 the statistics of before."""
-    anew, staying = (pm.__dict__.get(kept, {}) for kept in ("_statistics_anew", STAYING))
+    anew, staying = (pm.__dict__.get(kept, {}) for kept in (ANEW, STAYING))
     if not (anew or staying) or not pm.training:
         yield
         return
@@ -108,4 +117,4 @@ def taken_anew(pm: Any) -> Iterator[None]:
                     part._buffers[name].copy_(value)
 
 
-__all__ = ["is_batch_norm", "reset", "taken_anew", "takes_momentum"]
+__all__ = ["copy_momenta", "is_batch_norm", "reset", "taken_anew", "takes_momentum"]

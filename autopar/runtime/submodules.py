@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RunError
+from autopar.runtime.left_attributes import refuse_left
 from autopar.runtime.state import placed_as
 from autopar.runtime.statistics_anew import is_batch_norm, reset, takes_momentum
 from autopar.runtime.values import assigned
@@ -157,7 +158,8 @@ class Part(Elements):
             trained: the submodule is in training mode when the whole is.
         """
         if type(module) is Part:  # of a parallel module that is copied
-            self.__dict__.update({key: module.__dict__[key] for key in _STANDING})
+            put_there = [key for key in module.__dict__ if key not in self.__dict__ and not key.startswith("_")]
+            self.__dict__.update({key: module.__dict__[key] for key in (*_STANDING, *put_there)})
             self.__dict__["_stands_for"] = weakref.ref(whole), path
             return
         self.__dict__.update(
@@ -185,6 +187,9 @@ class Part(Elements):
         kind, path = self.__dict__.get("_part_class"), self.__dict__.get("_stands_for", (None, ""))[1]
         if kind is None or name.startswith("__"):
             raise AttributeError(f"a part of a parallel module has no attribute '{name}'")
+        whole = self.__dict__["_stands_for"][0]()
+        if whole is not None and "_captured" in whole.__dict__:
+            refuse_left(whole._captured, path, name)
         module = self.__dict__["_part_module"]()
         values = self.__dict__["_part_values"] if module is None else vars(module)
         if module is not None and name not in values:  # such as the bias of a layer without one

@@ -146,9 +146,9 @@ def _wrong(schedule: Schedule) -> list[str]:
     allowed = ("F",) if schedule.forward_only else ("FB", "FIW")
     for stage in range(n_stages):
         for microbatch in range(n_microbatches):
-            got = seen.get((stage, microbatch), "")
-            if got not in allowed:
-                told = " ".join(f"{stage}{kind}{microbatch}" for kind in got) or "nothing"
+            kinds_run = seen.get((stage, microbatch), "")
+            if kinds_run not in allowed:
+                told = " ".join(f"{stage}{kind}{microbatch}" for kind in kinds_run) or "nothing"
                 wanted = " or ".join(" ".join(f"{stage}{k}{microbatch}" for k in kinds) for kinds in allowed)
                 wrong.append(f"stage {stage}, microbatch {microbatch}: {told}, but needs {wanted}, in this order")
     return wrong

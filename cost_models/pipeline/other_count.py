@@ -20,10 +20,10 @@ def with_microbatches(schedule: Schedule, n_microbatches: int) -> Schedule:
         return schedule
     most = live_per_rank(schedule)
     if schedule.name in SCHEDULES and allows(schedule.name, n_stages, n_ranks, n_microbatches):
-        other = build(schedule.name, n_stages, n_ranks, n_microbatches)
-        fits = all(n <= limit for n, limit in zip(live_per_rank(other), most, strict=True))
-        if fits and other.stages_of_rank == schedule.stages_of_rank:
-            return other
+        schedule_of_count = build(schedule.name, n_stages, n_ranks, n_microbatches)
+        fits = all(n <= limit for n, limit in zip(live_per_rank(schedule_of_count), most, strict=True))
+        if fits and schedule_of_count.stages_of_rank == schedule.stages_of_rank:
+            return schedule_of_count
     return search(times(n_stages), n_microbatches, schedule.stages_of_rank, limit_live=most, swaps=0).schedule
 
 

@@ -537,6 +537,18 @@ class LastActivationsKept(Habit):
 
 
 @habit
+class ShownAsNumpy(Habit):
+    """A numpy array of activations, for plots."""
+
+    refused = "makes a numpy array of a tensor"
+
+    def body(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        self.shown = h.detach().numpy()
+        return self.b(h)
+
+
+@habit
 class CachedInADict(Habit):
     """Constants by their size, in a dict."""
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from written_experts import LAYERS
 from zoo_wide import WIDE
 
 import autopar
+from autopar.lower import emit
+from autopar.torch_private import TorchDispatchMode
 
 HIDDEN = 8
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -140,3 +143,68 @@ def _loss(output: Any) -> torch.Tensor:
 
 def all_cuts(name: str, cuts: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return {how: trained(name, **options) for how, options in cuts.items()}
+
+
+class Stack(nn.Module):
+    """A product and a layer, so that gradients go on behind the experts."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.before, self.layer = nn.Linear(HIDDEN, HIDDEN), LAYERS[name]()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.before(x), y)  # type: ignore[no-any-return]
+
+
+class Events(TorchDispatchMode):
+    """In which order products are computed, and rows set out and are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if name == "all_to_all_single" and args[0].is_floating_point():
+            self.log.append("begin")
+        elif name == "wait_tensor" and args[0].is_floating_point():
+            self.log.append("wait")
+        elif name in ("mm", "addmm"):
+            self.log.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for _, p in sorted(model.named_parameters()) if p.grad is not None]
+
+
+def beside(name: str) -> dict[str, Any]:
+    """A layer with a shared expert whose routed rows travel, with and without products beside them.
+
+    Returns:
+        what happens in a step with them (``events``), whether loss and gradients are those without to the last bit
+        (``same``), and how far they are from one process (``worst``).
+    """
+    torch.manual_seed(2)
+    model = Stack(name).double()
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("expert",))
+    pins = {"*expert_block*": {"expert": "travel"}}
+    results, logs = [], []
+    for plans in (emit.beside, lambda *_: []):
+        with patch.object(emit, "beside", plans):
+            pm = autopar.parallelize(copy.deepcopy(model), mesh, (x, y), constraints=pins)
+        with Events() as events:
+            loss = pm(x, y)
+            loss.backward()
+        results.append([loss, *_gradients(pm)])
+        logs.append(events.log)
+    theirs = model(x, y)
+    theirs.backward()
+    wanted = [theirs, *_gradients(model)]
+    whole = [_whole(mine.detach()) for mine in results[0]]
+    return {
+        "events": logs,
+        "same": all(torch.equal(_whole(a.detach()), _whole(b.detach())) for a, b in zip(*results, strict=True)),
+        "worst": max(float((a - b).abs().max()) for a, b in zip(whole, wanted, strict=True)),
+    }

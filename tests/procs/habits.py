@@ -28,7 +28,7 @@ from autopar import planfile as files
 from autopar.capture import capture
 from autopar.cli.common import optimizer_of
 from autopar.cli.run import train
-from autopar.models import load_model
+from autopar.frontends.models import load_model
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.runtime.seeds import mixed_seed
@@ -434,6 +434,9 @@ DIFFERING: dict[str, list[dict[str, Any]]] = {
     "mesh": [{"mesh": 2}, {"mesh": "local-x2"}],
     "model": [{}, {"model": Net().eval()}],
     "wrong type on one": [{}, {"cuts": "down"}],
+    "rows of a local example": [
+        {"batch": "local", "example_inputs": torch.zeros(n, 6, dtype=torch.float64)} for n in (8, 5)
+    ],
 }
 
 

@@ -524,6 +524,13 @@ def statistics_stay_in_the_second_forward(made: Made) -> Iterator[Any]:
         model.zero_grad()
         model.apply(disable)
         yield model.norm.momentum
+        twin = copy.deepcopy(model)  # whose statistics stay, too, until it is told otherwise
+        twin(x)
+        yield twin.norm.momentum
+        yield twin.norm.running_mean.clone()
+        twin.apply(enable)
+        twin(x)
+        yield twin.norm.running_mean.clone()
         loss = F.cross_entropy(model(x + 1), y)
         loss.backward()
         with torch.no_grad():
@@ -613,3 +620,70 @@ def an_average_with_a_graph(made: Made) -> Iterator[Any]:
     target = copy.deepcopy(model).requires_grad_(False)
     torch._foreach_lerp_(list(target.parameters()), list(model.parameters()), 0.5)
     yield target(rows()[0])
+
+
+class Balanced(nn.Module):
+    """Leaves in attributes what callers add to the loss and log, and activations that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.balance: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(self.first(x))
+        share = h.softmax(-1).mean(0)
+        self.balance, self.shares = (share * share).sum() * 16, share.detach()
+        self.logged = {"largest": h.detach().max(), "both": (h.sum(), h.mean())}
+        return x + self.second(h)
+
+
+class KeepsItsLoss(nn.Module):
+    """llama2.c's model: scores are returned, and the loss is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.first, self.last_loss = nn.ModuleList([Balanced(), Balanced()]), nn.Linear(8, 4), None
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        out = self.first(x)
+        self.last_loss = None if y is None else F.cross_entropy(out, y)
+        return out
+
+
+@loop
+def losses_are_left_in_attributes(made: Made) -> Iterator[Any]:
+    model = made(KeepsItsLoss(), *rows())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for n in (8, 8, 6, 8):
+        x, y = rows(n)
+        out = model(x, y)
+        parts = [module for module in model.modules() if hasattr(module, "balance")]
+        loss = model.last_loss + 0.5 * sum(part.balance for part in parts) + 0.01 * out.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+        yield model.last_loss
+        yield len(parts)
+        yield parts[1].logged["largest"]
+        yield parts[0].logged["both"][1]
+    model.eval()
+    with torch.no_grad():
+        yield model(x, y)
+        yield model.last_loss
+        yield model(x)
+        yield model.last_loss is None
+    model.train()
+    yield model(x, y)
+    model.last_loss.backward()
+    yield from weights(model)
+
+
+@refused_loop(r"RunError: forward sets the attribute 'parts.1.shares' of the model")
+def activations_are_left_in_attributes(made: Made) -> Iterator[Any]:
+    model = made(KeepsItsLoss(), *rows())
+    model(*rows())
+    yield model.parts[1].shares

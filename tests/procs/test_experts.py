@@ -55,3 +55,28 @@ def test_experts_on_four_ranks() -> None:
     cases = {name: ("all_cuts", name, cuts) for name in ("mixtral_batched", "deepseek_v3")}
     for rank in run_local(several, 4, "experts", cases):
         assert all(worst < 1e-6 for model in rank.values() for worst in model.values())
+
+
+def assert_computed_beside(results: dict[str, Any]) -> None:
+    """Of each rank: the same numbers, and products between the beginning of each collective and its end."""
+    for name, result in results.items():
+        assert result["same"] and result["worst"] < 1e-9, name
+        with_others, alone = result["events"]
+        assert with_others.count("begin") == alone.count("begin") == 4, with_others  # there and back, in both passes
+        for number in range(4):
+            begin = [k for k, event in enumerate(with_others) if event == "begin"][number]
+            assert with_others[begin + 1] == "product", with_others
+            begin = [k for k, event in enumerate(alone) if event == "begin"][number]
+            assert alone[begin + 1] == "wait", alone
+
+
+def test_shared_experts_are_computed_while_rows_travel() -> None:
+    calls = {name: ("beside", name) for name in ("SharedExpert", "SharedExpertFirst")}
+    for rank in run_local(several, 2, "experts", calls):
+        assert_computed_beside(rank)
+
+
+@pytest.mark.slow
+def test_shared_experts_beside_rows_on_four_ranks() -> None:
+    for rank in run_local(several, 4, "experts", {"SharedExpert": ("beside", "SharedExpert")}):
+        assert_computed_beside(rank)

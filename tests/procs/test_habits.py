@@ -56,8 +56,13 @@ ERRORS: dict[str, tuple[tuple[Any, ...], str]] = {
     **{
         f"other {what} on another rank": (("differing", what), f"AutoparError: {what} differs between ranks: it is ")
         for what in habits.DIFFERING
-        if what != "wrong type on one"
+        if what not in ("wrong type on one", "rows of a local example")
     },
+    "an example of one's own rows with fewer on one rank": (
+        ("differing", "rows of a local example"),
+        r"AutoparError: example_inputs differs between ranks: .*\[8 6\] on rank 0 and .*\[5 6\] on rank 1; with "
+        r"batch='local' calls may have other rows on every rank, .* cut it to as many as",
+    ),
     "a wrong type on one rank": (
         ("differing", "wrong type on one"),
         "AutoparError: (on rank 1: )?cuts is 'down'; give",

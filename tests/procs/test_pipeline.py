@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from procs.pipelines import (
     refused_rows,
     searched_from_a_script,
 )
+from procs.unread_in_stages import UNREAD, all_of_it
 
 from autopar.errors import RunError
 from autopar.meshes import Mesh
@@ -99,6 +101,11 @@ def test_eval_mode() -> None:
         for row in rank:
             assert max(row["loss"], row["output"], row["weight"][0]) < 1e-9, row
     assert "in eval mode the model computes something else from" in run_local(odd_eval, 2, timeout=120)[1]
+
+
+def test_what_no_stage_reads_is_in_the_first_and_in_every_state(tmp_path: Path) -> None:
+    (wrong, held), _ = run_local(all_of_it, 2, str(tmp_path), timeout=120)
+    assert wrong == [] and held == [UNREAD, set()]
 
 
 @pytest.mark.slow

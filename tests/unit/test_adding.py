@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-import autopar.models
+import autopar.frontends.models
 import autopar.rules  # noqa: F401  (what registers by being imported must have, before an example does)
 from autopar import frontends, memory_decisions
 from autopar.rules import registry

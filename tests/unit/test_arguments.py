@@ -122,6 +122,18 @@ def test_loss_functions_that_return_no_loss(loss_fn: Any, said: str) -> None:
             call()
 
 
+def test_a_model_without_forward_is_told_how_to_get_one() -> None:
+    class Agent(nn.Linear):
+        forward = nn.Module.forward
+
+        def value(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    said = r"Agent has no forward\(\), .*\n  write one that calls the method to train by"
+    with pytest.raises(autopar.CaptureError, match=said):
+        autopar.parallelize(Agent(4, 1), 1, X)
+
+
 def test_a_frozen_model_may_have_a_loss_without_gradient() -> None:
     model = nn.Linear(4, 4).requires_grad_(False)
     pm = autopar.parallelize(model, 1, X, loss_fn=nn.functional.mse_loss, targets=X + 1)

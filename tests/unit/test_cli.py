@@ -318,6 +318,25 @@ def test_run_and_verify_with_processes() -> None:
     assert rows[0]["ok"]
 
 
+def test_losses_that_microbatches_change_are_noted() -> None:
+    Path("contrast.py").write_text(
+        "import torch\nimport torch.nn.functional as F\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        z = super().forward(x)\n"
+        "        return F.cross_entropy(z @ z.t(), torch.arange(len(z)))\n"
+        "def make():\n    torch.manual_seed(0)\n    return Net(6, 4), (torch.randn(8, 6),)\n"
+    )
+    plan = ["plan", "contrast.py:make", "--cluster", "local-x1", "--stages", "1"]
+    said = "it is no mean over rows"
+    told = autopar(*plan, "--microbatches", "2", "-o", "contrast.json")
+    assert said in " ".join(told.split())
+    assert said in " ".join(autopar("show", "contrast.json").split())
+    result = json.loads(autopar("run", "contrast.json", "--steps", "1", "--json"))
+    assert any(said in note for note in result["notes"])
+    assert said not in " ".join(autopar(*plan, "--microbatches", "1").split())
+
+
 def test_devices_and_clusters() -> None:
     assert "H100-SXM-80GB" in {d["name"] for d in json.loads(autopar("devices", "--json"))}
     assert "dgx-h100" in {c["name"] for c in json.loads(autopar("clusters", "--json"))}

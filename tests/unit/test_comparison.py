@@ -17,9 +17,9 @@ import autopar
 from autopar import api, comparison
 from autopar.capture import capture
 from autopar.comparison import compare_with_eager
+from autopar.comparison.other_batch import other_batch
 from autopar.errors import CaptureError
 from autopar.graph import Graph
-from autopar.other_batch import other_batch
 from autopar.verify import Trained, compare
 
 X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 8
@@ -187,7 +187,7 @@ def test_rounding_alone_is_no_difference(monkeypatch):
     captured = capture(Otherwise(), (X, Y))
     monkeypatch.setitem(comparison.LIMITS, "float32", 2e-9)
     found = compare_with_eager(captured, model, (X, Y), {})
-    assert found.same and 2e-9 < found.worst < 1e-5
+    assert found.same and 2e-9 < found.worst < 1e-4  # of a bias before a norm, whose gradient is rounding alone
     wrong = replace(captured, graph=changed(captured.graph, "aten.mul.Tensor", lambda a: (a[0], 0.4286)))
     with pytest.raises(CaptureError, match="the loss by"):
         compare_with_eager(wrong, model, (X, Y), {})
@@ -270,3 +270,26 @@ def test_a_nan_or_another_imaginary_part_of_one_side_is_not_hidden_by_what_agree
         assert difference.gradient_of == difference.weight_of == "first"
     assert compare("plan", trained(good, float("nan")), trained(good)).worst == float("inf")
     assert compare("plan", trained(good + 0.5j), trained(good + 0j)).gradient > 0.4
+
+
+class Remembering(nn.Module):
+    """Keeps the scales that its calls make, by width, and counts calls in a buffer that its loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scales = nn.Linear(4, 4), {}
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] not in self.scales:
+            self.scales[x.shape[1]] = torch.arange(4.0)
+        self.calls.mul_(2)
+        return (self.linear(x) * self.scales[x.shape[1]] * self.calls).square().mean()
+
+
+def test_buffers_begin_anew_behind_a_call_that_fills_caches() -> None:
+    model, x = Remembering(), torch.ones(2, 4)
+    captured = capture(model, (x,))
+    assert captured.guards.filled
+    assert not compare_with_eager(captured, model, (x,), {}).note
+    assert float(model.calls) == 1.0

@@ -53,7 +53,7 @@ def test_a_plan_is_found_where_one_fits(captured: Captured) -> None:
     with pytest.raises(InfeasibleError, match=r"no plan fits 4\.50 MiB per device: the smallest needs 4\.59 MiB"):
         autopar.plan(Net(), "local-x1", X, memory_limit=SMALL, captured=captured, microbatches=1)
     with pytest.raises(InfeasibleError, match=r"tried: 1 group of 2 devices, 1, 2, 4.*\n.*the least that would do"):
-        autopar.plan(Net(), "local-x2", X, memory_limit="1MiB", captured=captured, stages=1)
+        autopar.plan(Net(), "local-x2", X, memory_limit="1MiB", captured=captured, stages=1, microbatches=[1, 2, 4])
 
 
 @pytest.mark.slow

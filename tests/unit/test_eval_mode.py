@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -110,3 +111,56 @@ def test_dropout_between_recurrent_layers(kind: str) -> None:
         torch.testing.assert_close(gradients[name].grad, parameter.grad)
     drawing = autopar.parallelize(Recurrent(kind, 2, dropout=0.5).double(), 1, x)
     assert len({drawing(x).item() for _ in range(4)}) == 4
+
+
+class Norms(nn.Module):
+    """Two batch norms behind a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.first, self.second = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.linear(x)).tanh()).square().mean()
+
+
+class FrozenNorm(Norms):
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.first.eval()
+        return self
+
+
+def said_by_train(pm: nn.Module) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pm.train()
+        pm.train()
+    return [str(w.message) for w in caught if "train()" in str(w.message)]
+
+
+def test_a_train_of_the_models_own_is_called_before_parallelize_or_missed_aloud() -> None:
+    x = torch.randn(4, 6)
+    [said] = said_by_train(autopar.parallelize(FrozenNorm(), 1, x))
+    assert "FrozenNorm.train() of the model is not called" in said and "before parallelize" in said
+    model = FrozenNorm().train()
+    reference = copy.deepcopy(model)
+    pm = autopar.parallelize(model, 1, x)
+    assert said_by_train(pm) == []
+    pm.eval()
+    for step in range(2):
+        pm.train()
+        reference.train()
+        torch.testing.assert_close(pm(x), reference(x), msg=f"step {step}")
+    torch.testing.assert_close(pm.second.running_mean, reference.second.running_mean)
+    assert not pm.first.running_mean.any()
+
+
+def test_parts_that_stay_in_eval_mode_are_told_of_once() -> None:
+    x, model = torch.randn(4, 6), Norms()
+    assert said_by_train(autopar.parallelize(model, 1, x)) == []
+    model.first.eval()
+    pm = autopar.parallelize(model, 1, x)
+    [said] = said_by_train(pm)
+    assert said.startswith("train(): 'first' stay in eval mode") and "model.train() before parallelize" in said
+    assert said_by_train(pm) == []

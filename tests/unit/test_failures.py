@@ -12,6 +12,7 @@ import torch.distributed as dist
 from autopar.errors import RunError
 from autopar.runtime import ended, failures
 from autopar.runtime.failures import Failures
+from autopar.torch_private import default_store
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35551")
 LATE = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation")
@@ -110,3 +111,18 @@ def test_a_process_that_is_gone_without_a_word(monkeypatch: pytest.MonkeyPatch) 
     there.set("2", "has ended")
     assert ended.killed([0, 1, 2]) == {1: ended.WITHOUT_A_WORD}
     assert ended.ended([0, 1, 2]) == {1: ended.WITHOUT_A_WORD, 2: "has ended"}
+
+
+def test_a_world_that_is_ended_while_a_thread_looks_is_no_error(
+    ranks: list[Failures], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``destroy_process_group`` between two requests of the watch, which would show a traceback of its thread."""
+    monkeypatch.setattr(ended, "default_store", default_store)
+    assert not dist.is_initialized() and ranks[0].news() == ""
+    watch = failures._Watch(ranks[0], lambda: None, True)
+    watch.begin()
+    watch.end()
+    assert watch.thread is not None
+    watch.look()
+    watch.thread.end(10.0)
+    assert not watch.thread.is_alive()

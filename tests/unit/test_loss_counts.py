@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture import capture
-from autopar.parts_of_loss import difference_by_parts
+from autopar.comparison.parts_of_loss import difference_by_parts
 from autopar.runtime.loss_counts import count_of
 from autopar.runtime.ready import shares_of
 

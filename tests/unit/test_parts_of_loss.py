@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
-from autopar.parts_of_loss import difference_by_parts
+from autopar.comparison.parts_of_loss import difference_by_parts
 
 LABELS = torch.tensor([1, -100, -100, -100, 2, 0, 3, 1])
 
@@ -100,3 +100,12 @@ def test_batch_norms_in_microbatches_are_told_of_once() -> None:
         whole.train_step(*batch)
     with pytest.warns(UserWarning, match="with 2 microbatches the numbers are other ones"):
         whole.train_step(*(torch.cat([x, x]) for x in batch))
+
+
+def test_a_plan_has_what_parallelize_warns_of() -> None:
+    batch = (torch.randn(8, 6), LABELS)
+    planned = autopar.plan(Net(OTHER["sum"]), "local-x1", batch, microbatches=2, stages=1)
+    assert [note for note in planned.notes if "batch norms (1: 'body.1')" in note]
+    assert [note for note in planned.notes if "it is no mean over rows" in note]
+    whole = autopar.plan(Net(OTHER["sum"]), "local-x1", batch, microbatches=1, stages=1)
+    assert whole.notes == ()

@@ -90,3 +90,22 @@ def test_a_mask_that_differs_is_an_error() -> None:
     assert float(pm(x, labels)) == pytest.approx(float(Selected.forward(model, x, labels)), rel=1e-6)
     with pytest.raises(RunError, match=r"(?s)reads numbers or a mask that depend on the batch.*ignore_index"):
         pm(x, labels.roll(1))
+
+
+class Parts(nn.Module):
+    """Splits its columns as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part.square().mean() for part in self.layer(x).split(sizes.tolist(), 1)]).sum()
+
+
+def test_another_shape_whose_list_has_other_integers_says_whose_numbers_it_has() -> None:
+    """Torch's own error has the sum of the example's sizes, beside a call with others."""
+    pm = autopar.parallelize(Parts(), 1, (torch.randn(4, 8, 4), torch.tensor([3, 5])))
+    with pytest.raises(CaptureError, match=r"(?s)called with .*10.*integers that the model reads from its inputs at "
+                       r".*test_pinned_integers\.py:\d+ are those of the first example"):  # fmt: skip
+        pm(torch.randn(4, 10, 4), torch.tensor([4, 6]))

@@ -13,7 +13,7 @@ from autopar.capture import Captured, capture
 from autopar.errors import PlanError
 from autopar.graph import Graph
 from autopar.lower.emit import lower
-from autopar.staging import cut, hot_ops
+from autopar.staging import cut, hot_ops, spans_of_written_buffers
 
 
 def run(captured: Captured, stages: list[Graph], starts: list[str], weights: dict, buffers: dict, inputs: dict):  # type: ignore[no-untyped-def, type-arg]
@@ -72,3 +72,27 @@ def test_bad_cuts() -> None:
         cut(graph, [ops[2], ops[1]])
     with pytest.raises(PlanError, match="every stage needs at least one"):
         cut(graph, [ops[0]])
+
+
+class SharedNorm(torch.nn.Module):
+    """Two linear layers behind which one batch norm stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 4)
+        self.norm = torch.nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.second(self.norm(self.first(x))))).square().mean()
+
+
+def test_calls_that_write_the_same_running_statistics_stay_in_one_stage() -> None:
+    """Each stage would have running statistics of its own: what all but the last one write would be lost."""
+    graph = capture(SharedNorm(), (torch.randn(4, 6),)).graph
+    ops = [graph.nodes[i].name for i in hot_ops(graph)]
+    norms = [p for p, name in enumerate(ops) if name.startswith("batch_norm")]
+    assert len(norms) == 2 and tuple(norms) in spans_of_written_buffers(graph)
+    for p in range(norms[0] + 1, norms[1] + 1):
+        with pytest.raises(PlanError, match=r"norms in stages \[0, 1\] write the running .* 'norm.running_mean'"):
+            cut(graph, [ops[p]])
+    assert len(cut(graph, [ops[norms[1] + 1]])) == 2

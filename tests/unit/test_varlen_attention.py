@@ -15,9 +15,9 @@ from autopar import verify as V
 from autopar.capture import capture
 from autopar.capture.microbatches import attention_between_rows, taken_of_batch
 from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
+from autopar.comparison.parts_of_loss import difference_by_parts
 from autopar.errors import CaptureError, PlanError
 from autopar.meshes import Mesh
-from autopar.parts_of_loss import difference_by_parts
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planning import notes_on
 from hardware_profiles import load_cluster

@@ -51,7 +51,7 @@ def test_families_that_die_or_take_too_long_end_alone() -> None:
         raise ValueError("no such configuration")
 
     died = families.attempt("kills_itself", kills_itself, 30, say=said.append)
-    assert died == {"family": "kills_itself", "steps": {}, "ended": "died of SIGKILL"}
+    assert died == {"family": "kills_itself", "steps": {}, "ended": "died of SIGKILL", "at": families.commit()}
     slow = families.attempt("never_ends", never_ends, 1, say=said.append)
     assert slow["ended"] == "more than 1 CPU s"
     left = families.attempt("leaves", lambda: os._exit(3), 30, say=said.append)
@@ -73,7 +73,7 @@ def test_page_counts_what_failed(tmp_path: Path) -> None:
     low = {**good, "planned": {**good["planned"], "cut": 0.5, "not_cut": {"aten.lstm.input": 0.5}}}
     refused = {"captured": {"ok": False, "why": "cannot | capture\n at /some/place/model.py:3", "seconds": 0.1}}
     records = [
-        {"family": "good", "steps": good, "ended": ""}, {"family": "low", "steps": low, "ended": ""},
+        {"family": "good", "steps": good, "ended": "", "at": "37e4b0e"}, {"family": "low", "steps": low, "ended": ""},
         {"family": "refused", "steps": refused, "ended": ""},
         {"family": "slow", "steps": {}, "ended": "more than 120 CPU s"},
     ]  # fmt: skip
@@ -84,6 +84,10 @@ def test_page_counts_what_failed(tmp_path: Path) -> None:
     assert "| low | FLOPs cut | not cut: aten.lstm.input 50% |" in page
     assert "| refused | captured | cannot / capture at model.py:3 |" in page
     assert "| slow | captured | more than 120 CPU s |" in page
-    assert "| good | 7 | yes | yes | yes |  | 99.0% | 26.0% | 2 all-reduce | 4.0 | fft_fft |" in page
+    assert "| good | 7 | yes | yes | yes |  | 99.0% | 26.0% | 2 all-reduce | 4.0 | fft_fft | 37e4b0e |" in page
     assert "1 families: later." in page
     assert families.read(tmp_path / "none.jsonl") == {}
+    kept = families.kept_rows(page)  # rows of families that are not run again stay as they are
+    again = families.table([kept["good"], kept["refused"], *records[1:2]])
+    rows = [line for line in page.splitlines() if line.startswith(("| good |", "| low |", "| refused |"))]
+    assert [line for line in again.splitlines() if line in rows] == rows

@@ -12,9 +12,9 @@ from autopar.capture.aliasing.storages import Alias, CannotInvert, Geometry, Mem
 from autopar.capture.graph.emitting import Emitting
 from autopar.capture.graph.exported import flat, name_of, spec_of, storage_of
 from autopar.capture.graph.pruning import has_effect
+from autopar.capture.normalize import DROPPED, FRESH, Form, normalize
 from autopar.capture.trace.recording import DATA
 from autopar.graph import Ref, Spec
-from autopar.normalize import DROPPED, FRESH, Form, normalize
 from autopar.torch_private import OpOverload
 
 

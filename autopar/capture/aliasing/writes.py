@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from autopar.capture.aliasing.schemas import Facts, parts_of, with_defaults
 from autopar.capture.aliasing.storages import Alias, CannotInvert, Storage
 from autopar.capture.aliasing.views import Viewing
 from autopar.capture.graph.exported import at, flat, module_of, spec_of, without_values
+from autopar.capture.normalize import normalize
 from autopar.errors import CaptureError
 from autopar.graph import Ref, Spec, map_refs
-from autopar.normalize import normalize
 from autopar.rules.operator_call import call_of
 from autopar.rules.registry import rule_for
 from autopar.torch_private import OpOverload, pytree
@@ -105,9 +106,7 @@ class Writing(Viewing):
         storage, spec = alias.place.storage, alias.place.spec
         kind, name = storage.origin or ("", "")
         if kind == "param":
-            raise self._refused(
-                fx, f"writes parameter '{name}' in forward", "keep it as a buffer, or change it outside"
-            )
+            self._becomes_state(fx, storage, name)
         if kind == "input":
             raise self._refused(fx, f"writes to its input '{name}' in place", "write a clone: x = x.clone()")
         if alias.history.by_data and self._kept(storage, alias):
@@ -129,6 +128,53 @@ class Writing(Viewing):
             raise self._refused(
                 fx, f"writes through a view that cannot be followed: {error}", "write a clone"
             ) from None
+
+    def _becomes_state(self, fx: torch.fx.Node, storage: Storage, name: str) -> None:
+        """A frozen parameter that the forward writes, such as a momentum encoder's, is state that a call renews, as
+        buffers are; it stays registered as a parameter.
+
+        Raises:
+            CaptureError: it is trained, or kept in another precision than the program's.
+        """
+        number = next(i for i, node in enumerate(self.nodes) if node.kind == "param" and node.target == name)
+        if self.nodes[number].needs_grad:
+            raise self._refused(
+                fx,
+                f"writes parameter '{name}' in forward, which is trained",
+                "requires_grad_(False) it, keep it as a buffer, or change it outside; what only a first call writes is "
+                "there once the model has been called, before this",
+            )
+        self.nodes[number] = replace(self.nodes[number], kind="buffer")
+        storage.origin = ("buffer", name)
+
+    def _assigned(self, fx: torch.fx.Node) -> None:
+        """``x.data = value``: ``x`` has the memory of ``value`` from here on, and others keep what was its memory.
+
+        Raises:
+            CaptureError: ``x`` is no parameter or buffer, or the memory is that of another one, or of an input.
+        """
+        x, value = (self.value[n] for n in fx.args)  # type: ignore[index]
+        before = x.place.storage
+        kind, name = before.origin or ("", "")
+        refused, do = "", "go on with the new tensor"
+        if kind not in ("param", "buffer") or x.place is not before.root or before.shared:
+            refused = "the tensor is no parameter or buffer of its own"
+        elif (origin := value.place.storage.origin) is not None:
+            refused, do = f"'{name}' would have the memory of '{origin[1]}'", "copy the values: x.data = y.clone()"
+        if refused:
+            raise CaptureError(
+                f"cannot capture an assignment to .data in '{module_of(fx) or '<model>'}'{at(fx)}: {refused}\n  {do}"
+            )
+        if kind == "param":
+            self._becomes_state(fx, before, name)
+        ref = self.memory.read(value, no_grad=True)
+        is_root = value.place.parent is None
+        storage = value.place.storage if is_root else self._fresh(ref, before.root.geometry)
+        before.origin, storage.origin = None, ("buffer", name)
+        storage.version += 1
+        moved = self.memory.begin(storage.root, ref)
+        for node in [node for node, alias in self.value.items() if alias is x]:
+            self.value[node] = moved
 
     def _kept(self, storage: Storage, alias: Alias) -> bool:
         """Whether autograd may have kept values of a storage for the backward, as the rules of their operators say."""

@@ -23,8 +23,9 @@ from autopar.capture.graph.recorded_calls import recorded_call
 from autopar.capture.graph.selected_rows import with_masks
 from autopar.capture.graph.sorted_rows import with_rows_in_place
 from autopar.capture.losses import the_loss
+from autopar.capture.python.left import own_outputs
 from autopar.capture.trace.passed_over import TOOK_PART
-from autopar.capture.trace.recording import BEGIN, END, FUNCTION, HOOK
+from autopar.capture.trace.recording import ASSIGN, BEGIN, END, FUNCTION, HOOK
 from autopar.errors import CaptureError
 from autopar.graph import PART, WAY, Graph, Node, Ref, Spec, map_refs, refs_in
 from autopar.rules.function import PREFIX
@@ -299,6 +300,8 @@ class GraphBuilder(Writing):
             body = self.value[fx.args[4]]  # type: ignore[index]
             self._pass_in(body, fx.args[5:])
             self.value[fx] = self._walk(body, no_grad)
+        elif name == ASSIGN:
+            self._assigned(fx)
         elif name in (ASK, TAKEN, TOOK_PART, BEGIN, END, FUNCTION, HOOK):
             self.value[fx] = self._own(fx, name)
         elif getattr(target, "__module__", "") == "_operator":  # of sizes that are not known
@@ -401,4 +404,5 @@ class GraphBuilder(Writing):
             i for i, out in enumerate(outputs)
             if isinstance(out, Ref) and self.nodes[out.node].needs_grad and self._spec_of(out).shape == ()
         ]  # fmt: skip
-        return outputs, the_loss(scalars, self.exported.call_spec.out_spec)
+        own = own_outputs(self.exported)
+        return outputs, the_loss([i for i in scalars if i < own.num_leaves], own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.graph import Graph, Ref, map_refs, refs_in
+from autopar.graph import NORMS, Graph, Ref, map_refs, refs_in
 
 
 def without_dead(graph: Graph, user: list[Any]) -> tuple[Graph, list[Any]]:
@@ -34,4 +34,4 @@ def without_dead(graph: Graph, user: list[Any]) -> tuple[Graph, list[Any]]:
 
 def has_effect(target: str) -> bool:
     """Operators that write to their inputs though their schema does not say so."""
-    return target in ("aten.batch_norm.default", "aten.instance_norm.default")
+    return target in NORMS

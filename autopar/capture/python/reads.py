@@ -24,6 +24,7 @@ from autopar.capture.python.free import Free, free_values
 from autopar.capture.python.frozen import OTHER, Held, SameObject, frozen, is_plain, says_the_same, show
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
 from autopar.capture.python.guards import Guards, ReadValue
+from autopar.capture.python.left import LeftBehind
 from autopar.capture.python.lookups import Lookups, behind, can_tell, only_counts, stored
 from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.constants import depends_on_data
@@ -105,6 +106,7 @@ class Recorder:
         self.traced: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
         """The same with the trace's own tensors, when forward begins."""
         self.generators: dict[int, tuple[Any, str, Any]] = {}
+        self.left = LeftBehind()
         self.lookups = Lookups(self._saw, self._wrote)
         self.changed: list[Written] = []
         """What the next call would read otherwise."""
@@ -231,15 +233,19 @@ class Recorder:
         if owner_and_path is None or owner_and_path[0] is not owner:
             return
         key = id(owner), name
+        if not is_plain(value):
+            self.left.note(owner, owner_and_path[1], name)
         if isinstance(value, torch.Tensor):
             self._kept(key, owner, owner_and_path[1], name, value)
             return
         if key not in self.first and key not in self.counted:  # what is read later is the forward's own
             self.fresh.add(key)
+            self.left.note(owner, owner_and_path[1], name)
             return
         frame = sys._getframe(2)
         if from_machinery(frame):
             return
+        self.left.note(owner, owner_and_path[1], name, counted=key in self.counted)
         read = self.first[key][1] if key in self.first else self.counted[key][1]
         self.written[key] = Written(owner, read, value, user_line(frame))
 
@@ -258,8 +264,12 @@ class Recorder:
         self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
         OfTheCallBefore.in_forward.set(True)
 
-    def _forward_ends(self, *call: Any) -> None:
-        """Look, while the trace still runs, for tensors that were put into containers."""
+    def _forward_ends(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Look, while the trace still runs, for tensors that were put into containers.
+
+        Returns:
+            The model's output, with what it leaves in attributes if that is something.
+        """
         OfTheCallBefore.in_forward.set(False)
         for key, before in self.before.items():
             read = self.first[key][1]
@@ -283,6 +293,8 @@ class Recorder:
         with torch.no_grad():
             for module, name, before, value in assigned:  # another tensor in a buffer's place: it takes its values
                 module._buffers[name] = before.copy_(value)
+        left = self.left.at_the_end()
+        return (output, left) if left else None
 
     # -- after a trace
 

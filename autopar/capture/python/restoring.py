@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from autopar.capture.python.frozen import is_plain
-from autopar.torch_private import TorchDispatchMode
+from autopar.torch_private import DisableTorchFunction, TorchDispatchMode, pytree
 
 _SEED = 20240229
 _AFTER = "_post_accumulate_grad_hooks"
@@ -79,10 +80,52 @@ def generators_kept() -> Iterator[None]:
                 numpy.random.set_state(states[1])
 
 
+class _FrozenKept(TorchFunctionMode):
+    """Frozen parameters that a forward writes, such as those of a momentum encoder, are put back: a copy of one is made
+    before the first write to its memory."""
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        super().__init__()
+        params = {id(p): p for m in modules for p in m._parameters.values() if p is not None and not p.requires_grad}
+        self.before = [(p, p.data) for p in params.values() if not p.is_meta]
+        self.at = {data.untyped_storage()._cdata: data for _, data in self.before}
+        self.copies: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        written = [*args[:1], *((kwargs or {}).get("out", None),)] if self.at and _may_write(name, kwargs) else []
+        for x in pytree.tree_leaves(written):
+            if isinstance(x, torch.Tensor):
+                with DisableTorchFunction():
+                    memory = x.untyped_storage()._cdata
+                    if memory in self.at and memory not in self.copies:
+                        self.copies[memory] = self.at[memory].clone()
+        return func(*args, **(kwargs or {}))
+
+    def put_back(self) -> None:
+        """What was written has the values that it had, and parameters have the memory that they had."""
+        for param, data in self.before:
+            if param.data_ptr() != data.data_ptr():
+                param.data = data
+        for memory, copy_before in self.copies.items():
+            self.at[memory].copy_(copy_before)
+
+
+def _may_write(name: str, kwargs: Any) -> bool:
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("__setitem__", *_IN_PLACE) or "out" in (kwargs or {})
+
+
+_IN_PLACE = tuple(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
+
+
 @contextlib.contextmanager
 def kept(*roots: Any) -> Iterator[None]:
-    """Buffers, hooks of parameters and Python attributes of modules are put back."""
+    """Buffers, frozen parameters, hooks of parameters and Python attributes of modules are put back."""
     modules = [m for root in roots if isinstance(root, torch.nn.Module) for m in root.modules()]
+    frozen = _FrozenKept(modules)
     attributes = []
     for module in modules:
         entries = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
@@ -95,7 +138,8 @@ def kept(*roots: Any) -> Iterator[None]:
     for hooks in hooked:  # they belong to the reduced gradient, not to this comparison
         hooks.clear()
     try:
-        yield
+        with frozen:
+            yield
     finally:
         for hooks, hooks_before in zip(hooked, removed, strict=True):
             hooks.update(hooks_before)
@@ -110,6 +154,7 @@ def kept(*roots: Any) -> Iterator[None]:
                 value.extend(before) if isinstance(value, list) else value.update(before)
             module._buffers.update(buffers)
         with torch.no_grad():
+            frozen.put_back()
             for buffer, before in values:
                 if not _same_bits(buffer, before):
                     buffer.copy_(before)

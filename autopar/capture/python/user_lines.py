@@ -8,17 +8,24 @@ from typing import Any
 
 import torch
 
-_STDLIB = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
-_TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
-_HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))) + os.sep
-_LAYERS = os.path.join(_TORCH, "nn", "")
-_MACHINERY = os.path.join(_TORCH, "nn", "modules", "module.py")
+
+def _folder(path: str) -> tuple[str, ...]:
+    """A folder's name as it was given and without links: an environment may be reached through one, and frames have the
+    name by which Python found a file."""
+    return tuple(dict.fromkeys(os.path.join(name, "") for name in (os.path.abspath(path), os.path.realpath(path))))
+
+
+_STDLIB = _folder(sysconfig.get_path("stdlib"))
+_TORCH = _folder(os.path.dirname(torch.__file__))
+_HERE = _folder(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+_LAYERS = tuple(os.path.join(folder, "nn", "") for folder in _TORCH)
+_MACHINERY = tuple(os.path.join(folder, "modules", "module.py") for folder in _LAYERS)
 _SITE = "site-packages"
 
 
 def is_users(file: str) -> bool:
     """Whether a file is neither Python's, nor torch's, nor this package's."""
-    if file.startswith("<") or file.startswith((_TORCH, _HERE)):
+    if file.startswith("<") or file.startswith(_TORCH + _HERE):
         return False
     return not file.startswith(_STDLIB) or _SITE in file
 
@@ -32,7 +39,7 @@ def from_machinery(frame: Any) -> bool:
     """Whether a frame is of torch's tracing or of Python, which looks at attributes that a model does not use."""
     file = frame.f_code.co_filename
     if file.startswith(_LAYERS):
-        return file == _MACHINERY
+        return file in _MACHINERY
     return file.startswith(_TORCH) or not (is_users(file) or file.startswith("<"))
 
 

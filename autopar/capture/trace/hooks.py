@@ -66,9 +66,7 @@ class _Gradients(TorchFunctionMode):
             if func == _DATA:  # torch gives a tensor that the trace does not know
                 return torch.ops.autopar.data(args[0])
             if func == _ASSIGNED:
-                raise refuse(
-                    "an assignment to .data", "go on with the new tensor, or copy its values: x.detach().copy_(y)"
-                )
+                return _assign(*args)
             if func is torch.autograd.grad:
                 return gradients(func, args, kwargs)
         return func(*args, **kwargs)
@@ -143,6 +141,17 @@ def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
         _Gradients(model),
     ):
         yield
+
+
+def _assign(x: torch.Tensor, value: torch.Tensor) -> None:
+    """``x.data = value``, for a value like what is there."""
+    if (x.shape, x.dtype, x.device) != (value.shape, value.dtype, value.device):
+        raise refuse(
+            f"an assignment to .data of a tensor of {value.dtype} and shape {tuple(value.shape)}, where there is one "
+            f"of {x.dtype} and shape {tuple(x.shape)},",
+            "go on with the new tensor, or assign one of the same dtype and shape",
+        )
+    torch.ops.autopar.assign(x, value)
 
 
 def _hook(recording: Recording, model: torch.nn.Module, x: torch.Tensor, hook: Callable[..., Any]) -> RemovableHandle:

@@ -25,7 +25,9 @@ from autopar.capture.branches.taken import asked_for_rows_only
 from autopar.errors import CaptureError
 from autopar.rules.function import Callee
 
-FUNCTION, HOOK, DATA, BEGIN, END = (f"autopar.{n}.default" for n in ("function", "hook", "data", "begin", "end"))
+FUNCTION, HOOK, DATA, ASSIGN, BEGIN, END = (
+    f"autopar.{n}.default" for n in ("function", "hook", "data", "assign", "begin", "end")
+)
 
 
 LAST = 16
@@ -147,6 +149,7 @@ _LIBRARY = torch.library.Library("autopar", "DEF")
 _LIBRARY.define("function(Tensor[] xs, int number) -> Tensor[]")
 _LIBRARY.define("hook(Tensor x, int number) -> Tensor")
 _LIBRARY.define("data(Tensor(a) x) -> Tensor(a)")
+_LIBRARY.define("assign(Tensor(a!) x, Tensor value) -> ()")
 _LIBRARY.define("begin(int number) -> ()")
 _LIBRARY.define("end(int number) -> ()")
 
@@ -163,6 +166,8 @@ def _function(xs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
 torch.library.register_fake("autopar::function", _function, lib=_LIBRARY)
 torch.library.register_fake("autopar::hook", lambda x, number: torch.empty_like(x), lib=_LIBRARY)
 torch.library.impl("autopar::data", "CompositeImplicitAutograd", lambda x: x.detach(), lib=_LIBRARY)
+torch.library.register_fake("autopar::assign", lambda x, value: None, lib=_LIBRARY)
+torch.fx.node.has_side_effect(torch.ops.autopar.assign.default)
 for _name in ("begin", "end"):
     torch.library.register_fake(f"autopar::{_name}", lambda number: None, lib=_LIBRARY)
     torch.fx.node.has_side_effect(getattr(torch.ops.autopar, _name).default)
@@ -171,4 +176,4 @@ torch.library.register_autograd("autopar::function", lambda ctx, *grads: (None, 
 torch.library.register_autograd("autopar::hook", lambda ctx, grad: (grad, None), lib=_LIBRARY)
 
 
-__all__ = ["BEGIN", "END", "FUNCTION", "HOOK", "Recording", "here", "now", "recording", "refuse"]
+__all__ = ["ASSIGN", "BEGIN", "DATA", "END", "FUNCTION", "HOOK", "Recording", "here", "now", "recording", "refuse"]

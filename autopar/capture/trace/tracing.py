@@ -109,7 +109,8 @@ def _modules_stay() -> Iterator[None]:
 
 
 def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """The exported program; its ``recording`` says what autopar's own operators in it stand for."""
+    """The exported program; its ``recording`` says what autopar's own operators in it stand for, its ``left`` what
+    stands behind the model's own outputs: nothing, unless a recorder watched."""
     try:
         exported = _with_repeats(module, args, kwargs) or _export(module, args, kwargs, None)
     except KeptInside:
@@ -117,6 +118,7 @@ def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             exported = _with_repeats(module, args, kwargs) or _export(module, args, kwargs, None)
     write_casts(exported, module, autocast_now())
     exported.recording.tell()
+    exported.left = ()
     return exported
 
 
@@ -282,6 +284,9 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
             "keep it in a buffer (register_buffer in __init__, and copy_ in forward), or compute it anew; of a cache "
             "that is always the same, call the model once before, so that it is there"
         )
+    elif ".numpy() is not supported for tensor subclasses" in str(error):
+        what = "it makes a numpy array of a tensor, whose values a program computes anew at every call"
+        do = "have forward() return the tensor, and call .numpy() on what it returns"
     elif "functorch tensor" in str(error):
         what = "it calls a transform of torch.func (grad, vmap, jacrev, ...), which torch.export cannot trace"
         do = "take gradients with torch.autograd.grad(..., create_graph=True), and write out what vmap maps over"

@@ -68,7 +68,7 @@ class Way:
         return self.forward_seconds + self.backward_seconds
 
 
-class Made(NamedTuple):
+class SizedPlans(NamedTuple):
     """Plans of a block of one size on a mesh, and by how many devices its tensors could be cut (:func:`evenly_cut`)."""
 
     plans: list[StagePlan]
@@ -90,8 +90,8 @@ class BlockPlans:
         fastest: the fastest alone, by kind and mesh: of a mesh that was too slow to plan more.
     """
 
-    every: dict[tuple[object, ...], Made] = field(default_factory=dict)
-    fastest: dict[tuple[object, ...], Made] = field(default_factory=dict)
+    every: dict[tuple[object, ...], SizedPlans] = field(default_factory=dict)
+    fastest: dict[tuple[object, ...], SizedPlans] = field(default_factory=dict)
 
     def alike(
         self, key: tuple[object, ...], share: bool, cuts: tuple[frozenset[int], ...]
@@ -100,14 +100,14 @@ class BlockPlans:
         which all ``cuts`` could be made."""
         if key in self.every and self.every[key].serves(cuts):
             return self.every[key].plans
-        made = (made for known, made in self.every.items() if share and known[:2] == key[:2] and made.serves(cuts))
-        return next((one.plans for one in made), None)
+        alike = (sized for place, sized in self.every.items() if share and place[:2] == key[:2])
+        return next((sized.plans for sized in alike if sized.serves(cuts)), None)
 
     def fastest_alike(self, key: tuple[object, ...], cuts: tuple[frozenset[int], ...]) -> list[StagePlan]:
         """The fastest plan for the same kind and mesh, on any devices, of a size at which all ``cuts`` could be made;
         empty if there is none."""
-        made = self.fastest.get(key[:2])
-        return made.plans if made is not None and made.serves(cuts) else []
+        sized = self.fastest.get(key[:2])
+        return sized.plans if sized is not None and sized.serves(cuts) else []
 
 
 def evenly_cut(graph: Graph, mesh: Mesh) -> tuple[frozenset[int], ...]:
@@ -163,7 +163,7 @@ class Menus:
         if not self._know(block, mesh, devices):
             prices = RARE_PRICES if block.kind in self.rare or len(mesh) > AXES else PRICES
             plans = self._plans(block, mesh, devices).every(prices)
-            self.decided.every[key] = Made(plans, self._cuts(block, mesh))
+            self.decided.every[key] = SizedPlans(plans, self._cuts(block, mesh))
             self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
             del self._begun[key]
         return self._known[key]
@@ -201,7 +201,7 @@ class Menus:
         if not plans:
             plans = [self._plans(block, mesh, devices).fastest()]
             if self.share:
-                self.decided.fastest[key[:2]] = Made(plans, self._cuts(block, mesh))
+                self.decided.fastest[key[:2]] = SizedPlans(plans, self._cuts(block, mesh))
         priced = pricer(self.cluster, mesh, devices)
         spent = [phases(self._graph(block), plan, priced) for plan in plans]
         return min(of_plan.forward_seconds + of_plan.backward_seconds for of_plan in spent)

@@ -35,7 +35,8 @@ def nothing_fits(searches: Sequence[OneNumber], asked: PipelineOptions, n_device
         )
     return next((s.infeasible for s in searches if s.infeasible), None) or PlanError(
         f"no schedule of {', '.join(asked.schedules)} allows {' or '.join(counts.split(', '))} microbatches on "
-        f"{asked.groups or 'any number of'} groups of {n_devices} devices; change the microbatches or the schedules"
+        f"{groups}, of {devices} together; change the microbatches or the schedules, or take fewer groups: operators "
+        "that read and write one buffer stay in one stage, and there may be too few cuts between them"
     )
 
 

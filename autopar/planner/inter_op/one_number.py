@@ -186,7 +186,7 @@ class OneNumber(ExactPlans):
         if self.asked.mesh:
             return [self.asked.mesh] if self.asked.mesh.n_devices == size else []
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
-        every = mesh_shapes(size, min(most_axes, self.asked.max_axes))
+        every = mesh_shapes(size, min(most_axes, self.asked.max_axes), self.asked.options.named_axes)
         shapes = [m for m in every if len(m) == 1 or m.inner(1).n_devices <= near]
         if most_axes > AXES:  # those with fewer were looked at before
             shapes = [m for m in shapes if len(m) > AXES]

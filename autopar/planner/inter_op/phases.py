@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.graph import Graph, Ref
-from autopar.plan import StagePlan, route_key
+from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.planner.inter_op.beside import beside_ops
+from autopar.planner.intra_op.hidden import Hidden, hidden
 from autopar.planner.intra_op.ledger import seconds_again
 from autopar.planner.intra_op.memory_walk import ledger
 from autopar.planner.intra_op.price import Pricer
+from autopar.rules.meanwhile import any_in_parts
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_named
@@ -54,6 +56,7 @@ def phases(
     forward = total = weights = 0.0
     second = bool(plan.memory)  # something is done again in the backward
     rules = rules_of(graph) if rules is None else rules
+    every = second or any_in_parts(rules)  # whether strategies of all nodes are asked for
     memo: dict[object, OpSeconds] = {}
     splits: list[float] = []
     chosen: dict[int, Strategy] = {}
@@ -66,7 +69,7 @@ def phases(
                 node.needs_grad,
                 tuple(graph.nodes[r.node].needs_grad for r in node.refs),
             )
-            if key not in memo or second:
+            if key not in memo or every:
                 chosen[i] = strategy_named(graph, node, rule, plan.ops[node.name])
             if key not in memo:
                 memo[key] = pricer.phases(graph, node, rule, chosen[i])
@@ -81,13 +84,19 @@ def phases(
             for src, dst in plan.routes.get(route_key(graph, Ref(i, out)), ()):
                 there, back = pricer.step_parts(spec, grad, src, dst)
                 forward, total = forward + there, total + there + back
+    beside = Hidden()
+    if every:
+        segment_of = segment_numbers(graph, plan.recompute)
+        beside = sum(hidden(graph, rules, pricer, chosen, plan.routes, segment_of).values(), Hidden())
+    forward, total = forward - beside.forward, total - beside.total
     again = 0.0
     if second:
         holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory)
-        again = sum(seconds_again(graph, rules, pricer, chosen, holds))
+        again = sum(seconds_again(graph, rules, pricer, chosen, plan.routes, holds))
     total += again
     inputs = max(0.0, total - forward - weights)  # rounding: all of it may be the weights'
-    ops = Phases(forward, inputs, weights, plan.price.parameter_seconds, again)
+    later = beside.backward - beside.split  # gradients of weights that a split backward computes beside nothing
+    ops = Phases(forward, inputs + later, weights, plan.price.parameter_seconds, again, later)
     return _with_overheads(ops, sum(splits), graph, rules, plan, pricer)
 
 
@@ -98,8 +107,8 @@ def _with_overheads(
     knows of these.
 
     Args:
-        ops: what operators and collectives take, a split backward as long as a whole one.
-        split_seconds: what the halves of all operators take more.
+        ops: what operators and collectives take.
+        split_seconds: what the halves of all operators take more, each by itself.
     """
     extra = pricer.costs.stage(lambda: beside_ops(graph, rules, plan))
     if extra is None:

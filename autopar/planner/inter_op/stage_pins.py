@@ -10,7 +10,7 @@ from typing import Any
 from autopar.errors import InfeasibleError, MeshError, PlanError, closest
 from autopar.graph import Graph
 from autopar.labels import matches, op_labels
-from autopar.meshes import Mesh
+from autopar.meshes import AXIS_NAMES, Mesh
 from autopar.placements import REPLICATE, State
 from autopar.planner.inter_op.order import SEARCHED, START
 from autopar.planner.intra_op.options import Options
@@ -73,10 +73,9 @@ def check(graph: Graph, options: Options, mesh: Mesh | None) -> None:
 def allows(mesh: Mesh, options: Options) -> bool:
     """Whether the wishes can be said of a mesh: it has the axes, and as many as the placements."""
     axes = set(mesh.names)
-    named = {axis for wanted in (options.constraints or {}).values() for axis in wanted}
     states: list[Sequence[str]] = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
     states += [how.split(",") for how in (options.params or {}).values() if how != REPLICATE]
-    return named <= axes and all(len(state) == len(mesh) for state in states)
+    return options.named_axes <= axes and all(len(state) == len(mesh) for state in states)
 
 
 def of_stage(options: Options, stage: StageGraph, mesh: Mesh) -> Options:
@@ -157,8 +156,9 @@ def check_counts(
     if mesh is None and not any(allows(m, options) for m in sizes):
         shown = "; ".join(m.text for m in sizes[:6])
         raise MeshError(
-            f"what is asked of operators and parameters fits none of the meshes that a group can have ({shown}); "
-            "give the mesh that you mean, and a number of stages"
+            f"what is asked of operators and parameters fits none of the meshes that a group can have ({shown}), whose "
+            f"axes have names among {', '.join(AXIS_NAMES)}; name these, or give the mesh that you mean, and a number "
+            "of stages"
         )
     if not cuts:
         return

@@ -10,7 +10,8 @@ In the order in which a graph passes through, driven by :mod:`.mesh_plan`:
 :mod:`.fold`              identical blocks are found and decided once
 :mod:`.space`             what each operator can do on each axis; :mod:`.params`: how a parameter can be stored and
                           used
-:mod:`.price`             seconds and bytes of an operator and of a step of a reshard
+:mod:`.price`             seconds and bytes of an operator and of a step of a reshard; :mod:`.hidden`: seconds of
+                          collectives that pass while others compute, :mod:`.overlaps`: in the problem
 :mod:`.build`             graph -> :mod:`.problem`: numbers only; here stands the mathematics
 :mod:`.chains`            operators that follow each other's cuts, decided as one; :mod:`.flows`: tensors on the way to
                           their readers

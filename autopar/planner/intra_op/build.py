@@ -29,6 +29,7 @@ from autopar.planner.intra_op.ledger import Ledger
 from autopar.planner.intra_op.memory_offers import MemoryOffers
 from autopar.planner.intra_op.memory_walk import ledger
 from autopar.planner.intra_op.moment_rows import MomentRows
+from autopar.planner.intra_op.overlaps import overlaps
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.problem import Item, Problem, Tensor
 from autopar.planner.intra_op.space import strategies
@@ -170,7 +171,10 @@ class Builder:
                 self._offers.may_again if self.choose_again else None,
             )  # fmt: skip
             items = kept.added_to(items)
-        problem = Problem(tuple(items), tuple(tensors), kept.shared() if kept is not None else ())
+        problem = Problem(
+            tuple(items), tuple(tensors), kept.shared() if kept is not None else (),
+            overlaps=overlaps(graph, self.rules, self.fold, self.pricer, self.microbatches, item_of, row_of),
+        )  # fmt: skip
         moments = None
         if kept is not None:
             moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches)

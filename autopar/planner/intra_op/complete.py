@@ -14,6 +14,7 @@ from autopar.meshes import Mesh
 from autopar.placements import PENDING, State, whole_state
 from autopar.plan import ParamChoice, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.hidden import hidden
 from autopar.planner.intra_op.ledger import Ledger, seconds_again
 from autopar.planner.intra_op.memory_walk import Walk
 from autopar.planner.intra_op.price import Pricer
@@ -23,6 +24,7 @@ from autopar.planner.intra_op.stage_peaks import with_working_bytes
 from autopar.planner.intra_op.written import held_whole
 from autopar.prices import Price
 from autopar.regather import gathers, may_wait, ref_of
+from autopar.rules.meanwhile import Routes
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.staging import first_op
@@ -220,7 +222,11 @@ def complete(
     weighed = weighed or any(decisions.values())
     walk = Walk(graph, rules, mesh, chosen, routes, decisions) if weighed else None
     holds = walk.ledger() if walk is not None else Ledger((), ())
-    price = _price(graph, rules, pricer, chosen, owned, seconds, optimizer, microbatches, in_flight, holds)
+    segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
+    beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, routes, segment_of).values())
+    price = _price(
+        graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight, routes, holds
+    )
     peaks = None
     if walk is not None:
         price, peaks = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
@@ -257,10 +263,15 @@ def that_can_be(
 
 def _price(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
-    owned: Mapping[int, ParamChoice], reshard_seconds: float, optimizer: str, microbatches: int,
-    in_flight: int, holds: Ledger,
+    owned: Mapping[int, ParamChoice], moved_seconds: float, optimizer: str, microbatches: int,
+    in_flight: int, routes: Routes, holds: Ledger,
 ) -> Price:  # fmt: skip
-    compute, inside = seconds_again(graph, rules, pricer, chosen, holds)
+    """The price, in which passing bytes are still missing.
+
+    Args:
+        moved_seconds: of reshards, without what others' computation hides of collectives inside operators.
+    """
+    compute, inside = seconds_again(graph, rules, pricer, chosen, routes, holds)
     memo: dict[tuple[int, int], tuple[float, float]] = {}
     nodes, alike = graph.nodes, graph.alike
     for i, node in enumerate(nodes):
@@ -289,7 +300,7 @@ def _price(
         peak = max(peak, cost.peak_bytes)
     lives_again = holds.again_bytes
     return Price(
-        compute * microbatches, (reshard_seconds + inside) * microbatches, parameter_seconds, totals[0],
+        compute * microbatches, (moved_seconds + inside) * microbatches, parameter_seconds, totals[0],
         totals[1], totals[2],
         totals[3] + peak,
         in_flight * holds.kept_bytes + lives_again, lives_again,

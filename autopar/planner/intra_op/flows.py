@@ -47,7 +47,7 @@ def read_alike(graph: Graph, fold: Fold, again: Collection[int]) -> dict[int, li
     for name, ref in graph.updates.items():
         update_of.setdefault(ref, []).append(name)
     for i, node in enumerate(graph.nodes):
-        if not node.hot:
+        if not node.hot or node.kind == "buffer":  # a frozen parameter that the forward writes lies whole
             continue
         for k, spec in enumerate(node.outs):
             if spec is None:

@@ -202,10 +202,10 @@ class _Layers(_Repeats):
 
     def alike_inputs(self, ref: Ref, next_ref: Ref) -> bool:
         """Parameters and buffers may be others, inputs of the model may not."""
-        node, other = (self.graph.nodes[r.node] for r in (ref, next_ref))
+        node, next_node = (self.graph.nodes[r.node] for r in (ref, next_ref))
         if ref.node == next_ref.node:
             return ref.out == next_ref.out
-        return node.kind == other.kind and node.kind in ("param", "buffer")
+        return node.kind == next_node.kind and node.kind in ("param", "buffer")
 
 
 class _Scans(_Repeats):

@@ -228,16 +228,16 @@ class HighsProgram(Relaxation):
 
     def _smaller(self, relaxed: Point) -> Point | None:
         """The first whole choice that fits at rising prices of a byte, from the relaxation's on."""
-        found = None
+        fitting = None
         self._bound_memory(math.inf)
         for factor in DEARER:
             point = self._relaxed_at(factor * relaxed.byte_price)
             if point is not None and point.whole and point.most_bytes <= self.room:
-                found = replace(point, bound=relaxed.bound)
+                fitting = replace(point, bound=relaxed.bound)
                 break
         self._charge(0.0)
         self._bound_memory(self.room)
-        return found
+        return fitting
 
     def best(self, gap: float, start: Point | None = None) -> Point:
         """By branch and bound, from a choice that is known already."""

@@ -18,12 +18,16 @@ from autopar.graph import Graph, Ref
 from autopar.memory_decisions import (
     DECISIONS,
     KEEP,
+    RECOMPUTE,
     TENSORS,
     Memory,
 )
 from autopar.placements import State
+from autopar.plan import segment_numbers
+from autopar.planner.intra_op.hidden import hidden
 from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.recompute import Segment
+from autopar.rules.meanwhile import Routes
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 
@@ -105,14 +109,18 @@ class Ledger:
 
 
 def seconds_again(
-    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], holds: Ledger
-) -> tuple[float, float]:
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], routes: Routes,
+    holds: Ledger,
+) -> tuple[float, float]:  # fmt: skip
     """``(compute, collectives)``: seconds a microbatch that second forwards of segments and second gathers take."""
     compute = moved = 0.0
     memo: dict[object, tuple[float, float]] = {}
+    segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
+    others = hidden(graph, rules, pricer, chosen, routes, segment_of) if segment_of else {}
     for segment in holds.segments:
         if not segment.active:
             continue
+        moved -= sum(others[i].forward for i in segment.ops if i in others)
         for i in segment.ops:
             rule = rules[i]
             assert rule is not None

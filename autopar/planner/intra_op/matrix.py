@@ -30,7 +30,7 @@ class Matrix:
         low, high: of a row.
         picks: the columns of every item, one a strategy.
         peak: the column of the peak, with its bytes.
-        held: columns of what several items keep in common.
+        shared: columns of what several items keep in common.
         memory: rows of the memory limit, as shares of ``unit`` bytes.
         fullest: where the fullest moment is minimised, the column of its bytes.
         scale: of seconds.
@@ -47,7 +47,7 @@ class Matrix:
     high: list[float] = field(default_factory=list)
     picks: list[range] = field(default_factory=list)
     peak: tuple[int, float] | None = None
-    held: list[int] = field(default_factory=list)
+    shared: list[int] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     unit: float = 1.0
     fullest: int | None = None
@@ -68,7 +68,7 @@ class Matrix:
             v: b for picks, of_item in zip(self.picks, moment.items, strict=True)
             for v, b in zip(picks, of_item, strict=True) if b
         }  # fmt: skip
-        by_column.update((v, b) for v, b in zip(self.held, moment.held, strict=True) if b)
+        by_column.update((v, b) for v, b in zip(self.shared, moment.shared, strict=True) if b)
         if self.peak is not None:
             by_column[self.peak[0]] = self.peak[1]
         return by_column
@@ -101,6 +101,7 @@ def matrix(problem: Problem) -> Matrix:
         lp.row(dict.fromkeys(lp.picks[-1], 1.0), 1.0, 1.0)
     _flows(problem, lp)
     _shared_bytes(problem, lp)
+    _overlaps(problem, lp)
     if problem.smallest:
         least = max(sum(map(min, moment.items)) for moment in problem.rows)
         lp.unit = max(least, 1.0)
@@ -153,14 +154,24 @@ def _shared_bytes(problem: Problem, lp: Matrix) -> None:
             if any(item.peak_bytes):
                 parts = {v: -b / largest for v, b in zip(picks, item.peak_bytes, strict=True) if b}
                 lp.row({peak: 1.0, **parts}, 0.0, math.inf)
-    for shared in problem.held:
-        (kept,) = lp.add([shared.seconds])
-        lp.held.append(kept)
-        for i, rows in shared.users:
+    for common in problem.shared:
+        (kept,) = lp.add([common.seconds])
+        lp.shared.append(kept)
+        for i, rows in common.users:
             entries = {kept: 1.0, **{lp.picks[i][s]: -1.0 for s in rows}}
-            for v in [lp.picks[shared.again[0]][s] for s in shared.again[1]] if shared.again is not None else ():
+            for v in [lp.picks[common.again[0]][s] for s in common.again[1]] if common.again is not None else ():
                 entries[v] = entries.get(v, 0.0) + 1.0
             lp.row(entries, 0.0, math.inf)
+
+
+def _overlaps(problem: Problem, lp: Matrix) -> None:
+    """What passes on two sides at the same time, counted once."""
+    for overlap in problem.overlaps:
+        most = max(seconds for side in overlap.sides for _, of_item in side for seconds in of_item)
+        (hidden,) = lp.add([-most])
+        for side in overlap.sides:
+            parts = {lp.picks[i][s]: -b / most for i, of_item in side for s, b in enumerate(of_item) if b}
+            lp.row({hidden: 1.0, **parts}, -math.inf, 0.0)
 
 
 __all__ = ["Matrix", "matrix"]

@@ -145,10 +145,10 @@ class MemoryOffers:
                 elif graph.nodes[ref.node].kind == "input":
                     reads[i, position] = k, self.arrivals(graph.nodes[ref.node])
         cut = {
-            key: [any(state[a].is_shard for state in made) for a in range(len(mesh))]
-            for key, (_, made) in reads.items()
+            key: [any(state[a].is_shard for state in states) for a in range(len(mesh))]
+            for key, (_, states) in reads.items()
         }
-        found = []
+        gathering = []
         for r, row in enumerate(chain.rows):
             shares = {}
             for key, (k, _) in reads.items():
@@ -159,11 +159,11 @@ class MemoryOffers:
                 if share < 1.0:
                     shares[key] = share
             if shares and not (chain.again and chain.again[r]):
-                found.append((r, shares))
-        if not found:
+                gathering.append((r, shares))
+        if not gathering:
             return
-        chain.gathers = [{} for _ in chain.rows] + [shares for _, shares in found]
-        for r, _ in found:
+        chain.gathers = [{} for _ in chain.rows] + [shares for _, shares in gathering]
+        for r, _ in gathering:
             chain.rows.append(chain.rows[r])
             chain.seconds.append(chain.seconds[r])
             chain.n_bytes.append(chain.n_bytes[r])
@@ -202,11 +202,11 @@ class MemoryOffers:
     @cached_property
     def _made(self) -> Counter[int]:
         """Bytes of whole tensors that an operator makes and someone keeps."""
-        made: Counter[int] = Counter()
+        bytes_made: Counter[int] = Counter()
         for entry in self.whole.entries:
             if entry.keepers and entry.decision == KEEP.name:
-                made[entry.since] += entry.n_bytes
-        return made
+                bytes_made[entry.since] += entry.n_bytes
+        return bytes_made
 
 
 __all__ = ["MemoryOffers"]

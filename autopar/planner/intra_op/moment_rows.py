@@ -85,7 +85,7 @@ class MomentRows:
         return self._of(self._state(lambda node: self._gradient_is_there(node, moment)), moment)
 
     def _of(self, items: list[list[float]], moment: Moment | None) -> MomentBytes:
-        held = (0.0,) * len(self.problem.held)
+        shared_bytes = (0.0,) * len(self.problem.shared)
         if moment is not None:
             at = self.timeline.at(moment)
 
@@ -95,14 +95,14 @@ class MomentRows:
             empty = [replace(item, n_bytes=(0.0,) * len(item.n_bytes)) for item in self.problem.items]
             for row, item in zip(items, self.kept.added_to(empty, times), strict=True):
                 row[:] = [a + b for a, b in zip(row, item.n_bytes, strict=True)]
-            held = tuple(shared.n_bytes for shared in self.kept.shared(times))
+            shared_bytes = tuple(shared.n_bytes for shared in self.kept.shared(times))
             self._add_made_again(items, moment, at)
             self._add_waiting(items, at)
             self._add_passing(items, moment, at)
             self._add_crossing(items, moment)
             self._add_needs(items, moment, at)
             self._add_reductions(items, moment, at)
-        return MomentBytes(tuple(map(tuple, items)), held)
+        return MomentBytes(tuple(map(tuple, items)), shared_bytes)
 
     # -- what is stored
 
@@ -175,9 +175,9 @@ class MomentRows:
     def _times(self, entry: Entry, moment: Moment, at: int) -> float:
         """How often an entry is there."""
         timeline = self.timeline
-        made = timeline.at_of.get(entry.since, -1)
+        made_at = timeline.at_of.get(entry.since, -1)
         let_go = [timeline.at_of.get(keeper.node, 0) for keeper in entry.keepers]
-        is_there = float(made <= at <= timeline.back(min(let_go, default=max(made, 0))))
+        is_there = float(made_at <= at <= timeline.back(min(let_go, default=max(made_at, 0))))
         if entry.segment is None:
             if is_there and self._is_counted_by_its_reader(entry, moment, at):
                 is_there = 0.0
@@ -259,9 +259,9 @@ class MomentRows:
                 continue
             if maker not in rows.row_of or not any(rows.given_up(maker)):
                 continue
-            made = timeline.at_of.get(entry.since, -1)
+            made_at = timeline.at_of.get(entry.since, -1)
             last = max(timeline.at_of.get(keeper.node, 0) for keeper in entry.keepers)
-            if made <= at <= last or timeline.back(last, 0) <= at <= timeline.back(made, 0):
+            if made_at <= at <= last or timeline.back(last, 0) <= at <= timeline.back(made_at, 0):
                 row, shares = items[rows.item_of[maker]], rows.shares(maker, MADE)
                 for r, waits in enumerate(rows.given_up(maker)):
                     row[r] += waits * shares[r] * entry.n_bytes
@@ -319,13 +319,13 @@ class MomentRows:
         if not self.timeline.beside[at] or node not in self.kept.rows.row_of:
             return
         rows, k = self.kept.rows.row_of[node]
-        known: dict[tuple[str, ...], float] = {}
+        needs_of_names: dict[tuple[str, ...], float] = {}
         item = items[self.kept.rows.item_of[node]]
         for r, row in enumerate(rows):
             strategy = row[k]
-            if strategy.names not in known:
-                known[strategy.names] = self._needs(node, strategy, moment.backward)
-            item[r] += known[strategy.names]
+            if strategy.names not in needs_of_names:
+                needs_of_names[strategy.names] = self._needs(node, strategy, moment.backward)
+            item[r] += needs_of_names[strategy.names]
 
     def _needs(self, i: int, strategy: Strategy, backward: bool) -> float:
         graph, node, rule, mesh = self.graph, self.graph.nodes[i], self.kept.rules[i], self.pricer.mesh

@@ -155,13 +155,13 @@ class StepMoments:
         for memory, (n_bytes, _, given, segment) in enumerate(walk.memories):
             if given or not n_bytes:
                 continue
-            made, until = walk.made_at[memory], walk.read_at[memory]
+            made_at, until = walk.made_at[memory], walk.read_at[memory]
             if memory in walk.arrived:
-                made, until = 0, self.n - 1
+                made_at, until = 0, self.n - 1
             if segment >= 0:
                 of_segment.setdefault(segment, []).append(memory)
             for entry in walk.entries_of.get(memory, ()):
-                first = self.back(min((self._let_go(keeper.node, entry) for keeper in entry.keepers), default=made))
+                first = self.back(min((self._let_go(keeper.node, entry) for keeper in entry.keepers), default=made_at))
                 if entry.decision == KEEP.name:
                     until = max(until, first)
                     if last_asks.get(memory, self.n) < self.n:
@@ -169,17 +169,17 @@ class StepMoments:
                 elif entry.segment is not None:
                     begin = self.back(self.at_of[self.holds.lives[entry.segment][0]], 0)
                     # what is given up comes back until the backward of its maker, beside what that keeps of its own
-                    self.lives(n_bytes, begin, max(self.back(made, 0), first) if self._comes_back(entry) else first)
+                    self.lives(n_bytes, begin, max(self.back(made_at, 0), first) if self._comes_back(entry) else first)
                 elif memory in walk.waiting:
                     self.lives(n_bytes, *self._back_for(memory, entry))
             readers = walk.readers.get(memory) if memory in walk.piece_of else None
             if readers:  # its backward asks for the copy, even where autograd keeps nothing of it
                 again = self.back(self.at_of[max(readers)], 0)
-                self.lives(n_bytes, again, self.back(made, 0))
+                self.lives(n_bytes, again, self.back(made_at, 0))
                 self.beside[again] = max(self.beside[again], self._gathered_again(memory, n_bytes))
-            self.lives(n_bytes, made, until)
+            self.lives(n_bytes, made_at, until)
             if not any(entry.decision == KEEP.name for entry in walk.entries_of.get(memory, ())):
-                self.spans.append(Span(n_bytes, made, until, walk.memories[memory].since))
+                self.spans.append(Span(n_bytes, made_at, until, walk.memories[memory].since))
         for segment, memories in of_segment.items():
             if self.holds.segments[segment].active:
                 self._second_run(segment, memories)

@@ -55,6 +55,11 @@ class Options:
     may_recompute: bool = True
     blocks: Sequence[str] = ()
 
+    @property
+    def named_axes(self) -> frozenset[str]:
+        """Names of the mesh axes that constraints are about."""
+        return frozenset(axis for wanted in (self.constraints or {}).values() for axis in wanted)
+
     def effort(self, enough: Effort = PATIENT) -> Effort:
         """What one run of the solver may take: the seconds that were asked for, else what is enough."""
         return enough if self.time_limit_seconds is None else asked_seconds(self.time_limit_seconds)

@@ -138,6 +138,19 @@ class Pricer:
         )  # fmt: skip
         return self.costs.op(self.device, work)
 
+    def waits(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> dict[str, tuple[float, float]]:
+        """Seconds of the collectives with which an op begins and ends, forward and backward, by
+        :attr:`~autopar.rules.notation.Comm.when`: those of one axis, beside which others may run."""
+        pieces, axes = cuts_of(rule, strategy.options, self.mesh)
+        differentiable, sizes = any(grads_of(graph, node)[1]), self.mesh.size_of
+        seconds = {"first": (0.0, 0.0), "last": (0.0, 0.0)}
+        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable, sizes):
+            if comm.when and axis == axes[comm.factor][-1 if comm.when == "first" else 0]:
+                spent = self.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis])
+                there, back = seconds[comm.when]
+                seconds[comm.when] = (there, back + spent) if comm.backward else (there + spent, back)
+        return seconds
+
     def launches(self, graph: Graph) -> float:
         """Seconds, forward and backward, that the graph's operators take however small a part of each a device has:
         those of their launches. Of no meaning where the cost source does not compute with them."""

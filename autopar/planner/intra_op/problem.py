@@ -2,13 +2,14 @@ r"""The problem: strategies, costs and reshard prices as numbers, without graph 
 
 For items ``i`` (operators and parameters, one per fold class), strategies ``s`` and tensors ``t``:
 
-    minimise    sum_i sum_s  x[i,s] * seconds[i,s]  +  sum_t sum_a  y[t,a] * seconds[t,a]
+    minimise    sum_i sum_s  x[i,s] * seconds[i,s]  +  sum_t sum_a  y[t,a] * seconds[t,a]  -  sum_o hidden[o]
     such that   sum_s x[i,s] = 1                                            one strategy            (x binary)
                 in(v) - out(v) + made(v) - wanted(v) = 0                    a flow per consumer of t
                 y[t,a] >= flow[t,c,a]                                       a step is paid once     (y >= 0)
+                hidden[o] <= sum_{i in side} sum_s x[i,s] * seconds[o,i,s]      for both sides of every overlap o
                 peak >= sum_s x[i,s] * peak_bytes[i,s]                      for every i that has peak bytes
-                held[h] >= sum_{s in rows} x[i,s] - sum_{s in again} x[j,s] for every user (i, rows) of h
-                sum_i sum_s x[i,s] * bytes[i,s] + sum_h held[h] * bytes[h] + peak <= limit             memory
+                shared[h] >= sum_{s in rows} x[i,s] - sum_{s in again} x[j,s]   for every user (i, rows) of h
+                sum_i sum_s x[i,s] * bytes[i,s] + sum_h shared[h] * bytes[h] + peak <= limit           memory
 
 The last is one row, or, where moments of a step are given, one for each of them with the bytes of that moment.
 
@@ -77,17 +78,27 @@ class SharedBytes:
 
 
 @dataclass(frozen=True)
+class HiddenSeconds:
+    """What two sides take at the same time, collectives and what is computed beside them: the shorter is hidden.
+
+    ``sides`` are ``(item number, seconds per strategy)``, which are parts of the seconds of these items.
+    """
+
+    sides: tuple[tuple[tuple[int, tuple[float, ...]], ...], ...]
+
+
+@dataclass(frozen=True)
 class MomentBytes:
-    """What is there at one moment of a step, beside the peak: for every item by strategy, and of every held."""
+    """What is there at one moment of a step, beside the peak: for every item by strategy, and of what items share."""
 
     items: tuple[tuple[float, ...], ...]
-    held: tuple[float, ...]
+    shared: tuple[float, ...]
 
     def n_bytes(self, problem: Problem, picked: Sequence[int]) -> float:
         """Of a choice, the peak apart."""
         of_items = sum(of_item[s] for of_item, s in zip(self.items, picked, strict=True))
-        of_held = zip(self.held, problem.held, strict=True)
-        return of_items + sum(n_bytes for n_bytes, shared in of_held if n_bytes and shared.is_held(picked))
+        of_shared = zip(self.shared, problem.shared, strict=True)
+        return of_items + sum(n_bytes for n_bytes, common in of_shared if n_bytes and common.is_held(picked))
 
 
 @dataclass(frozen=True)
@@ -98,15 +109,16 @@ class Problem:
 
     items: tuple[Item, ...]
     tensors: tuple[Tensor, ...]
-    held: tuple[SharedBytes, ...] = ()
+    shared: tuple[SharedBytes, ...] = ()
     limit_bytes: float | None = None
     moments: tuple[MomentBytes, ...] = ()
     smallest: bool = False
+    overlaps: tuple[HiddenSeconds, ...] = ()
 
     @property
     def rows(self) -> tuple[MomentBytes, ...]:
         """What must fit."""
-        together = MomentBytes(tuple(i.n_bytes for i in self.items), tuple(h.n_bytes for h in self.held))
+        together = MomentBytes(tuple(i.n_bytes for i in self.items), tuple(h.n_bytes for h in self.shared))
         return self.moments or (together,)
 
 

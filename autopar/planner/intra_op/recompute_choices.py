@@ -72,15 +72,15 @@ class Again:
 
     def results(self, graph: Graph, segments: Recompute, folding: Fold) -> list[str]:
         """Results of the operators of these segments that need not be kept for other readers either."""
-        found = []
+        results = []
         for first, last in segments:
             inside = range(graph.index[first], graph.index[last] + 1)
-            found += [
+            results += [
                 route_key(graph, Ref(i, k)) for i in inside if folding.representative[i] in self.gives_up
                 for k, spec in enumerate(graph.nodes[i].outs)
                 if spec is not None and can_make_again(graph, Ref(i, k), {i: 0})
             ]  # fmt: skip
-        return found
+        return results
 
 
 def again(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence[str] = ()) -> Again:

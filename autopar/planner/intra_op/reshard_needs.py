@@ -110,21 +110,21 @@ def _padded_shapes(
     """Local shapes of what a step's collective reads and of what it makes: pieces as large as the largest one."""
     axis = Step.between(src, dst).axis
     size = mesh.size(axis)
-    read, made = list(local_shape(shape, src, mesh)), list(local_shape(shape, dst, mesh))
-    for state, pieces, wholes in ((src, read, made), (dst, made, read)):
+    read, result = list(local_shape(shape, src, mesh)), list(local_shape(shape, dst, mesh))
+    for state, pieces, wholes in ((src, read, result), (dst, result, read)):
         dim = state[axis].dim
         if dim is not None:
             pieces[dim] = largest_piece(wholes[dim], size, state[axis].unit)
             wholes[dim] = pieces[dim] * size
-    return tuple(read), tuple(made)
+    return tuple(read), tuple(result)
 
 
 def shape_in_memory(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[int, ...]:
     """Shape of the memory in which a step's result lies on one rank: where what was added can be cut off without a
     copy, the result is a view, which keeps all of it."""
-    _, made = _padded_shapes(shape, src, dst, mesh)
+    _, padded = _padded_shapes(shape, src, dst, mesh)
     wanted = local_shape(shape, dst, mesh)
-    return made if made != wanted and _is_view(made, wanted) else wanted
+    return padded if padded != wanted and _is_view(padded, wanted) else wanted
 
 
 def _is_view(shape: Sequence[int], wanted: Sequence[int]) -> bool:

@@ -277,7 +277,8 @@ class WithinMemory:
             sums = replace(
                 self.problem,
                 items=tuple(_by_bytes(item) for item in self.problem.items),
-                held=tuple(replace(h, seconds=h.n_bytes) for h in self.problem.held),
+                shared=tuple(replace(h, seconds=h.n_bytes) for h in self.problem.shared),
+                overlaps=(),
                 tensors=tuple(
                     replace(t, steps=tuple((a, b, 0.0) for a, b, _ in t.steps)) for t in self.problem.tensors
                 ),

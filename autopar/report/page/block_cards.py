@@ -31,7 +31,6 @@ COLOURS = (
     ("c-2", "cut along dim 2 (often features)"), ("c-3", "cut along a later dim"),
     ("c-sum", "partial sums"), ("c-whole", "not cut"),
 )  # fmt: skip
-CHIPS = dict(COLOURS)
 
 
 @dataclass(frozen=True)

@@ -147,8 +147,8 @@ def _panel(
         beyond = " (far above this chart)"
     stages = plan.schedule.stages_of_rank[group]
     most = max(y for _, y in walk)
-    held = ", ".join(f"{WORDS[c]} {show_bytes(n)}" for c, n in static.items() if n)
-    words = f"{held}; activations up to {show_bytes(most)}; limit {show_bytes(limit)}{beyond}"
+    stored = ", ".join(f"{WORDS[c]} {show_bytes(n)}" for c, n in static.items() if n)
+    words = f"{stored}; activations up to {show_bytes(most)}; limit {show_bytes(limit)}{beyond}"
     return filled(
         '<figure class="panel" tabindex="0"><figcaption><b>group {}</b> stage{} {}<span>{}</span></figcaption>'
         '<svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img" aria-label="{}">{}{}{}</svg>'

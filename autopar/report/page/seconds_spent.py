@@ -15,8 +15,9 @@ from typing import Any
 from autopar.graph import Graph, Node, Ref, Spec
 from autopar.pieces import elements_moved
 from autopar.placements import State, Step
-from autopar.plan import Plan, StagePlan, route_key
+from autopar.plan import Plan, StagePlan, route_key, segment_numbers
 from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.hidden import Hidden, hidden
 from autopar.planner.intra_op.ledger import waiting_seconds
 from autopar.planner.intra_op.memory_walk import ledger
 from autopar.planner.intra_op.price import Pricer, pricer
@@ -83,6 +84,9 @@ def stage_tally(graph: Graph, stage: StagePlan, priced: Pricer) -> StageTally:
             if spec is not None:
                 for src, dst in stage.routes.get(route_key(graph, Ref(i, out)), ()):
                     _reshard(tally, spec, node.needs_grad and spec.is_float, src, dst, stage, priced)
+    segment_of = segment_numbers(graph, stage.recompute)
+    for i, less in hidden(graph, rules, priced, chosen, stage.routes, segment_of).items():
+        _beside_others(tally, graph, stage, priced, i, chosen[i], less)
     if stage.memory:
         _again(tally, graph, stage, priced, chosen)
     for _, node in graph.of_kind("param"):
@@ -115,6 +119,27 @@ def _inside(
         tally.collective(comm.kind, axis, seconds * shown, moved, comm.backward, stage.microbatches)
 
 
+def _beside_others(
+    tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, i: int, strategy: Strategy, less: Hidden,
+    again: bool = False,
+) -> None:  # fmt: skip
+    """Take off what of an operator's collectives passes while others compute, of each of them alike.
+
+    Args:
+        again: of a second forward, in the backward.
+    """
+    rule = rules_of(graph)[i]
+    assert rule is not None
+    differentiable, sizes = any(grads_of(graph, graph.nodes[i])[1]), stage.mesh.size_of
+    inside = collectives_inside(rule, *cuts_of(rule, strategy.options, stage.mesh), differentiable, sizes)
+    may_hide = [(comm, axis, priced.axes[axis].seconds(comm.kind, n)) for comm, axis, n in inside if comm.when]
+    for backward, seconds in ((False, less.forward), (True, 0.0 if again else less.backward)):
+        of_pass = [(comm, axis, spent) for comm, axis, spent in may_hide if comm.backward == backward]
+        alone = sum(spent for *_, spent in of_pass)
+        for comm, axis, spent in of_pass if seconds else ():
+            tally.collective(comm.kind, axis, -seconds * spent / alone, 0, backward or again, stage.microbatches)
+
+
 def _reshard(
     tally: StageTally, spec: Spec, grad: bool, src: State, dst: State, stage: StagePlan, priced: Pricer,
     forward_only: bool = False,
@@ -139,6 +164,11 @@ def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, ch
     holds = ledger(graph, rules, stage.mesh, chosen, stage.routes, stage.memory)
     steps = list(holds.steps_again)
     tally.seconds[SLICES] += sum(waiting_seconds(priced, holds).values())
+    segment_of = segment_numbers(graph, stage.recompute)
+    runs_again = {i for segment in holds.segments if segment.active for i in segment.ops}
+    for i, less in hidden(graph, rules, priced, chosen, stage.routes, segment_of).items():
+        if i in runs_again:
+            _beside_others(tally, graph, stage, priced, i, chosen[i], less, again=True)
     for segment in holds.segments:
         for i in segment.ops if segment.active else ():
             rule = rules[i]

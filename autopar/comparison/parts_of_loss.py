@@ -9,6 +9,7 @@ another loss, and hears so.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +18,30 @@ from autopar.capture import Captured
 from autopar.capture.microbatches import part_of_batch
 from autopar.comparison import generators_kept, kept, reason_not_to
 from autopar.comparison.sides import attention_on
+from autopar.plan import Plan
 from autopar.runtime.batch import Batch
+from autopar.runtime.batch_statistics import of_each_microbatch
 from autopar.runtime.loss_counts import count_of
 from autopar.torch_private import pytree
 
 ROUNDING, ROUNDING_OF_HALF = 1e-5, 2e-2
 """Relative differences of two losses that sums in another order explain, with room: a hundred units in the last place
 of single precision, and a few of bfloat16."""
+
+
+def with_notes(plan: Plan, captured: Captured, model: torch.nn.Module, example: Any) -> Plan:
+    """A plan with notes on what its microbatches make other than the batch at once would be: what ``parallelize`` warns
+    of, for whoever reads the plan.
+
+    Args:
+        captured, example: as for :func:`difference_by_parts`.
+    """
+    said = [
+        of_each_microbatch([captured.graph], plan.microbatches),
+        difference_by_parts(captured, model, example, plan.microbatches) if plan.microbatches > 1 else "",
+    ]
+    new = [note for note in said if note and note not in plan.notes]
+    return replace(plan, notes=(*plan.notes, *new)) if new else plan
 
 
 def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any, parts: int) -> str:
@@ -88,4 +106,4 @@ def _counted(captured: Captured, model: torch.nn.Module, of_parts: list[Any]) ->
     return [n / sum(counts) for n in counts]
 
 
-__all__ = ["difference_by_parts"]
+__all__ = ["difference_by_parts", "with_notes"]

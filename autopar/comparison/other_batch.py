@@ -10,9 +10,11 @@ from autopar.torch_private import pytree
 
 IGNORED = -100
 """The label that losses of torch leave out."""
+SEED = 1
+"""Of the other batch: the same one each time."""
 
 
-def other_batch(batch: Any, seed: int = 1, *, ignored: bool = True) -> Any:
+def other_batch(batch: Any, *, ignored: bool = True) -> Any:
     """A batch of the same structure, shapes and ranges.
 
     Floats are drawn with the mean and spread of the given ones; integers are shuffled, so they stay in range; masks (of
@@ -23,7 +25,7 @@ def other_batch(batch: Any, seed: int = 1, *, ignored: bool = True) -> Any:
         batch: nested containers of tensors with values.
         ignored: whether labels may be; not every loss takes them.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     leaves, spec = pytree.tree_flatten_with_path(batch)
     drawn = [
         _other(pytree.keystr(path).lower(), leaf, generator, ignored) if isinstance(leaf, torch.Tensor) else leaf

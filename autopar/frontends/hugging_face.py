@@ -54,9 +54,9 @@ def from_config(spec: str, file: Path, batch: int | None, seq: int | None, devic
     name = architectures[0] if isinstance(architectures, list) and architectures else ""
     cls = getattr(transformers, name, None) if name else None
     if cls is None:
-        got = f"names '{name}', which transformers {transformers.__version__} does not have" if name else "is missing"
+        lacks = f"names '{name}', which transformers {transformers.__version__} does not have" if name else "is missing"
         raise ModelError(
-            f"model '{spec}': 'architectures' {got}; write the model class there, such as "
+            f"model '{spec}': 'architectures' {lacks}; write the model class there, such as "
             f'["{_suggest(transformers, kind)}"]'
         )
     values.pop("auto_map", None)

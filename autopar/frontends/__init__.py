@@ -1,7 +1,7 @@
 """Where models come from: what a frontend gives, and by which prefix it is known.
 
-``hf:path/to/config.json`` is read by the frontend of the prefix ``hf:`` (:mod:`autopar.hugging_face`); a spec without a
-prefix is ``path.py:factory`` (:mod:`autopar.models`).
+``hf:path/to/config.json`` is read by the frontend of the prefix ``hf:`` (:mod:`.hugging_face`); a spec without a prefix
+is ``path.py:factory``, read by :mod:`.models`, which asks all frontends.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-import autopar.hugging_face  # noqa: F401  (registers its prefix)
+import autopar.frontends.hugging_face  # noqa: F401  (registers its prefix)
 from autopar.errors import ModelError
 from autopar.frontends import FRONTENDS, Loaded, cause_in, forms, split_spec
 
@@ -114,9 +114,9 @@ def _needs_arguments(make: Any) -> bool:
 
 
 def _checked(spec: str, factory: str, returned: Any) -> Loaded:
-    def wrong(got: str) -> ModelError:
+    def wrong(what: str) -> ModelError:
         return ModelError(
-            f"model '{spec}': '{factory}' returned {got}; return a model and its example inputs: (model, (x, y)), "
+            f"model '{spec}': '{factory}' returned {what}; return a model and its example inputs: (model, (x, y)), "
             '(model, {"input_ids": ids}) or (model, args, kwargs)'
         )
 

@@ -1,0 +1,44 @@
+"""What ``train()`` of a parallel module does not do though the model's own would: parts stay in the modes in which they
+were captured."""
+
+from __future__ import annotations
+
+import torch
+
+SHOWN = 4
+"""Parts that a message names."""
+
+
+def modes_that_stay(model: torch.nn.Module) -> str:
+    """What to tell a caller of ``train()``; empty where the program is in the modes that the model would have then.
+
+    A model with a ``train`` of its own, which some of its modules have followed into eval mode, is taken for one on
+    which it has been called.
+    """
+    if not model.training:
+        return ""
+    modules = dict(model.named_modules())
+    in_eval_mode = [path for path, module in modules.items() if not module.training]
+    with_own = [path for path, module in modules.items() if _has_own_train(module)]
+    if with_own and not in_eval_mode:
+        names = ", ".join(f"{type(modules[path]).__name__}.train()" for path in with_own[:SHOWN])
+        return (
+            f"{names} of the model is not called, and all of its parts train: the program has the modes that the model "
+            "had when it was captured. Call model.train() before parallelize, and what it sets stays so"
+        )
+    if in_eval_mode and not with_own:
+        names = ", ".join(f"'{path}'" for path in in_eval_mode[:SHOWN])
+        more = f" and {len(in_eval_mode) - SHOWN} more" if len(in_eval_mode) > SHOWN else ""
+        return (
+            f"{names}{more} stay in eval mode, in which they were captured; train() of the model would have set them "
+            "to training. If that is meant, call model.train() before parallelize"
+        )
+    return ""
+
+
+def _has_own_train(module: torch.nn.Module) -> bool:
+    by_class = type(module).train is not torch.nn.Module.train and not type(module).__module__.startswith("torch.")
+    return by_class or "train" in vars(module)
+
+
+__all__ = ["modes_that_stay"]

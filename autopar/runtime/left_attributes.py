@@ -1,0 +1,60 @@
+"""What a forward leaves in attributes (:mod:`~autopar.capture.python.left`), put into a parallel module and its parts.
+
+It stands there as the model would have it: from one call to the next one that sets it. A pipeline has no outputs of a
+training step, and a padded batch has other numbers in the middle of the model than the batch, so there, and where an
+attribute holds more than numbers, to read it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.capture import Captured
+from autopar.errors import RunError
+from autopar.torch_private import pytree
+
+
+def leave(module: Any, values: Sequence[Any], of_step: bool) -> None:
+    """Set the attributes after a call.
+
+    Args:
+        module: the parallel module.
+        values: the program's outputs behind the model's own, whole.
+        of_step: it is a microbatch of a step, whose backward is done by the step.
+    """
+    if not module._captured.left:
+        return
+    parts, start = dict(module.named_modules()), 0
+    for left in module._captured.left:
+        attributes = parts[left.path].__dict__ if left.path in parts else {}
+        if left.plain:
+            attributes[left.name] = left.plain[0]
+        elif left.spec is None or module.buckets is not None:
+            attributes.pop(left.name, None)
+        else:
+            leaves = values[start : start + left.spec.num_leaves]
+            start += left.spec.num_leaves
+            attributes[left.name] = pytree.tree_unflatten([x.detach() if of_step else x for x in leaves], left.spec)
+
+
+def refuse_left(captured: Captured, path: str, name: str) -> None:
+    """Refuse to read an attribute that the model's forward sets and the program does not.
+
+    Args:
+        path: of the part that is asked for it.
+
+    Raises:
+        RunError: it is one.
+    """
+    for left in captured.left:
+        if (left.path, left.name) == (path, name) and not left.plain:
+            raise RunError(
+                f"forward sets the attribute {left.label} of the model, and the program of a parallel module does not: "
+                "it would be that of a call before parallelize\n  return it from forward, or compute it from what "
+                "forward returns. Tensors of no dims, such as a loss, can be read after a call of a module on one mesh "
+                "without buckets"
+            )
+
+
+__all__ = ["leave", "refuse_left"]
