@@ -3,7 +3,7 @@
 The graph of training is kept, with its names and shapes, so that every plan of it stays one: operators that are told
 whether they are in training (dropout, batch norm, recurrent layers) are told that they are not, and buffers stay as
 they are. Whether that is all that ``eval()`` changes is seen by capturing the model again in eval mode, on a copy
-without values.
+without values; where it is not, eval mode is another program (:mod:`autopar.runtime.modes`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.capture import Captured
 from autopar.capture.aliasing.schemas import named
 from autopar.capture.normalize import DROPOUTS
 from autopar.capture.without_values import without_values
-from autopar.errors import CaptureError, RunError
+from autopar.errors import CaptureError, RunError, first_few
 from autopar.graph import NORMS, PART, WAY, Graph, Node, Ref, map_refs
 from autopar.rules.branch import BRANCH
 
@@ -29,6 +29,8 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 MOST_LINES = 3
 """Lines with branches on random numbers up to which eval mode may go one way in one and the other way in another."""
+MOST_NAMES = 4
+"""Buffers that a message names."""
 FLAGS = ("train", "training", "use_input_stats")
 """What operators call the argument that says whether they are in training."""
 
@@ -88,6 +90,10 @@ def _place(node: Node) -> str:
     return f"{node.target} in '{node.module}' at {node.source}"
 
 
+class OtherGraphError(RunError):
+    """A model computes something in eval mode that :func:`evaluated` does not make of its training."""
+
+
 class Skeleton:
     """A copy of a model without the values of its parameters, to capture it in eval mode or in other shapes later.
 
@@ -105,7 +111,7 @@ class Skeleton:
         """Refuse a model whose eval mode is another than :func:`evaluated` makes; the ``sides`` that it makes it with.
 
         Raises:
-            RunError: it is, or it cannot be captured in eval mode.
+            OtherGraphError: it is. RunError: it cannot be captured in eval mode.
         """
         hint = "parallelize model.eval() itself, and load this state_dict()"
         if captured.example is None:
@@ -126,7 +132,8 @@ class Skeleton:
             if not different and not changes:
                 return sides
             said = said or different
-        raise RunError(f"in eval mode the model computes something else{said or ', or changes buffers'}; {hint}")
+        written = f", and writes to {first_few([repr(name) for name in changes], MOST_NAMES)}" if changes else ""
+        raise OtherGraphError(f"in eval mode the model computes something else{said}{written}; {hint}")
 
 
 def _ways(graph: Graph, eval_graph: Graph) -> list[dict[str, int]]:
@@ -210,4 +217,4 @@ def _plain(call: dict[str, Any], seen: Any) -> str:
     return str({k: plain(map_refs(v, seen)) for k, v in sorted(call.items())})
 
 
-__all__ = ["Skeleton", "evaluated"]
+__all__ = ["OtherGraphError", "Skeleton", "evaluated"]

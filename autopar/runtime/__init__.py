@@ -18,7 +18,7 @@ Two faces, which are ``torch.nn.Module``; :mod:`.spread` is what they share, :mo
 :mod:`.crossing`         its program as a node of the caller's autograd graph; :mod:`.direct`: on one device
 :mod:`.mesh_outputs`     what a call gives back; :mod:`.outputs`: each of it;
                          :mod:`.left_attributes`: what the model would leave in attributes
-:mod:`.kept_modes`       parts whose modes ``train()`` leaves
+:mod:`.modes`            which modules train, and in which programs; :mod:`.kept_modes`: those that ``train()`` leaves
 :mod:`.submodules`       what stands for the model's submodules; :mod:`.copied`: ``copy.deepcopy``;
                          :mod:`.statistics_anew`: ``update_bn``
 :mod:`.pipeline`         the model in stages; :mod:`.pipeline_start`: what its ranks make together first

@@ -48,8 +48,7 @@ def copied(pm: Any, memo: dict[int, Any], build: Build) -> Any:
     new._batch = Batch(pm._captured, pm._signature, pm._device, pm._batch.pieces)
     new._programs = pm._programs.of_copy() if pm._programs is not None and pm._programs.shapes else None
     new._set_position(*pm._position())
-    new._mode = pm._captured_training
-    new.training = pm._mode
+    new.take_modes_of(pm)
     copy_momenta(pm, new)
     return new
 

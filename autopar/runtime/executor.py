@@ -43,7 +43,7 @@ from autopar.runtime.recaptured import fields_of, resume, take
 from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, Seen, first_readers
 from autopar.runtime.seeds import agreed_seed, mixed_seed
-from autopar.runtime.spread import SpreadModule, check_mode
+from autopar.runtime.spread import SpreadModule
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.state import HeldParam
 from autopar.runtime.statistics_anew import taken_anew
@@ -169,12 +169,13 @@ class ParallelModule(TakesRows, SpreadModule):
         """From now on every rank is called with its own rows."""
         self._own_rows = OwnRows(self._mesh)
 
-    def _change_mode(self, mode: bool) -> None:
-        ready = self._stage.evaluation is not None
-        sides = check_mode(mode, self._captured_training, self._skeleton, self._captured, ready)
-        if not mode and self._captured_training and not ready:
-            with without_inference_mode():
-                self._stage.prepare_evaluation(sides)
+    @property
+    def evaluates(self) -> bool:
+        """Whether the program that runs now has one of eval mode beside it."""
+        return self._stage.evaluation is not None
+
+    def _prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        self._stage.prepare_evaluation(sides)
 
     def _position(self) -> tuple[int, int]:
         return self._seed, self._calls

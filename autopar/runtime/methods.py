@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
+from autopar.runtime.modes import in_modes
 from autopar.runtime.optimizers import Move
 from autopar.runtime.original import unheard
 from autopar.torch_private import pytree
@@ -249,15 +250,8 @@ def _of_all_stages(pm: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def _in_mode_of(pm: Any, model: torch.nn.Module) -> Iterator[None]:
     """The model in the mode of its parallel module."""
-    now = [(module, module.training) for module in model.modules()]
-    modes = pm._programs.modes if pm._programs is not None else {}
-    try:
-        for path, module in model.named_modules():
-            module.training = pm.training and modes.get(path, True)
+    with in_modes(model, pm.modes_now.training):
         yield
-    finally:
-        for module, mode in now:
-            module.training = mode
 
 
 __all__ = ["method_of"]

@@ -45,7 +45,7 @@ from autopar.runtime.registering import Placing
 from autopar.runtime.same_batch import Calls, first_readers
 from autopar.runtime.schedule_check import check_buffers, check_rows
 from autopar.runtime.seeds import mixed_seed
-from autopar.runtime.spread import SpreadModule, check_mode
+from autopar.runtime.spread import SpreadModule
 from autopar.runtime.stage import Stage, device_of
 from autopar.runtime.stagewise import flat_optimizer_states, scaled, squared_norm
 from autopar.runtime.ties import Tied
@@ -288,13 +288,15 @@ class PipelineModule(TakesRows, SpreadModule):
 
     # -- programs of eval mode and of other values
 
-    def _change_mode(self, mode: bool) -> None:
-        sides = check_mode(mode, self._captured_training, self._skeleton, self._captured, self._evaluates)
-        if not mode and self._captured_training and not self._evaluates:
-            with without_inference_mode():
-                for stage in self._stages.values():
-                    stage.prepare_evaluation(sides)
-            self._evaluates = True
+    @property
+    def evaluates(self) -> bool:
+        """Whether the program that runs now has one of eval mode beside it."""
+        return self._evaluates
+
+    def _prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        for stage in self._stages.values():
+            stage.prepare_evaluation(sides)
+        self._evaluates = True
 
     def _kept_program(self) -> Fields:
         return pipeline_programs.fields_of(self)

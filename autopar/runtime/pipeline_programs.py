@@ -36,7 +36,7 @@ Lines = tuple[tuple[Wire, ...], tuple[Tied, ...]]
 """What crosses between stages, and what several groups of ranks hold."""
 PROGRAM = (
     "_captured", "_parts", "_plan", "_skeleton", "_evaluates", "_batch", "_reached_by", "_count", "_stages", "_lines",
-    "_works",
+    "_works", "_trained",
 )  # fmt: skip
 """What is another with other shapes or values."""
 

@@ -22,7 +22,7 @@ import copy
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from autopar.capture.python.guards import Change, refusal
 from autopar.errors import AutoparError, RunError, first_few
 from autopar.plan import StagePlan
 from autopar.runtime.agree import everywhere
+from autopar.runtime.modes import difference, in_modes
 from autopar.runtime.module_calls import Batch, ModuleCall, batch_rows
 from autopar.runtime.original import unheard
 from autopar.runtime.outputs import CollectiveLog
@@ -51,7 +52,10 @@ OTHER_CALL = (
     "all ranks are called with the same shapes: with the whole batch (no DistributedSampler, and drop_last alike), or, "
     "with batch='local', with equally many rows each; give all ranks batches alike"
 )
-
+OTHER_MODES = (
+    "train() and eval() of parts are the program's, which all ranks compute together: call them on all ranks alike, "
+    "before the same call"
+)
 ON_ALL = (
     "ranks compute together, in evaluation too, so every rank makes the same calls in the same order; evaluate on all "
     "ranks (and print on one)"
@@ -91,7 +95,6 @@ class Programs:
         plan_again: Callable[..., Any] | None, compare: Compare | None, *, shapes: bool, values: bool,
     ) -> None:  # fmt: skip
         self.model, self.example, self.skeleton = weakref.ref(model), example, skeleton
-        self.modes = {path: module.training for path, module in model.named_modules()}
         self.ranks, self.plan_again, self.compare = ranks, plan_again, compare
         self.shapes, self.values = shapes, values
         self.kept: list[Fields] = []
@@ -133,6 +136,7 @@ class Programs:
         same = pm._captured.guards.same()
         of_example = self._of_example(pm, call)
         fits = self._fits(pm, call) and of_example is None and not self._is_of_fewer(pm, pm._captured, call)
+        in_mode = pm.runs_in(pm._trained)
         if not same and not self.values:
             raise RunError(refusal(pm._captured.guards.changes()))
         mode = "in training" if pm.training else "in eval mode"
@@ -142,24 +146,24 @@ class Programs:
             self.meeting.meet("is at", f"call {self.calls} with {_unmarked(call.shown())}", OTHER_CALL)
         way_before = self.way
         self.way = mode, way_before[1] if call.of_step else call.parts_of(pm._captured)
-        if same and fits and self.way == way_before:
+        if same and fits and in_mode and self.way == way_before:
             if self.meeting is not None:
                 self.meeting.note(f"call {self.calls} without a change")
             return
-        if same and fits:
+        if same and fits and in_mode:
             if self.meeting is not None:
                 parts = f" in {self.way[1]} microbatches" if self.way[1] is not None else ""
                 why = ON_ALL if mode != way_before[0] else OTHER_CALL
                 self.meeting.meet("is at", f"call {self.calls} {mode}{parts}", why)
             return
         changes = [] if same else pm._captured.guards.changes()
-        takes = (i for i, fields in enumerate(self.kept) if self._is_for(fields, call))
+        takes = (i for i, fields in enumerate(self.kept) if self._is_for(pm, fields, call))
         place = next((i for i in takes if not self._is_of_fewer(pm, self.kept[i]["_captured"], call)), None)
         place = of_example if of_example is not None else place
-        self._meet(place, changes, None if fits else call)
+        self._meet(place, changes, None if fits else call, "" if in_mode else pm.modes_now.shown())
         if pm._in_step():
-            what = refusal(changes) if changes else f"  called with {call.shown()}"
-            raise RunError(f"values or shapes have changed between two microbatches of one step\n{what}")
+            what = self._change(pm, changes, call, fits)
+            raise RunError(f"values, shapes or modes have changed between two microbatches of one step\n{what}")
         if not fits:
             one_of_several = pm.training and not call.in_parts
             pm._batch.check_other(call.args, call.kwargs, pm.plan.microbatches if one_of_several else 1)
@@ -169,8 +173,8 @@ class Programs:
                 self._captured_again(pm, changes, call, fits)
             else:
                 pm._resume_program(self.kept.pop(place))
-            if not pm.training and pm._captured_training:
-                pm._change_mode(False)
+            if pm.modes_now.training != pm._trained and not pm.have_evaluation():
+                self._captured_again(pm, changes, call, fits=False)  # eval mode is another graph
         except BaseException:
             pm._resume_program(before)
             raise
@@ -210,7 +214,7 @@ class Programs:
         return next(
             (
                 i for i, fields in enumerate(self.kept)
-                if batch_rows(fields["_captured"]) == self.rows and self._is_for(fields, call)
+                if batch_rows(fields["_captured"]) == self.rows and self._is_for(pm, fields, call)
             ), None,
         )  # fmt: skip
 
@@ -225,15 +229,19 @@ class Programs:
         args, kwargs = call.one or (call.args, call.kwargs)
         return bool(pm._batch.fits(args, kwargs, call.in_parts and call.one is None))
 
-    def _is_for(self, fields: Fields, call: ModuleCall) -> bool:
+    def _is_for(self, pm: Any, fields: Fields, call: ModuleCall) -> bool:
         captured = fields["_captured"]
-        return captured.guards.same() and self._takes(captured, fields["_batch"], call)
+        fits = pm.runs_in(fields["_trained"]) and captured.guards.same()
+        return fits and self._takes(captured, fields["_batch"], call)
 
-    def _meet(self, place: int | None, changes: list[Change], call: ModuleCall | None) -> None:
+    def _meet(
+        self, place: int | None, changes: list[Change], call: ModuleCall | None, modes: str
+    ) -> None:  # fmt: skip
         """Wait for all ranks, and go on if they have the same change.
 
         Args:
             call: where its shapes are what has changed.
+            modes: where these are.
         """
         if self.meeting is None:
             return
@@ -241,7 +249,18 @@ class Programs:
         checksum = zlib.crc32(f"{place} {sorted(map(str, changes))}".encode())
         what = f"call {self.calls} with changed values (checksum {checksum:08x})" if changes else f"call {self.calls}"
         what += f" with {shown}" if shown else ""
-        self.meeting.meet("is at", what, f"{CHANGED}\n{refusal(changes)}" if changes else OTHER_CALL)
+        what += f" in other modes ({_unmarked(modes)})" if modes else ""
+        why = OTHER_MODES if modes else OTHER_CALL
+        self.meeting.meet("is at", what, f"{CHANGED}\n{refusal(changes)}" if changes else why)
+
+    @staticmethod
+    def _change(pm: Any, changes: list[Change], call: ModuleCall, fits: bool) -> str:
+        """What has changed since the program that runs now, for a message."""
+        if changes:
+            return refusal(changes)
+        if fits and (modes := difference(pm._trained, pm.modes_now.training)):
+            return f"  called with {modes}"
+        return f"  called with {call.shown()}"
 
     def _captured_again(self, pm: Any, changes: list[Change], call: ModuleCall, fits: bool) -> None:
         """Capture the model, plan where that is needed, and have ``pm`` run it.
@@ -250,7 +269,7 @@ class Programs:
             fits: the call is one of the program that runs now, and only values have changed.
         """
         group = pm._ranks()[0] if dist.is_initialized() else None
-        what = refusal(changes) if changes else f"  called with {call.shown()}"
+        what = self._change(pm, changes, call, fits)
         if self.example is not None and self.example.ways.listed:
             lines = dict.fromkeys(site.partition("@")[0] for site in self.example.ways.listed)
             what += (
@@ -266,7 +285,7 @@ class Programs:
         def all_well() -> contextlib.AbstractContextManager[None]:
             return everywhere(group, told)
 
-        model = self.model()
+        model, training = self.model(), pm.captures_in()
         with all_well():
             source = model if model is not None or self.skeleton is None else self.skeleton.model
             if source is None or self.example is None:
@@ -276,14 +295,15 @@ class Programs:
                 *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision
             )  # fmt: skip
             assert example is not None
-            with _in_modes(source, self.modes):
+            with unheard(), in_modes(source, training):
                 new = example.capture(source)
         with all_well():
             _check_same(new, group)
         if self.compare is not None and model is not None and _is_whole(batch, new):
-            with all_well(), _in_modes(model, self.modes):
+            with all_well(), unheard(), in_modes(model, training):
                 self.compare(new, model, batch)
         pm._take_program(new, call, self.plan_again, all_well)
+        pm._trained = training
         self.captures += 1
         if self.captures == KEPT + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
             warnings.warn(
@@ -321,19 +341,6 @@ def _is_whole(batch: Batch, captured: Captured) -> bool:
     return len(have) == len(wanted) and all(
         x.shape == y.shape for x, y in zip(have, wanted, strict=True) if isinstance(x, torch.Tensor)
     )
-
-
-@contextlib.contextmanager
-def _in_modes(model: torch.nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
-    now = [(module, module.training) for module in model.modules()]
-    try:
-        for path, module in model.named_modules():
-            module.training = modes.get(path, module.training)
-        with unheard():
-            yield
-    finally:
-        for module, mode in now:
-            module.training = mode
 
 
 def _check_same(new: Captured, group: Any) -> None:

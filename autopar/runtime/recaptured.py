@@ -25,7 +25,7 @@ from autopar.runtime.relayout import relaid
 from autopar.runtime.stage import Buffers, Stage
 from autopar.runtime.state import as_dtensor, joined, local_of, local_piece, mesh_of, torch_placements
 
-PROGRAM = ("_captured", "_stage", "_skeleton", "_batch", "_count")
+PROGRAM = ("_captured", "_stage", "_skeleton", "_batch", "_count", "_trained")
 """What of a module without pipeline is another with other values."""
 
 

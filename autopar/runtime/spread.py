@@ -7,6 +7,7 @@ A parallel module has the names of the model's parameters and buffers, not its s
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import warnings
 import weakref
@@ -17,16 +18,18 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture import Captured
-from autopar.capture.evaluation import Skeleton
+from autopar.capture.evaluation import OtherGraphError, Skeleton
 from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
 from autopar.runtime import dtensor_fixes, optimizer_steps
 from autopar.runtime.buckets import Buckets
+from autopar.runtime.calls import without_inference_mode
 from autopar.runtime.compiled import ITSELF, compile_programs
 from autopar.runtime.failures import Failures
 from autopar.runtime.kept_modes import modes_that_stay
 from autopar.runtime.left_attributes import refuse_left
 from autopar.runtime.methods import method_of
+from autopar.runtime.modes import Modes, Training
 from autopar.runtime.module_calls import ModuleCall
 from autopar.runtime.original import Original, unheard
 from autopar.runtime.programs import AllWell, Fields, Programs
@@ -56,6 +59,11 @@ class SpreadModule(SpreadState):
     _skeleton: Skeleton | None
     _device: torch.device
     _mode: bool = True
+    _modes: Modes
+    _trained: Training
+    """The modules that train in the program that runs now, as it was captured."""
+    _evaluates_otherwise: bool = False
+    """Eval mode is another graph than that of training, and is captured by itself."""
     _compared: Calls
     _failures: Failures | None = None
     """Those of its steps, on the ranks that run it together; None on one device."""
@@ -169,9 +177,40 @@ class SpreadModule(SpreadState):
         if mode != self._mode:
             self._change_mode(bool(mode))
         self._mode = bool(mode)
+        self._modes.set_whole(self._mode)
+        self._show_modes()
+
+    @property
+    def modes_now(self) -> Modes:
+        """The modes of all modules."""
+        return self._modes
+
+    def _show_modes(self) -> None:
         for part in self.modules():
-            if isinstance(part, Part):
-                object.__setattr__(part, "training", bool(mode) and part.__dict__["_part_trained"])
+            if type(part) is Part and "_stands_for" in part.__dict__:
+                object.__setattr__(part, "training", self._modes.trains(part.__dict__["_stands_for"][1]))
+
+    def train_parts(self, part: Part, mode: bool) -> None:
+        """``train(mode)`` of a part with all that is in it; the next call captures the model so.
+
+        Raises:
+            RunError: calls of this module do not have the model captured again, or it is a pipeline.
+        """
+        inside = [each for each in part.modules() if type(each) is Part and "_stands_for" in each.__dict__]
+        paths = [each.__dict__["_stands_for"][1] for each in inside]
+        if all(self._modes.trains(path) is mode for path in paths):
+            return
+        if self.leads is not None or not self.follows_modes:
+            if part.training is mode:
+                return
+            why = "stages keep those modes" if self.leads is not None else "shapes='fixed' keeps the program"
+            raise RunError(
+                f"{'train' if mode else 'eval'}() of a part of a parallel module, '{paths[0]}': {why} in which the "
+                "model was captured; set the submodule's mode before parallelize, or call train() or eval() on the "
+                "parallel module"
+            )
+        self._modes.set_parts(paths, mode)
+        self._show_modes()
 
     def train(self, mode: bool = True) -> Any:
         """Training mode, or eval mode: dropout off, batch norm by its running statistics, buffers unchanged.
@@ -179,8 +218,11 @@ class SpreadModule(SpreadState):
         Parts that were in eval mode when the model was captured stay in it, and a ``train`` that the model has of its
         own is not called; where that makes a difference it is warned of, once.
 
+        A model that was captured in eval mode, or that ``eval()`` changes in more than its operators' modes, is
+        captured again by the next call, over the same parameters.
+
         Raises:
-            RunError: the model was captured in eval mode, or ``eval()`` changes more of it.
+            RunError: it would have to be, and calls are not followed (``shapes="fixed"``); or it cannot be captured.
         """
         if not isinstance(mode, bool):
             raise RunError(f"train: the mode is {mode!r}; give True or False")
@@ -191,13 +233,85 @@ class SpreadModule(SpreadState):
                 warnings.warn(f"train(): {said}", stacklevel=2)
         return self
 
-    def _change_mode(self, mode: bool) -> None:
-        """Have a program for the other mode, or refuse it."""
+    @property
+    def follows_modes(self) -> bool:
+        """Whether the next call has the model captured again if its modes are others."""
+        return self._programs is not None and self._programs.shapes and self._programs.plan_again is not None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the program that runs now has one of eval mode beside it."""
         raise NotImplementedError
+
+    def _prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        """Make it, of what the program that runs now was captured from.
+
+        Args:
+            sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`).
+        """
+        raise NotImplementedError
+
+    def runs_in(self, trained: Training) -> bool:
+        """Whether a program that was captured in modes is one of the modes now."""
+        training = self._modes.training
+        return training is trained or training == trained or (not training and self._is_told_to_evaluate(trained))
+
+    def _is_told_to_evaluate(self, trained: Training) -> bool:
+        return "" in trained and self._skeleton is not None and not self._evaluates_otherwise
+
+    def captures_in(self) -> Training:
+        """The modes in which the model is captured for a call now: those of training, if they do for eval mode too."""
+        at_first = self._modes.at_first
+        return at_first if self.runs_in(at_first) else self._modes.training
+
+    def _change_mode(self, mode: bool) -> None:
+        """Have a program for the other mode, or leave it to the next call, or refuse it.
+
+        Raises:
+            RunError: calls are not followed, or the model cannot be captured in eval mode.
+        """
+        if mode and "" not in self._trained and not self.follows_modes:
+            raise RunError(
+                "this program was captured in eval mode; for training mode call model.train(), parallelize the model "
+                "again, and load this state_dict()"
+            )
+        if not mode and self._is_told_to_evaluate(self._trained):
+            self.have_evaluation()
+
+    def have_evaluation(self) -> bool:
+        """Have the program of eval mode beside that of training; False where it is another graph.
+
+        Raises:
+            RunError: it is, and calls are not followed.
+        """
+        if self.evaluates:
+            return True
+        assert self._skeleton is not None
+        try:
+            with unheard():
+                sides = self._skeleton.check(self._captured)
+        except OtherGraphError as error:
+            if not self.follows_modes:
+                raise RunError(str(error)) from None
+            self._evaluates_otherwise = True
+            return False
+        with without_inference_mode():
+            self._prepare_evaluation(sides)
+        return True
+
+    def take_modes_of(self, other: SpreadModule) -> None:
+        """Be in the modes of another module of the same program."""
+        self._modes, self._trained = copy.deepcopy(other._modes), other._trained
+        self._mode, self._evaluates_otherwise = other._mode, other._evaluates_otherwise
+        self._show_modes()
+        if self._modes.training != self._trained and self.runs_in(self._trained):
+            self.have_evaluation()
 
     def _set_mode_of(self, model: torch.nn.Module) -> None:
         """Begin in the modes of the model and of its submodules."""
         self._mode, self._kept_modes = model.training, modes_that_stay(model)
+        self._modes = Modes(model)
+        self._trained = self._modes.at_first
         self._model_ref, self._model_class, self._model_values = weakref.ref(model), type(model), plain_values(model)
         self._model_keys, self._model_tensors = tuple(model._modules), own_tensors(model)
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -213,7 +327,7 @@ class SpreadModule(SpreadState):
             if self.leads is None and before is not part and _same_tensors(before, part):
                 home._modules[key] = before  # the model has one module under two names
             elif "_stands_for" not in part.__dict__:
-                part.stand_for(self, path, module, trained=module.training or not model.training)
+                part.stand_for(self, path, module)
         for path, part in list(self.named_modules(remove_duplicate=False)):
             if path in modules:
                 for key in modules[path]._modules:  # loops meet them in the model's order
@@ -373,23 +487,4 @@ def _same_tensors(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return a._parameters.keys() == b._parameters.keys() and all(b._parameters[k] is p for k, p in a._parameters.items())
 
 
-def check_mode(mode: bool, trained: bool, skeleton: Skeleton | None, captured: Captured, ready: bool) -> dict[str, int]:
-    """Refuse a mode that a module has no program for; which sides of random branches eval mode takes.
-
-    Args:
-        trained: the model was captured in training mode.
-        ready: its eval mode was checked before.
-    """
-    if mode and not trained:
-        raise RunError(
-            "this program was captured in eval mode; for training mode call model.train(), parallelize the model "
-            "again, and load this state_dict()"
-        )
-    if not mode and trained and not ready:
-        assert skeleton is not None
-        with unheard():
-            return skeleton.check(captured)
-    return {}
-
-
-__all__ = ["SpreadModule", "check_mode"]
+__all__ = ["SpreadModule"]

@@ -97,6 +97,8 @@ def taken_anew(pm: Any) -> Iterator[None]:
     before: dict[tuple[str, str], torch.Tensor] = {}
     with torch.no_grad():
         for path, (part, _) in (*anew.items(), *staying.items()):
+            if not part.training:
+                continue
             for name in STATISTICS:
                 if (held := part._buffers.get(name)) is not None:
                     before[path, name] = held.clone()

@@ -33,7 +33,7 @@ _BY_NAME = (torch.nn.ModuleDict, torch.nn.ParameterDict)
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ParameterList, *_BY_NAME)
 """torch's modules that are read as lists and dicts."""
 
-_STANDING = ("_part_class", "_part_module", "_part_values", "_part_tensors", "_part_trained", "_part_keys", "training")
+_STANDING = ("_part_class", "_part_module", "_part_values", "_part_tensors", "_part_keys", "training")
 """What a part knows of its submodule."""
 
 
@@ -147,16 +147,8 @@ class Elements(torch.nn.Module):
 class Part(Elements):
     """Has a submodule's class, plain attributes, parameters and buffers, and runs only with the whole."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "_part_trained", True)
-
-    def stand_for(self, whole: torch.nn.Module, path: str, module: torch.nn.Module, trained: bool) -> None:
-        """Be what shows ``module``, which the model has at ``path``, in ``whole``.
-
-        Args:
-            trained: the submodule is in training mode when the whole is.
-        """
+    def stand_for(self, whole: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+        """Be what shows ``module``, which the model has at ``path``, in ``whole``."""
         if type(module) is Part:  # of a parallel module that is copied
             put_there = [key for key in module.__dict__ if key not in self.__dict__ and not key.startswith("_")]
             self.__dict__.update({key: module.__dict__[key] for key in (*_STANDING, *put_there)})
@@ -164,8 +156,7 @@ class Part(Elements):
             return
         self.__dict__.update(
             _stands_for=(weakref.ref(whole), path), _part_class=type(module), _part_module=weakref.ref(module),
-            _part_values=plain_values(module), _part_tensors=own_tensors(module), _part_trained=trained,
-            training=module.training,
+            _part_values=plain_values(module), _part_tensors=own_tensors(module), training=module.training,
             _part_keys=tuple(module._modules or module._parameters),
         )  # fmt: skip
 
@@ -313,16 +304,14 @@ class Part(Elements):
             )
 
     def train(self, mode: bool = True) -> Part:
-        """The mode of the whole, or the one that the submodule was captured in.
+        """The mode of the part and of all in it: the next call of the whole has the model captured so.
 
         Raises:
-            RunError: another one.
+            RunError: its calls do not have it captured again, or it is a pipeline.
         """
-        if mode != self.training:
-            raise RunError(
-                f"{'train' if mode else 'eval'}() of a part of a parallel module: the program was captured as a whole; "
-                "set the submodule's mode before parallelize, or call train() or eval() on the parallel module"
-            )
+        whole: Any = self.__dict__.get("_stands_for", (lambda: None, ""))[0]()
+        if whole is not None:
+            whole.train_parts(self, bool(mode))
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

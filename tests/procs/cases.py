@@ -402,7 +402,7 @@ def bad_calls() -> dict[str, str]:
         "structure": lambda: pm(x),
         "dtype": lambda: pm(x.double(), y),
         "type": lambda: pm(x, 3),
-        "train": lambda: autopar.parallelize(torch.nn.Linear(4, 4).eval(), 1, x).train(),
+        "train": lambda: autopar.parallelize(torch.nn.Linear(4, 4).eval(), 1, x, shapes="fixed").train(),
         "half": lambda: pm.half(),
         "uneven microbatches": lambda: pm.train_step(torch.ones(4, 4), torch.ones(6, 4)),
         "wrong microbatches": lambda: pm.train_step(torch.ones(4, 4), torch.ones(4, 4), microbatches=3),

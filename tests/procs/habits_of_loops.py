@@ -121,6 +121,106 @@ def weights(model: Any) -> Iterator[torch.Tensor]:
         yield b.detach().clone()
 
 
+# --- modes -----------------------------------------------------------------------------------------------------------
+
+
+class Backbone(nn.Module):
+    """A classifier whose first layers, with a norm and dropout, are a part of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU())
+        self.first, self.norm, self.second = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.relu(self.norm(self.first(self.back(x)))))
+
+
+@loop
+def a_backbone_is_frozen_and_in_eval_mode(made: Made) -> Iterator[Any]:
+    """Fine-tuning: a part in eval mode in every epoch, its parameters frozen for a while, norms in eval mode by class,
+    an optimizer with momentum and weight decay that has all parameters."""
+    model = made(Backbone(), rows()[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def step(n: int = 8) -> Iterator[Any]:
+        x, y = rows(n)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        yield from (torch.zeros(1) if p.grad is None else p.grad.clone() for p in model.parameters())
+        yield sum(p.grad is None for p in model.parameters())
+        optimizer.step()
+        yield loss
+
+    for epoch in range(2):
+        model.train()
+        model.back.eval()
+        model.back.requires_grad_(epoch == 1)
+        yield from step()
+        yield from step(5)
+        yield from weights(model)
+        model.eval()
+        with torch.no_grad():
+            yield model(rows()[0])
+    model.train()
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm1d | nn.Dropout):
+            part.eval()
+    yield from step()
+    yield [part.training for part in model.modules()]
+    model.eval()
+    model.norm.train()
+    yield from step()
+    yield from weights(model)
+
+
+class Target(nn.Module):
+    """BYOL in small: a target that training averages, a centre, batches that are counted in both modes; scores in eval
+    mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.target = copy.deepcopy(self.second).requires_grad_(False)
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = torch.tanh(self.first(x))
+        out = self.second(hidden)
+        if not self.training:
+            return out.softmax(1)
+        with torch.no_grad():
+            for mean, p in zip(self.target.parameters(), self.second.parameters(), strict=True):
+                mean.mul_(0.9).add_(p, alpha=0.1)
+            wanted = self.target(hidden) - self.centre
+            self.centre.mul_(0.9).add_(wanted.mean(0), alpha=0.1)
+        return F.mse_loss(out, wanted)
+
+
+@loop
+def eval_mode_is_another_graph(made: Made) -> Iterator[Any]:
+    """Averages and buffers that are renewed in training alone or in both modes, from either mode on."""
+    for begins in (True, False):
+        # what forward will write is stored whole where it is captured first as it writes it, or by a wish
+        more = {} if begins else {"params": {"first.weight": "S0 step"}}
+        model = made(Target().train(begins), rows()[0], **more)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for n in (8, 8, 5):
+            model.eval()
+            with torch.no_grad():
+                yield model(rows(n)[0])
+            model.train()
+            optimizer.zero_grad()
+            loss = model(rows(n)[0])
+            loss.backward()
+            optimizer.step()
+            yield loss
+            yield from weights(model)
+
+
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 

@@ -292,14 +292,21 @@ class _Odd(torch.nn.Module):
         return self.b(self.a(x) * 2 if self.training else self.a(x)).square().mean()
 
 
-def odd_eval() -> str:
-    """What eval() says of a model whose code asks for the mode."""
-    pm = autopar.parallelize(_Odd(), 2, (torch.ones(4, 4),), stages=2, schedule="1f1b", microbatches=2)
+def odd_eval() -> tuple[float, str]:
+    """How far stages are from a model whose code asks for the mode, in both modes; what they say to other modes of a
+    part."""
+    torch.manual_seed(0)
+    model, x = _Odd(), torch.randn(4, 4)
+    pm = autopar.parallelize(copy.deepcopy(model), 2, (x,), stages=2, schedule="1f1b", microbatches=2)
+    apart = []
+    for mode in (False, True, False):
+        pm.train(mode), model.train(mode)
+        apart.append(float(pm.evaluate(x) - model(x)))
     try:
-        pm.eval()
+        next(pm.children()).train()
     except RunError as error:
-        return str(error)
-    raise AssertionError("eval() passed")
+        return max(map(abs, apart)), str(error)
+    raise AssertionError("train() of a part passed")
 
 
 def fails_in_the_middle() -> None:

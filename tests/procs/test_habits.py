@@ -47,6 +47,7 @@ ERRORS: dict[str, tuple[tuple[Any, ...], str]] = {
         f"{what}, {'pipeline' if piped else 'cut'}": (("refused", what, piped), text)
         for what, text in WORDS.items()
         for piped in (False, True)
+        if piped or what != "part"
     },
     "torch's clip_grad_norm_, pipeline": (
         ("refused", "clip", True),

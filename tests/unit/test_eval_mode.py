@@ -113,6 +113,81 @@ def test_dropout_between_recurrent_layers(kind: str) -> None:
     assert len({drawing(x).item() for _ in range(4)}) == 4
 
 
+class Counts(nn.Module):
+    """Counts calls in both modes, and moves a centre in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out = self.linear(x)
+        if self.training:
+            self.centre.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
+        return (out - self.centre).square().mean()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_graph_of_eval_modes_own(begins: bool, kept: bool) -> None:
+    """It is captured by the next call, of the model or of its copy without values; both programs are kept."""
+    x, model = torch.randn(4, 6), Counts().train(begins)
+    reference = copy.deepcopy(model)
+    pm = autopar.parallelize(model, 1, x)
+    if not kept:
+        del model
+    for mode in (True, False, True, False):
+        pm.train(mode), reference.train(mode)
+        torch.testing.assert_close(pm(x), reference(x))
+        for name, buffer in reference.named_buffers():
+            torch.testing.assert_close(pm.get_buffer(name), buffer)
+    assert pm._programs is not None and pm._programs.captures == 1
+    twin = copy.deepcopy(pm)
+    twin.train(), reference.train()
+    torch.testing.assert_close(twin(x), reference(x))
+
+
+def test_a_graph_of_eval_modes_own_is_refused_where_calls_are_not_followed() -> None:
+    pm = autopar.parallelize(Counts(), 1, torch.randn(4, 6), shapes="fixed")
+    with pytest.raises(autopar.RunError, match=r"something else.*writes to 'calls'; parallelize model.eval"):
+        pm.eval()
+    assert pm.training
+
+
+def test_eval_mode_that_cannot_be_captured_is_refused_at_once() -> None:
+    class Prints(Counts):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.training and float(self.calls) > 2:
+                return super().forward(x)
+            return self.linear(x).square().mean()
+
+    pm = autopar.parallelize(Prints(), 1, torch.randn(4, 6))
+    with pytest.raises(autopar.RunError, match=r"cannot be captured in eval mode[\s\S]*test_eval_mode.py"):
+        pm.eval()
+    assert pm.training and pm(torch.randn(4, 6)).isfinite()
+
+
+def test_modes_of_parts() -> None:
+    """Dropout that stays on in eval mode, norms in eval mode in training; the whole's train() takes them along."""
+    x, model = torch.randn(16, 6), nn.Sequential(nn.Dropout(0.5), Norms())
+    reference = copy.deepcopy(model)
+    pm = autopar.parallelize(model, 1, x)
+    pm.eval()
+    pm[0].train()
+    assert len({pm(x).item() for _ in range(3)}) == 3 and not pm[1].first.training
+    for module in (pm, reference):
+        module.train()
+        module[0].eval()
+        module[1].second.eval()
+    torch.testing.assert_close(pm(x), reference(x))
+    assert pm[1].first.running_mean.any() and not pm[1].second.running_mean.any()
+    pm.train()
+    assert all(part.training for part in pm.modules())
+
+
 class Norms(nn.Module):
     """Two batch norms behind a linear layer."""
 
