@@ -70,6 +70,30 @@ class LstmTranslator(nn.Module):
         return F.cross_entropy(self.head(torch.cat([target, mixed], -1)).transpose(1, 2), labels)
 
 
+def _sentences(g: torch.Generator) -> tuple[Any, ...]:
+    lengths = torch.randint(1, SEQ + 1, (ROWS,), generator=g)
+    lengths[0] = SEQ
+    return *_tokens(g), lengths
+
+
+@family(_sentences)
+class PackedTagger(nn.Module):
+    """Sentences of unequal lengths, packed and read both ways; each word has a label, and each sentence one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.net = nn.Embedding(VOCAB, WIDTH), nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True)
+        self.words, self.sentence = nn.Linear(2 * WIDTH, VOCAB), nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
+        packed, (last, _) = self.net(packed)
+        outputs, lengths = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
+        labels = labels.masked_fill(torch.arange(SEQ) >= lengths[:, None], -100)
+        whole = F.cross_entropy(self.sentence(torch.cat([last[-2], last[-1]], dim=1)), labels[:, 0] % CLASSES)
+        return F.cross_entropy(self.words(outputs).transpose(1, 2), labels) + whole
+
+
 @family(_tokens)
 class MambaMinimal(nn.Module):
     """A selective state space, its scan a loop over time, as in the small implementations that go round."""

@@ -16,6 +16,21 @@ from autopar.graph import Graph
 from autopar.placements import State
 from autopar.runtime.to_host import AHEAD, ToHost
 
+PACKED = {
+    "lengths": (
+        "a length is below 1, or above the number of steps of the padded batch",
+        "leave out rows without steps, and pad every batch at least to its longest row",
+    ),
+    "longest": (
+        "no row is as long as the padded batch, and pad_packed_sequence would make a shorter one, whose size depends "
+        "on the lengths",
+        "pad each batch to its longest row, or ask for the number of steps: pad_packed_sequence(..., "
+        "total_length=x.size(1)) of a batch x that is batch_first, x.size(0) of another",
+    ),
+    "labels": ("the labels of packed rows have other lengths than the rows", "pack both by the same lengths"),
+}
+"""What must not be so of packed sequences, by what the flag says of it; and what to do."""
+
 
 class WaysTaken:
     """The flags of one program."""
@@ -47,6 +62,12 @@ class WaysTaken:
         for flag in flags:
             flag.zero_()
         node = self.flags[up.index(True)]
+        if "fault" in node.kwargs:
+            what, do = PACKED[node.kwargs["fault"]]
+            raise RunError(
+                f"the packed sequence in '{node.module or '<model>'}' at {node.source}: in {when} {what}\n  "
+                f"{do}{self._left_behind(late)}"
+            )
         if "pinned" in node.kwargs:
             raise RunError(
                 f"the model's code in '{node.module or '<model>'}' at {node.source} reads numbers or a mask that "

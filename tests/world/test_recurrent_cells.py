@@ -10,7 +10,6 @@ from torch import nn
 
 from autopar.asked import Asked
 from autopar.capture import Captured, capture
-from autopar.errors import CaptureError
 from autopar.meshes import Mesh
 from autopar.plan import Pins, StagePlan
 from autopar.planner.intra_op.mesh_plan import plan_graph
@@ -80,17 +79,3 @@ def test_stages_part_the_layers_of_a_stack() -> None:
     difference = verify_pipeline(captured, model, batch, {}, plan)
     assert difference.worst <= LIMIT, str(difference)
     assert all(sum(name.startswith("lstm") for name in stage.ops) for stage in plan.stages)
-
-
-def test_packed_sequences_are_refused_with_what_to_do() -> None:
-    class Packs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.LSTM(6, 8)
-
-        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
-            return nn.utils.rnn.pad_packed_sequence(self.net(packed)[0])[0].square().mean()
-
-    with pytest.raises(CaptureError, match=r"a packed sequence[\s\S]*output\[torch.arange\(rows\), lengths - 1\]"):
-        capture(Packs(), (torch.randn(STEPS, ROWS, 6), torch.tensor([5, 2, 3, 4])))

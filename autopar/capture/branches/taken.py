@@ -40,6 +40,8 @@ NUMBER, PLACES = " number", " places"
 """Behind the place where a single integer, or where a mask was read."""
 OF_ROWS = " rows"
 """Behind the place of a question whose branch does nothing but work on the rows of a mask."""
+LENGTHS, LONGEST, LABELS = FAULTS = " lengths", " longest", " labels"
+"""Behind the place where a packed sequence is used: what must not be so of its lengths."""
 MOST_GUESSES = 16
 """Times that another side is tried in a model without values, because one raises an error."""
 
@@ -179,6 +181,11 @@ def followed(trace: Callable[[], Any], answers: Callable[[], Ways]) -> tuple[Way
 def pinned_at(site: str) -> str:
     """Where single integers or a mask were read that the program takes from the example; empty for another place."""
     return site.partition("@")[0] if site.endswith((NUMBER, PLACES)) else ""
+
+
+def fault_at(site: str) -> str:
+    """What must not be so of the lengths of a packed sequence there; empty for another place."""
+    return next((fault.strip() for fault in FAULTS if site.endswith(fault)), "")
 
 
 def _tell_of_pinned(ways: Ways) -> None:
@@ -390,7 +397,7 @@ class _Hearing(TorchFunctionMode):
 
 
 __all__ = [
-    "INDEXED", "MOST_GUESSES", "NUMBER", "NUMBERS", "OF_ROWS", "PLACES", "REPEATED", "TAKEN", "Read", "Unanswered",
-    "Ways", "along", "asked_for_rows_only", "can_be_listed", "followed", "from_the_start", "is_integer", "masks_in",
-    "pinned_at", "take", "take_list", "times_of", "ways_of", "would_take",
+    "INDEXED", "LABELS", "LENGTHS", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS", "OF_ROWS", "PLACES", "REPEATED",
+    "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only", "can_be_listed", "fault_at", "followed",
+    "from_the_start", "is_integer", "masks_in", "pinned_at", "take", "take_list", "times_of", "ways_of", "would_take",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from autopar.capture.aliasing.schemas import argument, facts
 from autopar.capture.aliasing.storages import Alias, Geometry, Storage
 from autopar.capture.aliasing.writes import Writing
 from autopar.capture.branches.asking import ASK, Question, plain_path
-from autopar.capture.branches.taken import TAKEN, pinned_at
+from autopar.capture.branches.taken import TAKEN, fault_at, pinned_at
 from autopar.capture.graph.expert_blocks import with_expert_blocks
 from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of, name_of, source_of, spec_of
 from autopar.capture.graph.gathered_matrices import with_rows_of_gathered
@@ -155,7 +155,9 @@ class GraphBuilder(Writing):
         region, self.region = self.region, -1
         flag = next(self.flags)
         line, module = site.partition("@")[0], module_of(fx).removeprefix(self.prefix)
-        kwargs = {"answer": answer, **({"pinned": True} if pinned_at(site) else {})}
+        kwargs: dict[str, Any] = {"answer": answer, **({"pinned": True} if pinned_at(site) else {})}
+        if fault := fault_at(site):
+            kwargs["fault"] = fault
         self.nodes[flag] = replace(self.nodes[flag], kwargs=kwargs, module=module, source=line)
         hot = self.nodes[condition.node].hot
 

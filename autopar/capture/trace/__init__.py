@@ -14,6 +14,7 @@
 :mod:`.passed_over`   experts without rows have no gradient
 :mod:`.lengths`       ``len(rows)`` of rows whose number depends on data
 :mod:`.recurrent`     stacks of LSTM, GRU and RNN, layer by layer; :mod:`.transcripts`: CTC
+:mod:`.packed`        packed sequences, as the padded batch that they came from
 :mod:`.bags`          bags of embeddings that are as long as each other: lookups, and their sum
 :mod:`.flex`          ``flex_attention``: causal, or with the mask and the scores that its functions make
 :mod:`.varlen`        ``varlen_attn``: documents packed into one row

@@ -183,6 +183,7 @@ class AnswerConstants(TorchFunctionMode):
     WHERE = (torch.where, torch.Tensor.where)
     PLACES = (torch.nonzero, torch.Tensor.nonzero, *WHERE)
     SELECTED = (torch.masked_select, torch.Tensor.masked_select)
+    OF_LISTS = (torch.tensor, torch.as_tensor)
 
     def __init__(self, held: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         """``held`` gives the parameters and buffers of what is traced, as they are then."""
@@ -210,7 +211,7 @@ class AnswerConstants(TorchFunctionMode):
             kwargs = {**kwargs, "output_size": size}
         if func in self.SAME and len(args) == 2 and any(isinstance(a, FakeTensor) for a in args):
             return args[0].shape == args[1].shape and self._truth((args[0] == args[1]).all())
-        if func is torch.tensor and len(args) == 1 and _has_numbers_of_data(args[0]):
+        if func in self.OF_LISTS and len(args) == 1 and _has_numbers_of_data(args[0]):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             wanted = kwargs.pop("requires_grad", False)
             return _stacked(args[0]).detach().to(**kwargs).requires_grad_(wanted)

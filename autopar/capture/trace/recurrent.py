@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.trace.recording import refuse
-
 LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -21,13 +19,6 @@ class LayerByLayer(TorchFunctionMode):
     """Takes ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` of several layers apart."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "_pack_padded_sequence":
-            raise refuse(
-                "a packed sequence (pack_padded_sequence), whose size depends on the lengths,",
-                "call the recurrent layer on the padded batch and leave the padding out of the loss; the state after "
-                "the last step of a row is output[torch.arange(rows), lengths - 1] (a reversed direction is given rows "
-                "that are reversed within their lengths)",
-            )
         # Of packed sequences the third argument is the state, not the list of weights.
         if func in LAYERS and len(args) == 9 and isinstance(args[2], (list, tuple)) and isinstance(args[3], bool):
             x, states, weights, has_biases, n_layers, dropout, *rest = args
@@ -56,4 +47,4 @@ def _each_layer(
     return (x, *(torch.cat(of_layers) for of_layers in zip(*finals, strict=True)))
 
 
-__all__ = ["LayerByLayer"]
+__all__ = ["LAYERS", "LayerByLayer"]
