@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def traced(
             exported.left = recorder.left.all
             for owner, name in recorder.set_on_none.values():
                 setattr(owner, name, None)
-            if recorder.kept.keys() != recorder.set_on_none.keys():
+            if recorder.kept.keys() != recorder.set_on_none.keys() | recorder.into.keys():
                 raise _kept_error(list(recorder.kept.values()))
             drawn = recorder.drew()
             if drawn:
@@ -68,8 +69,13 @@ def traced(
                 _, again = whole(exported_again, second)
             except AutoparError as error:
                 raise _kept_error(lines) from error
-        if second.kept or again[0].fingerprint != built[0].fingerprint:
+        if second.kept.keys() != recorder.into.keys() or again[0].fingerprint != built[0].fingerprint:
             raise _kept_error(lines)
+        if not recorder.leaves_alike(second):
+            raise _kept_error(lines)
+        exported.left = tuple(
+            replace(first, appends=then.appends) for first, then in zip(exported.left, second.left.all, strict=True)
+        )
         recorder.forget(recorder.kept)
     changed = recorder.changed
     if changed:  # a flag that the first call sets is fine; a counter is not: see what the second call does
@@ -159,7 +165,7 @@ def _kept_error(kept: Sequence[str]) -> CaptureError:
         f"forward keeps a tensor of one call in an attribute, which the next call reads:{_listed(kept)}\n  a program "
         "would not carry it over: keep it in a buffer (register_buffer in __init__, and copy_ in forward), or return "
         "it and pass it in again; of a cache that is always the same, call the model once before, so that it is there; "
-        "losses for who calls forward can be read from a list or dict that is new in each call: self.losses = {...}"
+        "losses for who calls forward can be read from a list or dict that each call fills anew: self.losses = {...}"
     )
 
 

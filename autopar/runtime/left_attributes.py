@@ -7,10 +7,14 @@ attribute holds more than numbers, to read it is an error.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from autopar.capture import Captured
+from autopar.capture.python.left import Left
 from autopar.errors import RunError
 from autopar.torch_private import pytree
 
@@ -35,7 +39,46 @@ def leave(module: Any, values: Sequence[Any], of_step: bool) -> None:
         else:
             leaves = values[start : start + left.spec.num_leaves]
             start += left.spec.num_leaves
-            attributes[left.name] = pytree.tree_unflatten([x.detach() if of_step else x for x in leaves], left.spec)
+            new = pytree.tree_unflatten([x.detach() if of_step else x for x in leaves], left.spec)
+            if left.into is None:
+                attributes[left.name] = new
+            else:
+                _fill(_held(attributes, left), left, new)
+
+
+def _held(attributes: dict[str, Any], left: Left) -> Any:
+    """The list or dict that a program fills: the model's own stays as it was."""
+    if type(attributes.get(left.name)) is not type(left.into):
+        tensors = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(left.into))
+        attributes[left.name] = type(left.into)() if tensors else copy.copy(left.into)  # type: ignore[misc]
+    return attributes[left.name]
+
+
+def _fill(container: Any, left: Left, new: Any) -> None:
+    if left.appends:
+        container.extend(new)
+    elif isinstance(container, list):
+        container[:] = new
+    else:
+        container.clear()
+        container.update(new)
+
+
+def is_left(captured: Captured, path: str, name: str) -> bool:
+    """Whether forward sets or fills an attribute."""
+    return any((left.path, left.name) == (path, name) for left in captured.left)
+
+
+def filled_by_calls(pm: Any, part: Any, path: str, name: str) -> Any:
+    """A list or dict that calls fill, before the first one; None where it is none, or calls do not fill it.
+
+    Args:
+        part: at that path.
+    """
+    for left in pm._captured.left if pm.leads is None and pm.buckets is None else ():
+        if (left.path, left.name) == (path, name) and left.into is not None and left.spec is not None:
+            return _held(part.__dict__, left)
+    return None
 
 
 def refuse_left(captured: Captured, path: str, name: str) -> None:
@@ -57,4 +100,4 @@ def refuse_left(captured: Captured, path: str, name: str) -> None:
             )
 
 
-__all__ = ["leave", "refuse_left"]
+__all__ = ["filled_by_calls", "is_left", "leave", "refuse_left"]

@@ -27,7 +27,7 @@ from autopar.runtime.calls import without_inference_mode
 from autopar.runtime.compiled import ITSELF, compile_programs
 from autopar.runtime.failures import Failures
 from autopar.runtime.kept_modes import modes_that_stay
-from autopar.runtime.left_attributes import refuse_left
+from autopar.runtime.left_attributes import filled_by_calls, refuse_left
 from autopar.runtime.methods import method_of
 from autopar.runtime.modes import Modes, Training
 from autopar.runtime.module_calls import ModuleCall
@@ -119,6 +119,9 @@ class SpreadModule(SpreadState):
                 raise
             raised = error
         kind: type = self.__dict__["_model_class"]
+        filled = filled_by_calls(self, self, "", name)
+        if filled is not None:
+            return filled
         refuse_left(self._captured, "", name)
         if (other := _WRAPPERS.get(name)) is not None:
             raise AttributeError(f"{type(self).__name__} has no '{name}', which is DistributedDataParallel's: {other}")

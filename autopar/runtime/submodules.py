@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RunError
-from autopar.runtime.left_attributes import refuse_left
+from autopar.runtime.left_attributes import filled_by_calls, is_left, refuse_left
 from autopar.runtime.state import placed_as
 from autopar.runtime.statistics_anew import is_batch_norm, reset, takes_momentum
 from autopar.runtime.values import assigned
@@ -180,6 +180,9 @@ class Part(Elements):
             raise AttributeError(f"a part of a parallel module has no attribute '{name}'")
         whole = self.__dict__["_stands_for"][0]()
         if whole is not None and "_captured" in whole.__dict__:
+            filled = filled_by_calls(whole, self, path, name)
+            if filled is not None:
+                return filled
             refuse_left(whole._captured, path, name)
         module = self.__dict__["_part_module"]()
         values = self.__dict__["_part_values"] if module is None else vars(module)
@@ -216,7 +219,7 @@ class Part(Elements):
         pm = whole()
         if name == "training" and pm is not None:
             self.train(value)
-        elif pm is None or name in _OF_TORCH:
+        elif pm is None or name in _OF_TORCH or is_left(pm._captured, path, name):
             super().__setattr__(name, value)
         elif name == "momentum" and is_batch_norm(self.__dict__.get("_part_class")) and takes_momentum(
             pm, self, path, value

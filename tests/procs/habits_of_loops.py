@@ -782,6 +782,40 @@ def losses_are_left_in_attributes(made: Made) -> Iterator[Any]:
     yield from weights(model)
 
 
+class KeepsInLists(nn.Module):
+    """Has a list and a dict from the beginning, and fills them in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.losses: dict[str, torch.Tensor] = {}
+        self.sizes: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = self.second(torch.tanh(self.first(x)))
+        self.losses["loss"] = F.cross_entropy(out, y)
+        self.losses["size"] = out.square().mean()
+        self.sizes.append(out.detach().abs().mean())
+        return out
+
+
+@loop
+def losses_are_left_in_lists(made: Made) -> Iterator[Any]:
+    model = made(KeepsInLists(), *rows())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for n in (8, 5, 8):
+        model(*rows(n))
+        optimizer.zero_grad()
+        sum(model.losses.values()).backward()
+        optimizer.step()
+        yield model.losses["loss"]
+    yield torch.stack(model.sizes)
+    model.sizes.clear()
+    model(*rows())
+    yield torch.stack(model.sizes)
+    yield from weights(model)
+
+
 @refused_loop(r"RunError: forward sets the attribute 'parts.1.shares' of the model")
 def activations_are_left_in_attributes(made: Made) -> Iterator[Any]:
     model = made(KeepsItsLoss(), *rows())

@@ -119,4 +119,23 @@ def _counts(code: types.CodeType) -> dict[str, list[int]]:
     return offsets
 
 
-__all__ = ["Lookups", "behind", "can_tell", "only_counts", "stored"]
+def only_appends(frame: Any, name: str) -> bool:
+    """Whether a frame reads an attribute for ``self.name.append(x)``, to which what the list holds is all the same."""
+    return frame.f_lasti in _appends(frame.f_code).get(name, ())
+
+
+@functools.lru_cache(maxsize=4096)
+def _appends(code: types.CodeType) -> dict[str, list[int]]:
+    """Where code loads an attribute, by name, to call its ``append`` or ``extend``."""
+    offsets: dict[str, list[int]] = {}
+    before: dis.Instruction | None = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and instruction.argval in ("append", "extend"):
+            if before is not None and before.opname == "LOAD_ATTR":
+                offsets.setdefault(before.argval, []).append(before.offset)
+        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
+            before = instruction
+    return offsets
+
+
+__all__ = ["Lookups", "behind", "can_tell", "only_appends", "only_counts", "stored"]

@@ -25,7 +25,7 @@ from autopar.capture.python.frozen import OTHER, Held, SameObject, frozen, is_pl
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
 from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.left import LeftBehind
-from autopar.capture.python.lookups import Lookups, behind, can_tell, only_counts, stored
+from autopar.capture.python.lookups import Lookups, behind, can_tell, only_appends, only_counts, stored
 from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.constants import depends_on_data
 from autopar.errors import CaptureError
@@ -101,6 +101,10 @@ class Recorder:
         """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
         self.set_on_none: dict[tuple[int, str], tuple[Any, str]] = {}
         """Those of :attr:`kept` that stand in attributes which were None: their owners and names."""
+        self.examined: set[tuple[int, str]] = set()
+        """Attributes with lists that are read for more than to append to them."""
+        self.into: dict[tuple[int, str], Any] = {}
+        """Those of :attr:`kept` that stand in lists and dicts: what these hold when forward ends."""
         self.held: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
         """Modules with their buffers before the trace: register_buffer sets none of their attributes."""
         self.traced: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
@@ -154,6 +158,10 @@ class Recorder:
     def _saw(self, owner: Any, name: str, value: Any) -> None:
         owner = behind(owner)
         key = id(owner), name
+        if type(value) is list and key not in self.examined:
+            caller = sys._getframe(2)
+            if not from_machinery(caller) and not only_appends(caller, name):
+                self.examined.add(key)
         if key in self.first or key in self.fresh or isinstance(value, (torch.nn.Module, OfTheCallBefore)):
             return
         if isinstance(value, torch.Tensor):
@@ -173,7 +181,9 @@ class Recorder:
         if is_generator(value):
             self.generators.setdefault(id(value), (value, ReadValue(path, name, None).label, state_of(value)))
             return
+        in_forward = OfTheCallBefore.in_forward.set(False)  # it is the recorder that looks at the tensors
         frozen_value = frozen(value)
+        OfTheCallBefore.in_forward.reset(in_forward)
         if key in self.counted:  # not only counted: what the next call reads is another value
             if not only_counts(frame, name):
                 read, value = self.counted[key][1:]
@@ -273,8 +283,13 @@ class Recorder:
         OfTheCallBefore.in_forward.set(False)
         for key, before in self.before.items():
             read = self.first[key][1]
-            if any(map(depends_on_data, _new_tensors(before, self.raw[key]))):
+            container = self.raw[key]
+            if any(map(depends_on_data, _new_tensors(before, container))):
                 self.kept[key] = f"{read.label} at {read.where or 'its forward'}"
+                owner = self.first[key][0]
+                if type(container) in (list, dict) and vars(owner).get(read.name) is container:
+                    self.into[key] = copy.copy(container)
+                    self.left.note_filled(owner, read.path, read.name, before)
         buffers_before = [b for _, _, buffers in self.traced for b in buffers.values()]
         assigned: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
         for module, path, buffers in self.traced:
@@ -314,7 +329,9 @@ class Recorder:
             if key in self.before:
                 now = frozen(container)
                 if now != read.value:
-                    if _only_more(read.value, now):
+                    if key in self.into:
+                        pass  # the next call is tried with what this one has left
+                    elif _only_more(read.value, now):
                         filled.append(read.label)
                     elif key not in self.written:
                         changes.append(Written(owner, read, now, read.where or "its forward"))
@@ -335,14 +352,38 @@ class Recorder:
 
     @contextlib.contextmanager
     def next_call(self) -> Iterator[None]:
-        """In here attributes that were None, and were given tensors, have something that nobody can read."""
+        """In here attributes that were None, and were given tensors, and lists and dicts that were given some, have
+        something that nobody can read."""
         try:
             for owner, name in self.set_on_none.values():
-                _restored(owner, name, torch.empty(0).as_subclass(OfTheCallBefore))
+                _restored(owner, name, _unreadable(None))
+            for key, left in self.into.items():
+                in_dict = isinstance(left, dict)
+                now = {k: _unreadable(x) for k, x in left.items()} if in_dict else [_unreadable(x) for x in left]
+                _refill(self.raw[key], now)
             yield
         finally:
+            for key in self.into:
+                _refill(self.raw[key], self.before[key])
             for owner, name in self.set_on_none.values():
                 _restored(owner, name, None)
+
+    def leaves_alike(self, second: Recorder) -> bool:
+        """Whether the next call has left the same in lists and dicts, and of this one nothing but in lists to which it
+        appended."""
+        one, other = self.left.all, second.left.all
+        if [(x.path, x.name, x.spec, x.plain) for x in one] != [(x.path, x.name, x.spec, x.plain) for x in other]:
+            return False
+        appends = {(x.path, x.name) for x in other if x.appends}
+        for key, now in second.into.items():
+            read = second.first[key][1]
+            before = len(second.before[key]) if (read.path, read.name) in appends else 0
+            if before and key in self.examined | second.examined:  # what is done to a long one is not known
+                return False
+            items = list(now.values()) if isinstance(now, dict) else now[before:]
+            if any(isinstance(item, OfTheCallBefore) for item in items):
+                return False
+        return self.into.keys() == second.into.keys()
 
     def forget(self, keys: Iterable[tuple[int, str]]) -> None:
         """That attributes were read, because it made no difference what they were."""
@@ -413,6 +454,12 @@ class Recorder:
         for name, tensor in constants.items():
             guards.watch(name, tensor)
         return guards
+
+
+def _unreadable(value: Any) -> Any:
+    """What stands for a tensor of the call before."""
+    tensor = value is None or isinstance(value, torch.Tensor)
+    return torch.empty(0).as_subclass(OfTheCallBefore) if tensor else value
 
 
 def _new_tensors(before: Any, now: Any) -> list[torch.Tensor]:
