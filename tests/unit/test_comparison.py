@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -293,3 +294,24 @@ def test_buffers_begin_anew_behind_a_call_that_fills_caches() -> None:
     assert captured.guards.filled
     assert not compare_with_eager(captured, model, (x,), {}).note
     assert float(model.calls) == 1.0
+
+
+def test_containers_that_cannot_be_changed_are_left_alone() -> None:
+    class Fixed(dict[str, Any]):
+        """As the configuration of a model of diffusers."""
+
+        def _refused(self, *_: Any, **__: Any) -> None:
+            raise TypeError("this dict cannot be changed")
+
+        clear = update = _refused  # type: ignore[assignment]
+
+    class Configured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.linear = Fixed(activation=nn.ReLU()), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.config["activation"](self.linear(x)).sum()
+
+    model = Configured()
+    assert compare_with_eager(capture(model, (X,)), model, (X + 1,), {}).same

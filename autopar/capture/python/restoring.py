@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import operator
 import random
 import sys
 from collections import Counter
@@ -129,7 +129,7 @@ def kept(*roots: Any) -> Iterator[None]:
     attributes = []
     for module in modules:
         entries = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
-        inside = {k: copy.copy(v) for k, v in entries.items() if isinstance(v, (dict, list, set)) and not is_plain(v)}
+        inside = {k: _in(v) for k, v in entries.items() if isinstance(v, (dict, list, set)) and not is_plain(v)}
         attributes.append((module, entries, inside, dict(module._buffers)))
     values = [(b, b.detach().clone()) for *_, buffers in attributes for b in buffers.values() if b is not None]
     params = [p for m in modules for p in m._parameters.values() if p is not None]
@@ -150,14 +150,26 @@ def kept(*roots: Any) -> Iterator[None]:
             module.__dict__.update(entries)
             for name, before in inside.items():
                 value = entries[name]
-                value.clear()
-                value.extend(before) if isinstance(value, list) else value.update(before)
+                if not _same_things(_in(value), before):  # a container that cannot be changed is never touched
+                    value.clear()
+                    value.extend(before) if isinstance(value, list) else value.update(before)
             module._buffers.update(buffers)
         with torch.no_grad():
             frozen.put_back()
             for buffer, before in values:
                 if not _same_bits(buffer, before):
                     buffer.copy_(before)
+
+
+def _in(container: Any) -> list[Any]:
+    """What a list, a set or a dict holds now; of a dict its pairs."""
+    return list(container.items()) if isinstance(container, dict) else list(container)
+
+
+def _same_things(a: list[Any], b: list[Any]) -> bool:
+    """Whether two contents are the same objects in the same order."""
+    parts = [[part for x in xs for part in (x if isinstance(x, tuple) and len(x) == 2 else (x,))] for xs in (a, b)]
+    return len(parts[0]) == len(parts[1]) and all(map(operator.is_, *parts))
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
