@@ -21,7 +21,7 @@ from autopar.runtime.loss_counts import count_of
 from autopar.runtime.plan_groups import groups_of
 from autopar.runtime.programs import KEPT, AllWell, Fields
 from autopar.runtime.reached import reached_by
-from autopar.runtime.recaptured import buffers_for, check_stored, differs, skeleton_of, with_buffers_of
+from autopar.runtime.recaptured import buffers_for, check_stored, differs, planner_for, skeleton_of, with_buffers_of
 from autopar.runtime.schedule_check import check_rows
 from autopar.runtime.stage import Buffers, Stage
 from autopar.runtime.ties import Tied, tie_wires, tied_parameters
@@ -88,14 +88,9 @@ def take(pm: Any, new: Captured, count: int, plan_again: PlanStagesAgain | None,
             _with_other_literals(pm, new)
         return
     with all_well():
-        if plan_again is None:
-            raise RunError(
-                f"with the values that it has now the model is another one ({reason}), for which the plan does not "
-                "hold; parallelize it again, and load this full_state_dict()"
-            )
-    assert plan_again is not None
+        planner = planner_for(reason, plan_again, "full_state_dict()")
     with all_well():  # rank 0's error is raised on all ranks
-        plan = plan_again(new, count)
+        plan = planner(new, count)
     with all_well():
         parts = cut(new.graph, plan.starts)
         check_rows(plan.schedule, parts)

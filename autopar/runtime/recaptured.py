@@ -6,7 +6,7 @@ Parameters and buffers stay where they are; another :class:`~autopar.runtime.sta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +25,8 @@ from autopar.runtime.relayout import relaid
 from autopar.runtime.stage import Buffers, Stage
 from autopar.runtime.state import as_dtensor, joined, local_of, local_piece, mesh_of, torch_placements
 
+Planner = TypeVar("Planner")
+"""Of a mesh's program, or of a pipeline's."""
 PROGRAM = ("_captured", "_stage", "_skeleton", "_batch", "_count", "_trained")
 """What of a module without pipeline is another with other values."""
 
@@ -77,18 +79,31 @@ def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell
     plan: StagePlan | None = None
     if reason:
         with all_well():
-            if plan_again is None:
-                raise RunError(
-                    f"with the values that it has now the model is another one ({reason}), for which the plan does not "
-                    "hold; parallelize it again, and load this state_dict()"
-                )
-        assert plan_again is not None
+            planner = planner_for(reason, plan_again, "state_dict()")
         with all_well():  # rank 0's error is raised on all ranks
-            plan = plan_again(new, _stored(pm, new.graph))
+            plan = planner(new, _stored(pm, new.graph))
     with all_well():
         stage = pm.stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
         pm.run_stage(new, stage)
         pm._skeleton = skeleton_of(pm)
+
+
+def planner_for(reason: str, plan_again: Planner | None, state_dict: str) -> Planner:
+    """That which plans the model anew.
+
+    Args:
+        reason: in what the model is another one.
+        state_dict: how the parameters are read that the model would have to be loaded with.
+
+    Raises:
+        RunError: there is none, for the plan was given.
+    """
+    if plan_again is None:
+        raise RunError(
+            f"with the values that it has now the model is another one ({reason}), for which the plan does not hold; "
+            f"parallelize it again, and load this {state_dict}"
+        )
+    return plan_again
 
 
 def skeleton_of(pm: Any) -> Skeleton | None:
@@ -251,6 +266,6 @@ def _placed_again(
 
 
 __all__ = [
-    "buffers_for", "check_stored", "differs", "fields_of", "resume", "skeleton_of", "take", "under_another_plan",
-    "with_buffers_of",
+    "buffers_for", "check_stored", "differs", "fields_of", "planner_for", "resume", "skeleton_of", "take",
+    "under_another_plan", "with_buffers_of",
 ]  # fmt: skip
