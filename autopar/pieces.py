@@ -154,8 +154,3 @@ def divides(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
                 return False
             local[d] //= size
     return True
-
-
-def all_have_some(n: int, sizes: Sequence[int]) -> bool:
-    """Whether no rank is left without any of ``n`` elements that axes of these sizes cut one after the other."""
-    return min(lengths_of(n, [(size, 1) for size in sizes])) > 0

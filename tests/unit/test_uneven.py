@@ -16,7 +16,7 @@ import autopar.rules
 from autopar.certificate import check
 from autopar.graph import Spec
 from autopar.meshes import Mesh
-from autopar.pieces import all_have_some, box_of, divides, elements_moved, fits, local_shape, piece_of
+from autopar.pieces import box_of, divides, elements_moved, fits, lengths_of, local_shape, piece_of
 from autopar.placements import State
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.options import Options
@@ -54,8 +54,8 @@ def test_pieces_of_pieces() -> None:
 
 
 def test_who_is_left_without_any() -> None:
-    assert all_have_some(50257, (8,)) and all_have_some(10, (4,)) and not all_have_some(6, (4,))
-    assert not all_have_some(17, (8,)), "3 3 3 3 3 2 0 0"
+    assert min(lengths_of(50257, [(8, 1)])) and min(lengths_of(10, [(4, 1)])) and not min(lengths_of(6, [(4, 1)]))
+    assert not min(lengths_of(17, [(8, 1)])), "3 3 3 3 3 2 0 0"
     assert fits((50257, 8), State.of("S0", "S1"), SIX) and fits((6,), State.of("S0"), Mesh.of(a=4))
     assert not fits((3,), State.of("S0"), Mesh.of(a=4)) and not fits((3,), State.of("S1"), THREE)
     for n in range(1, 60):
@@ -64,7 +64,7 @@ def test_who_is_left_without_any() -> None:
             state = State.of(*["S0"] * len(sizes))
             lengths = [local_shape((n,), state, mesh, mesh.coordinate(r))[0] for r in range(mesh.n_devices)]
             assert sum(lengths) == n and max(lengths) == local_shape((n,), state, mesh)[0]
-            assert all_have_some(n, sizes) == (min(lengths) > 0), (n, sizes)
+            assert lengths_of(n, [(size, 1) for size in sizes]) == set(lengths), (n, sizes)
             assert divides((n,), state, mesh) == (n % prod(sizes) == 0)
 
 
@@ -99,7 +99,7 @@ def test_rules_on_more_ranks(target: str, number: int, mesh: Mesh) -> None:
 def test_rules_where_a_rank_has_nothing(target: str, number: int, factor: str) -> None:
     """Means, maxima and statistics over no elements: the rules whose operators had to be guarded."""
     case = Case(target, SAMPLES[target][number])
-    mesh = Mesh.of(data=next(n for n in (3, 5, 7) if not all_have_some(case.rule.sizes[factor], (n,))))
+    mesh = Mesh.of(data=next(n for n in (3, 5, 7) if not min(lengths_of(case.rule.sizes[factor], [(n, 1)]))))
     proved = [picked for picked in strategies_of(case, mesh) if picked[0].name == factor]
     assert proved
     with warnings.catch_warnings():
