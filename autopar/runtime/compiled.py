@@ -40,9 +40,9 @@ class _Gathered(torch.autograd.Function):
     """The values of a parameter from this rank's piece; its gradient is the leaf's."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, piece: torch.Tensor, held: HeldParam) -> torch.Tensor:
-        x = piece.to(held.dtype) if held.casts else piece
-        for hop in held.hops:
+    def forward(ctx: Any, leaf: torch.Tensor, piece: torch.Tensor, held_param: HeldParam) -> torch.Tensor:
+        x = piece.to(held_param.dtype) if held_param.casts else piece
+        for hop in held_param.hops:
             x = apply(hop.forward, x, hop)
         return x.clone(memory_format=torch.contiguous_format) if x is piece else x.contiguous()
 
@@ -61,16 +61,16 @@ def compiled(
         order: of its collectives, which the ranks compare; None where there is one rank.
     """
     names = {slot.name for slot in program.slots}
-    assert all(held.name in names for held in gathered)
-    module = compilable(program, {held.name: _gather_of(held) for held in gathered})
+    assert all(held_param.name in names for held_param in gathered)
+    module = compilable(program, {held_param.name: _gather_of(held_param) for held_param in gathered})
     if order is None:
         return torch.compile(module, *arguments[0], **arguments[1])
     return order.watched(torch.compile(module, *arguments[0], **order.backend(arguments[1])))
 
 
-def _gather_of(held: HeldParam) -> Gather:
+def _gather_of(held_param: HeldParam) -> Gather:
     def gather_parameter(leaf: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-        return _Gathered.apply(leaf, piece, held)  # type: ignore[no-any-return]
+        return _Gathered.apply(leaf, piece, held_param)  # type: ignore[no-any-return]
 
     return gather_parameter
 

@@ -67,7 +67,8 @@ class _Call:
         self.took = self.gradients.took
         self.roots = [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in outputs]
         if self.hands and self.gradients.schedule.units:
-            self.gathered = [(held, held.version) for held, _ in self.trained.pairs if not held.alias]
+            held_params = [held_param for held_param, _ in self.trained.pairs]
+            self.gathered = [(held_param, held_param.version) for held_param in held_params if not held_param.alias]
         return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in outputs)
 
     def backward(
@@ -81,16 +82,16 @@ class _Call:
         gradients, roots = self.gradients, self.roots
         if roots is None:
             raise RunError(AGAIN)
-        for held, version in self.gathered:
-            if held.version != version:
-                raise RunError(CHANGED.format(name=held.name))
+        for held_param, version in self.gathered:
+            if held_param.version != version:
+                raise RunError(CHANGED.format(name=held_param.name))
         if not gradients.accumulating:
             gradients.forget()
         gradients.in_step.add(self.took)
         given = [(root, g) for root, g in zip(roots, grads, strict=True) if root is not None and g is not None]
         used, arriving = [root for root, _ in given], [whole(g) for _, g in given]
         last = not gradients.defer
-        inputs = None if wanted is None else [*self.leaves, *(held.leaf for held in wanted)]
+        inputs = None if wanted is None else [*self.leaves, *(held_param.leaf for held_param in wanted)]
         for leaf in self.leaves:
             leaf.grad = None
         try:
@@ -137,7 +138,8 @@ class _Crossing(torch.autograd.Function):
             wanted = []
             for params, _ in before[len(call.wanting) :]:  # none, or the one node of all parameters
                 come_to = [reached(node) for node, _ in params.next_functions]
-                wanted = [held for (held, _), comes in zip(call.trained.pairs, come_to, strict=True) if comes]
+                trained = [held_param for held_param, _ in call.trained.pairs]
+                wanted = [held_param for held_param, comes in zip(trained, come_to, strict=True) if comes]
         keep = keeps_graph()
         inputs, left = call.backward(grads, keep, wanted)
         return (None, None, *inputs, *(torch.empty(0) if left else None for _ in before[len(call.wanting) :]))

@@ -26,15 +26,15 @@ def stand_ins(slots: Sequence[tuple[int, HeldParam]], template: list[Any]) -> It
         slots: where parameters stand in ``template``, the inputs of the program.
     """
     collecting: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-    for slot, held in slots:
-        if held.leaf.requires_grad:
-            template[slot] = held.leaf.detach().requires_grad_()
-            collecting.append((held.param, template[slot]))
+    for slot, held_param in slots:
+        if held_param.leaf.requires_grad:
+            template[slot] = held_param.leaf.detach().requires_grad_()
+            collecting.append((held_param.param, template[slot]))
     try:
         yield
     finally:
-        for slot, held in slots:
-            template[slot] = held.leaf
+        for slot, held_param in slots:
+            template[slot] = held_param.leaf
     hooked = [(param, leaf.grad) for param, leaf in collecting if leaf.grad is not None and has_hooks(param)]
     for param, leaf in collecting:
         if leaf.grad is not None and not has_hooks(param):

@@ -33,8 +33,8 @@ class Unit:
         self.flat: torch.Tensor | None = None
         self.ready = False
         self.waiting = 0
-        for held in self.held_params:
-            held.unit = self
+        for held_param in self.held_params:
+            held_param.unit = self
 
     def expire(self) -> None:
         """What was gathered may no longer equal what is stored (in-place updates of a DTensor leave no trace)."""
@@ -48,9 +48,9 @@ class Unit:
         if self.ready or self.work is not None:
             return
         if self.per_use:
-            for held in self.held_params:
-                n = prod(held.used_shape) * held.leaf.element_size()
-                held.leaf.untyped_storage().resize_(n)
+            for held_param in self.held_params:
+                n = prod(held_param.used_shape) * held_param.leaf.element_size()
+                held_param.leaf.untyped_storage().resize_(n)
         if not self.together:
             return
         hop = gather_of(self.held_params[0])
@@ -70,28 +70,28 @@ class Unit:
             return
         self.start()
         if not self.together:
-            for held in self.held_params:
-                x = held.piece
-                for hop in held.hops:
+            for held_param in self.held_params:
+                x = held_param.piece
+                for hop in held_param.hops:
                     x = apply(hop.forward, x, hop)
-                with preserve_version_counter(held.leaf):
-                    held.leaf.copy_(x)
+                with preserve_version_counter(held_param.leaf):
+                    held_param.leaf.copy_(x)
             self.ready = True
             return
         flat = self.flat
         self.finish_work()
         if flat is not None:
             offset = 0
-            for held in self.held_params:
-                hop = gather_of(held)
-                m = prod(held.padded_shape)
-                part = flat[:, offset : offset + m].view(hop.n, *held.padded_shape)
+            for held_param in self.held_params:
+                hop = gather_of(held_param)
+                m = prod(held_param.padded_shape)
+                part = flat[:, offset : offset + m].view(hop.n, *held_param.padded_shape)
                 offset += m
-                with preserve_version_counter(held.leaf):
+                with preserve_version_counter(held_param.leaf):
                     if hop.cut.size % hop.n:
-                        held.leaf.copy_(unstack(part, hop.cut.dim).narrow(hop.cut.dim, 0, hop.cut.size))
+                        held_param.leaf.copy_(unstack(part, hop.cut.dim).narrow(hop.cut.dim, 0, hop.cut.size))
                     else:
-                        stacked(held.leaf, hop.cut.dim, hop.n).copy_(part)
+                        stacked(held_param.leaf, hop.cut.dim, hop.n).copy_(part)
         self.ready = True
 
     def finish_work(self) -> None:
@@ -115,19 +115,19 @@ class Unit:
 
     def _empty(self) -> None:
         """Without memory for values that are gathered for one use."""
-        for held in self.held_params if self.per_use else ():
-            held.leaf.untyped_storage().resize_(0)
+        for held_param in self.held_params if self.per_use else ():
+            held_param.leaf.untyped_storage().resize_(0)
 
 
-def coalesces(held: HeldParam) -> bool:
+def coalesces(held_param: HeldParam) -> bool:
     """One gather and nothing else that changes values."""
-    kinds = [hop.forward for hop in held.hops if hop.forward != "none"]
+    kinds = [hop.forward for hop in held_param.hops if hop.forward != "none"]
     return kinds == ["gather"]
 
 
-def gather_of(held: HeldParam) -> Hop:
+def gather_of(held_param: HeldParam) -> Hop:
     """The hop that gathers a parameter that :func:`coalesces`."""
-    return next(hop for hop in held.hops if hop.forward == "gather")
+    return next(hop for hop in held_param.hops if hop.forward == "gather")
 
 
 def same_gather(a: HeldParam, b: HeldParam) -> bool:
@@ -135,7 +135,7 @@ def same_gather(a: HeldParam, b: HeldParam) -> bool:
     if not (coalesces(a) and coalesces(b)) or a.choice.lifetime != b.choice.lifetime:
         return False
     ga, gb = gather_of(a), gather_of(b)
-    dtypes = [held.dtype for held in (a, b)]
+    dtypes = [held_param.dtype for held_param in (a, b)]
     return ga.group is gb.group and dtypes[0] == dtypes[1]
 
 
@@ -144,12 +144,12 @@ def make_units(held_params: Sequence[HeldParam]) -> list[Unit]:
     units: list[Unit] = []
     run: list[HeldParam] = []
     n_bytes = 0
-    for held in held_params:
-        n = prod(held.used_shape) * held.dtype.itemsize
-        if run and not (same_gather(run[0], held) and n_bytes + n <= UNIT_BYTES):
+    for held_param in held_params:
+        n = prod(held_param.used_shape) * held_param.dtype.itemsize
+        if run and not (same_gather(run[0], held_param) and n_bytes + n <= UNIT_BYTES):
             units.append(Unit(run))
             run, n_bytes = [], 0
-        run.append(held)
+        run.append(held_param)
         n_bytes += n
     if run:
         units.append(Unit(run))

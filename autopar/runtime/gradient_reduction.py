@@ -76,17 +76,17 @@ class _Travel:
             self.held_params[0].add(_as_parameter(self.held_params[0], value))
             return
         offset = 0
-        for held in self.held_params:
-            m = prod(held.padded_shape)
-            value = self.value[offset : offset + m].view(held.padded_shape)
-            if held.padded_shape != held.stored_shape:
-                value = own_part(value, held.adjoint[0].cut, held.adjoint[0]).contiguous()
-            held.add(_as_parameter(held, value))
+        for held_param in self.held_params:
+            m = prod(held_param.padded_shape)
+            value = self.value[offset : offset + m].view(held_param.padded_shape)
+            if held_param.padded_shape != held_param.stored_shape:
+                value = own_part(value, held_param.adjoint[0].cut, held_param.adjoint[0]).contiguous()
+            held_param.add(_as_parameter(held_param, value))
             offset += m
 
 
-def _as_parameter(held: HeldParam, grad: torch.Tensor) -> torch.Tensor:
-    return grad.to(held.param.dtype)
+def _as_parameter(held_param: HeldParam, grad: torch.Tensor) -> torch.Tensor:
+    return grad.to(held_param.param.dtype)
 
 
 class Reducer:
@@ -102,18 +102,18 @@ class Reducer:
         self.open: dict[Any, list[tuple[HeldParam, torch.Tensor]]] = {}
         self.filled: dict[Any, int] = {}
 
-    def add(self, held: HeldParam, grad: torch.Tensor) -> None:
+    def add(self, held_param: HeldParam, grad: torch.Tensor) -> None:
         """A gradient in the used placement; one of rows (``nn.Embedding(sparse=True)``) travels whole."""
-        stages = held.adjoint
+        stages = held_param.adjoint
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         grad = in_dtype(grad, self.dtype())
         n_bytes = grad.numel() * grad.element_size()
         if n_bytes >= min(ALONE_BYTES, self.limit) or not _fits_bucket(stages):
-            self._send(_Travel([held], grad, stages, flat=False))
+            self._send(_Travel([held_param], grad, stages, flat=False))
             return
         key = (tuple((hop.backward, id(hop.group)) for hop in stages), grad.dtype)
-        self.open.setdefault(key, []).append((held, grad))
+        self.open.setdefault(key, []).append((held_param, grad))
         self.filled[key] = self.filled.get(key, 0) + n_bytes
         if self.filled[key] >= self.limit:
             self._flush(key)
@@ -121,10 +121,11 @@ class Reducer:
     def _flush(self, key: Any) -> None:
         entries = self.open.pop(key)
         self.filled[key] = 0
-        held_params = [held for held, _ in entries]
+        held_params = [held_param for held_param, _ in entries]
         first = held_params[0].adjoint[0]
         if first.backward == "reduce_scatter":
-            rows = [stacked(g, held.adjoint[0].cut.dim, first.n).reshape(first.n, -1) for held, g in entries]
+            dims = [held_param.adjoint[0].cut.dim for held_param in held_params]
+            rows = [stacked(g, d, first.n).reshape(first.n, -1) for d, (_, g) in zip(dims, entries, strict=True)]
             value = torch.cat(rows, 1)
         else:
             value = torch.cat([g.reshape(-1) for _, g in entries])

@@ -112,57 +112,57 @@ class Gradients:
         self.held_params = list(held_params.values())
         self.schedule = schedule
         self.defer = self.accumulating = False
-        reduced = [held for held in self.held_params if held.adjoint]
-        for held in self.held_params:
-            held.changed = self._changed
+        reduced = [held_param for held_param in self.held_params if held_param.adjoint]
+        for held_param in self.held_params:
+            held_param.changed = self._changed
         self.clean = True
         self.took: Took | None = None
         self.in_step = InStep()
         self._trained: TrainedParams | None = None
-        n_bytes = sum(prod(held.used_shape) * held.param.element_size() for held in reduced)
+        n_bytes = sum(prod(held_param.used_shape) * held_param.param.element_size() for held_param in reduced)
         self.reducer = Reducer(bucket_bytes(n_bytes), dtype)
 
-    def listen(self, held: HeldParam) -> None:
+    def listen(self, held_param: HeldParam) -> None:
         """Hear when a leaf has its gradient; call it for every new leaf."""
-        if not (held.adjoint or held.per_use or held.casts):
+        if not (held_param.adjoint or held_param.per_use or held_param.casts):
             return
 
         def ready(leaf: torch.Tensor) -> None:
-            self._ready(held, leaf)
+            self._ready(held_param, leaf)
 
-        wanted = held.leaf.requires_grad
-        held.leaf.requires_grad_()  # a frozen parameter may be thawed later
-        held.leaf.register_post_accumulate_grad_hook(ready)
-        held.leaf.requires_grad_(wanted)
+        wanted = held_param.leaf.requires_grad
+        held_param.leaf.requires_grad_()  # a frozen parameter may be thawed later
+        held_param.leaf.register_post_accumulate_grad_hook(ready)
+        held_param.leaf.requires_grad_(wanted)
 
-    def _ready(self, held: HeldParam, leaf: torch.Tensor) -> None:
+    def _ready(self, held_param: HeldParam, leaf: torch.Tensor) -> None:
         """A used leaf has its whole gradient of this backward."""
         self.schedule.stream.check("the gradient of a parameter")
-        if held.per_use:
-            assert held.unit is not None
-            self.schedule.done(held)
-        if held.casts:
-            self._ready_wide(held, leaf)
+        if held_param.per_use:
+            assert held_param.unit is not None
+            self.schedule.done(held_param)
+        if held_param.casts:
+            self._ready_wide(held_param, leaf)
             return
-        if (self.defer and not held.per_use) or not held.adjoint:
+        if (self.defer and not held_param.per_use) or not held_param.adjoint:
             return
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
-        self.reducer.add(held, grad)
+        self.reducer.add(held_param, grad)
 
-    def _ready_wide(self, held: HeldParam, leaf: torch.Tensor) -> None:
+    def _ready_wide(self, held_param: HeldParam, leaf: torch.Tensor) -> None:
         """The same of a parameter that is cast: what adds up over microbatches and ranks does so in a wider format."""
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
-            grad = grad.to(self.reducer.dtype() or held.param.dtype)
-            held.wide = grad if held.wide is None else held.wide.add_(grad)
-        if held.wide is None or (self.defer and not (held.per_use and held.adjoint)):
+            grad = grad.to(self.reducer.dtype() or held_param.param.dtype)
+            held_param.wide = grad if held_param.wide is None else held_param.wide.add_(grad)
+        if held_param.wide is None or (self.defer and not (held_param.per_use and held_param.adjoint)):
             return
-        grad, held.wide = held.wide, None
-        if held.adjoint:
-            self.reducer.add(held, grad)
+        grad, held_param.wide = held_param.wide, None
+        if held_param.adjoint:
+            self.reducer.add(held_param, grad)
         else:
-            held.add(grad.to(held.param.dtype))
+            held_param.add(grad.to(held_param.param.dtype))
 
     @contextlib.contextmanager
     def reducing(self, *, last: bool, by_hand: bool = False) -> Iterator[None]:
@@ -174,11 +174,12 @@ class Gradients:
         try:
             yield
             with torch.no_grad():
-                for held in self.held_params:  # left by hand, or by earlier microbatches where this one has none
-                    if held.casts and (held.leaf.grad is not None or held.wide is not None):
-                        self._ready_wide(held, held.leaf)
-                    elif held.adjoint and held.leaf.grad is not None and (last or (by_hand and held.per_use)):
-                        self._ready(held, held.leaf)
+                for held_param in self.held_params:  # left by hand, or by earlier microbatches where this one has none
+                    has_grad = held_param.leaf.grad is not None
+                    if held_param.casts and (has_grad or held_param.wide is not None):
+                        self._ready_wide(held_param, held_param.leaf)
+                    elif held_param.adjoint and has_grad and (last or (by_hand and held_param.per_use)):
+                        self._ready(held_param, held_param.leaf)
                 self.reducer.finish()
                 self.schedule.end()
         finally:
@@ -187,8 +188,8 @@ class Gradients:
     def trained(self) -> TrainedParams:
         """The parameters that want gradients now, as autograd is to know them."""
         if self._trained is None:
-            stored = [(held, held.param) for held in self.held_params]
-            self._trained = TrainedParams([(held, param) for held, param in stored if param.requires_grad])
+            stored = [(held_param, held_param.param) for held_param in self.held_params]
+            self._trained = TrainedParams([(held_param, param) for held_param, param in stored if param.requires_grad])
         return self._trained
 
     def _changed(self) -> None:
@@ -205,14 +206,14 @@ class Gradients:
         """
         left: list[torch.Tensor | None] | None = None
         idle = self.in_step.idle()
-        for i, (held, param) in enumerate(trained.pairs):
-            grad = held.taken()
-            if held.name in idle:  # zeros, for what eager mode does not come to
+        for i, (held_param, param) in enumerate(trained.pairs):
+            grad = held_param.taken()
+            if held_param.name in idle:  # zeros, for what eager mode does not come to
                 grad = None
             if by_autograd or param._backward_hooks or param._post_accumulate_grad_hooks:
                 left = left or [None] * len(trained.pairs)
                 if grad is not None:
-                    left[i] = held.placed(grad)
+                    left[i] = held_param.placed(grad)
             elif grad is not None:
                 give(param, grad)
         self.clean = True
@@ -225,15 +226,15 @@ class Gradients:
         hooked: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         idle = self.in_step.idle()
-        for held in self.held_params:
-            grad = held.taken()
-            if held.name in idle:
+        for held_param in self.held_params:
+            grad = held_param.taken()
+            if held_param.name in idle:
                 continue
-            if grad is not None and has_hooks(held.param):
-                hooked.append(held.param)
-                grads.append(held.placed(grad))
+            if grad is not None and has_hooks(held_param.param):
+                hooked.append(held_param.param)
+                grads.append(held_param.placed(grad))
             elif grad is not None:
-                give(held.param, grad)
+                give(held_param.param, grad)
         self.clean = True
         if hooked:
             torch.autograd.backward(hooked, grads)
@@ -247,9 +248,9 @@ class Gradients:
             return
         self.clean = True
         self.reducer.drop()
-        for held in self.held_params:
-            held.leaf.grad = None
-            held.sum = held.wide = None
+        for held_param in self.held_params:
+            held_param.leaf.grad = None
+            held_param.sum = held_param.wide = None
 
     def drop(self) -> None:
         """A forward or backward broke: forget it, with the gathers that were under way."""

@@ -41,7 +41,7 @@ class GatherOrder:
         self.units, self.stream = list(units), stream
         self.read: set[int] = set()  # by the programs that run here; nobody fetches the others, nor waits for them
         self.per_use = [i for i, unit in enumerate(self.units) if unit.per_use]
-        self.number = {id(held): i for i, unit in enumerate(self.units) for held in unit.held_params}
+        self.number = {id(held_param): i for i, unit in enumerate(self.units) for held_param in unit.held_params}
         self.storages: dict[int, int] = {}
         self.hooks: Any = None
         self.left: dict[int, set[int]] = {}
@@ -77,8 +77,8 @@ class GatherOrder:
         self.stream.check("a gather of parameters")
         unit.fetch()
         if unit.per_use:
-            for held in unit.held_params:
-                self.storages[held.leaf.untyped_storage().data_ptr()] = i
+            for held_param in unit.held_params:
+                self.storages[held_param.leaf.untyped_storage().data_ptr()] = i
         end = i + 1 + AHEAD
         if last is not None and current_backward() != -1:  # in a backward: those after it are done with
             end = min(end, last + 1)
@@ -90,8 +90,8 @@ class GatherOrder:
     def _free(self, i: int) -> None:
         unit = self.units[i]
         if unit.per_use:
-            for held in unit.held_params:
-                self.storages.pop(held.leaf.untyped_storage().data_ptr(), None)
+            for held_param in unit.held_params:
+                self.storages.pop(held_param.leaf.untyped_storage().data_ptr(), None)
             unit.free()
 
     # -- saved tensors
@@ -121,11 +121,11 @@ class GatherOrder:
 
     # -- backward
 
-    def done(self, held: HeldParam) -> None:
+    def done(self, held_param: HeldParam) -> None:
         """A parameter has its gradient: when all of its unit have, the copy is no longer needed."""
-        i = self.number[id(held)]
+        i = self.number[id(held_param)]
         left = self.left.setdefault(i, {id(h) for h in self.units[i].held_params if h.leaf.requires_grad})
-        left.discard(id(held))
+        left.discard(id(held_param))
         if not left:
             del self.left[i]
             if i not in self.late:
@@ -198,8 +198,8 @@ def with_gathers(program: Program, schedule: GatherOrder) -> torch.fx.GraphModul
     guarded: set[torch.fx.Node] = set()
     for i, unit in enumerate(schedule.units):
         readers: set[torch.fx.Node] = set()
-        for held in unit.held_params:
-            readers |= _readers(slot_of[held.name])
+        for held_param in unit.held_params:
+            readers |= _readers(slot_of[held_param.name])
         readers = {n for n in readers if n.op == "call_function"}
         if not readers:
             continue
@@ -210,7 +210,8 @@ def with_gathers(program: Program, schedule: GatherOrder) -> torch.fx.GraphModul
             if "segment" in node.meta:
                 by_segment.setdefault(node.meta["segment"], node)
         fetched.extend((i, node) for node in dict.fromkeys(by_segment.values()))
-        if unit.per_use and len(by_segment) > 1 and not all(held.leaf.requires_grad for held in unit.held_params):
+        trained = all(held_param.leaf.requires_grad for held_param in unit.held_params)
+        if unit.per_use and len(by_segment) > 1 and not trained:
             schedule.late.add(i)  # nobody says when the backward of a segment is done with a frozen parameter
         if unit.per_use:
             guarded |= {n for n in readers if "segment" not in n.meta}
@@ -233,8 +234,8 @@ def with_gathers(program: Program, schedule: GatherOrder) -> torch.fx.GraphModul
         with graph.inserting_after(node):
             graph.call_function(unguard, (handle,))
     for unit in schedule.units:
-        for held in unit.held_params if unit.per_use else ():
-            _copy_for_functions(graph, slot_of[held.name])
+        for held_param in unit.held_params if unit.per_use else ():
+            _copy_for_functions(graph, slot_of[held_param.name])
     graph.output(output)
     return _to_run(graph)
 

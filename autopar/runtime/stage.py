@@ -69,8 +69,8 @@ class Stage:
         self.schedule = prefetch.GatherOrder(self._units(), self.stream)
         self.run_program = self._runnable(self.program)
         self.evaluation: tuple[Program, Any] | None = None
-        on_meshes = any(isinstance(held.param, DTensor) for held in self.held_params.values())
-        casts = any(held.casts for held in self.held_params.values())
+        on_meshes = any(isinstance(held_param.param, DTensor) for held_param in self.held_params.values())
+        casts = any(held_param.casts for held_param in self.held_params.values())
         self.direct = device_mesh.size() == 1 and not (on_meshes or casts or graph.parts)
         self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
         self.probe = torch.empty(0, requires_grad=True)
@@ -85,9 +85,9 @@ class Stage:
         self.param_slots = [(i, self.held_params[slot.name]) for i, slot in enumerate(slots) if slot.kind == "param"]
         copied = outliving(graph)
         self.copied = [i for i, slot in enumerate(slots) if slot.kind == "buffer" and slot.name in copied]
-        for i, held in self.param_slots:
-            self.template[i] = held.leaf
-            self.gradients.listen(held)
+        for i, held_param in self.param_slots:
+            self.template[i] = held_param.leaf
+            self.gradients.listen(held_param)
         self.followed: list[tuple[int, Followed]] = []
         self.follow_buffers()
 
@@ -107,12 +107,13 @@ class Stage:
 
     def _units(self) -> list[Unit]:
         order = [self.held_params[self.program.slots[i].name] for i in prefetch.order_of_use(self.program)]
-        gathered = [held for held in order if not held.alias]
-        idle = [held for held in self.held_params.values() if not held.alias and held not in gathered]
+        gathered = [held_param for held_param in order if not held_param.alias]
+        stored = [held_param for held_param in self.held_params.values() if not held_param.alias]
+        idle = [held_param for held_param in stored if held_param not in gathered]
         units = make_units([*gathered, *idle])
         for unit in units:
-            for held in unit.held_params:
-                held.bind()
+            for held_param in unit.held_params:
+                held_param.bind()
         return units
 
     def follow_buffers(self) -> None:
@@ -173,7 +174,7 @@ class Stage:
     @property
     def gathered_inside(self) -> list[HeldParam]:
         """The parameters that a compiled program gathers itself, for each use."""
-        return [held for held in self.held_params.values() if held.per_use]
+        return [held_param for held_param in self.held_params.values() if held_param.per_use]
 
     # -- running
 
@@ -184,10 +185,10 @@ class Stage:
 
     def bind(self) -> None:
         """Follow the parameters and buffers that are registered now."""
-        for slot, held in self.param_slots:
-            if held.bind():
-                self.template[slot] = held.leaf
-                self.gradients.listen(held)
+        for slot, held_param in self.param_slots:
+            if held_param.bind():
+                self.template[slot] = held_param.leaf
+                self.gradients.listen(held_param)
         for slot, buffer in self.followed:
             if buffer.replaced():
                 self.template[slot] = buffer.local
@@ -246,7 +247,7 @@ class Stage:
         for slot in self.copied if program.updates else ():
             given[slot] = given[slot].clone()
         if self.compile_args is not None:
-            values = [*(held.local for held in self.gathered_inside), *given]
+            values = [*(held_param.local for held_param in self.gathered_inside), *given]
         else:
             values = [self.schedule, *given] if self.schedule.units else given
         if self.distributed:
@@ -267,7 +268,7 @@ class Stage:
 
     def leaves(self) -> list[torch.Tensor]:
         """The used parameters that want gradients."""
-        return [held.leaf for held in self.held_params.values() if held.leaf.requires_grad]
+        return [held_param.leaf for held_param in self.held_params.values() if held_param.leaf.requires_grad]
 
     def joined_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """The whole gradient of an input, from the ranks' pieces; every rank of the mesh calls it."""
@@ -276,8 +277,8 @@ class Stage:
 
     def _kept(self) -> list[torch.Tensor]:
         """What stays in memory from step to step: pieces and gathered copies of parameters, and buffers."""
-        of_params = [x for held in self.held_params.values() for x in (held.local, held.leaf) if x is not None]
-        return [*of_params, *(buffer for buffer, _ in self.buffers.values())]
+        of_params = [x for held_param in self.held_params.values() for x in (held_param.local, held_param.leaf)]
+        return [*(x for x in of_params if x is not None), *(buffer for buffer, _ in self.buffers.values())]
 
     def free(self) -> None:
         """Nothing gathered for one use stays."""

@@ -118,9 +118,9 @@ class Ties:
         """
         first: dict[int, HeldParam] = {}
         for _, stage in sorted(stages.items()):
-            for held in stage.held_params.values():
-                keeper = first.setdefault(id(held.param), held)
-                if keeper is not held and (grad := held.taken()) is not None:
+            for held_param in stage.held_params.values():
+                keeper = first.setdefault(id(held_param.param), held_param)
+                if keeper is not held_param and (grad := held_param.taken()) is not None:
                     keeper.add(grad)
         if not self.stages:
             return
@@ -162,10 +162,10 @@ class Ties:
         return sums
 
 
-def _gradient(held: HeldParam) -> torch.Tensor:
-    grad = held.taken()
-    assert held.local is not None
-    return torch.zeros_like(held.local) if grad is None else grad.contiguous()
+def _gradient(held_param: HeldParam) -> torch.Tensor:
+    grad = held_param.taken()
+    assert held_param.local is not None
+    return torch.zeros_like(held_param.local) if grad is None else grad.contiguous()
 
 
 __all__ = ["Tied", "Ties", "tie_wires", "tied_parameters"]

@@ -85,8 +85,8 @@ def _scattered(emit: Emit, target: str, base: Ref, new: Ref, spec: Spec, dim: in
     pairs = Spec((*spec.shape, 2), real)
     (old,) = emit("aten.view_as_real.default", (base,), {}, (pairs,), "")
     (put,) = emit("aten.view_as_real.default", (new,), {}, (Spec((*shape, 2), real),), "")
-    (made,) = emit(target, (old, put, dim, *where), {}, (pairs,), "")
-    return emit("aten.view_as_complex.default", (made,), {}, (spec,), "")[0]
+    (scattered,) = emit(target, (old, put, dim, *where), {}, (pairs,), "")
+    return emit("aten.view_as_complex.default", (scattered,), {}, (spec,), "")[0]
 
 
 def _order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:

@@ -37,10 +37,10 @@ def _only_rows(source: str, first_line: int, line: int) -> bool:
     function = _function_at(source, first_line)
     if function is None:
         return False
-    found = _branch_at(function, line)
-    if found is None:
+    question = _branch_at(function, line)
+    if question is None:
         return False
-    test, branch = found
+    test, branch = question
     asked = {n.id for n in _of_type(test, ast.Name)} - NO_TENSORS - _indices(test)
     return len(asked) == 1 and _Branch(function, branch, asked).only_rows()
 
@@ -49,8 +49,8 @@ def answer_with_rows(frame: Any) -> bool:
     """What such a question is answered with where there are rows: False to ``counts[e] == 0``."""
     file = frame.f_code.co_filename
     function = _function_at("".join(linecache.getlines(file)), frame.f_code.co_firstlineno)
-    found = _branch_at(function, frame.f_lineno) if function is not None else None
-    test = found[0] if found is not None else None
+    question = _branch_at(function, frame.f_lineno) if function is not None else None
+    test = question[0] if question is not None else None
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.comparators[0], ast.Constant):
@@ -110,8 +110,8 @@ def _branch_in(statements: Statements, line: int, rest: Statements | None) -> tu
         of_loop = isinstance(node, ast.For | ast.While)
         for name in ("body", "orelse", "finalbody"):
             inside = getattr(node, name, None)
-            if isinstance(inside, list) and (found := _branch_in(inside, line, [] if of_loop else behind)):
-                return found
+            if isinstance(inside, list) and (branch := _branch_in(inside, line, [] if of_loop else behind)):
+                return branch
     return None
 
 

@@ -122,12 +122,12 @@ def _written(node: Any) -> Any:
 def _numbers(written: Any, emit: Emit, mask: Any) -> Any:
     """The tensor of numbers that the masks compare, [rows]."""
     if isinstance(written, tuple) and written[0] == "permute":
-        made = _read(written[1], emit)
+        numbers = _read(written[1], emit)
         if list(written[2]) != list(range(len(written[2]))):
-            made = emit(aten.permute.default, (made, list(written[2])))
+            numbers = emit(aten.permute.default, (numbers, list(written[2])))
     else:
-        made = mask.args[0].args[0] if of_several(written) else mask.args[0]
-    return emit(aten.reshape.default, (made, [-1]))
+        numbers = mask.args[0].args[0] if of_several(written) else mask.args[0]
+    return emit(aten.reshape.default, (numbers, [-1]))
 
 
 def _read(written: Any, emit: Emit) -> Any:
@@ -165,14 +165,14 @@ def _fuse(key: Any, root: Any, loop: Sequence[Turn], emit: Emit, finish: Finish,
         numbers = _numbers(key, emit, loop[0].mask)
         each = numbers.meta["val"].shape[0] // prod(shape)
         expert = emit(aten.clamp.default, (numbers, 0, len(loop) - 1))
-        made = TurnBody(emit, expert, taken if of_several(key) else None, each).of([turn.rows for turn in loop])
+        rows_of_all = TurnBody(emit, expert, taken if of_several(key) else None, each).of([turn.rows for turn in loop])
     except NotAlikeError:
         return
-    if made is loop[0].rows:
+    if rows_of_all is loop[0].rows:
         return
     shape += [each] if of_several(key) else []
     selected = emit(aten.reshape.default, (emit(aten.eq.Tensor, (numbers, expert)), shape))
-    done = finish(last, root, made, selected)
+    done = finish(last, root, rows_of_all, selected)
     last.write.replace_all_uses_with(done)
     for turn in loop:
         turn.write.replace_all_uses_with(root)

@@ -164,8 +164,8 @@ class GraphBuilder(Writing):
         def op(name: str, *args: Ref) -> Ref:
             return self._add(Node(fx.name, "op", name, args, {}, (TRUTH,), module, line, hot=hot))
 
-        other = op("aten.logical_not.default", condition) if answer else condition
-        self.flagged[self.nodes[flag].name] = op("aten.logical_or.default", Ref(flag), other)
+        went_otherwise = op("aten.logical_not.default", condition) if answer else condition
+        self.flagged[self.nodes[flag].name] = op("aten.logical_or.default", Ref(flag), went_otherwise)
         self.region = region
 
     def _without_strangers(self) -> list[Node]:
@@ -406,5 +406,5 @@ class GraphBuilder(Writing):
             i for i, out in enumerate(outputs)
             if isinstance(out, Ref) and self.nodes[out.node].needs_grad and self._spec_of(out).shape == ()
         ]  # fmt: skip
-        own = own_outputs(self.exported)
-        return outputs, the_loss([i for i in scalars if i < own.num_leaves], own)
+        of_model = own_outputs(self.exported)
+        return outputs, the_loss([i for i in scalars if i < of_model.num_leaves], of_model)

@@ -69,8 +69,8 @@ def _write_if_any(
         new = emit(pure, node.args, dict(node.kwargs))
     else:
         raise refused(node, f"'{node.target}' writes to more than")
-    made = emit(aten.copy_.default, (base, emit(aten.where.self, (emit(aten.any.default, (mask,)), new, base))))
-    node.replace_all_uses_with(made)
+    written = emit(aten.copy_.default, (base, emit(aten.where.self, (emit(aten.any.default, (mask,)), new, base))))
+    node.replace_all_uses_with(written)
     node.graph.erase_node(node)
 
 

@@ -46,17 +46,17 @@ def counted_numbers(counts: Any) -> Any:
 
 def element_of(number: Any) -> tuple[Node, int] | None:
     """The tensor of one dim of which a tensor without dims is an element, and which one; None of any other."""
-    made = behind(number, CASTS)
-    if not isinstance(made, Node) or made.target not in (operator.getitem, aten.select.int):
+    element = behind(number, CASTS)
+    if not isinstance(element, Node) or element.target not in (operator.getitem, aten.select.int):
         return None
-    whole: Any = made.args[0]
-    if made.target is operator.getitem:
+    whole: Any = element.args[0]
+    if element.target is operator.getitem:
         if whole.target is not aten.unbind.int:
             return None
         whole = whole.args[0]
-    if whole.meta["val"].dim() != 1 or not isinstance(made.args[-1], int):
+    if whole.meta["val"].dim() != 1 or not isinstance(element.args[-1], int):
         return None
-    return whole, made.args[-1]
+    return whole, element.args[-1]
 
 
 __all__ = ["CASTS", "counted_numbers", "element_of"]

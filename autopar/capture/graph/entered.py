@@ -63,9 +63,9 @@ def note_parts(
 
 def _emitted_at(place: Node, emit: Emit, *call: Any) -> Any:
     """A node that stands in the module and at the line of another."""
-    made = emit(*call)
-    made.meta = {**place.meta, "val": made.meta["val"]}
-    return made
+    emitted = emit(*call)
+    emitted.meta = {**place.meta, "val": emitted.meta["val"]}
+    return emitted
 
 
 def _taken(masks: list[Node], emit: Emit) -> tuple[Any, dict[Node, int]]:

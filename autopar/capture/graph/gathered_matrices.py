@@ -66,9 +66,9 @@ def _gathered(node: Any) -> _Gathered | None:
     index: Any = node.args[1][0]  # type: ignore[index]
     if whole.meta["val"].dim() != 3 or not whole.meta["val"].is_floating_point() or index.meta["val"].dim() == 0:
         return None
-    found = behind(index, CASTS)
-    of_several = found.target is operator.getitem and found.args[1] == 1 and name_of(found.args[0].target) in FOUND
-    return _Gathered(whole, index, False) if of_several or name_of(found.target) in FOUND_ALONE else None
+    picked = behind(index, CASTS)
+    of_several = picked.target is operator.getitem and picked.args[1] == 1 and name_of(picked.args[0].target) in FOUND
+    return _Gathered(whole, index, False) if of_several or name_of(picked.target) in FOUND_ALONE else None
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class _Products(RowsOfGraph):
                 continue
             with self.graph.inserting_before(node):
                 product = self._einsum(node) if node.target is aten.einsum.default else self._matmul(node)
-                made = self._made(product) if product is not None else self._by_element(node)
-            if made is not None:
-                node.replace_all_uses_with(made)
+                by_rows = self._made(product) if product is not None else self._by_element(node)
+            if by_rows is not None:
+                node.replace_all_uses_with(by_rows)
                 self.graph.erase_node(node)
         for result in reversed(self.flat):  # what else reads rows keeps them from being one operator
             if not result.users:
@@ -141,13 +141,13 @@ class _Products(RowsOfGraph):
 
     def _made(self, product: _Product) -> Node | None:
         """The product by rows, in the shape of the result."""
-        known = {letter for letter in product.of_rows if letter is not None}
-        summed = [c for c in product.of_matrix if c in known and c not in product.of_result]
-        kept = [c for c in product.of_matrix if c in product.of_result and c not in known]
+        of_rows = {letter for letter in product.of_rows if letter is not None}
+        summed = [c for c in product.of_matrix if c in of_rows and c not in product.of_result]
+        kept = [c for c in product.of_matrix if c in product.of_result and c not in of_rows]
         if len(summed) != 1 or len(kept) != 1:
             return None
         lead = [c for c in product.of_result if c != kept[0]]
-        if not {*product.of_index, *known - {*summed}} <= {*lead} or not {*lead} <= {*product.of_index, *known}:
+        if not {*product.of_index, *of_rows - {*summed}} <= {*lead} or not {*lead} <= {*product.of_index, *of_rows}:
             return None
         index, whole = product.matrices.index, product.matrices.whole
         sizes = dict(zip(product.of_index, index.meta["val"].shape, strict=True))
@@ -161,12 +161,12 @@ class _Products(RowsOfGraph):
         first_is_summed = product.of_matrix[0] == summed[0]
         if first_is_summed == product.matrices.turned:
             whole = self._emit(aten.transpose.int, (whole, 1, 2))
-        made = self._emit(torch.ops.autopar.expert_linear.default, (rows, whole, self.indices[key]))
-        n = made.meta["val"].shape[1]
-        result = self._emit(aten.reshape.default, (made, [*(sizes[c] for c in lead), n]))
+        product_rows = self._emit(torch.ops.autopar.expert_linear.default, (rows, whole, self.indices[key]))
+        n = product_rows.meta["val"].shape[1]
+        result = self._emit(aten.reshape.default, (product_rows, [*(sizes[c] for c in lead), n]))
         order = [[*lead, *kept].index(c) for c in product.of_result]
         if order == list(range(len(order))):
-            self.flat[result] = made
+            self.flat[result] = product_rows
             return result
         return self._emit(aten.permute.default, (result, order))
 
@@ -198,9 +198,10 @@ class _Products(RowsOfGraph):
             return None
         if any(n not in self.flat or n.meta["val"].shape != shape for n in node.all_input_nodes):
             return None
-        made = self._emit(node.target, torch.fx.node.map_arg(node.args, lambda n: self.flat[n]), dict(node.kwargs))  # type: ignore
-        result = self._emit(aten.reshape.default, (made, list(shape)))
-        self.flat[result] = made
+        args: Any = torch.fx.node.map_arg(node.args, lambda n: self.flat[n])
+        rows = self._emit(node.target, args, dict(node.kwargs))
+        result = self._emit(aten.reshape.default, (rows, list(shape)))
+        self.flat[result] = rows
         return result
 
 

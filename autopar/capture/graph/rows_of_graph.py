@@ -73,12 +73,13 @@ class RowsOfGraph:
             return rows
         shape, val = self._val(rows.mask).shape, self._val(rows.mask)
         n = shape[rows.coordinate]
-        made = self._emit(aten.arange.start_step, (0, n, 1), {"dtype": torch.int64, "device": val.device})
-        made = self._emit(aten.reshape.default, (made, [n if k == rows.coordinate else 1 for k in range(len(shape))]))
-        made = self._emit(aten.expand.default, (made, list(shape)))
-        made = self._emit(aten.reshape.default, (made, [prod(shape)]))
-        self.positions.add(made)
-        return replace(rows, full=made, coordinate=None)
+        positions = self._emit(aten.arange.start_step, (0, n, 1), {"dtype": torch.int64, "device": val.device})
+        sizes = [n if k == rows.coordinate else 1 for k in range(len(shape))]
+        positions = self._emit(aten.reshape.default, (positions, sizes))
+        positions = self._emit(aten.expand.default, (positions, list(shape)))
+        positions = self._emit(aten.reshape.default, (positions, [prod(shape)]))
+        self.positions.add(positions)
+        return replace(rows, full=positions, coordinate=None)
 
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, Node):
@@ -94,8 +95,8 @@ class RowsOfGraph:
         return self._emit
 
     def _emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Node:
-        made = self.graph.call_function(target, args, kwargs or {})
-        made.meta = {k: v for k, v in self.node.meta.items() if k != "val"}
+        emitted = self.graph.call_function(target, args, kwargs or {})
+        emitted.meta = {k: v for k, v in self.node.meta.items() if k != "val"}
 
         def val(x: Any) -> Any:
             if isinstance(x, Node):
@@ -105,8 +106,8 @@ class RowsOfGraph:
         values = val(args)
         mode = next(v.meta["val"].fake_mode for v in self.graph.nodes if hasattr(v.meta.get("val"), "fake_mode"))
         with mode, torch.no_grad():
-            made.meta["val"] = values[0] if target is aten.copy_.default else target(*values, **(kwargs or {}))
-        return made
+            emitted.meta["val"] = values[0] if target is aten.copy_.default else target(*values, **(kwargs or {}))
+        return emitted
 
     @staticmethod
     def _val(x: Any) -> Any:

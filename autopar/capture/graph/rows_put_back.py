@@ -39,8 +39,8 @@ class RowsPutBack(RowsOfGraph):
         coordinate = self._coordinate(index)
         if tensor in self.rows or coordinate is None or source not in self.rows:
             raise self._refused("is added to, or with,")
-        made = self._sum_of(source, int(dim), {int(dim): coordinate}, self.rows[index].mask)  # type: ignore
-        written = self._write(node, aten.add.Tensor, (tensor, made), {} if alpha == 1 else {"alpha": alpha})
+        added = self._sum_of(source, int(dim), {int(dim): coordinate}, self.rows[index].mask)  # type: ignore
+        written = self._write(node, aten.add.Tensor, (tensor, added), {} if alpha == 1 else {"alpha": alpha})
         if alpha == 1:
             self._turn(source, index, tensor, written, {int(dim): coordinate}, True)  # type: ignore[arg-type]
 
@@ -60,10 +60,10 @@ class RowsPutBack(RowsOfGraph):
             place = next(iter(given))
             at_dims: dict[int, int] = {place + k: k for k in range(n)}
         else:
-            found = {d: self._coordinate(i) for d, i in given.items()}
-            if None in found.values():
+            coordinates = {d: self._coordinate(i) for d, i in given.items()}
+            if None in coordinates.values():
                 raise self._refused("an index is computed from")
-            at_dims = found  # type: ignore[assignment]
+            at_dims = coordinates  # type: ignore[assignment]
         dims = sorted(at_dims)
         if dims != list(range(dims[0], dims[0] + len(dims))) or [at_dims[d] for d in dims] != sorted(at_dims.values()):
             raise self._refused("dims that do not follow each other are indexed by")
@@ -73,13 +73,13 @@ class RowsPutBack(RowsOfGraph):
         if values in self.rows:
             if not accumulate and len(at_dims) < n and not picked_once(mask, set(at_dims.values())):
                 raise self._refused("one place may be given several of")
-            made = self._sum_of(values, dims[0], at_dims, mask)
+            put = self._sum_of(values, dims[0], at_dims, mask)
         elif not accumulate and self._val(values).numel() == 1:  # out[mask] = 0
-            made = values
+            put = values
         else:
             raise self._refused("values of a fixed size are put in the places of")
         if accumulate:
-            self._write(node, aten.add.Tensor, (tensor, made), {})
+            self._write(node, aten.add.Tensor, (tensor, put), {})
             return
         before = self._added_to(tensor, values, at_dims)
         whole = mask
@@ -89,7 +89,7 @@ class RowsPutBack(RowsOfGraph):
         lead, rest = dims[0], len(shape) - dims[-1] - 1
         sizes = [*[1] * lead, *(shape[d] for d in dims), *[1] * rest]
         whole = self._emit(aten.reshape.default, (whole, sizes))
-        written = self._write(node, aten.where.self, (whole, made, tensor), {})
+        written = self._write(node, aten.where.self, (whole, put, tensor), {})
         if values in self.rows and (before is not None or len(at_dims) == n):
             rows = before if before is not None else self.rows[values].full
             place, in_place = tuple(sorted(at_dims.items())), str(node.target).split(".")[1].endswith("_")
@@ -108,11 +108,11 @@ class RowsPutBack(RowsOfGraph):
         shape, val = self._val(mask).shape, self._val(rows.full)
         before, after = list(val.shape[:dim]), list(val.shape[dim + 1 :])
         which = self._emit(aten.reshape.default, (mask, [prod(shape), *[1] * len(after)]))
-        made = self._emit(aten.where.ScalarOther, (which, rows.full, 0))
-        self.leaving[made] = self.same.root(mask)
-        made = self._emit(aten.reshape.default, (made, [*before, *shape, *after]))
+        spread = self._emit(aten.where.ScalarOther, (which, rows.full, 0))
+        self.leaving[spread] = self.same.root(mask)
+        spread = self._emit(aten.reshape.default, (spread, [*before, *shape, *after]))
         others = [dim + k for k in range(len(shape)) if k not in at_dims.values()]
-        return self._emit(aten.sum.dim_IntList, (made, others)) if others else made
+        return self._emit(aten.sum.dim_IntList, (spread, others)) if others else spread
 
     def _turn(
         self, source: Any, index: Any, tensor: Node, written: Node, at_dims: dict[int, int], adds: bool
@@ -122,39 +122,39 @@ class RowsPutBack(RowsOfGraph):
 
     def _added_to(self, tensor: Any, values: Any, at_dims: dict[int, int]) -> Any:
         """What ``out[rows] += values`` adds; None where values are put that are no such sum."""
-        made: Any = self.rows[values].full if values in self.rows else None
-        if made is None or made.target is not aten.add.Tensor or made.kwargs or not isinstance(made.args[1], Node):
+        added: Any = self.rows[values].full if values in self.rows else None
+        if added is None or added.target is not aten.add.Tensor or added.kwargs or not isinstance(added.args[1], Node):
             return None
-        taken = self.gathers.get(made.args[0])
+        taken = self.gathers.get(added.args[0])
         same = taken is not None and root_of(taken[0]) is root_of(tensor) and taken[1] == at_dims
-        return made.args[1] if same else None
+        return added.args[1] if same else None
 
     def _finished(self, turn: Turn, tensor: Node, rows: Node, mask: Node) -> Node:
         """The tensor that a turn makes of all these rows, where it writes."""
         at_dims = dict(turn.place)
         self.node = turn.write
         standing = Rows(mask, rows, min(at_dims))
-        made = self._sum_of_rows(standing, min(at_dims), at_dims)
+        of_turn = self._sum_of_rows(standing, min(at_dims), at_dims)
         if turn.adds:
-            made = self._emit(aten.add.Tensor, (tensor, made))
+            of_turn = self._emit(aten.add.Tensor, (tensor, of_turn))
         else:
             shape, dims = self._val(tensor).shape, sorted(at_dims)
             sizes = [*[1] * dims[0], *(shape[d] for d in dims), *[1] * (len(shape) - dims[-1] - 1)]
             for k in sorted(set(range(self._val(mask).dim())) - set(at_dims.values()), reverse=True):
                 mask = self._emit(aten.any.dim, (mask, k))
-            made = self._emit(aten.where.self, (self._emit(aten.reshape.default, (mask, sizes)), made, tensor))
-        return self._emit(aten.copy_.default, (tensor, made)) if turn.in_place else made
+            of_turn = self._emit(aten.where.self, (self._emit(aten.reshape.default, (mask, sizes)), of_turn, tensor))
+        return self._emit(aten.copy_.default, (tensor, of_turn)) if turn.in_place else of_turn
 
     def _write(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """A node becomes another one that makes the same; what wrote in place still does."""
         tensor = node.args[0]
-        made = self._emit(target, args, kwargs)
+        result = self._emit(target, args, kwargs)
         if str(node.target).split(".")[1].endswith("_"):
-            made = self._emit(aten.copy_.default, (tensor, made))
-        node.replace_all_uses_with(made)
+            result = self._emit(aten.copy_.default, (tensor, result))
+        node.replace_all_uses_with(result)
         self.gone.append(node)
-        self.written.add(made)
-        return made
+        self.written.add(result)
+        return result
 
 
 __all__ = ["RowsPutBack"]

@@ -111,14 +111,14 @@ class TurnBody:
     def _call(self, nodes: Sequence[Any]) -> Any:
         first = nodes[0]
         if first.target is aten.linear.default:
-            made = self._product(nodes, 0, 1, turned=True)
-            return self._with_bias(made, nodes, 2)
+            product = self._product(nodes, 0, 1, turned=True)
+            return self._with_bias(product, nodes, 2)
         if first.target in PRODUCTS:
             return self._product(nodes, 0, 1, turned=False)
         if first.target is aten.addmm.default and not first.kwargs:
             return self._with_bias(self._product(nodes, 1, 2, turned=False), nodes, 0)
-        if first.target is aten.einsum.default and (made := self._einsum(nodes)) is not None:
-            return made
+        if first.target is aten.einsum.default and (product := self._einsum(nodes)) is not None:
+            return product
         if first.target is aten.layer_norm.default:
             return self._normed(nodes, lambda rows, shape, rest: (rows, shape, None, None, *rest), parameters=2)
         if first.target is aten.rms_norm.default:
@@ -147,10 +147,10 @@ class TurnBody:
         weight = self.emit(aten.transpose.int, (weight, 1, 2)) if turned else weight
         return self.emit(torch.ops.autopar.expert_linear.default, (rows, weight, self.expert))
 
-    def _with_bias(self, made: Any, nodes: Sequence[Any], place: int) -> Any:
+    def _with_bias(self, result: Any, nodes: Sequence[Any], place: int) -> Any:
         if len(nodes[0].args) <= place or nodes[0].args[place] is None:
-            return made
-        return self.emit(aten.add.Tensor, (made, self._looked_up([x.args[place] for x in nodes])))
+            return result
+        return self.emit(aten.add.Tensor, (result, self._looked_up([x.args[place] for x in nodes])))
 
     def _einsum(self, nodes: Sequence[Any]) -> Any:
         """A product of rows with a matrix; None for any other."""
@@ -174,11 +174,11 @@ class TurnBody:
         rest = [self.of([x.args[k] for x in nodes]) for k in range(2 + parameters, given)]
         if len(shape) != 1 or rows.meta["val"].dim() != 2 or first.kwargs:
             raise NotAlikeError
-        made = self.emit(first.target, args_of(rows, shape, rest))
+        normed = self.emit(first.target, args_of(rows, shape, rest))
         for k, combined in zip(range(2, min(given, 2 + parameters)), (aten.mul.Tensor, aten.add.Tensor), strict=False):
             if first.args[k] is not None:
-                made = self.emit(combined, (made, self._looked_up([x.args[k] for x in nodes])))
-        return made
+                normed = self.emit(combined, (normed, self._looked_up([x.args[k] for x in nodes])))
+        return normed
 
     def _dropout(self, nodes: Sequence[Any]) -> Any:
         rows = self.of([x.args[0] for x in nodes])

@@ -32,8 +32,8 @@ class SameMasks:
 
     def root(self, mask: Node) -> Node:
         """The mask that was met first of all that are the same, in the shape in which it was made."""
-        made = behind(mask, SHAPED)
-        return self._first.setdefault(self._written_down(made), made)
+        unshaped = behind(mask, SHAPED)
+        return self._first.setdefault(self._written_down(unshaped), unshaped)
 
     def _written_down(self, value: Any) -> Any:
         """A value such that equal ones are the same values."""

@@ -241,15 +241,15 @@ class _Masked(RowsPutBack):
                 raise self._refused(f"'{name}' writes through a view of")
             packet, overload = name.split(".")[1][:-1], name.split(".")[2]
             target = getattr(getattr(aten, packet), overload)
-        made = self._emit(target, self._replaced(node.args), self._replaced(node.kwargs))
+        computed = self._emit(target, self._replaced(node.args), self._replaced(node.kwargs))
         mask = taken[0].mask
         fresh = name.split(".")[1] not in VIEWS
         if isinstance(node.meta["val"], (list, tuple)):
             self.rows[node] = [
-                Rows(mask, self._emit(operator.getitem, (made, k)), d[0]) for k, d in enumerate(dims)
+                Rows(mask, self._emit(operator.getitem, (computed, k)), d[0]) for k, d in enumerate(dims)
             ]
         else:
-            self.rows[node] = Rows(mask, made, dims[0][0], None, fresh)
+            self.rows[node] = Rows(mask, computed, dims[0][0], None, fresh)
         if in_place:
             self.rows[node.args[0]] = self.rows[node]  # type: ignore[index]
 
@@ -307,7 +307,7 @@ class _Masked(RowsPutBack):
         others = [d for d in range(val.dim()) if d not in at_dims]
         order = [*[d for d in others if d < lead], *sorted(dims, key=lambda d: at_dims[d]),
                  *[d for d in others if d >= lead]]  # fmt: skip
-        made = tensor if order == list(range(val.dim())) else self._emit(aten.permute.default, (tensor, order))
+        rows = tensor if order == list(range(val.dim())) else self._emit(aten.permute.default, (tensor, order))
         before = [val.shape[d] for d in others if d < lead]
         after = [val.shape[d] for d in others if d >= lead]
         ones = [n if k in at_dims.values() else 1 for k, n in enumerate(shape)]
@@ -315,11 +315,11 @@ class _Masked(RowsPutBack):
             if val.shape[d] != shape[k]:
                 raise self._refused(f"a tensor of {val.shape[d]} for {shape[k]} positions of the mask is indexed by")
         if ones != list(shape):
-            made = self._emit(aten.reshape.default, (made, [*before, *ones, *after]))
-            made = self._emit(aten.expand.default, (made, [*before, *shape, *after]))
-        made = self._emit(aten.reshape.default, (made, [*before, prod(shape), *after]))
-        made = self._emit(aten.clone.default, (made,))  # what is written to the tensor later does not reach it
-        self.gathers[made] = tensor, at_dims
-        return Rows(mask, made, len(before), None, fresh=True)
+            rows = self._emit(aten.reshape.default, (rows, [*before, *ones, *after]))
+            rows = self._emit(aten.expand.default, (rows, [*before, *shape, *after]))
+        rows = self._emit(aten.reshape.default, (rows, [*before, prod(shape), *after]))
+        rows = self._emit(aten.clone.default, (rows,))  # what is written to the tensor later does not reach it
+        self.gathers[rows] = tensor, at_dims
+        return Rows(mask, rows, len(before), None, fresh=True)
 
 __all__ = ["with_masks"]

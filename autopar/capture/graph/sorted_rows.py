@@ -94,24 +94,25 @@ class _Unsorted(RowsOfGraph):
 
     def _order(self, node: Any) -> _Order | None:
         """The permutation that an index is, in any shape of one dim that matters."""
-        made = behind(node, SHAPED)
-        if not isinstance(made, Node) or not isinstance(made.meta.get("val"), torch.Tensor):
+        unshaped = behind(node, SHAPED)
+        if not isinstance(unshaped, Node) or not isinstance(unshaped.meta.get("val"), torch.Tensor):
             return None
-        source = made.args[0] if made.target is operator.getitem and made.args[1] == 1 else made
-        if not isinstance(source, Node) or name_of(source.target) not in SORTS or made.meta["val"].dim() != 1:
+        source = unshaped.args[0] if unshaped.target is operator.getitem and unshaped.args[1] == 1 else unshaped
+        if not isinstance(source, Node) or name_of(source.target) not in SORTS or unshaped.meta["val"].dim() != 1:
             return None
         sorted_: Any = next(a for a in source.args if isinstance(a, Node))
-        return _Order(made, sorted_)
+        return _Order(unshaped, sorted_)
 
     def _index(self, node: Any) -> tuple[_Order, int] | None:
         """An order, and by how much its places are divided: ``order // k`` says which token each row is of."""
-        made = behind(node, SHAPED)
-        if isinstance(made, Node) and made.target in (aten.floor_divide.default, aten.div.Tensor_mode):
-            by = made.args[1]
-            floor = made.target is aten.floor_divide.default or made.kwargs.get("rounding_mode") in ("floor", "trunc")
-            order = self._order(made.args[0])
+        unshaped = behind(node, SHAPED)
+        if isinstance(unshaped, Node) and unshaped.target in (aten.floor_divide.default, aten.div.Tensor_mode):
+            by = unshaped.args[1]
+            mode = unshaped.kwargs.get("rounding_mode")
+            floor = unshaped.target is aten.floor_divide.default or mode in ("floor", "trunc")
+            order = self._order(unshaped.args[0])
             return (order, by) if order is not None and isinstance(by, int) and floor else None
-        order = self._order(made)
+        order = self._order(unshaped)
         return None if order is None else (order, 1)
 
     def _index_of_rows(self, node: Any) -> tuple[_Order, int] | None:
@@ -160,14 +161,15 @@ class _Unsorted(RowsOfGraph):
         rows, weight, ends = node.args
         if rows in self.in_place:
             unsorted, order = self.in_place[rows]  # type: ignore[index]
-            made = self._emit(torch.ops.autopar.expert_linear.default, (unsorted, weight, self._routing(order, ends)))
-            self.in_place[node] = made, order
+            routing = self._routing(order, ends)
+            product = self._emit(torch.ops.autopar.expert_linear.default, (unsorted, weight, routing))
+            self.in_place[node] = product, order
         groups = self._groups(ends, int(self._val(rows).shape[0]))
-        made = self._emit(torch.ops.autopar.expert_linear.default, (rows, weight, groups))
-        node.replace_all_uses_with(made)
+        product = self._emit(torch.ops.autopar.expert_linear.default, (rows, weight, groups))
+        node.replace_all_uses_with(product)
         self.graph.erase_node(node)
         if node in self.in_place:
-            self.in_place[made] = self.in_place.pop(node)
+            self.in_place[product] = self.in_place.pop(node)
 
     def _grouped(self, node: Node) -> None:
         """The group of each place, by the ends of groups: in the rows' own order it is their routing."""
@@ -193,20 +195,20 @@ class _Unsorted(RowsOfGraph):
         """The expert of each row in its own order, int [rows]."""
         if ends not in self.routing:
             if _counted(ends) is behind(order.of, CASTS):
-                made = self._emit(aten.reshape.default, (order.of, [-1]))
-                made = self._emit(aten.to.dtype, (made, torch.int64))
+                routing = self._emit(aten.reshape.default, (order.of, [-1]))
+                routing = self._emit(aten.to.dtype, (routing, torch.int64))
             else:
                 groups = self._groups(ends, order.n)
                 zeros = self._emit(aten.zeros_like.default, (groups,))
-                made = self._emit(aten.scatter.src, (zeros, 0, order.node, groups))
-            self.routing[ends] = made
+                routing = self._emit(aten.scatter.src, (zeros, 0, order.node, groups))
+            self.routing[ends] = routing
         return self.routing[ends]
 
     def _computed_in_place(self, node: Node, name: str) -> None:
         """Note what a node makes of rows in their own order, if it works on each by itself."""
         if node.target is operator.getitem and node.args[0] in self.several:
-            made, order = self.several[node.args[0]]  # type: ignore[index]
-            self.in_place[node] = self._emit(operator.getitem, (made, node.args[1])), order
+            computed, order = self.several[node.args[0]]  # type: ignore[index]
+            self.in_place[node] = self._emit(operator.getitem, (computed, node.args[1])), order
             return
         args = [n for n in node.all_input_nodes if n in self.in_place]
         schema = getattr(node.target, "_schema", None)
@@ -228,14 +230,14 @@ class _Unsorted(RowsOfGraph):
         except CaptureError:
             return
         replaced = {n: self.in_place[n][0] for n in args}
-        made = self._emit(
+        computed = self._emit(
             node.target, torch.fx.node.map_arg(node.args, lambda n: replaced.get(n, n)),
             dict(torch.fx.node.map_arg(node.kwargs, lambda n: replaced.get(n, n))),
         )  # fmt: skip
         if isinstance(node.meta["val"], (list, tuple)):
-            self.several[node] = made, order
+            self.several[node] = computed, order
         else:
-            self.in_place[node] = made, order
+            self.in_place[node] = computed, order
 
     def _others_have_rows(self, node: Node, args: list[Node], n: int) -> bool:
         """Whether rows that are not sorted meet those that are: they would stand at other places."""
@@ -275,11 +277,11 @@ class _Unsorted(RowsOfGraph):
             return self._written(node, self._emit(aten.add.Tensor, (args[0], rows)))
         return False
 
-    def _written(self, node: Node, made: Node) -> bool:
+    def _written(self, node: Node, result: Node) -> bool:
         """A node becomes another one that makes the same; what wrote in place still does."""
         if name_of(node.target).split(".")[1].endswith("_"):
-            made = self._emit(aten.copy_.default, (node.args[0], made))
-        node.replace_all_uses_with(made)
+            result = self._emit(aten.copy_.default, (node.args[0], result))
+        node.replace_all_uses_with(result)
         self.graph.erase_node(node)
         return True
 
