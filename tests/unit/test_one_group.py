@@ -137,3 +137,17 @@ def test_stages_that_take_all_of_their_shares_fit_together() -> None:
             fullest = live_at_peak(schedule, kept)
             total = sum(estimates[s][0] + fullest[s] * kept[s] for s in of_group)
             assert total <= 1.1 * needed, (groups, of_group)
+
+
+def test_no_stage_gets_less_than_its_estimate_by_more_than_a_part() -> None:
+    """Six stages a group, which need nearly the same: shares that were rounded up left half of its need to the last."""
+    schedule = build("interleaved-1f1b", 96, 16, 32)
+    estimates = ((3.35, 0.35),) + ((3.27, 0.35),) * 95
+    live = live_at_peak(schedule, [kept for _, kept in estimates])
+    counted = counted_in_flight(live, live_per_stage(schedule))
+    way = Candidate((Mesh.of(data=1),) * 16, ((0,),) * 16, "interleaved-1f1b", (), 0.0, estimates)
+    for of_group in schedule.stages_of_rank:
+        needs = {s: estimates[s][0] + live[s] * estimates[s][1] for s in of_group}
+        shares = {s: share_of(s, of_group, live, counted, way) for s in of_group}
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert all(shares[s] > needs[s] / sum(needs.values()) - 1 / 48 for s in of_group), (needs, shares)

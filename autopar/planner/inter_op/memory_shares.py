@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from autopar.planner.inter_op.candidates import Candidate
@@ -26,12 +26,19 @@ def share_of(
         return static + in_flight * kept
 
     needs = {s: need(s, live[s]) for s in of_group}
-    most = max(of_group, key=lambda s: (needs[s], s))
-    shares = SHARES * len(of_group) // 2
-    parts = {s: ceil(shares * needs[s] / sum(needs.values())) for s in of_group if s != most}
-    if stage == most:
-        return (shares - sum(parts.values())) / shares
-    return ceil(shares * need(stage, counted[stage]) / sum(needs.values())) / shares
+    n_parts = SHARES * len(of_group) // 2
+    if counted[stage] != live[stage]:
+        return ceil(n_parts * need(stage, counted[stage]) / sum(needs.values())) / n_parts
+    return _parts(needs, n_parts)[stage] / n_parts
+
+
+def _parts(needs: Mapping[int, float], n_parts: int) -> dict[int, int]:
+    """How many of the equal parts of a group's memory each stage gets: the next one always goes to the stage that has
+    the fewest for what it needs, so that none is short by more than rounding."""
+    parts = dict.fromkeys(needs, 1)
+    for _ in range(n_parts - len(needs)):
+        parts[max(needs, key=lambda s: (needs[s] / parts[s], -s))] += 1
+    return parts
 
 
 def counted_in_flight(live: Sequence[int], most: Sequence[int]) -> list[int]:
