@@ -56,10 +56,10 @@ class PartOfAttention:
         """The attention to these keys alone, in the precision of the queries, and its log-sum-exp ``[.. h q]``, in
         float32 or more; zeros and -inf for a query that sees none of them."""
         if self._flash_on_cuda():
-            made = torch.ops.aten._scaled_dot_product_flash_attention(
+            attended = torch.ops.aten._scaled_dot_product_flash_attention(
                 self.q, self.k, self.v, 0.0, self.diagonal, scale=self.scale
             )
-            return made[0], made[1]
+            return attended[0], attended[1]
         if self._flash_on_cpu():
             out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 self.q, self.k, self.v, 0.0, self.diagonal, attn_mask=self._added(), scale=self.scale
@@ -83,17 +83,17 @@ class PartOfAttention:
         """
         log_sum = log_sum.masked_fill(log_sum == -math.inf, 0.0)  # exp(-inf - 0) of who sees nothing is 0
         if self._flash_on_cuda():
-            made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            of_inputs = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 grad, self.q, self.k, self.v, out, log_sum, None, None, self.q.shape[-2], self.k.shape[-2], 0.0,
                 self.diagonal, *self._no_random_state(), scale=self.scale,
             )  # fmt: skip
-            return made[0], made[1], made[2], None
+            return of_inputs[0], of_inputs[1], of_inputs[2], None
         if self._flash_on_cpu():
-            made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            of_inputs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, self.q, self.k, self.v, out, log_sum, 0.0, self.diagonal, attn_mask=self._added(),
                 scale=self.scale,
             )  # fmt: skip
-            return made[0], made[1], made[2], None
+            return of_inputs[0], of_inputs[1], of_inputs[2], None
         q, k, v = (x.to(log_sum.dtype) for x in (self.q, self._wide(self.k), self._wide(self.v)))
         grad, out = grad.to(log_sum.dtype), out.to(log_sum.dtype)
         weights = self._probabilities(self._scores(), log_sum)

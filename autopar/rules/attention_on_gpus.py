@@ -56,10 +56,10 @@ class _Kernels:
         self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor, tensors: Sequence[Any], form: Any
     ) -> tuple[torch.Tensor, ...] | None:
         """Gradients of queries, keys and values, or None if it was not done."""
-        made = self._call("backward", tensors, form, before=(_four(grad), _four(out), log_sum), after=())
-        if made is None:
+        of_inputs = self._call("backward", tensors, form, before=(_four(grad), _four(out), log_sum), after=())
+        if of_inputs is None:
             return None
-        return tuple(_summed(x, like) for x, like in zip(made, tensors, strict=False))
+        return tuple(_summed(x, like) for x, like in zip(of_inputs, tensors, strict=False))
 
     def _call(self, name: str, tensors: Sequence[Any], form: Any, before: Any, after: Any) -> Any:
         if self.refused:
@@ -69,8 +69,8 @@ class _Kernels:
             from autopar.rules import attention_triton
 
             with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-                made = getattr(attention_triton, name)(*before, _in_four(tensors), form, *after)
-            return made if made is not None else ()
+                results = getattr(attention_triton, name)(*before, _in_four(tensors), form, *after)
+            return results if results is not None else ()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

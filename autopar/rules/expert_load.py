@@ -46,8 +46,8 @@ def with_load(graph: Graph, loads: Mapping[str, Load]) -> Graph:
     for pattern, load in loads.items():
         those = [n for n in routed if pattern == EVERY or matches(pattern, n, labels[n.name])]
         if not those:
-            known = list(dict.fromkeys(n.module for n in routed))
-            said = closest(pattern, known) if known else NONE
+            modules = list(dict.fromkeys(n.module for n in routed))
+            said = closest(pattern, modules) if modules else NONE
             raise PlanError(f"expert_load['{pattern}'] matches no routed experts; {said}")
         for node in those:
             if experts_of(graph, node) != len(load):

@@ -116,10 +116,10 @@ def in_order(graph: Graph, plans: Iterable[Meanwhile]) -> list[int]:
 
 def independent_of(graph: Graph, rules: Sequence[Rule | None], i: int) -> list[int]:
     """Operators around operator ``i`` that need nothing of it, and of which it needs nothing."""
-    known = graph.derived.setdefault("independent operators", {})
-    if i not in known:
-        known[i] = _independent_of(graph, rules, i)
-    return known[i]  # type: ignore[no-any-return]
+    by_operator = graph.derived.setdefault("independent operators", {})
+    if i not in by_operator:
+        by_operator[i] = _independent_of(graph, rules, i)
+    return by_operator[i]  # type: ignore[no-any-return]
 
 
 def _independent_of(graph: Graph, rules: Sequence[Rule | None], i: int) -> list[int]:

@@ -95,9 +95,9 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, made: dict[StorageWeakRef, int], arriving: Sequence[Strides], *outputs: torch.Tensor
+        ctx: Any, bytes_of_gradients: dict[StorageWeakRef, int], arriving: Sequence[Strides], *outputs: torch.Tensor
     ) -> torch.Tensor:
-        ctx.made = made
+        ctx.bytes_of_gradients = bytes_of_gradients
         # of an output that has holes (a part of a split) the gradient has none: it lies as a copy of it would
         strides = arriving or [torch.empty_like(x).stride() for x in outputs]
         ctx.layouts = [(x.shape, lies, x.dtype, x.device) for x, lies in zip(outputs, strides, strict=True)]
@@ -110,7 +110,7 @@ class _Root(torch.autograd.Function):
             for shape, strides, dtype, device in ctx.layouts
         ]
         for storage in (x.untyped_storage() for x in grads):
-            ctx.made[StorageWeakRef(storage)] = storage.nbytes()
+            ctx.bytes_of_gradients[StorageWeakRef(storage)] = storage.nbytes()
         return (None, None, *grads)
 
 
@@ -146,13 +146,13 @@ def _counted(
         if not outputs:
             return Needs(forward_bytes, 0, 0, 0, (None,) * len(ins), ())
         # bytes of the gradients of outputs; as long as a storage is weakly referred to, no other one gets its address
-        made: dict[StorageWeakRef, int] = {}
-        root = _Root.apply(made, arriving, *outputs)
+        bytes_of_gradients: dict[StorageWeakRef, int] = {}
+        root = _Root.apply(bytes_of_gradients, arriving, *outputs)
         del results, outputs, tensors, args, kwargs
         kept_bytes = count.live_bytes
         with count:
             root.backward(torch.empty((), dtype=root.dtype, device=device))
-    sources = {storage.cdata: k for k, storage in enumerate(made)}
+    sources = {storage.cdata: k for k, storage in enumerate(bytes_of_gradients)}
     numbers: dict[int, int] = {}
     memories: list[int] = []
     gradients: list[Gradient | None] = []
@@ -169,7 +169,7 @@ def _counted(
             numbers[storage._cdata] = len(memories)
             memories.append(storage.nbytes())
         gradients.append(Gradient(None, numbers[storage._cdata], grad.stride()))
-    out_bytes = sum(made.values())
+    out_bytes = sum(bytes_of_gradients.values())
     return Needs(forward_bytes, count.peak_bytes, kept_bytes, out_bytes, tuple(gradients), tuple(memories))
 
 

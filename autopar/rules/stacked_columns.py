@@ -33,8 +33,8 @@ class _Route:
         def count(src: int, dst: int) -> int:
             return sum(unit % n == dst for unit in range(parts * src, parts * (src + 1)))
 
-        self.sends = [for_each(axis, lambda mine, r=other: count(mine, r)) for other in range(n)]  # type: ignore[misc]
-        self.receives = [for_each(axis, lambda mine, r=other: count(r, mine)) for other in range(n)]  # type: ignore[misc]
+        self.sends = [for_each(axis, lambda mine, r=peer: count(mine, r)) for peer in range(n)]  # type: ignore[misc]
+        self.receives = [for_each(axis, lambda mine, r=peer: count(r, mine)) for peer in range(n)]  # type: ignore
         units = torch.arange(parts, device=device) + parts * piece((axis,), device)
         self.order = torch.sort(units % n, stable=True)[1]
         """int [p]: the units in the order of the ranks that they go to."""

@@ -75,8 +75,8 @@ def why_not_cut(rule: Rule, factor: str, axes: Sequence[tuple[int, int]]) -> str
         return ""
     if factor not in rule.uneven and not (in_blocks and factor in rule.in_blocks):
         able = [f"'{f}*{u}'" for f, u in rule.blocks if f == factor]
-        other = f" ({' or '.join(able)} cuts it into uneven ones)" if able else ""
-        return f"has size {n}, which does not divide over {pieces} ranks, and its pieces must be equal here{other}"
+        uneven = f" ({' or '.join(able)} cuts it into uneven ones)" if able else ""
+        return f"has size {n}, which does not divide over {pieces} ranks, and its pieces must be equal here{uneven}"
     before: list[tuple[int, int]] = []
     for size, block in axes:
         lengths = lengths_of(n, before)

@@ -54,11 +54,11 @@ class Trip:
         n_sent, self.n_received = sum(self.sends[1:], self.sends[0]), sum(self.receives[1:], self.receives[0])
         self.order = order.narrow(0, 0, n_sent)
         mine = numbers[:of_each].repeat(ranks)
-        known = {"output_size": self.n_received} if isinstance(self.n_received, int) else {}
+        size = {"output_size": self.n_received} if isinstance(self.n_received, int) else {}
         if in_trial():  # nothing has arrived that says how often each expert stands there: all alike
             self.expert = mine.index_select(0, torch.arange(self.n_received, device=expert.device) % mine.shape[0])
         else:
-            self.expert = torch.repeat_interleave(mine, arriving, **known)
+            self.expert = torch.repeat_interleave(mine, arriving, **size)
         """int [received rows]: which of this rank's experts each row that arrives goes to."""
 
     def there(self, rows: torch.Tensor) -> Passage:

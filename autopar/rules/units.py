@@ -38,10 +38,10 @@ def with_units(graph: Graph, rules: Sequence[Rule | None]) -> list[Rule | None]:
         for term, d, block in _blocks(rule, factor, units.get((key, factor), set())):
             for there, of_theirs in links[key].get(term, ()):
                 theirs = by_rule[there]
-                found = _factor_cut(theirs, _term(theirs, of_theirs), d, block)
-                if found is None:
+                blocks = _factor_cut(theirs, _term(theirs, of_theirs), d, block)
+                if blocks is None:
                     continue
-                name, unit = found
+                name, unit = blocks
                 sizes = units.setdefault((there, name), set())
                 if unit not in sizes and len(sizes) < MOST_UNITS:
                     sizes.add(unit)
@@ -93,8 +93,8 @@ def _blocks(rule: Rule, factor: str, units: set[int]) -> list[tuple[int, int, in
         for d, dim in enumerate(term):
             if factor in dim:
                 rest = prod(rule.sizes[f] for f in dim[dim.index(factor) + 1 :])
-                own = (*units, *((1,) if factor in rule.tied else ()))
-                result += [(number, d, unit * rest) for unit in own if unit * rest > 1]
+                of_axis = (*units, *((1,) if factor in rule.tied else ()))
+                result += [(number, d, unit * rest) for unit in of_axis if unit * rest > 1]
     return result
 
 

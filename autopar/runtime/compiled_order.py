@@ -57,7 +57,7 @@ def collectives_of(graph: torch.fx.Graph, axes: Sequence[str], places: Places) -
     Args:
         axes: names of the mesh's.
     """
-    found, groups = [], group_names()
+    collectives, groups = [], group_names()
     for node in graph.nodes:
         if node.op != "call_function" or getattr(node.target, "namespace", "") not in ("_c10d_functional", "c10d"):
             continue
@@ -68,8 +68,8 @@ def collectives_of(graph: torch.fx.Graph, axes: Sequence[str], places: Places) -
         value = node.meta.get("val")
         dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else ""
         named = [_along(groups[word], axes, places) if word in groups else word for word in words]
-        found.append(" ".join([name, *([dtype] if dtype else []), *named]))
-    return tuple(found)
+        collectives.append(" ".join([name, *([dtype] if dtype else []), *named]))
+    return tuple(collectives)
 
 
 def _along(group: Any, axes: Sequence[str], places: Places) -> str:
@@ -154,12 +154,12 @@ class OneOrder:
         Raises:
             RunError: ranks have other ones, or one does not come any more.
         """
-        known, again = self.known.setdefault(kind, set()), kind in self.ran
-        if again and order in known:
+        agreed, again = self.known.setdefault(kind, set()), kind in self.ran
+        if again and order in agreed:
             return ""
         number = self.of_kind[kind] = self.of_kind.get(kind, -1) + 1
         self.agree(order, name := f"{kind}/{number}", AGAIN_SECONDS if again else None)
-        known.add(order)
+        agreed.add(order)
         return name
 
     def agree(self, order: Order, name: str, most: float | None = None) -> None:
@@ -237,13 +237,13 @@ class _Compared:
 
         def noting(compiler: Callable[..., Any]) -> Callable[..., Any]:
             def compile_noted(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-                found = collectives_of(graph.graph, order.axes, order.places)
+                collectives = collectives_of(graph.graph, order.axes, order.places)
                 result = compiler(graph, *args, **kwargs)
                 if returned:  # the backward is compiled when it is to run
                     if name:
-                        order.agree(found, f"{name} backward")
+                        order.agree(collectives, f"{name} backward")
                 else:
-                    graphs.append(found)
+                    graphs.append(collectives)
                 return result
 
             return compile_noted

@@ -101,8 +101,8 @@ def check_own_gpus(group: Any, device_type: str) -> None:
 def gpu_here() -> str:
     """The current GPU by what no other one is called, and where it is."""
     index = torch.cuda.current_device()
-    own = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return f"{own or index}|cuda:{index} of machine '{socket.gethostname()}'"
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return f"{uuid or index}|cuda:{index} of machine '{socket.gethostname()}'"
 
 
 def check_different(gpus: Mapping[int, str]) -> None:

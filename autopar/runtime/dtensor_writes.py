@@ -118,7 +118,7 @@ def run_on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: D
     placements = (Replicate(),) * mesh.ndim
     with torch.no_grad():
         whole_args, whole_kwargs = pytree.tree_map_only(torch.Tensor, whole, (args, kwargs))
-        made = op(*whole_args, **whole_kwargs)
+        result = op(*whole_args, **whole_kwargs)
         written: dict[int, torch.Tensor] = {}
         for tensor in _written(op, args, kwargs):
             if isinstance(tensor, DTensor):
@@ -137,7 +137,7 @@ def run_on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: D
                 return like(model, tensor)
             return DTensor.from_local(tensor, mesh, placements, run_check=False)
 
-        return pytree.tree_map_only(torch.Tensor, placed, made)
+        return pytree.tree_map_only(torch.Tensor, placed, result)
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -153,10 +153,10 @@ def handle_on_whole(meshes: set[DeviceMesh]) -> None:
     before = dict(handlers)
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
-        pending = op not in PENDING_ON_WHOLE or any(p.is_partial() for p in found[0].placements)
-        if pending and found[0].device_mesh in meshes:
-            return run_on_whole(op, args, kwargs, found[0].device_mesh)
+        dtensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+        pending = op not in PENDING_ON_WHOLE or any(p.is_partial() for p in dtensors[0].placements)
+        if pending and dtensors[0].device_mesh in meshes:
+            return run_on_whole(op, args, kwargs, dtensors[0].device_mesh)
         del handlers[op]
         if op in before:
             handlers[op] = before[op]

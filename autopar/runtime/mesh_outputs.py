@@ -42,9 +42,9 @@ def outputs_of(module: Any, flat: tuple[Any, ...], call: int, of_step: bool) -> 
                 meet = partial(module._meeting.meet, "reads", f"output {i} of call {call}", IN_PIECES)
                 value = unread(value, state, shape, module._mesh, meet)
         results.append(value)
-    own = module._captured.out_spec.num_leaves
-    leave(module, results[own:], of_step)
-    return pytree.tree_unflatten(results[:own], module._captured.out_spec)
+    n_outputs = module._captured.out_spec.num_leaves
+    leave(module, results[n_outputs:], of_step)
+    return pytree.tree_unflatten(results[:n_outputs], module._captured.out_spec)
 
 
 __all__ = ["outputs_of"]

@@ -204,15 +204,15 @@ def shares_of_parts(
     of_rows: list[Shares] = [
         [part.share / len(calls)] * len(calls) for part, calls in zip(parts, of_parts, strict=True)
     ]
-    known = [count for count in counts if count is not None]
-    if not counts or len(known) < len(parts):
+    counted = [count for count in counts if count is not None]
+    if not counts or len(counted) < len(parts):
         return of_rows
     labels = torch.cat(list(of_labels))
     rows = torch.cat([
         torch.full((len(calls),), part.share / len(calls), dtype=labels.dtype, device=labels.device)
         for part, calls in zip(parts, of_parts, strict=True)
     ])  # fmt: skip
-    shares = shares_by_count(known, labels, rows)
+    shares = shares_by_count(counted, labels, rows)
     if shares is None:
         return of_rows
     return [each.tolist() if each.device.type == "cpu" else each for each in shares.split([len(c) for c in of_parts])]

@@ -86,9 +86,9 @@ def _run(pm: Any, name: str, shown: str, args: tuple[Any, ...], kwargs: dict[str
     before.check(shown, is_copy)
     parameters = dict(pm.named_parameters(remove_duplicate=False))
     for key, value in values.items():  # freezing, or thawing
-        held = parameters.get(key)
-        if held is not None and held.requires_grad is not value.requires_grad:
-            held.requires_grad_(value.requires_grad)
+        param = parameters.get(key)
+        if param is not None and param.requires_grad is not value.requires_grad:
+            param.requires_grad_(value.requires_grad)
     return result
 
 

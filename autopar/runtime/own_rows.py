@@ -179,12 +179,12 @@ class OwnRows(RowsOfRanks):
         Args:
             value: this rank's piece of it, in ``state``; ``shape`` is that of the whole.
         """
-        own: torch.Tensor
+        rows_here: torch.Tensor
         if self.counts is None:
-            own = _OwnRows.apply(value, state, shape, self)
+            rows_here = _OwnRows.apply(value, state, shape, self)
         else:
-            own = OwnOfUneven.apply(value, state, shape, self.device_mesh, self.counts, self.place)
-        return own
+            rows_here = OwnOfUneven.apply(value, state, shape, self.device_mesh, self.counts, self.place)
+        return rows_here
 
 
 class TakesRows:

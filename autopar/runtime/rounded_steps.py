@@ -67,9 +67,9 @@ def keep(param: torch.nn.Parameter, name: str, policy: Precision) -> None:
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(_refuse_unknown)
         for function in OPTIMIZER_STATES:
-            made = function.get()
-            wrapped = _in_format(made)
-            setattr(wrapped, _MARK, made)
+            plain = function.get()
+            wrapped = _in_format(plain)
+            setattr(wrapped, _MARK, plain)
             function.set(wrapped)
 
 

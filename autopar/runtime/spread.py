@@ -123,8 +123,9 @@ class SpreadModule(SpreadState):
         if filled is not None:
             return filled
         refuse_left(self._captured, "", name)
-        if (other := _WRAPPERS.get(name)) is not None:
-            raise AttributeError(f"{type(self).__name__} has no '{name}', which is DistributedDataParallel's: {other}")
+        if (instead := _WRAPPERS.get(name)) is not None:
+            shown = type(self).__name__
+            raise AttributeError(f"{shown} has no '{name}', which is DistributedDataParallel's: {instead}")
         model = self._model_ref()
         value = (self._model_values if model is None else vars(model)).get(name, raised)
         if value is not raised and not is_own(name, value, self._model_tensors):

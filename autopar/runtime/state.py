@@ -140,14 +140,14 @@ def like(example: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return as_dtensor(piece.contiguous(), state, whole.shape, example.device_mesh)
 
 
-def placed_as(held: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value`` placed as ``held`` is; a plain tensor is whole, and the same on all ranks."""
+def placed_as(like_this: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value`` placed as ``like_this`` is; a plain tensor is whole, and the same on all ranks."""
     if not isinstance(value, DTensor):
-        return like(held, value) if isinstance(held, DTensor) else value
-    if not isinstance(held, DTensor):
+        return like(like_this, value) if isinstance(like_this, DTensor) else value
+    if not isinstance(like_this, DTensor):
         return value.full_tensor()
-    if value.device_mesh == held.device_mesh and value.placements != held.placements:
-        return value.redistribute(held.device_mesh, held.placements)
+    if value.device_mesh == like_this.device_mesh and value.placements != like_this.placements:
+        return value.redistribute(like_this.device_mesh, like_this.placements)
     return value
 
 

@@ -32,8 +32,8 @@ def reset(part: nn.Module) -> None:
     """Statistics as of a new module, in what stands for a batch norm."""
     with torch.no_grad():
         for name, value in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):
-            if (held := part._buffers.get(name)) is not None:
-                held.fill_(value)
+            if (buffer := part._buffers.get(name)) is not None:
+                buffer.fill_(value)
 
 
 def takes_momentum(pm: Any, part: Any, path: str, value: Any) -> bool:
@@ -100,10 +100,10 @@ def taken_anew(pm: Any) -> Iterator[None]:
             if not part.training:
                 continue
             for name in STATISTICS:
-                if (held := part._buffers.get(name)) is not None:
-                    before[path, name] = held.clone()
+                if (buffer := part._buffers.get(name)) is not None:
+                    before[path, name] = buffer.clone()
                     if path in anew:
-                        held.zero_()
+                        buffer.zero_()
     failed = True
     try:
         yield

@@ -296,9 +296,9 @@ class Part(Elements):
         module = self.__dict__.get("_part_module", lambda: None)()
         whole, path = self.__dict__.get("_stands_for", (lambda: None, ""))
         # of a model that is gone, a name made from one of its tensors', such as weight_orig, is none of the program's
-        made = any(name.startswith(f"{own}_") for own in (*self._parameters, *self._buffers))
-        known = not made if module is None else name in module._parameters or name in module._buffers
-        if whole() is not None and not known and name not in self._parameters and name not in self._buffers:
+        is_derived = any(name.startswith(f"{tensor_name}_") for tensor_name in (*self._parameters, *self._buffers))
+        is_known = not is_derived if module is None else name in module._parameters or name in module._buffers
+        if whole() is not None and not is_known and name not in self._parameters and name not in self._buffers:
             raise RunError(
                 f"'{path}.{name}' was registered on a parallel module: the program was captured as a whole and would "
                 "go on without it (torch.nn.utils.prune, weight_norm and parametrizations register such tensors)\n"
@@ -361,17 +361,17 @@ def _refuse_method(path: str, kind: str, name: str, *args: Any, **kwargs: Any) -
 
 def place(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
     """Have the values for a module's own parameters and buffers placed as these are."""
-    for key, held in [*module._parameters.items(), *module._buffers.items()]:
+    for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
         name = prefix + key
         value = state_dict.get(name)
-        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and value.shape == held.shape:
-            if local_metadata.get("assign_to_params_buffers") and value.dtype != held.dtype:
+        if isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor) and value.shape == tensor.shape:
+            if local_metadata.get("assign_to_params_buffers") and value.dtype != tensor.dtype:
                 raise RunError(
-                    f"load_state_dict: '{name}' is {value.dtype} in the state dict and {held.dtype} in the "
+                    f"load_state_dict: '{name}' is {value.dtype} in the state dict and {tensor.dtype} in the "
                     "program, which was made for that; load without assign=True, or parallelize a model of that "
                     "dtype"
                 )
-            state_dict[name] = placed_as(held, value)
+            state_dict[name] = placed_as(tensor, value)
 
 
 def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device) -> None:

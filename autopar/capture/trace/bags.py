@@ -18,9 +18,9 @@ class BagsOfRows(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.embedding_bag:
-            made = _of_rows(*args, **(kwargs or {}))
-            if made is not None:
-                return made
+            rows = _of_rows(*args, **(kwargs or {}))
+            if rows is not None:
+                return rows
         return func(*args, **(kwargs or {}))
 
 

@@ -266,11 +266,11 @@ class AnswerConstants(TorchFunctionMode):
     def _of_inputs(self, tensor: torch.Tensor, of_integers: bool = False) -> bool:
         """Whether a tensor follows from what the model is called with alone, not from what it holds: a pointer into a
         queue is another number at each call. ``of_integers``: and from no other numbers than integers."""
-        held = {_beginning(node) for t in self.held() if (node := node_of(t)) is not None}
+        in_attributes = {_beginning(node) for t in self.held() if (node := node_of(t)) is not None}
         todo, seen = [node_of(tensor)], set[torch.fx.Node]()
         while todo:
             node = todo.pop()
-            if node is None or node in held or node.target is BLOCK:
+            if node is None or node in in_attributes or node.target is BLOCK:
                 return False
             value = node.meta.get("val")
             if of_integers and isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -52,8 +52,8 @@ class _Stacked(TorchFunctionMode):
         if func is not functional.linear:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
-        made = expert_product(x, self._stacked(weight).transpose(1, 2), self.expert)
-        return made if bias is None else made + functional.embedding(self.expert, self._stacked(bias))
+        product = expert_product(x, self._stacked(weight).transpose(1, 2), self.expert)
+        return product if bias is None else product + functional.embedding(self.expert, self._stacked(bias))
 
     def _stacked(self, of_first: torch.Tensor) -> torch.Tensor:
         name = self.names[id(of_first)]
@@ -78,8 +78,8 @@ def _switch(
     """One expert for each token, or none where its expert is full: ``selected_experts`` int [tokens 1 experts]."""
     hit = selected_experts.sum(-1)
     per_expert = selected_experts.sum((0, 1))
-    made = _run(self, hidden_states, selected_experts.argmax(-1).squeeze(1), per_expert) * (routing_weights * hit)
-    return made.to(hidden_states.dtype)
+    scaled = _run(self, hidden_states, selected_experts.argmax(-1).squeeze(1), per_expert) * (routing_weights * hit)
+    return scaled.to(hidden_states.dtype)
 
 
 def _nllb(
@@ -88,10 +88,10 @@ def _nllb(
     """``router_mask`` int [tokens n] names the experts of each token, and ``router_probs`` [tokens n] weighs them."""
     tokens, n = router_mask.shape
     per_expert = functional.one_hot(router_mask, num_classes=self.num_experts).sum((0, 1))
-    made = _run(self, rows_of(hidden_states, n), router_mask.reshape(-1), per_expert) * router_probs.reshape(-1, 1)
+    scaled = _run(self, rows_of(hidden_states, n), router_mask.reshape(-1), per_expert) * router_probs.reshape(-1, 1)
     if self.moe_token_dropout > 0:
-        made = self.token_dropout(made) if self.training else made * (1 - self.moe_token_dropout)
-    return made.to(hidden_states.dtype).view(tokens, n, -1).sum(1)
+        scaled = self.token_dropout(scaled) if self.training else scaled * (1 - self.moe_token_dropout)
+    return scaled.to(hidden_states.dtype).view(tokens, n, -1).sum(1)
 
 
 def _dbrx(
@@ -104,8 +104,8 @@ def _dbrx(
     gate, up, down = (weight.view(shape) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
     middle = self.mlp.activation_fn(expert_product(rows, gate.transpose(1, 2), expert))
     middle = middle * expert_product(rows, up.transpose(1, 2), expert)
-    made = expert_product(middle, down, expert) * top_k_weights.reshape(-1, 1)
-    return made.view(len(tokens), n, -1).sum(1).view(batch, -1, self.hidden_size)
+    weighted = expert_product(middle, down, expert) * top_k_weights.reshape(-1, 1)
+    return weighted.view(len(tokens), n, -1).sum(1).view(batch, -1, self.hidden_size)
 
 
 def _jetmoe_gating(self: Any, hidden_states: torch.Tensor) -> tuple[Any, ...]:
@@ -125,23 +125,23 @@ def _jetmoe_mlp(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
     tokens = layer_input.reshape(-1, hidden)
     _, _, gates, expert, _ = self.router(tokens)
     first, second = self.input_linear(rows_of(tokens, self.router.top_k), expert).chunk(2, dim=-1)
-    made = self.output_linear(self.activation(first) * second, expert) * gates[:, None]
-    return made.view(batch, length, self.router.top_k, -1).sum(2) + self.bias
+    weighted = self.output_linear(self.activation(first) * second, expert) * gates[:, None]
+    return weighted.view(batch, length, self.router.top_k, -1).sum(2) + self.bias
 
 
 def _jetmoe_map(self: Any, layer_input: torch.Tensor) -> tuple[Any, ...]:
     batch, length, hidden = layer_input.shape
     tokens = layer_input.reshape(-1, hidden)
     _, _, gates, expert, logits = self.router(tokens)
-    made = self.input_linear(rows_of(tokens, self.top_k), expert)
-    return made.view(batch, length, self.top_k, -1), logits, (None, None, gates, expert)
+    features = self.input_linear(rows_of(tokens, self.top_k), expert)
+    return features.view(batch, length, self.top_k, -1), logits, (None, None, gates, expert)
 
 
 def _jetmoe_reduce(self: Any, layer_input: torch.Tensor, topo_info: tuple[Any, ...]) -> torch.Tensor:
     batch, length, n, hidden = layer_input.shape
     _, _, gates, expert = topo_info
-    made = self.output_linear(layer_input.reshape(-1, hidden), expert) * gates[:, None]
-    return made.view(batch, length, n, -1).sum(2) + self.bias
+    weighted = self.output_linear(layer_input.reshape(-1, hidden), expert) * gates[:, None]
+    return weighted.view(batch, length, n, -1).sum(2) + self.bias
 
 
 _JETMOE = "jetmoe.modeling_jetmoe"

@@ -54,15 +54,15 @@ def _by_rows(
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(self, name)
         weight = weight if self.is_transposed else weight.transpose(-2, -1)
-        made = expert_product(rows.to(weight.dtype), weight, expert)
-        return made + functional.embedding(expert, getattr(self, f"{name}_bias")) if self.has_bias else made
+        by_expert = expert_product(rows.to(weight.dtype), weight, expert)
+        return by_expert + functional.embedding(expert, getattr(self, f"{name}_bias")) if self.has_bias else by_expert
 
-    made = product(rows, "gate_up_proj" if self.has_gate else "up_proj")
-    made = self._apply_gate(made) if self.has_gate else self.act_fn(made)
-    made = product(made, "down_proj")
+    features = product(rows, "gate_up_proj" if self.has_gate else "up_proj")
+    features = self._apply_gate(features) if self.has_gate else self.act_fn(features)
+    features = product(features, "down_proj")
     if getattr(self, "has_post_expert_norm", False):
-        made = self.post_expert_norm(made)
-    weighted = made * top_k_weights.reshape(-1).unsqueeze(-1)
+        features = self.post_expert_norm(features)
+    weighted = features * top_k_weights.reshape(-1).unsqueeze(-1)
     return weighted.view(tokens, n, -1).sum(dim=1).to(hidden_states.dtype)
 
 

@@ -42,22 +42,22 @@ class GroupedRows(TorchFunctionMode):
         """By torch's name of the number of rows of a part: the group of each place, which group it is, of how many."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made: Any = None
+        answer: Any = None
         if func in GROUPED:
-            made = _product(*args, **(kwargs or {}))
+            answer = _product(*args, **(kwargs or {}))
         elif func in COUNTED:
-            made = _counts(*args, **(kwargs or {}))
+            answer = _counts(*args, **(kwargs or {}))
         elif func in SPLIT:
-            made = self._split(*args, **(kwargs or {}))
+            answer = self._split(*args, **(kwargs or {}))
         elif func in JOINED:
-            made = self._joined(*args, **(kwargs or {}))
+            answer = self._joined(*args, **(kwargs or {}))
         elif func is torch.Tensor.__getitem__ and isinstance(args[1], slice):
-            made = _all_of(args[0], args[1])
-        return func(*args, **(kwargs or {})) if made is None else made
+            answer = _all_of(args[0], args[1])
+        return func(*args, **(kwargs or {})) if answer is None else answer
 
-    def _split(self, tensor: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, **other: Any) -> Any:
+    def _split(self, tensor: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, **options: Any) -> Any:
         """As ``torch.split``, where counts say how many rows each part has; else None."""
-        sizes = other.get("split_size", split_size_or_sections)
+        sizes = options.get("split_size", split_size_or_sections)
         if not isinstance(sizes, (list, tuple)) or dim != 0 or not all(isinstance(n, Read) for n in sizes):
             return None
         numbers = [n.tensor for n in sizes]
@@ -71,22 +71,24 @@ class GroupedRows(TorchFunctionMode):
             self.parts[str(part.shape[0])] = groups, k, len(sizes)
         return tuple(parts)
 
-    def _joined(self, tensors: Any, dim: int = 0, **other: Any) -> Any:
+    def _joined(self, tensors: Any, dim: int = 0, **options: Any) -> Any:
         """As ``torch.cat``, of all parts of a split in order; else None."""
-        if dim != 0 or other or not isinstance(tensors, (list, tuple)) or not tensors:
+        if dim != 0 or options or not isinstance(tensors, (list, tuple)) or not tensors:
             return None
-        known = [self.parts.get(str(t.shape[0])) if isinstance(t, torch.Tensor) and t.dim() else None for t in tensors]
-        first = known[0]
+        groups_of_parts = [
+            self.parts.get(str(t.shape[0])) if isinstance(t, torch.Tensor) and t.dim() else None for t in tensors
+        ]
+        first = groups_of_parts[0]
         if first is None or len(tensors) != first[2]:
             return None
         groups = first[0]
-        if any(part is None or part[0] is not groups or part[1] != k for k, part in enumerate(known)):
+        if any(part is None or part[0] is not groups or part[1] != k for k, part in enumerate(groups_of_parts)):
             return None
         one = tensors[0]
-        made = torch.zeros(len(groups), *one.shape[1:], dtype=one.dtype, device=one.device)
+        joined = torch.zeros(len(groups), *one.shape[1:], dtype=one.dtype, device=one.device)
         for k, part in enumerate(tensors):
-            made = torch.index_put(made, (groups == k,), part)
-        return made
+            joined = torch.index_put(joined, (groups == k,), part)
+        return joined
 
 
 def _all_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:

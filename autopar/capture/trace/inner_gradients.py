@@ -59,10 +59,10 @@ def gradients(grad: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         raise refuse("torch.autograd.grad inside a forward with is_grads_batched", ADVICE)
     _only_known(options["outputs"], options["inputs"])
     with _kept_values_known():
-        found = grad(*args, **kwargs)
+        grads = grad(*args, **kwargs)
     if options["create_graph"]:
-        return found
-    return tuple(None if g is None else g.detach() for g in found)  # a constant for what comes after
+        return grads
+    return tuple(None if g is None else g.detach() for g in grads)  # a constant for what comes after
 
 
 def _options(
@@ -196,15 +196,15 @@ class _Kept:
             self._look()
             nodes = self.nodes.get(storage_of(value) or 0, [])
         for node in reversed(nodes):
-            made = node.meta["val"]
-            if _same(made, value):
+            traced = node.meta["val"]
+            if _same(traced, value):
                 tracker[value] = self._known(node)
                 return
         for node in reversed(nodes):
-            made = node.meta["val"]
-            if (way := _as_view(made, value)) is not None:
-                tracker[made] = self._known(node)
-                viewed = way(made, run)
+            traced = node.meta["val"]
+            if (way := _as_view(traced, value)) is not None:
+                tracker[traced] = self._known(node)
+                viewed = way(traced, run)
                 tracker[value] = tracker[viewed]
                 return
         error = refuse(
@@ -217,9 +217,9 @@ class _Kept:
         """What the tracer writes down for a tensor that is a node's."""
         tracer = self.mode.tracer
         with disable_proxy_modes_tracing():
-            other = node.meta["val"].detach()
-        track_tensor(other, tracer.proxy(node), constant=None, tracer=tracer)
-        return tracer.tensor_tracker[other]
+            detached = node.meta["val"].detach()
+        track_tensor(detached, tracer.proxy(node), constant=None, tracer=tracer)
+        return tracer.tensor_tracker[detached]
 
     def _look(self) -> None:
         """Note the nodes that have come since the last look, by their memory."""

@@ -115,8 +115,8 @@ def rows_are_asked_for(number: str) -> bool:
     if record is None or not asked_for_rows_only():
         return False
     mode = get_proxy_mode()
-    made = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
-    record.asked_rows.setdefault(number, [str(node.name) for node in islice(made, LAST)])
+    newest_first = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
+    record.asked_rows.setdefault(number, [str(node.name) for node in islice(newest_first, LAST)])
     return True
 
 

@@ -254,8 +254,8 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
             layer = os.path.basename(file).removesuffix(".py")
             in_torch = f" (in torch/nn/modules/{layer}.py:{trace.tb_lineno}, {trace.tb_frame.f_code.co_name})"
         in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
-        made = file.startswith("<") and not file.startswith(_NOT_THE_USERS)  # by exec, or in a notebook
-        if made and (not where or trace.tb_frame.f_code.co_name == "forward"):
+        from_no_file = file.startswith("<") and not file.startswith(_NOT_THE_USERS)  # by exec, or in a notebook
+        if from_no_file and (not where or trace.tb_frame.f_code.co_name == "forward"):
             where = f"line {trace.tb_lineno} of {trace.tb_frame.f_code.co_name}() in {file}, code made while running"
             line, layer, in_torch = linecache.getline(file, trace.tb_lineno).strip(), "", ""
         if not in_stdlib and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:

@@ -33,9 +33,9 @@ class Transcripts(TorchFunctionMode):
             self._taken[id(stands_for)] = stands_for, args[0], args[1]
             return stands_for
         if func is functional.ctc_loss:
-            made = self._loss(*args, **kwargs)
-            if made is not None:
-                return made
+            loss = self._loss(*args, **kwargs)
+            if loss is not None:
+                return loss
         if self._taken:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._really, (args, kwargs))
         return func(*args, **kwargs)

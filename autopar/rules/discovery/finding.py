@@ -66,19 +66,21 @@ def tried(call: Call) -> Discovered:
     key = key_of(call.target, small.sample)
     remembered = recall(key)
     if remembered is not None and _still_holds(call.target, small.sample, remembered):
-        found = remembered
+        discovered = remembered
     else:
-        found = _found(call.target, small.sample)
-        if not found.why_whole:
-            keep(key, found)
-    if not found.why_whole and small.as_it_is is not None and not _holds_as_it_is(call.target, small.as_it_is, found):
+        discovered = _found(call.target, small.sample)
+        if not discovered.why_whole:
+            keep(key, discovered)
+    if discovered.why_whole or small.as_it_is is None:
+        return discovered
+    if not _holds_as_it_is(call.target, small.as_it_is, discovered):
         return Discovered(why_whole="has cuts on small tensors that are wrong on those of this call")
-    return found
+    return discovered
 
 
-def _holds_as_it_is(target: str, sample: Sample, found: Discovered) -> bool:
+def _holds_as_it_is(target: str, sample: Sample, discovered: Discovered) -> bool:
     """Whether what was found on small tensors is right on those of the call: sizes may decide what an operator does."""
-    case = Case(target, sample, len(SEEDS), lambda call: rule_from(call, found))
+    case = Case(target, sample, len(SEEDS), lambda call: rule_from(call, discovered))
     return all(_is_right(case, picked, TWO) for picked in strategies_of(case, TWO))
 
 
@@ -123,15 +125,15 @@ def _found(target: str, sample: Sample) -> Discovered:
     shapes, outs = [s.shape for s in first.ins], [o.shape for o in first.outs if o is not None]
     equal = len(choices_of(shapes, False, whole[0].grads)) * len(halvable(first)) > MOST_CHOICES
     shape_arg = _shape_arg(first)
-    found = Discovered(
+    discovered = Discovered(
         _factors(valid_cuts(whole, equal), outs, shape_arg), shape_arg=shape_arg,
         small_ins=tuple(shapes), small_outs=tuple(outs),
     )  # fmt: skip
-    if shape_arg and not any(f.halved and f.halved[0] in shape_arg for f in found.factors):
-        found = replace(found, shape_arg=None)
+    if shape_arg and not any(f.halved and f.halved[0] in shape_arg for f in discovered.factors):
+        discovered = replace(discovered, shape_arg=None)
     floats = [i for i, g in enumerate(whole[0].grads) if g]
     groups = [*((i,) for i in floats), *combinations(floats, 2), *([tuple(floats)] if len(floats) > 2 else [])]
-    return _proved(target, sample, replace(found, linear=tuple(g for g in groups if _linear(whole, g))))
+    return _proved(target, sample, replace(discovered, linear=tuple(g for g in groups if _linear(whole, g))))
 
 
 def _same_twice(target: str, sample: Sample) -> bool:
@@ -215,34 +217,34 @@ def _outputs(case: Case, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t for t in outputs(case.call.target, case.call.args, case.call.kwargs, tensors) if torch.is_tensor(t)]
 
 
-def _proved(target: str, sample: Sample, found: Discovered) -> Discovered:
+def _proved(target: str, sample: Sample, discovered: Discovered) -> Discovered:
     """What of it is proved, with what it needs: pieces that are equal, or on every rank."""
     while True:
-        wrong = _first_wrong(target, sample, found, TWO)
+        wrong = _first_wrong(target, sample, discovered, TWO)
         if wrong is None:
             break
-        found = _without(found, wrong)
-    for number in range(len(found.factors)):
-        if not _holds(target, sample, found, number):
-            some = replace(found, needs_some=(*found.needs_some, number))
+        discovered = _without(discovered, wrong)
+    for number in range(len(discovered.factors)):
+        if not _holds(target, sample, discovered, number):
+            some = replace(discovered, needs_some=(*discovered.needs_some, number))
             if _holds(target, sample, some, number):
-                found = some
+                discovered = some
             else:
-                found = replace(found, even=(*found.even, number))
-    while len(found.factors) + len(found.linear) > 1:
-        wrong = _first_wrong(target, sample, found, BOTH)
+                discovered = replace(discovered, even=(*discovered.even, number))
+    while len(discovered.factors) + len(discovered.linear) > 1:
+        wrong = _first_wrong(target, sample, discovered, BOTH)
         if wrong is None:
             break
-        found = _without(found, wrong)
-    if not found.factors and not found.linear:
-        return replace(found, why_whole="has no dim that may be cut")
-    return found
+        discovered = _without(discovered, wrong)
+    if not discovered.factors and not discovered.linear:
+        return replace(discovered, why_whole="has no dim that may be cut")
+    return discovered
 
 
-def _first_wrong(target: str, sample: Sample, found: Discovered, mesh: Mesh) -> str | None:
+def _first_wrong(target: str, sample: Sample, discovered: Discovered, mesh: Mesh) -> str | None:
     """The name of an option that is not right on a mesh; None if all are."""
     for seed in SEEDS[:2]:
-        case = Case(target, sample, seed, lambda call: rule_from(call, found))
+        case = Case(target, sample, seed, lambda call: rule_from(call, discovered))
         for picked in strategies_of(case, mesh):
             names = [option.name for option in picked]
             if len(mesh) > 1 and {WHOLE, GRADIENTS_PENDING} & {*names}:
@@ -252,30 +254,30 @@ def _first_wrong(target: str, sample: Sample, found: Discovered, mesh: Mesh) -> 
     return None
 
 
-def _holds(target: str, sample: Sample, found: Discovered, number: int) -> bool:
+def _holds(target: str, sample: Sample, discovered: Discovered, number: int) -> bool:
     """Whether a factor may be cut into pieces that are not equal."""
-    case = Case(target, sample, 0, lambda call: rule_from(call, found))
+    case = Case(target, sample, 0, lambda call: rule_from(call, discovered))
     return all(
         _is_right(case, picked, mesh)
         for mesh in UNEVEN for picked in strategies_of(case, mesh) if picked[0].name == f"f{number}"
     )  # fmt: skip
 
 
-def _without(found: Discovered, option: str) -> Discovered:
+def _without(discovered: Discovered, option: str) -> Discovered:
     """Without an option that is wrong."""
     if option.startswith("f"):
         number = int(option[1:].partition("*")[0])
-        keep = [n for n in range(len(found.factors)) if n != number]
+        keep = [n for n in range(len(discovered.factors)) if n != number]
         return replace(
-            found, factors=tuple(found.factors[n] for n in keep),
-            even=tuple(keep.index(n) for n in found.even if n != number),
-            needs_some=tuple(keep.index(n) for n in found.needs_some if n != number),
+            discovered, factors=tuple(discovered.factors[n] for n in keep),
+            even=tuple(keep.index(n) for n in discovered.even if n != number),
+            needs_some=tuple(keep.index(n) for n in discovered.needs_some if n != number),
         )  # fmt: skip
     if option.startswith("P"):
-        return replace(found, linear=tuple(g for n, g in enumerate(found.linear) if n != int(option[1:])))
-    if option == GRADIENTS_PENDING and not found.whole_gradients:
-        return replace(found, whole_gradients=True)
-    return replace(found, factors=(), linear=())  # what is whole everywhere is not right: it is not understood
+        return replace(discovered, linear=tuple(g for n, g in enumerate(discovered.linear) if n != int(option[1:])))
+    if option == GRADIENTS_PENDING and not discovered.whole_gradients:
+        return replace(discovered, whole_gradients=True)
+    return replace(discovered, factors=(), linear=())  # what is whole everywhere is not right: it is not understood
 
 
 __all__ = ["discover", "tried"]

@@ -50,9 +50,9 @@ class Discovered:
     small_outs: tuple[tuple[int, ...], ...] = field(default=())
 
 
-def rule_from(call: Call, found: Discovered) -> Rule:
+def rule_from(call: Call, discovered: Discovered) -> Rule:
     """The rule of a call of which that was found: a factor ``f<number>`` for each, whole ones for all other dims."""
-    if found.why_whole:
+    if discovered.why_whole:
         return replicated(call)
     shapes, outs = [s.shape for s in call.ins], [o.shape for o in call.outs if o is not None]
     sizes: dict[str, int] = {}
@@ -60,7 +60,7 @@ def rule_from(call: Call, found: Discovered) -> Rule:
     inputs: list[list[tuple[str, ...]]] = [[() for _ in shape] for shape in shapes]
     outputs: list[list[tuple[str, ...]]] = [[() for _ in shape] for shape in outs]
     kept: dict[int, str] = {}
-    for number, factor in enumerate(found.factors):
+    for number, factor in enumerate(discovered.factors):
         places = [
             (terms[i], d, shape[i][d])
             for terms, shape, dims in ((inputs, shapes, factor.ins), (outputs, outs, factor.outs))
@@ -69,7 +69,7 @@ def rule_from(call: Call, found: Discovered) -> Rule:
         name, size = f"f{number}", gcd(*(n for _, _, n in places))
         if factor.halved is not None:
             size = gcd(size, value_at(call, factor.halved))
-        if size < 2 or not _like_small(factor, shapes, outs, found):
+        if size < 2 or not _like_small(factor, shapes, outs, discovered):
             continue
         sizes[name], kept[number] = size, name
         for term, d, n in places:
@@ -88,21 +88,23 @@ def rule_from(call: Call, found: Discovered) -> Rule:
                     sizes[name] = n
                     whole.add(name)
                     term[d] = (name,)
-    additive = frozenset(i for n in kept for i in found.factors[n].additive)
+    additive = frozenset(i for n in kept for i in discovered.factors[n].additive)
     return Rule(
         sizes, tuple(map(tuple, inputs)), tuple(map(tuple, outputs)), whole=frozenset(whole),
-        linear=tuple(frozenset(g) for g in found.linear), saves=tuple(range(len(shapes))), saves_out=True,
-        shape_arg=found.shape_arg, localize=_localize(found, kept), additive=additive,
-        even=frozenset(kept[n] for n in found.even if n in kept),
-        needs_some=frozenset(kept[n] for n in found.needs_some if n in kept), whole_gradients=found.whole_gradients,
+        linear=tuple(frozenset(g) for g in discovered.linear), saves=tuple(range(len(shapes))), saves_out=True,
+        shape_arg=discovered.shape_arg, localize=_localize(discovered, kept), additive=additive,
+        even=frozenset(kept[n] for n in discovered.even if n in kept),
+        needs_some=frozenset(kept[n] for n in discovered.needs_some if n in kept),
+        whole_gradients=discovered.whole_gradients,
     )  # fmt: skip
 
 
-def _localize(found: Discovered, kept: Mapping[int, str]) -> Localize | None:
+def _localize(discovered: Discovered, kept: Mapping[int, str]) -> Localize | None:
     """How whole numbers among the arguments are divided; None where none is, or only the shape of the output."""
     halved = {
         name: path for number, name in kept.items()
-        if (path := found.factors[number].halved) and not (found.shape_arg and path[0] in found.shape_arg)
+        if (path := discovered.factors[number].halved)
+        and not (discovered.shape_arg and path[0] in discovered.shape_arg)
     }  # fmt: skip
     if not halved:
         return None
@@ -117,7 +119,7 @@ def _localize(found: Discovered, kept: Mapping[int, str]) -> Localize | None:
 
 
 def _like_small(
-    factor: Factor, shapes: Sequence[tuple[int, ...]], outs: Sequence[tuple[int, ...]], found: Discovered
+    factor: Factor, shapes: Sequence[tuple[int, ...]], outs: Sequence[tuple[int, ...]], discovered: Discovered
 ) -> bool:
     """Whether dims that have one size in the small call have one here too: else another thing was proved."""
     def sizes(of_ins: Sequence[tuple[int, ...]], of_outs: Sequence[tuple[int, ...]]) -> list[int]:
@@ -126,7 +128,7 @@ def _like_small(
             for shape, d in zip(of, dims, strict=True) if d is not None
         ]  # fmt: skip
 
-    small, large = sizes(found.small_ins, found.small_outs), sizes(shapes, outs)
+    small, large = sizes(discovered.small_ins, discovered.small_outs), sizes(shapes, outs)
     return all((small[0] == s) == (large[0] == n) for s, n in zip(small, large, strict=True))
 
 

@@ -47,12 +47,12 @@ def recall(key: str) -> Discovered | None:
     return None
 
 
-def keep(key: str, found: Discovered) -> None:
+def keep(key: str, discovered: Discovered) -> None:
     """Write it for later; where nothing can be written, later processes find it again."""
     with contextlib.suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder(), delete=False, encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(found), file)
+            json.dump(dataclasses.asdict(discovered), file)
         os.replace(file.name, folder() / f"{key}.json")
 
 
