@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+LONG = 1500.0  # seconds for the ranks of a slow test, which may run beside much other work
+
 
 def marked(names: Iterable[str], slow: Collection[str]) -> list[Any]:
     """Values of a test's parameter, those that only the sweeps try marked as slow."""

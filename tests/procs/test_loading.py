@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from procs.in_turn import LONG
 from procs.loading import ONE, WHOLE, peak
 
 from autopar.runtime.launch import run_local
@@ -15,7 +16,7 @@ RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def check(n: int, meta: bool, options: dict[str, Any]) -> None:
-    ranks = run_local(peak, n, meta, options, env=RETURNS_MEMORY)
+    ranks = run_local(peak, n, meta, options, timeout=LONG, env=RETURNS_MEMORY)
     assert sum(own for _, own, _ in ranks) >= WHOLE
     assert len({total for _, _, total in ranks}) == 1, "the ranks have other values"
     for rank, (most, own, _) in enumerate(ranks):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from procs import mixed_precision
-from procs.in_turn import several
+from procs.in_turn import LONG, several
 
 from autopar.runtime.launch import run_local
 
@@ -87,6 +87,6 @@ def test_a_policy_is_that_of_one_device(found: list[dict[str, Any]], how: str) -
 def test_policies_on_two_axes() -> None:
     names = [f"{name} {cut}" for name in ("bf16-mixed", "wide", "rounded") for cut in ("data", "tensor")]
     calls = {name: ("policy", *name.split(), (2, 2)) for name in names}
-    for rank in run_local(several, 4, "mixed_precision", calls):
+    for rank in run_local(several, 4, "mixed_precision", calls, timeout=LONG):
         for key, of_rank in rank.items():
             assert of_rank["worst"] < (2e-2 if "bf16" in key else 1e-6) and of_rank["counted"] == of_rank["there"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from procs import optimizer_cases as cases
-from procs.in_turn import several
+from procs.in_turn import LONG, several
 
 from autopar.runtime.launch import run_local
 
@@ -60,5 +60,5 @@ def test_an_optimizer_is_refused(results: list[dict[str, Any]], name: str) -> No
 
 @pytest.mark.slow
 def test_every_optimizer_under_every_layout() -> None:
-    for on_rank in run_local(several, 2, "optimizer_cases", SWEEP):
+    for on_rank in run_local(several, 2, "optimizer_cases", SWEEP, timeout=LONG):
         assert {name: far for name, far in on_rank.items() if not far < LIMIT} == {}

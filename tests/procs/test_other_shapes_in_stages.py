@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from procs import other_shapes_in_stages
-from procs.in_turn import several
+from procs.in_turn import LONG, several
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
@@ -74,7 +74,7 @@ def test_ranks_with_rows_of_their_own() -> None:
 
 @pytest.mark.slow
 def test_four_ranks() -> None:
-    for rank in run_local(several, 4, "other_shapes_in_stages", SLOW_CALLS):
+    for rank in run_local(several, 4, "other_shapes_in_stages", SLOW_CALLS, timeout=LONG):
         for worst, captures in (rank["interleaved"], rank["tied on more ranks"]):
             assert worst < 1e-9
             assert captures == other_shapes_in_stages.CAPTURES

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from procs import own_rows
-from procs.in_turn import marked, selected, several
+from procs.in_turn import LONG, marked, selected, several
 
 from autopar.errors import RunError
 from autopar.runtime.launch import run_local
@@ -42,7 +42,7 @@ def test_more_on_two_axes() -> None:
 
 def on_two_axes(pairs: Iterable[tuple[str, str]]) -> None:
     calls = {f"{name} {cut}": (name, cut, (2, 2)) for name, cut in pairs}
-    for rank in run_local(several, 4, "own_rows", calls):
+    for rank in run_local(several, 4, "own_rows", calls, timeout=LONG):
         assert all(value < 1e-9 for value in rank.values())
 
 
