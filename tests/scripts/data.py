@@ -31,6 +31,15 @@ def shards(folder: Path) -> None:
         (drawn.integers(0, 64, count) ** 2 % 61).astype(np.uint16).tofile(place / f"data{number:02}.bin")
 
 
+def shards_of_numpy(folder: Path) -> None:
+    """build-nanogpt's: 16-bit numbers of tokens in two files to learn from and one to validate with."""
+    place = folder / "edu_fineweb10B"
+    place.mkdir()
+    drawn = np.random.default_rng(0)
+    for name in ("train_0", "train_1", "val_0"):
+        np.save(place / f"{name}.npy", (drawn.integers(0, 64, 700) ** 2 % 61).astype(np.uint16))
+
+
 def text(folder: Path) -> None:
     """A text of sentences."""
     drawn = random.Random(0)

@@ -23,6 +23,7 @@ NLP_TUTORIAL = "graykode/nlp-tutorial@d05e31ec81d56d70c1db89b99ab07e948f7ebc11"
 LECTURE = "karpathy/ng-video-lecture@52201428ed7b46804849dea0b3ccf0de9df1a5c3"
 PYTORCH_GAN = "eriklindernoren/PyTorch-GAN@36d3c77e5ff20ebe0aeefd322326a134a279b93e"
 CLEANRL = "vwxyzjn/cleanrl@fe8d8a03c41a7ef5b523e2e354bd01c363e786bb"
+BUILD_NANOGPT = "karpathy/build-nanogpt@6104ab1b53920f6e2159749676073ff7d815c1fa"
 OLD_EXAMPLES = "pytorch/examples@5921fc191b83df2451c342b8bb30b5e3d8891ff8"
 
 SMALL_GPT2 = "vocab_size=64,n_embd=32,n_layer=2,n_head=4"
@@ -75,6 +76,9 @@ SCRIPTS: dict[str, Script] = {
          "--n_embd=32", "--block_size=16", "--batch_size=8", "--max_iters=12", "--eval_interval=4", "--eval_iters=2",
          "--gradient_accumulation_steps=2", "--warmup_iters=3", "--lr_decay_iters=12", "--learning_rate=1e-2"),
         runs=(("plain", ()), ("random", ("--dropout=0.2",))), cuts=("b", "n", "-"), data=data.tokens,
+    ),
+    "build_nanogpt": Script(  # it generates, and scores endings of other lengths, while it trains
+        BUILD_NANOGPT, "train_gpt2.py", cuts=("b", "n", "-"), data=data.shards_of_numpy, today="build_nanogpt",
     ),
     "llama2.c": Script(  # its loss is an attribute of the model
         LLAMA2C, "train.py",
