@@ -219,6 +219,15 @@ SCRIPTS: dict[str, Script] = {
          "--exploration-fraction=0.2"),
         cuts=("b", "n", "-"), diff="cleanrl_dqn", reads="backward", stubs="stubs_of_metrics",
     ),
+    "cleanrl_ppo": Script(  # forward is a method's name; actions are drawn by the method, from gathered parameters
+        CLEANRL, "cleanrl/ppo.py", ("--total-timesteps=512", "--num-steps=64", "--num-envs=2"),
+        cuts=("b", "n", "-"), reads="backward", stubs="stubs_of_metrics",
+    ),
+    "cleanrl_td3": Script(  # plain targets follow three parallel modules; noise is as large as a buffer says
+        CLEANRL, "cleanrl/td3_continuous_action.py",
+        ("--env-id=Pendulum-v1", "--total-timesteps=130", "--learning-starts=100", "--batch-size=32"),
+        cuts=("b", "n", "-"), reads="backward", stubs="stubs_of_metrics",
+    ),
     "run_clm": Script(
         SHAPE_HAPPENS, "run_clm.py",
         ("--model_type=gpt2", "--tokenizer_name=tokenizer", "--train_file=train.txt", "--validation_file=valid.txt",
