@@ -54,6 +54,7 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
         Parameters and persistent buffers by the names that they have in the model, tied ones under each of their names;
         plain tensors of global shape on the CPU, in the dtype in which they are stored. They are copies.
     """
+    pm.check_world()
     if pm.leads is not None:
         return _of_all_groups(pm, all_ranks)
     keep = all_ranks or dist.get_rank() == pm._ranks()[1]

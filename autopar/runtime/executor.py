@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -97,6 +98,7 @@ class ParallelModule(TakesRows, SpreadModule):
             device_mesh = mesh_of_own(captured.graph, plan.only(), device_mesh.device_type, ranks)
         self._mesh, self._groups = device_mesh, groups
         self._generation = groups.generation if groups is not None else 0
+        self._world = dist.group.WORLD if len(ranks) > 1 else None
         self._device = torch.device(device_of(device_mesh))
         self._signature = inspect.signature(model.forward)
         self._captured, self._captured_training = captured, model.training
@@ -257,6 +259,7 @@ class ParallelModule(TakesRows, SpreadModule):
             check_values(self, ModuleCall(args, kwargs, of_step=of_step))
             with taken_anew(self):
                 return outputs_of(self, self._call(call, args, kwargs), call, of_step)
+        self.check_world()
         failures.settle()
         with failures.during(f"the forward of call {call}"):
             if self._groups is not None:
@@ -306,6 +309,7 @@ class ParallelModule(TakesRows, SpreadModule):
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
+            self.check_world()
             if self.layout != layout:
                 raise RunError(MOVED)
             if meeting is not None:
@@ -382,6 +386,7 @@ class ParallelModule(TakesRows, SpreadModule):
     @contextlib.contextmanager
     def all_in_step(self, what: str) -> Iterator[None]:
         """Around what all ranks do before a step begins, after all have broken off one that failed."""
+        self.check_world()
         if self._failures is not None:
             self._failures.settle()
         with self.fails_everywhere(f"{what} of call {self._calls + 1}"):

@@ -110,7 +110,7 @@ class PipelineModule(TakesRows, SpreadModule):
         """
         super().__init__()
         check_fits(plan, captured)
-        self._plan, self._rank = plan, dist.get_rank()
+        self._plan, self._rank, self._world = plan, dist.get_rank(), dist.group.WORLD
         self._order = (
             model._parameter_order() if isinstance(model, PipelineModule)
             else tuple(name for name, _ in model.named_parameters())
@@ -276,6 +276,7 @@ class PipelineModule(TakesRows, SpreadModule):
     @contextlib.contextmanager
     def _step(self, where: str) -> Iterator[None]:
         """Around all that ranks do together in a step, or in forwards: what fails on one of them ends it on all."""
+        self.check_world()
         self._failures.settle()
         with self._failures.during(where), without_inference_mode():
             self._groups.check(self._generation)

@@ -65,6 +65,8 @@ class SpreadModule(SpreadState):
     _evaluates_otherwise: bool = False
     """Eval mode is another graph than that of training, and is captured by itself."""
     _compared: Calls
+    _world: Any = None
+    """The process group of all ranks in which it was made; None on one device, which needs none."""
     _failures: Failures | None = None
     """Those of its steps, on the ranks that run it together; None on one device."""
     _gradient_dtype: torch.dtype | None = None
@@ -403,6 +405,19 @@ class SpreadModule(SpreadState):
             )
         if self._captured_training and not self.training:
             raise RunError("the module is in eval mode, so a step would train without dropout; call train() first")
+
+    def check_world(self) -> None:
+        """Refuse to compute with other ranks where the process group has been ended.
+
+        Raises:
+            RunError: it says what to do.
+        """
+        if self._world is not None and dist.group.WORLD is not self._world:
+            again = ", and another one was made" if dist.is_initialized() else ""
+            raise RunError(
+                f"the process group in which this module was parallelized has been ended (destroy_process_group){again}"
+                ": call, evaluate and save it before that, or parallelize the model again"
+            )
 
     # -- programs of other calls and values (:mod:`autopar.runtime.programs`)
 

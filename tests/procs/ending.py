@@ -40,6 +40,28 @@ class Net(torch.nn.Module):
         return torch.as_tensor(self.layer(x).argmax(-1))
 
 
+def behind_the_end() -> dict[str, str]:
+    """What a module and a pipeline say when the process group has been ended."""
+    x = torch.ones(8, 8)
+    pm = autopar.parallelize(Net(), init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",)), (x,))
+    two = torch.nn.Sequential(torch.nn.Linear(8, 8), Net())
+    stages = autopar.parallelize(two, RANKS, (x,), stages=2, microbatches=2, shapes="fixed")
+    loss = pm(x)
+    dist.destroy_process_group()
+    calls = {
+        "call": lambda: pm(x), "step": lambda: pm.train_step(x), "backward": loss.backward,
+        "save": lambda: autopar.full_state_dict(pm), "stages": lambda: stages.train_step(x),
+        "evaluation": lambda: stages.eval()(x),
+    }  # fmt: skip
+    said = {}
+    for what, call in calls.items():
+        try:
+            said[what] = f"passed: {call()}"
+        except Exception as error:
+            said[what] = f"{type(error).__name__}: {error}"
+    return said
+
+
 def _rank(pipe: Any, rank: int, env: dict[str, str], in_order: bool) -> None:
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from procs.ending import answers
+from procs.ending import answers, behind_the_end
+
+from autopar.runtime.launch import run_local
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -20,6 +22,12 @@ def test_a_rank_that_goes_on_alone_hears_who_has_ended(in_order: bool) -> None:
     assert set(said) == {"eval", "method", "save", "checkpoint"}
     for what, text in said.items():
         assert "rank 1" in text and "has ended" in text, (what, text)
+
+
+def test_what_comes_behind_the_end_of_the_process_group_is_refused() -> None:
+    for said in run_local(behind_the_end, 2, timeout=120):
+        for what, text in said.items():
+            assert text.startswith("RunError: the process group in which this module was parallelized has been"), what
 
 
 def begun(pid: int) -> str:
