@@ -211,7 +211,8 @@ class AnswerConstants(TorchFunctionMode):
             kwargs = {**kwargs, "output_size": size}
         if func in self.SAME and len(args) == 2 and any(isinstance(a, FakeTensor) for a in args):
             return args[0].shape == args[1].shape and self._truth((args[0] == args[1]).all())
-        if func in self.OF_LISTS and len(args) == 1 and _has_numbers_of_data(args[0]):
+        as_it_is = func is torch.as_tensor and isinstance(args[0] if args else None, torch.Tensor)  # with its gradient
+        if func in self.OF_LISTS and len(args) == 1 and not as_it_is and _has_numbers_of_data(args[0]):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             wanted = kwargs.pop("requires_grad", False)
             return _stacked(args[0]).detach().to(**kwargs).requires_grad_(wanted)
