@@ -32,6 +32,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays; tests that look for garbage need not walk through it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 20)  # captures make millions of objects: else 8% of the time is walks through them
 
 
 @pytest.fixture(autouse=True)

@@ -41,6 +41,7 @@ def test_one_graph_on_two_ranks():
     on_two_ranks(["tensor"], "aot_eager")
 
 
+@pytest.mark.slow
 def test_inductors_graphs_on_two_ranks():
     """Five rows on two ranks: graphs differ, and their collectives come in one order. Where they do not, that is
     refused before they run."""

@@ -37,15 +37,20 @@ def test_experts_without_rows_have_no_gradient() -> None:
         assert all(worst < 1e-6 for worst in rank["loops"].values()), rank
 
 
-def test_balance_is_that_of_the_whole_batch() -> None:
-    cuts = {how: CUTS[how] for how in ("rows travel", "by rows", "by features")}
+@pytest.mark.parametrize(
+    "ways", [("rows travel",), pytest.param(("by rows", "by features"), marks=pytest.mark.slow)], ids="-".join
+)
+def test_balance_is_that_of_the_whole_batch(ways: tuple[str, ...]) -> None:
+    """In one process it is tried in all of them: ``tests/unit/test_balanced_experts.py``."""
+    cuts = {how: CUTS[how] for how in ways}
     for rank in run_local(several, 2, "experts", {"balanced": ("all_cuts", "balanced", cuts)}):
         assert all(worst < 1e-6 for worst in rank["balanced"].values()), rank
 
 
-def test_layers_as_people_write_them() -> None:
+@pytest.mark.parametrize("names", [WRITTEN[:2], pytest.param(WRITTEN[2:], marks=pytest.mark.slow)], ids="-".join)
+def test_layers_as_people_write_them(names: tuple[str, ...]) -> None:
     cuts = {"rows travel": {"constraints": {"*expert_block*": {"expert": "travel"}}}}
-    for rank in run_local(several, 2, "experts", {name: ("all_cuts", name, cuts) for name in WRITTEN}):
+    for rank in run_local(several, 2, "experts", {name: ("all_cuts", name, cuts) for name in names}):
         assert all(worst < 1e-9 for model in rank.values() for worst in model.values()), rank
 
 
@@ -70,9 +75,9 @@ def assert_computed_beside(results: dict[str, Any]) -> None:
             assert alone[begin + 1] == "wait", alone
 
 
-def test_shared_experts_are_computed_while_rows_travel() -> None:
-    calls = {name: ("beside", name) for name in ("SharedExpert", "SharedExpertFirst")}
-    for rank in run_local(several, 2, "experts", calls):
+@pytest.mark.parametrize("name", ["SharedExpert", pytest.param("SharedExpertFirst", marks=pytest.mark.slow)])
+def test_shared_experts_are_computed_while_rows_travel(name: str) -> None:
+    for rank in run_local(several, 2, "experts", {name: ("beside", name)}):
         assert_computed_beside(rank)
 
 

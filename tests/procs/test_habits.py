@@ -31,6 +31,10 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Cases that train as in eager mode."""
 SLOW = {
+    "load_state_dict, pipeline, assign", "load_state_dict, cut", "a run resumed, full, cut", "a run resumed, dcp, cut",
+    "a run resumed, state_dict, pipeline", "a run resumed, full, pipeline of blocks with a buffer",
+    "an optimizer made before, named, cut", "an optimizer made before, amsgrad, pipeline",
+} | {
     f"layers left out at random, {how}, {k} microbatches"
     for how, k in habits.LEFT_OUT if how not in ("tensor", "ZeRO-3 that recomputes", "pipeline")
 }  # fmt: skip

@@ -7,10 +7,12 @@ from procs.habits_of_loops import LOOPS, REFUSED_LOOPS, every_loop
 
 from autopar.runtime.launch import run_local
 
+LAYOUTS = [pytest.param(False, id="one"), pytest.param(True, id="all", marks=pytest.mark.slow)]
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, str]]:
-    return run_local(every_loop, 2, timeout=240)
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_local(every_loop, 2, request.param, timeout=240)
 
 
 @pytest.mark.parametrize("name", [*LOOPS, *REFUSED_LOOPS])

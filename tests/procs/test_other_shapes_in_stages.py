@@ -17,7 +17,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 SLOW_CALLS: dict[str, tuple[Any, ...]] = {
     "interleaved": ("epochs", "interleaved", False), "tied on more ranks": ("epochs", "1f1b", True),
-    "two axes": ("own_rows", "interleaved", "1x2"), "unequal": ("unequal_rows", "interleaved"),
+    "data": ("own_rows", "1f1b", "2"), "two axes": ("own_rows", "interleaved", "1x2"),
+    "unequal": ("unequal_rows", "interleaved"),
 }  # fmt: skip
 
 
@@ -55,14 +56,13 @@ def test_another_number_of_rows_on_one_rank_alone_is_no_hang() -> None:
 
 
 OWN_ROWS: dict[str, tuple[Any, ...]] = {
-    "data": ("own_rows", "1f1b", "2"), "refused": ("other_rows_at_a_place",), "unequal": ("unequal_rows", "1f1b"),
+    "refused": ("other_rows_at_a_place",), "unequal": ("unequal_rows", "1f1b"),
     "unequal at a place": ("unequal_rows_at_a_place",),
 }  # fmt: skip
 
 
 def test_ranks_with_rows_of_their_own() -> None:
     for rank in run_local(several, 4, "other_shapes_in_stages", OWN_ROWS):
-        assert rank["data"] < 1e-9
         differ, auto = rank["refused"]
         assert "input args[0] has other values on rank 3 than on rank 1" in differ and "pm.sampler(dataset)" in differ
         assert "a number of stages that is to be chosen" in auto
@@ -78,7 +78,7 @@ def test_four_ranks() -> None:
         for worst, captures in (rank["interleaved"], rank["tied on more ranks"]):
             assert worst < 1e-9
             assert captures == other_shapes_in_stages.CAPTURES
-        assert rank["two axes"] < 1e-9 and rank["unequal"] < 1e-9
+        assert max(rank["data"], rank["two axes"], rank["unequal"]) < 1e-9
 
 
 @pytest.mark.parametrize("rows", range(1, 30))

@@ -32,12 +32,12 @@ def test_the_numbers_of_one_device(found: list[dict[str, Any]], how: str) -> Non
 
 
 def test_on_two_axes() -> None:
-    on_two_axes((("trained", "tensor"), ("outside", "data"), ("uneven", "tensor")))
+    on_two_axes((("trained", "tensor"), ("uneven", "tensor")))
 
 
 @pytest.mark.slow
 def test_more_on_two_axes() -> None:
-    on_two_axes((("trained", "data"), ("outside", "tensor"), ("uneven", "data")))
+    on_two_axes((("trained", "data"), ("outside", "data"), ("outside", "tensor"), ("uneven", "data")))
 
 
 def on_two_axes(pairs: Iterable[tuple[str, str]]) -> None:

@@ -47,7 +47,7 @@ def test_two_ranks() -> None:
     zero = {"params": {"*": "S0"}, "constraints": CUT}
     check(2, [
         *(of(name, TWO) for name in ("mlp", "gpt2")),  # all of them, and more plans, in the sweeps
-        *(of(name, TWO, seed=s) for name, s in (("llama", 1), ("resnet", 3))),
+        *(of(name, TWO, seed=s) for name, s in (("resnet", 3),)),
         of("mlp", TWO, options={"constraints": CUT}),  # data parallel
         of("mlp", TWO, options=zero, microbatches=2, clip=0.1),  # ZeRO-1
         of("mlp", TWO, options=zero, lifetime="use", microbatches=4, clip=0.1),  # ZeRO-3
@@ -62,7 +62,6 @@ def test_two_ranks_that_recompute() -> None:
     check(2, [
         of("gpt2", TWO, options={**blocks, "params": {"*": "S0"}, "constraints": CUT}, lifetime="use", clip=0.1),
         of("gpt2", TWO, options={**blocks, "params": {"*": "S0"}}, lifetime="use", microbatches=2),
-        of("gpt2", TWO, options=blocks, seed=3),
         of("resnet", TWO, options={"recompute": ["*layer?"]}, seed=3, lifetime="use"),
     ])  # fmt: skip
 
@@ -78,7 +77,6 @@ def test_recomputing_gathers_again(frozen: str, seed: int) -> None:
 
 def test_four_ranks() -> None:
     check(4, [
-        of("mlp", FOUR, options={"constraints": CUT}, microbatches=2),
         of("mlp", GRID, options={"constraints": {"*:linear*": {"data": "b", "tensor": "n"}}}, clip=0.1),
         of("mlp", GRID, options={"params": {"*": "S0,S0"}, "constraints": {"*:linear*": {"data": "b", "tensor": "b"}}},
            lifetime="use", clip=0.1, foreach=True),
@@ -88,7 +86,10 @@ def test_four_ranks() -> None:
 
 @pytest.mark.slow
 def test_more_that_recompute() -> None:
-    check(2, [of("t5", TWO, options={"recompute": ["*.block.*"]}, seed=2, lifetime="use")])
+    check(2, [
+        of("gpt2", TWO, options={"recompute": ["*.h.*"]}, seed=3),
+        of("t5", TWO, options={"recompute": ["*.block.*"]}, seed=2, lifetime="use"),
+    ])  # fmt: skip
 
 
 @pytest.mark.slow

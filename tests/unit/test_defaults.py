@@ -72,6 +72,7 @@ def test_what_runs_again_is_chosen_as_freely_in_one_group_of_devices(captured: C
         assert staged.memory_bytes == alone.memory_bytes and staged.seconds == pytest.approx(alone.seconds)
 
 
+@pytest.mark.slow
 def test_a_plan_fits_at_the_fullest_moment_of_its_step() -> None:
     """With many words that is the loss's backward, where the sum of what stays would fit."""
     case = ZOO["gpt2"](vocabulary=50257)

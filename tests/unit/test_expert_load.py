@@ -51,7 +51,8 @@ def test_shares_and_the_way_to_the_busiest() -> None:
 
 @pytest.mark.parametrize("option", ["travel", "e"])
 @pytest.mark.parametrize(("name", "mesh", "axis"), [
-    ("mixtral", "expert=2", "expert"), ("mixtral", "data=2,expert=2", "data,expert"),
+    ("mixtral", "expert=2", "expert"),
+    pytest.param("mixtral", "data=2,expert=2", "data,expert", marks=pytest.mark.slow),
     pytest.param("mixtral", "data=2,expert=2", "expert", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_busiest_rank_is_priced(name: str, mesh: str, axis: str, option: str) -> None:

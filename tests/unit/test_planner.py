@@ -235,6 +235,7 @@ def tight() -> tuple[Graph, Options, StagePlan]:
     return graph, keeping, plan_graph(graph, cluster, mesh, keeping)
 
 
+@pytest.mark.slow
 def test_blocks_differ_where_one_choice_for_all_would_waste_memory() -> None:
     graph, keeping, mixed = tight()
     cluster, mesh, limit = load_cluster("dgx-h100"), Mesh.of(data=8), keeping.memory_limit_bytes

@@ -77,6 +77,7 @@ def pinned(words: str) -> float:
         return inf
 
 
+@pytest.mark.slow
 def test_no_layout_of_a_few_beats_the_search_and_what_is_left_out_is_slower() -> None:
     seconds, prices = search_and_prices(16, near=1.02)
     assert prices.best is not None and seconds <= 1.01 * prices.best[1]

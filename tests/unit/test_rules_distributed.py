@@ -88,7 +88,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target, sample", CASES)
 def test_lowering_is_typed(mesh: Any, target: str, sample: Sample, dtype: str) -> None:
     def cast(t: Any) -> Any:

@@ -83,6 +83,7 @@ def test_many_microbatches_are_carried_on_from_fewer(schedule: str) -> None:
     assert [s for s, _ in best([cut, random_cut(rng, schedule, 8)], 16, 1)] == [simulated(cut, 16)]
 
 
+@pytest.mark.slow
 def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
     graph, cluster, microbatches = llama(), load_cluster("dgx-h100-x4"), 32
     found = []

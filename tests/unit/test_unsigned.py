@@ -54,6 +54,7 @@ assert any("attention" in node.target for node in graph.nodes)
 """
 
 
+@pytest.mark.slow
 def test_varlen_attention_that_a_forward_is_the_first_to_import() -> None:
     done = subprocess.run([sys.executable, "-c", FIRST_TO_IMPORT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,10 @@ def test_family_is_captured_cut_and_equal_to_one_device(name: str) -> None:
     assert steps["planned"]["collectives"]
 
 
-@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize("name", [
+    name if name in ("gradient_penalty", "hamiltonian_net", "langevin_steps") else pytest.param(
+        name, marks=pytest.mark.slow) for name in DERIVATIVES
+])  # fmt: skip
 def test_gradients_inside_a_forward(name: str) -> None:
     """``torch.autograd.grad`` in a forward is operators of the graph, which are cut and differentiated once more."""
     steps = {result["step"]: result for result in trial(EVERY[name]())}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from procs.in_turn import marked
 from procs.pipelines import MODELS, ONE, SCHEDULES, THREE, Config, by_three, make_plan, microbatches_from, size
 from zoo import ZOO
 
@@ -72,7 +73,7 @@ def check(
     assert found.worst < 1e-9, (config, found)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "t5" else n for n in MODELS])
+@pytest.mark.parametrize("name", marked(MODELS, ("t5", "llama", "vit")))
 def test_two_unequal_groups(name: str) -> None:
     check(name, "2+1", "1f1b", 2, 0)
 

@@ -120,7 +120,7 @@ def test_sums_of_a_loss_over_classes_are_priced_as_they_travel() -> None:
         assert report.price.compute_seconds == pytest.approx(plan.price.compute_seconds)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_less_is_kept(name: str) -> None:
     """One device: what autograd keeps falls by what the price says, less the block that lives again."""
     captured, model, inputs = captured_of(name)
@@ -213,7 +213,7 @@ def test_a_memory_limit_that_only_recomputing_meets() -> None:
     assert check(tight, graph, CLUSTER).ok
 
 
-@pytest.mark.parametrize("name, share", [("gpt2", 0.6), ("llama", 0.45)])
+@pytest.mark.parametrize("name, share", [("gpt2", 0.6), pytest.param("llama", 0.45, marks=pytest.mark.slow)])
 def test_what_the_planner_lets_run_again_gives_the_same_numbers(name: str, share: float) -> None:
     """On one mesh, where memory binds. Llama's limit is one that choosing operators one by one does not meet."""
     case = ZOO[name](layers=4, rows=32)
@@ -234,8 +234,9 @@ def test_what_the_planner_lets_run_again_gives_the_same_numbers(name: str, share
     assert V.compare("again", V.train(captured, plan, *state), reference).worst < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule, searched", [("1f1b", False), *(pytest.param(s, True, marks=pytest.mark.slow) for s in ("1f1b", "zb-v"))]
+    "schedule, searched", [("1f1b", False), ("1f1b", True), ("zb-v", True)]
 )
 def test_the_planner_lets_operators_of_stages_run_again_where_memory_is_short(schedule: str, searched: bool) -> None:
     """With the stages given; they and their meshes, which are most of the search, are chosen in the sweep."""

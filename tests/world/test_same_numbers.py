@@ -13,6 +13,7 @@ import functools
 import pytest
 import torch
 from eager import train_eager
+from procs.in_turn import marked
 from zoo import ZOO, Case
 
 from autopar import verify as V
@@ -34,6 +35,8 @@ MESHES = {
     "2x4": Mesh.of(data=2, tensor=4),
 }
 MODELS = sorted(ZOO)
+SIMILAR = ("unet_upsample", "bert_masked", "whisper", "mistral", "opt", "vit", "llama")
+"""To others, which are tried every time."""
 
 
 @functools.cache
@@ -79,7 +82,7 @@ def _optimal(captured: Captured, cluster: Cluster, mesh: Mesh, memory: bool) -> 
         return [("optimal", free)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", marked(MODELS, SIMILAR))
 def test_every_operator_has_a_rule(name: str) -> None:
     graph = _captured(name)[0].graph
     sources = {
@@ -89,23 +92,17 @@ def test_every_operator_has_a_rule(name: str) -> None:
     assert not {target: source for target, source in sources.items() if source != "written"}
 
 
-SIMILAR = ("unet_upsample", "bert_masked", "whisper", "mistral", "opt")  # to others, which are tried every time
-TWICE = ("gpt2", "unet")
-"""Models that are tried under two random plans every time; the others under one, and all under twenty in the sweep."""
-
 LONG = ("unet", "t5")
 """HiGHS takes 11 and 4 s for their optimal plans, which the sweep tries."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SIMILAR else n for n in MODELS]
-)
+@pytest.mark.parametrize("name", marked(MODELS, SIMILAR))
 def test_on_2x2(name: str) -> None:
-    _check(name, "2x2", range(2 if name in TWICE else 1), optimal=name not in LONG)
+    _check(name, "2x2", range(1), optimal=name not in LONG)
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "t5"))]
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet", "llama", "t5"))]
 )
 def test_on_8_ranks(name: str) -> None:
     _check(name, "2x2x2", range(1), optimal=False)
@@ -118,7 +115,7 @@ def test_sweep(name: str, mesh: str) -> None:
     _check(name, mesh, range(20), optimal=True, memory=mesh == "2x2")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", marked(MODELS, SIMILAR))
 def test_one_device_is_eager(name: str) -> None:
     captured, case = _captured(name)
     weights, buffers = V.state_of(captured, case.model)
@@ -165,6 +162,7 @@ def test_dropout_of_attention_that_is_cut_along_the_sequence() -> None:
         assert found.worst < 1e-9, found
 
 
+@pytest.mark.slow
 def test_plans_of_the_planner_that_gather_again() -> None:
     """Of the plans among which a stage chooses by their memory, those whose copies are gathered again in the backward
     train as one device does."""
