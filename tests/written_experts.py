@@ -154,6 +154,62 @@ class PartsOfStacked(Layer):
         return torch.zeros_like(x).scatter_add(0, index, out)
 
 
+class RunningSlices(Layer):
+    """Rows in the order of their experts, sliced by running counts of numpy (as in the code that came with
+    DeepSeek-V3)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        marks = picked.new_zeros((picked.shape[0], EXPERTS))
+        marks.scatter_(1, picked, 1)
+        counts = marks.sum(dim=0).cpu().numpy()
+        order = picked.view(-1).argsort()
+        rows = x[order // picked.shape[1]]
+        parts, start = [], 0
+        for e, n in enumerate(counts):
+            end = start + n
+            if n == 0:
+                continue
+            parts.append(self.experts[e](rows[start:end]))
+            start = end
+        done = torch.cat(parts, dim=0) if len(parts) else rows.new_empty(0)
+        back = torch.empty_like(done)
+        back[order] = done
+        return (back.view(*picked.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class WrittenSlices(Layer):
+    """The same, of numbers that are read one by one, written to slices of another tensor."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        order = picked.view(-1).argsort()
+        rows = x[order // OF_EACH]
+        done, start = torch.zeros_like(rows), 0
+        for e, count in enumerate(picked.view(-1).bincount(minlength=EXPERTS)):
+            n = count.item()
+            done[start : start + n] = self.experts[e](rows[start : start + n])
+            start += n
+        back = torch.empty_like(done)
+        back[order] = done
+        return (back.view(-1, OF_EACH, HIDDEN) * weights.unsqueeze(-1)).sum(1)
+
+
+class HitExperts(Layer):
+    """A loop over those experts that have rows (as in Qwen3-MoE)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        mask = F.one_hot(picked, num_classes=EXPERTS).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for e in hit:
+            expert = self.experts[e]
+            which, rows = torch.where(mask[e].squeeze(0))
+            out.index_add_(0, rows, expert(x[None, rows].reshape(-1, HIDDEN)) * weights[rows, which, None])
+        return out
+
+
 class Grouped(Layer):
     """Products by the ends of groups (``F.grouped_mm``, of which torch has no float64)."""
 
@@ -211,7 +267,7 @@ class SharedExpertFirst(SharedExpert):
 
 LAYERS: dict[str, Callable[[], Layer]] = {
     cls.__name__: cls for cls in (
-        Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked, Grouped,
-        GatheredMatrices, GatheredForOne, SharedExpert, SharedExpertFirst,
+        Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked,
+        RunningSlices, HitExperts, Grouped, GatheredMatrices, GatheredForOne, SharedExpert, SharedExpertFirst,
     )
 }  # fmt: skip

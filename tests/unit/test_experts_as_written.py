@@ -3,13 +3,15 @@ mode where its rows travel to their experts, some of which have none."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from written_experts import EXPERTS, HIDDEN, LAYERS, ROWS, Counts, Layer, Norms
+from written_experts import EXPERTS, HIDDEN, LAYERS, ROWS, Counts, Layer, Norms, WrittenSlices
 
 import autopar
-from autopar.errors import InfeasibleError, PlanError, RunError
+from autopar.errors import CaptureError, InfeasibleError, PlanError, RunError
 from autopar.rules.expert_block import BLOCK
 from autopar.verify import verify
 from hardware_profiles import load_cluster
@@ -25,12 +27,59 @@ def test_is_one_operator(name: str, way: str) -> None:
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=dtype) for _ in range(2))
     captured = autopar.capture(model, (x, y))
     assert sum(node.target == BLOCK for node in captured.graph.nodes) == 1
-    assert not [node for node in captured.graph.nodes if "sort" in node.target], "rows stay in their own order"
+    assert not [node for node in captured.graph.nodes if "sort." in node.target], "rows stay in their own order"
     cluster = load_cluster("local-x4" if way == "travel" else "local-x2")
     pins = {"*expert_block*": {"expert": way}}
     plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh=WAYS[way], constraints=pins)
     for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
         assert row.worst < (1e-9 if dtype == torch.float64 else 1e-5), row
+
+
+@pytest.mark.parametrize("name", ["RunningSlices", "HitExperts"])
+def test_experts_without_rows_have_no_gradient(name: str) -> None:
+    """A loop that passes over them leaves None, as in eager mode, whichever they are."""
+    model = LAYERS[name]().double()
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    pm = autopar.parallelize(copy.deepcopy(model), 1, (x, y))
+    for inputs in (x, 3 * x.flip(0)):
+        for trained in (model, pm):
+            trained.zero_grad()
+            trained(inputs, y).backward()
+        theirs = dict(pm.named_parameters())
+        for parameter, p in model.named_parameters():
+            other = theirs[parameter].grad
+            assert (p.grad is None) == (other is None), parameter
+            assert p.grad is None or torch.allclose(p.grad, other, rtol=1e-9, atol=1e-12), parameter
+        assert model.experts[0][1].weight.grad is None  # the router never picks it
+
+
+def test_slices_are_written_by_running_counts() -> None:
+    model, cluster = WrittenSlices().double(), load_cluster("local-x2")
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    captured = autopar.capture(model, (x, y))
+    pins = {"*expert_block*": {"expert": "e"}}
+    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh="expert=2", constraints=pins)
+    for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
+        assert row.worst < 1e-9, row
+
+
+class MoreInATurn(Layer):
+    """A loop over the experts that were hit, which counts them, too."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out, hits = torch.zeros_like(x), 0
+        for e in F.one_hot(picked, EXPERTS).sum((0, 1)).nonzero():
+            rows, which = torch.where(picked == e)
+            out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, which, None])
+            hits += 1
+        return out / hits
+
+
+def test_a_loop_over_hit_experts_that_does_more_is_refused() -> None:
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    with pytest.raises(CaptureError, match=r"test_experts_as_written.py:\d+"):
+        autopar.capture(MoreInATurn().double(), (x, y))
 
 
 class OtherCounts(Layer):

@@ -4,6 +4,9 @@ Whether such a mask selects any rows does not matter: no rows count as nothing. 
 does something else too, which a program must not do where there are no rows. Whether a branch does is read from its
 source: all that it assigns is used in it alone, and all that it writes to are the mask's rows of a tensor. What cannot
 be read so, or does more, is a branch like any other, whose way is checked at every call.
+
+Rows may stand between running counts, too: ``end = start + n; if n == 0: continue; parts.append(f(x[start:end]));
+start = end``. No rows leave ``start`` as it was, and add nothing to parts that are joined.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from typing import Any
 ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "masked_scatter", "index_fill", "masked_fill"}
 """Methods that change rows of a tensor; in place with a ``_`` behind."""
 FIND_ROWS = {"where", "nonzero"}
+PLACES = {"nonzero", "argwhere"}
 SHAPED = {"view", "reshape", "flatten"}
+JOINS = {"cat", "concat", "concatenate", "vstack"}
 NO_TENSORS = {"torch", "len", "bool", "int", "self"}
 Statements = Sequence[ast.stmt]
 
@@ -30,6 +35,26 @@ def only_rows(frame: Any) -> bool:
     """
     file = frame.f_code.co_filename
     return _only_rows("".join(linecache.getlines(file)), frame.f_code.co_firstlineno, frame.f_lineno)
+
+
+def loop_of_rows(frame: Any) -> bool:
+    """Whether each turn of the loop that a frame of the user's begins right now only works on rows that it finds."""
+    file = frame.f_code.co_filename
+    function = _function_at("".join(linecache.getlines(file)), frame.f_code.co_firstlineno)
+    if function is None:
+        return False
+    for loop in _of_type(function, ast.For):
+        if not loop.iter.lineno <= frame.f_lineno <= (loop.iter.end_lineno or 0) or loop.orelse:
+            continue
+        places = loop.iter
+        found_here = isinstance(places, ast.Call) and _name_of(places.func) in PLACES
+        if not (found_here or isinstance(places, ast.Name)) or not isinstance(loop.target, ast.Name):
+            return False
+        inside = {id(n) for statement in loop.body for n in ast.walk(statement)}
+        name = loop.target.id
+        used = [n for n in _of_type(function, ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
+        return all(id(n) in inside for n in used) and _Branch(function, loop.body, set()).only_rows()
+    return False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -53,7 +78,11 @@ def answer_with_rows(frame: Any) -> bool:
     test = question[0] if question is not None else None
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.comparators[0], ast.Constant):
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return True
+    if isinstance(test.ops[0], ast.Eq) and isinstance(test.comparators[0], ast.Name):  # start == end
+        return False
+    if not isinstance(test.comparators[0], ast.Constant):
         return True
     number = test.comparators[0].value
     return not ((isinstance(test.ops[0], ast.Eq | ast.LtE) and number == 0)
@@ -124,7 +153,7 @@ class _Branch:
     """
 
     def __init__(self, function: ast.FunctionDef, branch: Statements, asked: set[str]) -> None:
-        self.function, self.branch = function, branch
+        self.function, self.branch, self.asked = function, branch, asked
         self.of_rows = set(asked)
         for node in _of_type(function, ast.Assign):  # the rows of the mask, and the mask of the rows
             if any(call.attr in FIND_ROWS for call in _of_type(node.value, ast.Attribute)):
@@ -134,6 +163,9 @@ class _Branch:
             target, shaped = node.targets[0], _shaped(node.value)
             if shaped and isinstance(target, ast.Name) and {target.id, shaped} & asked:
                 self.of_rows |= {target.id, shaped}
+        self.ends = {node.targets[0].id: start for node in _of_type(function, ast.Assign)
+                     if isinstance(node.targets[0], ast.Name) and (start := self._starts(node.value))}  # fmt: skip
+        """Names of the ends of the rows, and of where they start."""
         self.assigned: set[str] = set()
 
     def only_rows(self) -> bool:
@@ -143,11 +175,13 @@ class _Branch:
         if isinstance(node, ast.Pass):
             return True
         if isinstance(node, ast.Expr):
-            return self._adds_rows(node.value, "_")
+            return self._adds_rows(node.value, "_") or self._appends_rows(node.value)
         if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) or node.value is None:
             return False
         if not self._changes_nothing_else(node.value):
             return False
+        if self._moves_on(node):
+            return True
         finds = any(call.attr in FIND_ROWS for call in _of_type(node.value, ast.Attribute))
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for target in targets:
@@ -164,6 +198,39 @@ class _Branch:
                     if finds or self._names_rows(node.value):
                         self.of_rows.add(part.id)
         return True
+
+    def _starts(self, value: ast.expr) -> str:
+        """The name of ``start`` in ``start + n``, of the number that is asked for; empty for any other expression."""
+        if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
+            return ""
+        names = [x.id for x in (value.left, value.right) if isinstance(x, ast.Name)]
+        return next((a for a, b in (names, names[::-1]) if b in self.asked), "") if len(names) == 2 else ""
+
+    def _moves_on(self, node: ast.stmt) -> bool:
+        """Whether a statement is ``start = end`` or ``start += n``, which change nothing where there are no rows."""
+        if isinstance(node, ast.AugAssign):
+            value, target = node.value, node.target
+            return isinstance(node.op, ast.Add) and isinstance(target, ast.Name) and (
+                isinstance(value, ast.Name) and value.id in self.asked
+            )  # fmt: skip
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.targets[0], ast.Name):
+            return False
+        start = self.ends.get(node.value.id) if isinstance(node.value, ast.Name) else self._starts(node.value)
+        return start == node.targets[0].id
+
+    def _appends_rows(self, value: ast.expr) -> bool:
+        """Whether an expression is ``parts.append(rows)``, of a list that the function only joins."""
+        if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr != "append":
+            return False
+        name, inside = _receiver(value), value.args
+        if not name or len(inside) != 1 or not self._names_rows(inside[0]) or not self._changes_nothing_else(inside[0]):
+            return False
+        calls = [call for call in _of_type(self.function, ast.Call) if _name_of(call.func) in JOINS]
+        joined = {id(arg) for call in calls for arg in call.args} | _asked_for_any(self.function)
+        appended = {id(call.func.value) for call in _of_type(self.function, ast.Call)
+                    if isinstance(call.func, ast.Attribute) and call.func.attr == "append"}  # fmt: skip
+        reads = [n for n in _of_type(self.function, ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
+        return all(id(n) in joined or id(n) in appended for n in reads)
 
     def _adds_rows(self, value: ast.expr, ending: str) -> bool:
         """Whether an expression is a call that changes the mask's rows of a tensor."""
@@ -185,7 +252,7 @@ class _Branch:
         return True
 
     def _names_rows(self, node: ast.AST) -> bool:
-        return any(n.id in self.of_rows for n in _of_type(node, ast.Name))
+        return any(n.id in self.of_rows or n.id in self.ends for n in _of_type(node, ast.Name))
 
     def _read_elsewhere(self) -> bool:
         """Whether something outside of the branch reads a name that it assigns."""
@@ -202,6 +269,25 @@ def _shaped(value: ast.expr) -> str:
     return _receiver(value) if isinstance(func, ast.Attribute) and func.attr in SHAPED else ""
 
 
+def _asked_for_any(function: ast.FunctionDef) -> set[int]:
+    """Where a function asks of a list whether it has any elements, by the identity of its name there: ``if len(x)``,
+    ``if len(x) > 0``."""
+    found: set[int] = set()
+    for branch in _of_type(function, ast.If | ast.IfExp):
+        test = branch.test.operand if isinstance(branch.test, ast.UnaryOp) else branch.test
+        if isinstance(test, ast.Compare):
+            with_zero = all(isinstance(n, ast.Constant) and n.value == 0 for n in test.comparators)
+            test = test.left if with_zero else test
+        if isinstance(test, ast.Call) and _name_of(test.func) == "len":
+            found |= {id(arg) for arg in test.args}
+    return found
+
+
+def _name_of(function: ast.expr) -> str:
+    """That under which a function is called, without the module that it is taken from."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
 def _receiver(value: ast.expr) -> str:
     """The name of what a method is called of; empty if it has none."""
     func = value.func if isinstance(value, ast.Call) else None
@@ -212,4 +298,4 @@ def _of_type(node: ast.AST, kind: Any) -> Iterator[Any]:
     return (n for n in ast.walk(node) if isinstance(n, kind))
 
 
-__all__ = ["answer_with_rows", "only_rows"]
+__all__ = ["answer_with_rows", "loop_of_rows", "only_rows"]

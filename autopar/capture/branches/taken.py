@@ -365,6 +365,20 @@ class _Hearing(TorchFunctionMode):
         self.answers.setdefault(place, []).append(answer)
         return answer
 
+    def _array(self, tensor: torch.Tensor) -> Any:
+        """``tensor.numpy()``, with numbers whose comparisons are heard, except where branches only work on rows."""
+        import numpy
+
+        def heard(answer: torch.Tensor) -> bool:
+            with DisableTorchFunction():
+                return bool(answer.item()) if asked_for_rows_only() else self.heard(answer)
+
+        with DisableTorchFunction():
+            numbers = [_Known(number, heard) for number in tensor.unbind()]
+        array = numpy.empty(len(numbers), dtype=object)
+        array[:] = numbers
+        return array
+
     def always_listed(self) -> dict[str, list[bool]]:
         """Places at which the same integers were read each time."""
         return {site: [True] for site, lists in self.listed.items() if all(each == lists[0] for each in lists)}
@@ -381,6 +395,8 @@ class _Hearing(TorchFunctionMode):
                 answer = args[0].tolist()
             self.listed.setdefault(site_of(), []).append(answer)
             return answer
+        if func is torch.Tensor.numpy and args[0].ndim == 1 and can_be_listed(args[0]):
+            return self._array(args[0])
         if func in REPEATED and (times := times_of(args, kwargs or {})) is not None:
             with DisableTorchFunction():
                 self.listed.setdefault(site_of(), []).append([int(times.sum())])

@@ -12,7 +12,8 @@ from autopar.capture.graph.exported import name_of
 from autopar.capture.graph.same_masks import SHAPED, behind
 
 aten = torch.ops.aten
-CASTS = (*SHAPED, "aten.to.dtype", "aten.detach.default", "aten._to_copy.default")
+CASTS = (*SHAPED, "aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.detach.default",
+         "aten._to_copy.default")  # fmt: skip
 ZEROS, ONES = ("aten.zeros", "aten.new_zeros"), ("aten.ones", "aten.new_ones")
 
 
@@ -36,12 +37,49 @@ def counted_numbers(counts: Any) -> Any:
         filled = name_of(zeros.target).startswith(ZEROS) and name_of(ones.target).startswith(ONES)  # type: ignore
         return behind(index, CASTS) if filled else None
     if counts.target is aten.sum.dim_IntList:
-        hot, dims = behind(counts.args[0], CASTS), counts.args[1]
-        if isinstance(hot, Node) and hot.target is aten.one_hot.default:
-            last = hot.meta["val"].dim() - 1
-            summed = {int(d) % (last + 1) for d in dims}  # type: ignore[arg-type, union-attr]
-            return behind(hot.args[0], CASTS) if summed == set(range(last)) else None
+        if (marked := _marked(counts)) is not None:
+            return marked
+        hot, order = hot_by_dim(counts.args[0])
+        summed = {order[int(d)] for d in counts.args[1]}  # type: ignore[union-attr, arg-type]
+        return behind(hot.args[0], CASTS) if hot is not None and summed == set(range(len(order) - 1)) else None
     return None
+
+
+def hot_by_dim(value: Any) -> tuple[Any, list[int]]:
+    """The ``one_hot`` that a tensor is, in any order of dims, and which of its dims each dim is; else None."""
+    hot = behind(value, CASTS)
+    order = list(range(value.meta["val"].dim()))
+    if isinstance(hot, Node) and hot.target is aten.permute.default:
+        order = [int(d) % len(order) for d in hot.args[1]]  # type: ignore[union-attr, arg-type]
+        hot = behind(hot.args[0], CASTS)
+    same = isinstance(hot, Node) and hot.target is aten.one_hot.default and hot.meta["val"].dim() == len(order)
+    return (hot if same else None), order
+
+
+def _marked(total: Node) -> Any:
+    """Of ``zeros.scatter_(1, picked, 1).sum(0)``, the numbers that a top-k picked for each row; None of any other."""
+    marks = behind(total.args[0], CASTS)
+    if not isinstance(marks, Node) or total.args[1] not in ([0], (0,), [-2], (-2,)):
+        return None
+    if name_of(marks.target).startswith(ZEROS):  # written in place, once, before it was summed
+        others = [user for user in marks.users if user is not total]
+        if len(others) != 1 or others[0].target is not aten.scatter_.value or others[0].users or others[0] > total:
+            return None
+        marks = others[0]
+    if marks.target not in (aten.scatter_.value, aten.scatter.value) or len(marks.args) != 4 or marks.kwargs:
+        return None
+    zeros, dim, index, value = marks.args
+    if not name_of(zeros.target).startswith(ZEROS) or zeros.meta["val"].dim() != 2 or dim not in (1, -1):  # type: ignore
+        return None
+    picked: Any = behind(index, CASTS)
+    of_topk = picked.target is operator.getitem and picked.args[0].target is aten.topk.default and picked.args[1] == 1
+    return picked if of_topk and value == 1 and _along_last(picked.args[0]) else None
+
+
+def _along_last(topk: Any) -> bool:
+    """Whether a top-k of a matrix is one of each row, which picks no number twice."""
+    along = topk.args[2] if len(topk.args) > 2 else topk.kwargs.get("dim", -1)
+    return topk.args[0].meta["val"].dim() == 2 and along in (1, -1)
 
 
 def element_of(number: Any) -> tuple[Node, int] | None:
@@ -59,4 +97,4 @@ def element_of(number: Any) -> tuple[Node, int] | None:
     return whole, element.args[-1]
 
 
-__all__ = ["CASTS", "counted_numbers", "element_of"]
+__all__ = ["CASTS", "counted_numbers", "element_of", "hot_by_dim"]

@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from autopar.capture.branches.taken import OF_ROWS, TAKEN
 from autopar.capture.graph.alike_turns import as_one, routing
 from autopar.capture.graph.conditional_writes import write_where_there_are_rows
-from autopar.capture.graph.counted import CASTS, counted_numbers, element_of
+from autopar.capture.graph.counted import CASTS, counted_numbers, element_of, hot_by_dim
 from autopar.capture.graph.entered import note_parts
 from autopar.capture.graph.exported import flat, is_symbolic, name_of
 from autopar.capture.graph.regions_inlined import regions_of_rows_inlined
@@ -43,7 +43,9 @@ ASSERTS = ("aten._assert_scalar", "aten._assert_tensor_metadata", "aten.sym_cons
 OF_ANY = ("aten.reshape.default", "aten.view.default", "aten.any.default", "aten.sum.default", "aten.gt.Scalar",
           "aten.ne.Scalar", "aten.eq.Scalar", "aten.detach.default", "aten.to.dtype")  # fmt: skip
 """What makes of a mask whether it selects any rows."""
-COMPARED = (aten.eq.Scalar, aten.ne.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.le.Scalar)
+COMPARED = {aten.eq.Scalar: 0, aten.ne.Scalar: 0, aten.gt.Scalar: 0, aten.le.Scalar: 0, aten.ge.Scalar: 1,
+            aten.lt.Scalar: 1}  # fmt: skip
+"""How a number of rows is compared, and with what, where that says whether there are any."""
 SIZES = {operator.ge, operator.le, operator.gt, operator.lt, operator.eq, operator.ne}
 
 
@@ -79,6 +81,29 @@ def _selects(node: Node) -> bool:
     if name in ("aten.where.default", "aten.nonzero.default", "aten.nonzero_numpy.default"):
         return not is_symbolic(tuple(node.args[0].meta["val"].shape))  # type: ignore[union-attr]
     return name == "aten.index.Tensor" and any(is_mask(i) for i in node.args[1])  # type: ignore[union-attr]
+
+
+def _compared_by(mask: Node) -> Any:
+    """The numbers of which a mask says where one of them is: ``picked == e``, or an element of their ``one_hot``."""
+    if mask.target is aten.eq.Scalar:
+        return behind(mask.args[0], CASTS)
+    hot, _ = hot_by_dim(mask.args[0].args[0])  # type: ignore[union-attr]
+    return None if hot is None else behind(hot.args[0], CASTS)
+
+
+def _are_counts_of(counts: Any, numbers: Any) -> bool:
+    """Whether counts say how often each of these numbers occurs: they were counted, or are the groups of places by the
+    counts' running sums."""
+    if not isinstance(numbers, Node):
+        return False
+    if counted_numbers(counts) is numbers:
+        return True
+    if numbers.target is not aten.searchsorted.Tensor or not numbers.kwargs.get("right"):
+        return False
+    total, places = behind(numbers.args[0], CASTS), numbers.args[1]
+    if total.target is not aten.cumsum.default or not name_of(places.target).startswith("aten.arange"):  # type: ignore
+        return False
+    return behind(total.args[0], CASTS) is behind(counts, CASTS)
 
 
 class _Masked(RowsPutBack):
@@ -157,10 +182,16 @@ class _Masked(RowsPutBack):
         mask selects, it is checked at every call that they agree."""
         compared: Any = behind(question.args[0], CASTS)
         self.gone.append(question)
-        number = element_of(compared.args[0]) if compared.target in COMPARED else None
+        if compared.target not in COMPARED:
+            number = element_of(compared)
+        else:
+            number = element_of(compared.args[0]) if compared.args[1] == COMPARED[compared.target] else None
         of_mask = routing(mask)
-        if number is not None and of_mask is not None and number[1] == of_mask[1] and mask.target is aten.eq.Scalar:
-            if counted_numbers(number[0]) is behind(mask.args[0], CASTS):
+        if number is not None and of_mask is not None and number[1] == of_mask[1]:
+            counts = number[0]
+            if compared.target not in COMPARED and counts.target is aten.gt.Scalar and counts.args[1] == 0:
+                counts = counts.args[0]  # type: ignore[assignment]
+            if _are_counts_of(counts, _compared_by(mask)):
                 return
         self.node, agree = question, aten.eq.Tensor if question.args[2] else aten.ne.Tensor
         with self.graph.inserting_before(mask.next):

@@ -6,7 +6,7 @@ order (:mod:`autopar.capture.graph.sorted_rows`), and of counts there are ``minl
 
 ``parts = rows.split(counts.tolist())`` has sizes that depend on data; here a part is what a mask selects, that of the
 rows' places in the group (:mod:`autopar.capture.graph.selected_rows`), and where all parts are put together again, in
-order, each is put in its places.
+order, each is put in its places. So is ``rows[start:end]`` by running counts (:mod:`.running_counts`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.asking import site_of
 from autopar.capture.branches.taken import Read
-from autopar.capture.graph.counted import CASTS, counted_numbers, element_of
-from autopar.capture.graph.same_masks import behind
-from autopar.capture.trace.constants import node_of
+from autopar.capture.graph.counted import counted_numbers, element_of
+from autopar.capture.trace.constants import depends_on_data, node_of
+from autopar.capture.trace.hit_experts import HitExperts
+from autopar.capture.trace.running_counts import RunningCounts, as_numbers, summed
 from autopar.torch_private import grouped_product
 
 GROUPED = (torch.nn.functional.grouped_mm, grouped_product)
@@ -40,9 +41,13 @@ class GroupedRows(TorchFunctionMode):
         super().__init__()
         self.parts: dict[str, tuple[torch.Tensor, int, int]] = {}
         """By torch's name of the number of rows of a part: the group of each place, which group it is, of how many."""
+        self.running, self.hit = RunningCounts(), HitExperts()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer: Any = None
+        self.running.note(func, args)
+        answer: Any = self.hit.called(func, args, kwargs)
+        if answer is not None:
+            return answer
         if func in GROUPED:
             answer = _product(*args, **(kwargs or {}))
         elif func in COUNTED:
@@ -53,6 +58,12 @@ class GroupedRows(TorchFunctionMode):
             answer = self._joined(*args, **(kwargs or {}))
         elif func is torch.Tensor.__getitem__ and isinstance(args[1], slice):
             answer = _all_of(args[0], args[1])
+            answer = self._between(args[0], args[1]) if answer is None else answer
+        elif func is torch.Tensor.__setitem__ and isinstance(args[1], slice):
+            mask = self._mask_between(args[0], args[1])
+            return func(*args) if mask is None else func(args[0], mask, args[2])
+        elif func is torch.Tensor.numpy and depends_on_data(args[0]):
+            answer = as_numbers(args[0])
         return func(*args, **(kwargs or {})) if answer is None else answer
 
     def _split(self, tensor: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, **options: Any) -> Any:
@@ -70,6 +81,24 @@ class GroupedRows(TorchFunctionMode):
         for k, part in enumerate(parts):
             self.parts[str(part.shape[0])] = groups, k, len(sizes)
         return tuple(parts)
+
+    def _between(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
+        """``tensor[start:stop]`` by running counts; None of any other slice."""
+        mask = self._mask_between(tensor, rows)
+        if mask is None:
+            return None
+        part = tensor[mask]
+        found = self.running.group_of(rows.start, rows.stop, len(tensor))
+        assert found is not None
+        self.parts[str(part.shape[0])] = found
+        return part
+
+    def _mask_between(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
+        """Which rows stand between two running counts."""
+        if rows.step is not None or not any(isinstance(n, (Read, torch.Tensor)) for n in (rows.start, rows.stop)):
+            return None
+        found = self.running.group_of(rows.start, rows.stop, tensor.shape[0])
+        return None if found is None else found[0] == found[1]
 
     def _joined(self, tensors: Any, dim: int = 0, **options: Any) -> Any:
         """As ``torch.cat``, of all parts of a split in order; else None."""
@@ -103,16 +132,7 @@ def _all_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
 
 def _is_total(number: torch.Tensor) -> bool:
     """Whether a number is the sum of all elements of a list, ``sum(counts.tolist())``."""
-    todo, elements = [node_of(number)], []
-    while todo:
-        node = behind(todo.pop(), CASTS)
-        if not isinstance(node, torch.fx.Node):
-            continue
-        if node.target is torch.ops.aten.add.Tensor:
-            todo += node.args[:2]  # type: ignore[arg-type]
-        else:
-            elements.append(element_of(node))
-    return _are_counts(sorted((e for e in elements if e is not None), key=lambda e: e[1])) and None not in elements
+    return _are_counts(summed(number) or ())
 
 
 def _are_counts(elements: Sequence[Any]) -> bool:
