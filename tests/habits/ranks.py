@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.capture import capture
 from autopar.errors import AutoparError
+from autopar.plan import Plan
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
@@ -32,7 +33,7 @@ def train(name: str, seed: int) -> list[Step]:
     outside, (x, y) = loss_fn(kind), batch(kind, 0)
     args, given = ((x,), {"loss_fn": outside, "targets": (y,)}) if outside else ((x, y), {})
     graph = capture(made(kind), args, **given).graph  # type: ignore[arg-type]
-    plan = random_plan(graph, rules_of(graph), pricer(abstract_cluster({"data": 2}), TWO), seed)
+    plan = Plan.alone(random_plan(graph, rules_of(graph), pricer(abstract_cluster({"data": 2}), TWO), seed))
     pm = autopar.parallelize(made(kind), dist.get_world_size(), args, plan=plan, **given)  # type: ignore[arg-type]
     steps = []
     for i in range(BATCHES):

@@ -6,6 +6,7 @@ import pytest
 from habits import HABITS
 from habits.ranks import outcomes
 from habits.today import TODAY
+from procs.in_turn import LONG
 
 from autopar.runtime.launch import run_local
 
@@ -16,7 +17,7 @@ NAMES = [name for name in HABITS if name not in TODAY]
 @pytest.mark.parametrize("part", range(4))
 def test_two_processes(part: int) -> None:
     names = NAMES[part::4]
-    ranks = run_local(outcomes, 2, names, part, timeout=600)
+    ranks = run_local(outcomes, 2, names, part, timeout=LONG)
     problems = [
         f"{name}, rank {rank}: {found}"
         for rank, said in enumerate(ranks)
