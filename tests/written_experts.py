@@ -210,6 +210,22 @@ class HitExperts(Layer):
         return out
 
 
+class HitNumbers(Layer):
+    """The same of numbers without a dim, found without a gradient (as in later versions of Qwen3-MoE)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        with torch.no_grad():
+            mask = F.one_hot(picked, num_classes=EXPERTS).permute(2, 1, 0)
+            hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for e in hit:
+            e = e[0]
+            which, rows = torch.where(mask[e])
+            out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, which, None])
+        return out
+
+
 class Grouped(Layer):
     """Products by the ends of groups (``F.grouped_mm``, of which torch has no float64)."""
 
@@ -268,6 +284,7 @@ class SharedExpertFirst(SharedExpert):
 LAYERS: dict[str, Callable[[], Layer]] = {
     cls.__name__: cls for cls in (
         Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked,
-        RunningSlices, HitExperts, Grouped, GatheredMatrices, GatheredForOne, SharedExpert, SharedExpertFirst,
+        RunningSlices, HitExperts, HitNumbers, Grouped, GatheredMatrices, GatheredForOne, SharedExpert,
+        SharedExpertFirst,
     )
 }  # fmt: skip

@@ -35,7 +35,7 @@ def test_is_one_operator(name: str, way: str) -> None:
         assert row.worst < (1e-9 if dtype == torch.float64 else 1e-5), row
 
 
-@pytest.mark.parametrize("name", ["RunningSlices", "HitExperts"])
+@pytest.mark.parametrize("name", ["RunningSlices", "HitExperts", "HitNumbers"])
 def test_experts_without_rows_have_no_gradient(name: str) -> None:
     """A loop that passes over them leaves None, as in eager mode, whichever they are."""
     model = LAYERS[name]().double()

@@ -53,9 +53,10 @@ class HitExperts:
     def _turns(self, mask: torch.Tensor) -> Iterator[torch.Tensor]:
         self._looped = True
         site = site_of() + OF_ROWS
-        for k in range(len(mask)):
+        places = [torch.tensor([k], device=mask.device) for k in range(len(mask))]  # before all questions
+        for k, place in enumerate(places):
             torch.ops.autopar.taken(mask[k] if mask.dtype == torch.bool else mask[k] != 0, site, True)
-            yield torch.tensor([k], device=mask.device)
+            yield place
 
     def _by_number(self, func: Any, args: Any) -> Any:
         if func in SQUEEZED:
