@@ -16,7 +16,7 @@ from autopar.capture import Captured
 from autopar.clusters import check_mesh, get_cluster, reference
 from autopar.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, loads, record_here
 from autopar.device_groups import check_within
-from autopar.errors import MeshError
+from autopar.errors import MeshError, first_few
 from autopar.meshes import Mesh
 from autopar.plan import Plan
 from autopar.planning import Outcome
@@ -230,6 +230,7 @@ def spread(
     on_all(group, lambda: backend_for(device_type))
     if dist.get_rank(group) == 0:
         tell_of_idle_gpus(device_type)
+        tell_of_extra_state(model)
     one = len(plan.stages) == 1
     if one and device_mesh is None:
         device_mesh = mesh_of_own(captured.graph, plan.only(), device_type, range(dist.get_world_size()))
@@ -278,6 +279,21 @@ def tell_of_idle_gpus(device_type: str) -> None:
         )
 
 
+def tell_of_extra_state(model: torch.nn.Module) -> None:
+    """Warn of what a module has beside its tensors, which states of parallel modules do not have."""
+    own = [
+        path or type(module).__name__ for path, module in model.named_modules()
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    ]  # fmt: skip
+    if own:
+        warnings.warn(
+            f"{first_few(own)} of the model has an extra state (get_extra_state), which is not in state_dict(), "
+            "full_state_dict() or a checkpoint of the parallel module, nor loaded by them: keep it in buffers, or save "
+            "it beside",
+            stacklevel=4,
+        )
+
+
 def _values(
     model: torch.nn.Module, group: Any, device_mesh: DeviceMesh | None, init: Init | None, device: torch.device
 ) -> Callable[[str], torch.Tensor] | None:
@@ -295,5 +311,5 @@ def _values(
 
 __all__ = [
     "agreed", "axes_of", "check_size", "device_type_of", "groups_of", "hardware_of", "hardware_when_asked",
-    "on_all", "records_of", "spread", "tell_of_idle_gpus",
+    "on_all", "records_of", "spread", "tell_of_extra_state", "tell_of_idle_gpus",
 ]  # fmt: skip

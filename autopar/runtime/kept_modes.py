@@ -37,7 +37,8 @@ def modes_that_stay(model: torch.nn.Module) -> str:
 
 
 def _has_own_train(module: torch.nn.Module) -> bool:
-    by_class = type(module).train is not torch.nn.Module.train and not type(module).__module__.startswith("torch.")
+    elsewhere = not type(module).__module__.startswith(("torch.", "autopar."))  # a copy of a parallel module is a model
+    by_class = type(module).train is not torch.nn.Module.train and elsewhere
     return by_class or "train" in vars(module)
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
+from autopar.runtime.left_attributes import filled_by_calls, refuse_left
 from autopar.runtime.modes import in_modes
 from autopar.runtime.optimizers import Move
 from autopar.runtime.original import unheard
@@ -75,9 +76,10 @@ def _run(pm: Any, name: str, shown: str, args: tuple[Any, ...], kwargs: dict[str
         raise RunError(f"{shown}() cannot be called: the model is gone, and could not be copied; keep it")
     if programs is not None:
         programs.meet_all(shown)
+    _refuse_unseen(pm, getattr(model, name))
     values = _whole(pm, model)
     before = _Traces(model, values)
-    with _in_mode_of(pm, model), unheard():
+    with _in_mode_of(pm, model), unheard(), _as_calls_left_it(pm, model):
         result = torch.func.functional_call(_Calls(model, name), _named(values), args, kwargs)
     if inspect.isgenerator(result):
         return _streamed(pm, model, shown, values, result)
@@ -135,7 +137,7 @@ def _check_result(shown: str, result: Any, values: Mapping[str, torch.Tensor]) -
                 f"{shown}() gives a part of the model itself, and what is done to that would not reach the parallel "
                 "module: use pm's own parts, which have the model's names"
             )
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and _leads_to(leaf, of_the_model):
             raise RunError(
                 f"{shown}() computes with parameters that were gathered for it, so gradients of what it gives would "
                 "not reach the parallel module: call it under torch.no_grad(), or parallelize a module whose forward "
@@ -146,6 +148,60 @@ def _check_result(shown: str, result: Any, values: Mapping[str, torch.Tensor]) -
                 f"{shown}() gives a {type(leaf).__name__}, which would compute later, when the parameters that were "
                 "gathered for it are gone: call the method for what that gives"
             )
+
+
+def _leads_to(tensor: torch.Tensor, leaves: Collection[int]) -> bool:
+    """Whether a gradient of a tensor would come to one of these leaves; a loss that a call has left may come with it."""
+    if tensor.grad_fn is None:
+        return id(tensor) in leaves
+    to_do, seen = [tensor.grad_fn], set[Any]()
+    while to_do:
+        node = to_do.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        to_do += [behind for behind, _ in node.next_functions if behind is not None]
+    return False
+
+
+def _refuse_unseen(pm: Any, method: Any) -> None:
+    """Refuse a method that reads what forward sets and the program does not.
+
+    Raises:
+        RunError: it names such an attribute.
+    """
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    parts = dict(pm.named_modules())
+    for left in pm._captured.left:
+        if code is None or left.name not in code.co_names or left.path not in parts:
+            continue
+        part = parts[left.path]
+        if left.name not in vars(part) and filled_by_calls(pm, part, left.path, left.name) is None:
+            refuse_left(pm._captured, left.path, left.name)
+
+
+@contextlib.contextmanager
+def _as_calls_left_it(pm: Any, model: torch.nn.Module) -> Iterator[None]:
+    """In here the model's attributes hold what calls of the parallel module have left in them
+    (:mod:`~autopar.runtime.left_attributes`); what the method puts there is the parallel module's."""
+    parts, owners = dict(pm.named_modules()), dict(model.named_modules())
+    put: list[tuple[dict[str, Any], dict[str, Any], str, Any, Any]] = []
+    for left in pm._captured.left:
+        if left.path in parts and left.path in owners and left.name in vars(parts[left.path]):
+            of_part, of_owner = vars(parts[left.path]), vars(owners[left.path])
+            put.append((of_part, of_owner, left.name, of_part[left.name], of_owner.get(left.name, _END)))
+            of_owner[left.name] = of_part[left.name]
+    try:
+        yield
+    finally:
+        for of_part, of_owner, name, given, before in put:
+            if of_owner.get(name, given) is not given:
+                of_part[name] = of_owner[name]
+            of_owner[name] = before
+            if before is _END:
+                del of_owner[name]
 
 
 class _Traces:

@@ -106,3 +106,46 @@ def test_larger_tensors_are_not_read() -> None:
     pm(torch.randn(5, 8))
     with pytest.raises(RunError, match=r"forward sets the attribute 'blocks.0.losses' of the model"):
         print(pm.blocks[0].losses)
+
+
+class Sums(nn.Module):
+    """Its methods read what forward leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.losses, self.wide = nn.Linear(8, 8), [], None
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.losses.append(y.abs().mean())
+        self.last, self.wide = y.square().mean(), y
+        return y.mean()
+
+    def popped(self) -> torch.Tensor:
+        result = sum(self.losses) + 2 * self.last  # type: ignore[operator]
+        self.losses = []
+        return result
+
+    def widest(self) -> torch.Tensor:
+        return self.wide.abs().max()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_methods_read_what_calls_have_left(gone: bool) -> None:
+    torch.manual_seed(0)
+    model = Sums().double()
+    eager, x = copy.deepcopy(model), torch.randn(4, 8, dtype=torch.float64)
+    pm: Any = autopar.parallelize(model, 1, x)
+    kept = None if gone else model
+    del model
+    for _ in range(3):
+        for each in (eager, pm):
+            each.zero_grad()
+            (each(x) + each.popped()).backward()
+        torch.testing.assert_close(pm.layer.weight.grad, eager.layer.weight.grad, rtol=1e-12, atol=0)
+        assert not pm.losses
+    with pytest.raises(RunError, match="forward sets the attribute 'wide' of the model"):
+        pm.widest()
+    if kept is not None:
+        assert kept.losses == [], "those of the model itself stay as they were"

@@ -294,3 +294,15 @@ def test_a_recurrent_layer_is_told_where_its_weights_lie() -> None:
     pm.rnn.flatten_parameters()
     pm(torch.randn(3, 2, 4)).backward()
     assert all(p.grad is not None for p in pm.parameters())
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None: ...
+
+
+def test_an_extra_state_is_told_of() -> None:
+    with pytest.warns(UserWarning, match=r"^0 of the model has an extra state .* which is not in state_dict"):
+        autopar.parallelize(nn.Sequential(WithExtraState(4, 4)), 1, torch.randn(2, 4))
