@@ -151,7 +151,7 @@ def _check_result(shown: str, result: Any, values: Mapping[str, torch.Tensor]) -
 
 
 def _leads_to(tensor: torch.Tensor, leaves: Collection[int]) -> bool:
-    """Whether a gradient of a tensor would come to one of these leaves; a loss that a call has left may come with it."""
+    """Whether a gradient of a tensor would come to one of these leaves; that of what a call has left does not."""
     if tensor.grad_fn is None:
         return id(tensor) in leaves
     to_do, seen = [tensor.grad_fn], set[Any]()
@@ -190,7 +190,7 @@ def _as_calls_left_it(pm: Any, model: torch.nn.Module) -> Iterator[None]:
     put: list[tuple[dict[str, Any], dict[str, Any], str, Any, Any]] = []
     for left in pm._captured.left:
         if left.path in parts and left.path in owners and left.name in vars(parts[left.path]):
-            of_part, of_owner = vars(parts[left.path]), vars(owners[left.path])
+            of_part, of_owner = parts[left.path].__dict__, owners[left.path].__dict__
             put.append((of_part, of_owner, left.name, of_part[left.name], of_owner.get(left.name, _END)))
             of_owner[left.name] = of_part[left.name]
     try:
