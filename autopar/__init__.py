@@ -8,45 +8,34 @@ The stages, in the order in which a model passes through:
 
 ===================== =================================================================================================
 :mod:`.frontends`     where models come from, for the command; a script brings its own
-:mod:`.capture`       a module becomes a :mod:`.graph`
-:mod:`.comparison`    whether that graph does what the model does in eager mode, in parts and padded too
+:mod:`.capture`       a module becomes a graph
+:mod:`.comparison`    whether that graph does what the model does in eager mode, in parts and padded too; and whether
+                      programs have the numbers of one device
 :mod:`.rules`         how each operator may be cut: notation and lowerings
-:mod:`.planner`       the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``),
-                      over a graph cut by :mod:`.staging`; :mod:`.planning`: from what is asked to a :mod:`.plan`;
-                      :mod:`.bucket_plans`: for several shapes together
+:mod:`.planner`       the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``)
 :mod:`.certificate`   what a plan claims, recounted
 :mod:`.lower`         graph and plan become a program
-:mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints;
-                      :mod:`.spreading`: a plan on all ranks; :mod:`.recapture`: another one for other shapes or values
-:mod:`.verify`        programs have the numbers of one device
+:mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints
 ===================== =================================================================================================
 
-What they hand to each other, in words that know none of them:
+What they hand to each other, which knows none of them:
 
 ===================== =================================================================================================
-:mod:`.graph`         operators and tensors; :mod:`.precision`, :mod:`.autocasting`: in which formats
-:mod:`.placements`    where the values of a tensor live on the axes of a mesh (:mod:`.meshes`); :mod:`.pieces`: which
-                      part of it each rank has; :mod:`.labels`, :mod:`.texts`: as people write them
-:mod:`.plan`          stages (:mod:`.device_groups`: where they run; :mod:`.transfer`: what crosses), schedule,
-                      :mod:`.prices`: seconds and bytes; :mod:`.plan_table`: in a notebook
-:mod:`.wishes`        what may be asked of a plan; :mod:`.asked`: what is searched where nothing is said
-:mod:`.memory_decisions` what is done about memory between forward and backward; :mod:`.regather`: which tensors are
-                      gathered or made again; :mod:`.allocations`: bytes that live
-:mod:`.clusters`      on which hardware; :mod:`.detection`: which that is, from what the ranks say
-:mod:`.load_shares`   how rows spread over routed experts; :mod:`.measured_load`: measured
+:mod:`.words`         graphs, meshes, placements, formats of numbers
+:mod:`.plans`         plans, what may be asked of them, clusters
 :mod:`.errors`        what users can cause
 ===================== =================================================================================================
 
 What people use, around them:
 
 ===================== =================================================================================================
-:mod:`.api`           the calls of a script: :mod:`.arguments`, checked; :mod:`.call_examples`: inputs as given;
-                      :mod:`.given_plans`: a plan that is given
+:mod:`.api`           the calls of a script; :mod:`.parallelizing`: what one of them does, step by step
 :mod:`.cli`           the command
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages
 :mod:`.integrations`  training loops of transformers and accelerate
-:mod:`.profiling`     a machine, measured
-:mod:`.torch_private` private names of torch; :mod:`.heard`: what long work tells; :mod:`.collection`: garbage
+:mod:`.profiling`     a machine, and the load of experts, measured
+:mod:`.torch_private` private names of torch; :mod:`.allocations`: bytes that live; :mod:`.heard`: what long work tells;
+                      :mod:`.collection`: garbage
 ===================== =================================================================================================
 
 Beside it: ``cost_models`` (seconds of operators and collectives, schedules and their simulation) and
@@ -76,27 +65,29 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.api import capture, parallelize, plan
-    from autopar.plan import Plan
-    from autopar.precision import Precision
+    from autopar.plans.plan import Plan
     from autopar.rules.function import function_rule
-    from autopar.runtime.checkpoint import full_state_dict, load_full_state_dict
-    from autopar.runtime.checkpoint_folder import Checkpoint
-    from autopar.runtime.executor import ParallelModule
-    from autopar.runtime.graphed import GraphedStep
-    from autopar.runtime.launch import run_local
-    from autopar.runtime.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
-    from autopar.runtime.safetensors_folder import load_safetensors, save_safetensors
-    from autopar.runtime.saving import save
+    from autopar.runtime.checkpoints.checkpoint import full_state_dict, load_full_state_dict
+    from autopar.runtime.checkpoints.checkpoint_folder import Checkpoint
+    from autopar.runtime.checkpoints.safetensors_folder import load_safetensors, save_safetensors
+    from autopar.runtime.checkpoints.saving import save
+    from autopar.runtime.one_mesh.executor import ParallelModule
+    from autopar.runtime.optimizers.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
+    from autopar.runtime.ranks.launch import run_local
+    from autopar.runtime.stages.graphed import GraphedStep
+    from autopar.words.precision import Precision
 
 _WHERE = {
-    "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api", "Plan": "autopar.plan",
-    "ParallelModule": "autopar.runtime.executor", "full_state_dict": "autopar.runtime.checkpoint",
-    "load_full_state_dict": "autopar.runtime.checkpoint", "run_local": "autopar.runtime.launch",
-    "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoint_folder",
-    "GraphedStep": "autopar.runtime.graphed", "Precision": "autopar.precision", "save": "autopar.runtime.saving",
-    "full_optimizer_state_dict": "autopar.runtime.optimizer_state",
-    "load_full_optimizer_state_dict": "autopar.runtime.optimizer_state",
-    "load_safetensors": "autopar.runtime.safetensors_folder", "save_safetensors": "autopar.runtime.safetensors_folder",
+    "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api", "Plan": "autopar.plans.plan",
+    "ParallelModule": "autopar.runtime.one_mesh.executor", "full_state_dict": "autopar.runtime.checkpoints.checkpoint",
+    "load_full_state_dict": "autopar.runtime.checkpoints.checkpoint", "run_local": "autopar.runtime.ranks.launch",
+    "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoints.checkpoint_folder",
+    "GraphedStep": "autopar.runtime.stages.graphed", "Precision": "autopar.words.precision",
+    "save": "autopar.runtime.checkpoints.saving",
+    "full_optimizer_state_dict": "autopar.runtime.optimizers.optimizer_state",
+    "load_full_optimizer_state_dict": "autopar.runtime.optimizers.optimizer_state",
+    "load_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
+    "save_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
 }  # fmt: skip
 
 
@@ -113,7 +104,7 @@ def _say_end() -> None:
     """A rank that ends before it comes to ``parallelize`` would be waited for there."""
     if _is_rank():
         with contextlib.suppress(Exception):
-            importlib.import_module("autopar.runtime.ended").say_unmet()
+            importlib.import_module("autopar.runtime.ranks.ended").say_unmet()
 
 
 def _say_at_exit(_: object = None) -> None:
@@ -129,11 +120,10 @@ register_after_fork(_say_end, _say_at_exit)  # a started process forgets what wa
 class _Package(types.ModuleType):
     """Loads names when they are first asked for: the command line starts without torch.
 
-    ``plan`` and ``capture`` are functions here although modules have these names too: importing those modules does not
-    change what ``autopar.plan`` is.
+    ``capture`` is a function here although a package has this name too: importing that does not change what
+    ``autopar.capture`` is.
     """
 
-    plan = property(lambda self: _load("plan"), lambda self, module: None)
     capture = property(lambda self: _load("capture"), lambda self, module: None)
 
     def __getattr__(self, name: str) -> Any:

@@ -12,40 +12,41 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar.rules  # noqa: F401  (registers the rules)
-from autopar import arguments, bucket_plans, planning, recapture, spreading
-from autopar.asked import Asked
-from autopar.asked import asked as asked_for
-from autopar.bucket_plans import BucketsTogether
-from autopar.call_examples import example_of, split_example, split_inputs
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
 from autopar.capture.microbatches import first_part
-from autopar.clusters import get_cluster, profile_of, reference
 from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
 from autopar.comparison.same_model import check_capture, check_same_model
 from autopar.errors import CaptureError, ClusterError
-from autopar.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
-from autopar.measured_load import with_measured_load
-from autopar.meshes import Mesh, mesh_shapes
-from autopar.plan import Plan
-from autopar.planning import Outcome
-from autopar.precision import Precision, adding_up_in, parse_precision
+from autopar.parallelizing import arguments, bucket_plans, recapture, spreading
+from autopar.parallelizing.bucket_plans import BucketsTogether
+from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
+from autopar.parallelizing.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
+from autopar.planner import planning
+from autopar.planner.planning import Outcome
+from autopar.plans.asked import Asked
+from autopar.plans.asked import asked as asked_for
+from autopar.plans.clusters import get_cluster, profile_of, reference
+from autopar.plans.plan import Plan
+from autopar.plans.wishes import MOST_AXES, WISHES, documented
+from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
-from autopar.runtime.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share
-from autopar.runtime.batch_statistics import tell_of_statistics
-from autopar.runtime.buckets import Buckets, Size
-from autopar.runtime.devices import check_own_gpus
-from autopar.runtime.executor import ParallelModule
-from autopar.runtime.groups import abort_groups
-from autopar.runtime.init import Init
-from autopar.runtime.optimizers import replaced
-from autopar.runtime.original import Original
-from autopar.runtime.own_rows import as_whole
-from autopar.runtime.pipeline import PipelineModule
-from autopar.runtime.presence import alive
-from autopar.runtime.programs import Programs
-from autopar.wishes import MOST_AXES, WISHES, documented
+from autopar.runtime.as_module.original import Original
+from autopar.runtime.batches.batch_statistics import tell_of_statistics
+from autopar.runtime.batches.own_rows import as_whole
+from autopar.runtime.one_mesh.executor import ParallelModule
+from autopar.runtime.optimizers.made_before import replaced
+from autopar.runtime.parameters.init import Init
+from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.ranks.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share
+from autopar.runtime.ranks.devices import check_own_gpus
+from autopar.runtime.ranks.groups import abort_groups
+from autopar.runtime.ranks.presence import alive
+from autopar.runtime.variants.buckets import Buckets, Size
+from autopar.runtime.variants.programs import Programs
+from autopar.words.meshes import Mesh, mesh_shapes
+from autopar.words.precision import Precision, adding_up_in, parse_precision
 from hardware_profiles import Cluster
 
 MeshLike = Mesh | Mapping[str, int] | str | None
@@ -240,7 +241,7 @@ def parallelize(
             config, in a global) is not what it was: ``"error"`` names it; ``"recapture"`` captures the model again, and
             plans again where another graph needs another plan, with parameters where they are. Programs are kept by the
             values that they read, so that a flag may be toggled; stages of a pipeline stay where they are.
-            All ranks change values alike (:mod:`autopar.runtime.programs`).
+            All ranks change values alike (:mod:`autopar.runtime.variants.programs`).
         shapes: what a call with another number of rows, another length, other plain arguments or without some of them
             does: ``"any"`` captures the model for it and plans it over the same parameters, once for each such call
             (the eight programs used last are kept); ``"fixed"`` refuses it. Stages of a pipeline stay where they are;
@@ -251,22 +252,24 @@ def parallelize(
             else with zeros, and outputs are cut back. A model that takes padding for data (a loss over rows, attention
             to all positions without a mask, batch norms) is refused: a part of the example batch is tried with padding
             and without. On one mesh and without microbatches all buckets are planned together
-            (:mod:`autopar.bucket_plans`), for steps in the order of this list: name one as often as it comes.
+            (:mod:`autopar.parallelizing.bucket_plans`), for steps in the order of this list: name one as often as it
+            comes.
         gradient_dtype: in which gradients are added up over ranks, such as ``torch.float32`` for a model in bfloat16;
             by default the parameters' own. What they get is of their own again. The plan is made, and priced, for it;
             a ``plan`` that is given keeps its price.
         batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
             rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
-            is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.own_rows`). In a pipeline the
-            nth ranks of all groups have the same rows (:mod:`autopar.runtime.own_rows_in_stages`).
+            is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.batches.own_rows`). In a
+            pipeline the nth ranks of all groups have the same rows (:mod:`autopar.runtime.batches.own_rows_in_stages`).
         compile: whether the programs are compiled, as ``pm.compile()`` does; or the options of ``torch.compile``, such
             as ``{"fullgraph": True}``.
 
     The other arguments are those of :func:`plan`.
 
     Returns:
-        A :class:`~autopar.runtime.executor.ParallelModule`; if the plan has several stages, a
-        :class:`~autopar.runtime.pipeline.PipelineModule`. Its parameters are new ones, DTensors under the model's names
+        A :class:`~autopar.runtime.one_mesh.executor.ParallelModule`; if the plan has several stages, a
+        :class:`~autopar.runtime.pipelines.pipeline.PipelineModule`. Its parameters are new ones, DTensors under the
+        model's names
         and in its dtypes: make the optimizer after this call, or pass it in.
 
     Raises:

@@ -14,8 +14,8 @@ from statistics import median
 import torch
 
 from autopar.allocations import Allocations
-from autopar.rules import attention_in_blocks
-from autopar.rules.attention import attention_with_dropout
+from autopar.rules.attention import attention_in_blocks
+from autopar.rules.attention.attention import attention_with_dropout
 
 HEADS, INNER, P = 4, 64, 0.1
 

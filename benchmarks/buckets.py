@@ -22,13 +22,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopar
-from autopar import bucket_plans
 from autopar.api import capture
-from autopar.clusters import get_cluster
 from autopar.errors import InfeasibleError, MeshError
-from autopar.meshes import mesh_shapes
+from autopar.parallelizing import bucket_plans
 from autopar.planner.intra_op.mesh_plan import Options, priced_again
-from autopar.runtime.launch import run_local
+from autopar.plans.clusters import get_cluster
+from autopar.runtime.ranks.launch import run_local
+from autopar.words.meshes import mesh_shapes
 
 TRACES = ([(256, 512), (8, 16384)], [(64, 512), (2, 16384)])
 """Rows and length: four million tokens in each eight steps, and one million."""

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from autopar.rules import random
+from autopar.rules.families import random
 
 SHAPE, P, SITE = (64, 512, 1024), 0.1, 3
 

@@ -23,7 +23,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import autopar
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 HIDDEN, FFN, EXPERTS, OF_EACH = 512, 1792, 8, 2
 

@@ -31,12 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.cli.common import UsageError, where_to_run
-from autopar.detection import cluster_of_ranks, record_here
 from autopar.errors import AutoparError
-from autopar.rules.attention import attention_with_dropout
-from autopar.rules.random import bits, dropout
-from autopar.runtime.groups import channel, groups_for
-from autopar.runtime.launch import backend_of, run_local
+from autopar.plans.detection import cluster_of_ranks, record_here
+from autopar.rules.attention.attention import attention_with_dropout
+from autopar.rules.families.random import bits, dropout
+from autopar.runtime.ranks.groups import channel, groups_for
+from autopar.runtime.ranks.launch import backend_of, run_local
 
 FREE_CALLS = 3
 """Calls in which the ranks compare their batches at once, so that the host waits."""

@@ -135,7 +135,7 @@ def graphs_of(case: str, precision: str | None) -> Callable[[int], Any]:
     """The graph of a microbatch of a case, by the number of microbatches in a step."""
     from autopar.capture import capture
     from autopar.capture.microbatches import resized
-    from autopar.precision import parse_precision
+    from autopar.words.precision import parse_precision
 
     family, shape, _, rows, seq, _, _ = CASES[case]
     model = model_of(family, shape, seq)

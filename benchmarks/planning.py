@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.meshes import Mesh
+from autopar.words.meshes import Mesh
 
 CASES = {
     # name: (model, layers, cluster, mesh, batch, sequence, memory limit)
@@ -91,9 +91,9 @@ def shell(case: str) -> dict[str, float | str]:
     from autopar.collection import uncollected
 
     with uncollected():  # as the command imports them
-        for name in ("rules", "models"):
+        for name in ("rules", "frontends.models"):
             importlib.import_module(f"autopar.{name}")
-        modules = [importlib.import_module(f"autopar.{name}") for name in ("frontends", "capture", "planning")]
+        modules = [importlib.import_module(f"autopar.{name}") for name in ("frontends", "capture", "planner.planning")]
     frontends, capture, planning = (vars(module) for module in modules)  # autopar.capture is a function by another name
     importing = time.process_time() - begin
     registered = frontends["FRONTENDS"]

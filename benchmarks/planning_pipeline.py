@@ -51,9 +51,9 @@ def measure(case: str) -> dict[str, float | str]:
     import autopar.rules  # noqa: F401
     from autopar.capture import capture
     from autopar.capture.microbatches import numbers_of_parts, resized
-    from autopar.graph import Graph
     from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
-    from autopar.planning import DEFAULT_SCHEDULES as SCHEDULES
+    from autopar.planner.planning import DEFAULT_SCHEDULES as SCHEDULES
+    from autopar.words.graph import Graph
     from hardware_profiles import load_cluster
 
     gpt = case in GPT_39B

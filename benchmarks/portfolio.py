@@ -69,7 +69,7 @@ def price(
     from autopar.planner.inter_op.layouts import parse_layout
     from autopar.planner.inter_op.one_group import least_seconds
     from autopar.planner.inter_op.stage_search import plan_pipeline
-    from autopar.planner.intra_op.problem import Beaten
+    from autopar.planner.intra_op.building.problem import Beaten
 
     n, prices, least = n_devices or cluster.n_devices, Prices(), dict[int, float]()
     for words in layouts:

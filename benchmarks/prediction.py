@@ -30,13 +30,13 @@ from torch import nn
 
 import autopar
 from autopar import planfile as files
-from autopar.asked import asked as asked_for
 from autopar.planner.inter_op.replan import Replanner
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.planning import in_stages
+from autopar.planner.planning import in_stages
+from autopar.plans.asked import asked as asked_for
 from autopar.profiling import document as profiles
 from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
-from autopar.runtime.pipeline import PipelineModule
+from autopar.runtime.pipelines.pipeline import PipelineModule
 from hardware_profiles import load_cluster
 
 OUT = Path(__file__).parent.parent / "hardware_profiles" / "measured" / "prediction_local.json"

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from autopar.rules import attention_across, attention_halves
-from autopar.rules.distributed import permuted
-from autopar.runtime.launch import run_local
+from autopar.rules.attention import attention_across, attention_halves
+from autopar.rules.lowerings.distributed import permuted
+from autopar.runtime.ranks.launch import run_local
 
 HEADS, WIDTH = 8, 64
 NOT_COUNTED = 2

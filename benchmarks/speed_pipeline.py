@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import autopar
-from autopar.asked import asked as asked_for
-from autopar.planning import in_stages
-from autopar.spreading import spread
+from autopar.parallelizing.spreading import spread
+from autopar.planner.planning import in_stages
+from autopar.plans.asked import asked as asked_for
 from hardware_profiles import load_cluster
 
 TOKENS = 128

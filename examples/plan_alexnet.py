@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 
 CLUSTER = Path(__file__).parent / "clusters" / "gtx580-x2.toml"
 LAYERS = ("conv1", "conv2", "conv3", "conv4", "conv5", "fc6", "fc7", "fc8")

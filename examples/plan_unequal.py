@@ -17,10 +17,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
-from autopar.asked import asked as asked_for
-from autopar.planning import in_stages
+from autopar.planner.planning import in_stages
+from autopar.plans.asked import asked as asked_for
+from autopar.plans.staging import cut
 from autopar.report import trace
-from autopar.staging import cut
 from cost_models.pipeline import grid
 from hardware_profiles import load_cluster
 

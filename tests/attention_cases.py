@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules import attention
+from autopar.rules.attention import attention
 
 SEED, P = torch.tensor(7), 0.25
 SQUARE = (2, 4, 24, 8)

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from autopar.rules import attention_triton
+from autopar.rules.attention import attention_triton
 
 NUMBERS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 MASKS = {0: "fp32", 1: "u8", 2: "fp32"}

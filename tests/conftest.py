@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.runtime import launch
+from autopar.runtime.ranks import launch
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

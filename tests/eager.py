@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
+from autopar.comparison.verify import SGD, Trained, input_name
 from autopar.torch_private import pytree
-from autopar.verify import SGD, Trained, input_name
 
 
 def train_eager(

@@ -24,22 +24,31 @@ from typing import Any
 import torch
 from zoo import Case
 
-from autopar.asked import Asked
 from autopar.capture import Captured, capture
 from autopar.capture.microbatches import first_part
 from autopar.comparison import compare_with_eager
+from autopar.comparison.verify import (
+    compare,
+    doubled,
+    inputs_of,
+    one_device,
+    promoted,
+    state_of,
+    train,
+    verify_pipeline,
+)
 from autopar.errors import AutoparError
-from autopar.graph import Graph
 from autopar.lower.emit import lower
-from autopar.meshes import Mesh
-from autopar.plan import Pins, StagePlan
 from autopar.planner.intra_op.mesh_plan import plan_graph
-from autopar.planning import can_be_cut, in_stages
+from autopar.planner.planning import can_be_cut, in_stages
+from autopar.plans.asked import Asked
+from autopar.plans.plan import Pins, StagePlan
 from autopar.rules.discovery import why_not_found
 from autopar.rules.local import cuts_of
 from autopar.rules.registry import rules_of, source_of_rule
 from autopar.rules.strategy import strategy_in_plan
-from autopar.verify import compare, doubled, inputs_of, one_device, promoted, state_of, train, verify_pipeline
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster, load_cluster
 
 CLUSTER = Path(__file__).parent.parent / "benchmarks" / "clusters" / "small-models.toml"

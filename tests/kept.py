@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture import Captured
 from autopar.lower.emit import lower
-from autopar.plan import StagePlan
+from autopar.plans.plan import StagePlan
 
 
 class Made(TorchDispatchMode):

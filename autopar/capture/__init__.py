@@ -1,4 +1,4 @@
-"""Capture: a model and example inputs become a :class:`~autopar.graph.Graph`.
+"""Capture: a model and example inputs become a :class:`~autopar.words.graph.Graph`.
 
 ``torch.export`` (pre-dispatch ATen, non-strict) does the tracing. What follows is a list of small rewrites that leave
 one spelling for each thing, so that rules see few operators:
@@ -46,7 +46,6 @@ from typing import Any
 
 import torch
 
-from autopar.autocasting import AutocastState, autocast_now
 from autopar.capture.branches.taken import Ways, along, followed, ways_of
 from autopar.capture.layouts import check_dense
 from autopar.capture.losses import check_loss
@@ -56,9 +55,10 @@ from autopar.capture.recorded import traced
 from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
 from autopar.collection import uncollected
 from autopar.errors import CaptureError
-from autopar.graph import Graph
-from autopar.precision import Precision
 from autopar.torch_private import pytree
+from autopar.words.autocasting import AutocastState, autocast_now
+from autopar.words.graph import Graph
+from autopar.words.precision import Precision
 
 
 @dataclass(frozen=True)

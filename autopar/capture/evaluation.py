@@ -3,7 +3,7 @@
 The graph of training is kept, with its names and shapes, so that every plan of it stays one: operators that are told
 whether they are in training (dropout, batch norm, recurrent layers) are told that they are not, and buffers stay as
 they are. Whether that is all that ``eval()`` changes is seen by capturing the model again in eval mode, on a copy
-without values; where it is not, eval mode is another program (:mod:`autopar.runtime.modes`).
+without values; where it is not, eval mode is another program (:mod:`autopar.runtime.as_module.modes`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from autopar.autocasting import autocast_as
 from autopar.capture import Captured
 from autopar.capture.aliasing.schemas import named
 from autopar.capture.normalize import DROPOUTS
 from autopar.capture.without_values import without_values
 from autopar.errors import CaptureError, RunError, first_few
-from autopar.graph import NORMS, PART, WAY, Graph, Node, Ref, map_refs
-from autopar.rules.branch import BRANCH
+from autopar.rules.families.branch import BRANCH
+from autopar.words.autocasting import autocast_as
+from autopar.words.graph import NORMS, PART, WAY, Graph, Node, Ref, map_refs
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

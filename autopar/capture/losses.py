@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from autopar.errors import CaptureError
-from autopar.graph import Graph, Node, Ref
 from autopar.torch_private import pytree
+from autopar.words.graph import Graph, Node, Ref
 
 LOSS = "loss"
 """What a model calls the output that is to be trained, where it gives several scalars."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from autopar.errors import CaptureError
-from autopar.graph import TRAINING, Graph, Node, Ref, Spec
 from autopar.rules.registry import rules_of
 from autopar.torch_private import pytree
+from autopar.words.graph import TRAINING, Graph, Node, Ref, Spec
 
 MOST = 1024
 """Microbatches that are tried at most."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Ref, Spec
+from autopar.words.graph import Ref, Spec
 
 FRESH = frozenset({"aten.clone.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
 """Operators whose result has the values of their first argument and memory of its own."""

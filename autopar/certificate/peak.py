@@ -6,8 +6,8 @@ noted still live. By default the tensors have no values; with values (``given``)
 that plays the first rank, whose pieces are the largest, its collectives answered by a fake group. Lowerings do what the
 last one does, which works most where a mask is causal: of both, what is the most.
 
-What a plan predicts for this (:mod:`autopar.planner.intra_op.moments`) follows the same step moment by moment without
-running it; of a pipeline's stage it counts what is on its way for other microbatches, too, which this step
+What a plan predicts for this (:mod:`autopar.planner.intra_op.memory.moments`) follows the same step moment by moment
+without running it; of a pipeline's stage it counts what is on its way for other microbatches, too, which this step
 does not have. What other microbatches in flight keep is added to it (:func:`in_pipeline`).
 """
 
@@ -24,20 +24,20 @@ from torch.autograd.graph import get_gradient_edge
 
 from autopar.allocations import Allocations
 from autopar.certificate.recount import Report
-from autopar.graph import Graph, Ref
 from autopar.lower.collectives import state_step
 from autopar.lower.emit import lower
 from autopar.lower.freed import EMPTIED
 from autopar.lower.program import Slot
-from autopar.pieces import local_shape
-from autopar.placements import path
-from autopar.plan import ParamChoice, StagePlan
-from autopar.planner.intra_op.options import device_limit
-from autopar.rules.lowering_trial import as_last_rank
-from autopar.rules.many_ranks import fake_world
-from autopar.runtime.arriving import Arrived, arriving
-from autopar.texts import show_bytes
+from autopar.planner.intra_op.pins.options import device_limit
+from autopar.plans.plan import ParamChoice, StagePlan
+from autopar.rules.lowerings.lowering_trial import as_last_rank
+from autopar.rules.proving.many_ranks import fake_world
+from autopar.runtime.pipelines.arriving import Arrived, arriving
 from autopar.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
+from autopar.words.graph import Graph, Ref
+from autopar.words.pieces import local_shape
+from autopar.words.placements import path
+from autopar.words.texts import show_bytes
 from cost_models import optimizer_state_bytes
 from hardware_profiles import Cluster
 

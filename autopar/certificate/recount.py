@@ -20,23 +20,23 @@ import torch.fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.certificate.activations import SavedTensors, Watched, watch_of
-from autopar.graph import ITEM_BYTES, Graph
-from autopar.load_shares import busiest, uniform
 from autopar.lower.emit import lower, used_shape
 from autopar.lower.program import Program
 from autopar.lower.typecheck import typecheck
-from autopar.memory_decisions import DECISIONS
-from autopar.pieces import elements_moved, local_shape
-from autopar.placements import Step
-from autopar.plan import StagePlan
-from autopar.prices import Price
-from autopar.rules.attention_across import QUERIES, RING
+from autopar.plans.memory_decisions import DECISIONS
+from autopar.plans.plan import StagePlan
+from autopar.plans.prices import Price
+from autopar.rules.attention.attention_across import QUERIES, RING
 from autopar.rules.function import PREFIX
-from autopar.rules.lowering_trial import Begun, Counted, ToOther, as_last_rank
-from autopar.rules.many_ranks import fake_world
+from autopar.rules.lowerings.lowering_trial import Begun, Counted, ToOther, as_last_rank
 from autopar.rules.option_names import factor_and_block
+from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import rules_of
 from autopar.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, group_names, pytree
+from autopar.words.graph import ITEM_BYTES, Graph
+from autopar.words.load_shares import busiest, uniform
+from autopar.words.pieces import elements_moved, local_shape
+from autopar.words.placements import Step
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, costs_of
 from hardware_profiles import Cluster, Device

@@ -22,8 +22,8 @@ from autopar.cli.common import (
 
 if TYPE_CHECKING:
     from autopar.certificate import Report
-    from autopar.plan import StagePlan
-    from autopar.prices import Price
+    from autopar.plans.plan import StagePlan
+    from autopar.plans.prices import Price
 
 
 def check(
@@ -45,8 +45,8 @@ def check(
     plan, cluster = bound(document, captured)
     with progress("checking") as say:
         from autopar import certificate
-        from autopar.prices import bytes_together
-        from autopar.staging import cut
+        from autopar.plans.prices import bytes_together
+        from autopar.plans.staging import cut
 
         reports = []
         of_stages: list[certificate.Peak | None] = []

@@ -22,16 +22,16 @@ from autopar.cli.terminal import err as err
 from autopar.cli.terminal import out as out
 from autopar.cli.terminal import styled as styled
 from autopar.errors import AutoparError
-from autopar.texts import show_bytes as show_bytes
-from autopar.texts import show_seconds as show_seconds
+from autopar.words.texts import show_bytes as show_bytes
+from autopar.words.texts import show_seconds as show_seconds
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.frontends.models import Loaded
-    from autopar.plan import Pins, Plan, Solution
     from autopar.planfile import Document
     from autopar.planner.inter_op.replan import Replanner
-    from autopar.precision import Precision
+    from autopar.plans.plan import Pins, Plan, Solution
+    from autopar.words.precision import Precision
     from hardware_profiles import Cluster
 
 
@@ -146,7 +146,7 @@ def load_and_capture(
 
         loaded = replace(load_model(spec, batch, seq, folder=folder, device=device), parts=parts)
         if input_gradients:
-            from autopar.verify import wanting
+            from autopar.comparison.verify import wanting
 
             args, kwargs = wanting((loaded.args, loaded.kwargs))
             loaded = replace(loaded, args=args, kwargs=kwargs)
@@ -187,7 +187,7 @@ def model_of(document: Document, path: Path, model: str | None = None, device: s
         ModelError: the file names none, or it cannot be loaded.
     """
     from autopar.errors import ModelError
-    from autopar.rules.expert_load import with_load
+    from autopar.rules.experts.expert_load import with_load
 
     named = document.model or {}
     spec = model or named.get("spec")
@@ -212,8 +212,8 @@ def bound(document: Document, captured: Captured) -> tuple[Plan, Cluster]:
     Raises:
         MeshError: the cluster has not all devices of the plan.
     """
-    from autopar.device_groups import check_within
     from autopar.planfile import bind
+    from autopar.plans.device_groups import check_within
 
     cluster = document.cluster()
     plan = bind(document, captured.graph, cluster)
@@ -225,7 +225,7 @@ def bound(document: Document, captured: Captured) -> tuple[Plan, Cluster]:
 def what_if(captured: Captured, plan: Plan, cluster: Cluster) -> Replanner:
     """The plan to be asked "what if", and to be simulated."""
     from autopar.planner.inter_op.replan import Replanner
-    from autopar.planning import wishes_of
+    from autopar.planner.planning import wishes_of
 
     return Replanner(captured.graph, plan, cluster, wishes_of(plan))
 
@@ -264,6 +264,6 @@ def show_solution(solution: Solution | None) -> str:
 
 def show_pins(pins: Pins) -> str:
     """What the user asked for: ``layers.*.up: tensor=n; at most 70.00 GiB per device``; empty for nothing."""
-    from autopar.wishes import pin_words
+    from autopar.plans.wishes import pin_words
 
     return "; ".join(pin_words(pins))

@@ -14,11 +14,11 @@ from autopar.cli.common import Json, UsageError, opened, out, print_json, progre
 from autopar.cli.explain_cut import explain_cut
 
 if TYPE_CHECKING:
-    from autopar.graph import Graph
-    from autopar.plan import StagePlan
     from autopar.planner.inter_op.replan import Replanner
+    from autopar.planner.intra_op.building.price import Pricer
     from autopar.planner.intra_op.mesh_plan import Options
-    from autopar.planner.intra_op.price import Pricer
+    from autopar.plans.plan import StagePlan
+    from autopar.words.graph import Graph
 
 
 def explain(
@@ -54,8 +54,8 @@ def explain(
     Examples: autopar explain plan.json layers.3.mlp.up; autopar explain plan.json layers.3.mlp.up --instead tensor=k;
     autopar explain plan.json stage:1
     """
-    from autopar.texts import parse_bytes
-    from autopar.wishes import parse_choices
+    from autopar.plans.wishes import parse_choices
+    from autopar.words.texts import parse_bytes
 
     wanted = None
     if instead is not None:
@@ -76,10 +76,10 @@ def explain(
 def _explain_op(
     asked: Replanner, op: str, wanted: dict[str, str] | None, limit: float | None, top: int, as_json: bool
 ) -> None:
-    from autopar.labels import op_labels
     from autopar.planner.inter_op.stage_pins import check
+    from autopar.planner.intra_op.building.price import pricer
     from autopar.planner.intra_op.mesh_plan import Options
-    from autopar.planner.intra_op.price import pricer
+    from autopar.words.labels import op_labels
 
     graph, plan = asked.graph, asked.plan
     labels = op_labels(graph)
@@ -170,8 +170,8 @@ def found_ops(graph: Graph, op: str) -> list[int]:
         UsageError: there is none.
     """
     from autopar.errors import closest
-    from autopar.labels import op_labels
     from autopar.report.why import find_ops
+    from autopar.words.labels import op_labels
 
     numbers = find_ops(graph, op)
     if not numbers:
@@ -182,7 +182,7 @@ def found_ops(graph: Graph, op: str) -> list[int]:
 
 def priced_ops(graph: Graph, plan: StagePlan, priced: Pricer, numbers: list[int]) -> list[dict[str, Any]]:
     """Every way to cut each op; ops of equal blocks with the same cut once."""
-    from autopar.planner.intra_op.hidden import hidden_in
+    from autopar.planner.intra_op.building.hidden import hidden_in
     from autopar.report.why import alternatives
     from autopar.rules.registry import rules_of
 
@@ -249,7 +249,7 @@ def print_ops(
 
 def _distinct(graph: Graph, plan: StagePlan, numbers: list[int]) -> list[tuple[int, int]]:
     """``(op, copies)``: ops of equal blocks with the same cut once."""
-    from autopar.planner.intra_op.fold import fold
+    from autopar.planner.intra_op.building.fold import fold
 
     rep = fold(graph).representative
     groups: dict[Any, list[int]] = {}
@@ -260,7 +260,7 @@ def _distinct(graph: Graph, plan: StagePlan, numbers: list[int]) -> list[tuple[i
 
 def copies_able(graph: Graph, numbers: list[int], wanted: dict[str, str]) -> list[int]:
     """Those of the ops that have the factors (all, if none has), and their copies in equal blocks."""
-    from autopar.planner.intra_op.fold import fold
+    from autopar.planner.intra_op.building.fold import fold
     from autopar.rules.option_names import option_written
     from autopar.rules.registry import rules_of
     from autopar.rules.strategy import options_of

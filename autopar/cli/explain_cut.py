@@ -9,8 +9,8 @@ from autopar.cli.stages import facts_of, memory_table, times_table, why
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
-    from autopar.plan import Plan
     from autopar.planner.inter_op.replan import Replanner
+    from autopar.plans.plan import Plan
 
 
 def explain_cut(captured: Captured, asked: Replanner, stage: str, as_json: bool) -> None:
@@ -55,7 +55,7 @@ def explain_cut(captured: Captured, asked: Replanner, stage: str, as_json: bool)
 def _moved(captured: Captured, asked: Replanner, number: int, by: int) -> dict[str, Any]:
     """The step with the cut one block earlier or later, or why that cannot be."""
     from autopar.errors import AutoparError
-    from autopar.labels import op_labels
+    from autopar.words.labels import op_labels
 
     first = asked.neighbour(number, by)
     facts: dict[str, Any] = {"blocks": by, "begins_at": None, "seconds": None, "why_not": None}

@@ -51,9 +51,9 @@ def inspect(
         print(graph)
         return
     with progress("finding blocks"):
-        from autopar.planner.intra_op.fold import fold
+        from autopar.planner.intra_op.building.fold import fold
         from autopar.rules.discovery import why_not_found
-        from autopar.rules.fixed_order import without_fixed_order
+        from autopar.rules.families.fixed_order import without_fixed_order
         from autopar.rules.registry import rules_of, source_of_rule
 
         rules, blocks = rules_of(graph), fold(graph).blocks

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from autopar.cli.common import out, progress, show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from autopar.asked import Asked
     from autopar.capture import Captured
     from autopar.frontends.models import Loaded
     from autopar.planner.inter_op.layouts import Layout
-    from autopar.planning import Outcome
+    from autopar.planner.planning import Outcome
+    from autopar.plans.asked import Asked
     from autopar.report.layouts import LayoutRow
     from hardware_profiles import Cluster
 
@@ -61,7 +61,7 @@ def priced_like(
     from autopar.capture.microbatches import rows_of
     from autopar.errors import InfeasibleError
     from autopar.planner.inter_op.stage_search import PipelineOptions
-    from autopar.planning import in_parts, options_of
+    from autopar.planner.planning import in_parts, options_of
     from autopar.report.layouts import layout_row
 
     example, n = (loaded.args, loaded.kwargs), hardware.n_devices

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.asked import as_option, asked
 from autopar.cli import layouts
 from autopar.cli.common import (
     Batch,
@@ -27,12 +26,13 @@ from autopar.cli.common import (
     styled,
 )
 from autopar.collection import uncollected
-from autopar.wishes import OPTIMIZERS, WISHES
+from autopar.plans.asked import as_option, asked
+from autopar.plans.wishes import OPTIMIZERS, WISHES
 
 if TYPE_CHECKING:
-    from autopar.plan import Plan
-    from autopar.planning import Outcome
-    from autopar.precision import Precision
+    from autopar.planner.planning import Outcome
+    from autopar.plans.plan import Plan
+    from autopar.words.precision import Precision
     from hardware_profiles import Cluster
 
 
@@ -85,14 +85,14 @@ def plan(
 
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
-    from autopar import planning
     from autopar.capture.microbatches import first_part
-    from autopar.clusters import profile_of
     from autopar.comparison.parts_of_loss import with_notes
     from autopar.heard import heard
-    from autopar.measured_load import with_measured_load
     from autopar.planfile import dumps, save
-    from autopar.rules.expert_load import with_load
+    from autopar.planner import planning
+    from autopar.plans.clusters import profile_of
+    from autopar.profiling.measured_load import with_measured_load
+    from autopar.rules.experts.expert_load import with_load
     from hardware_profiles import load_cluster
 
     if top < 1:

@@ -62,9 +62,9 @@ def profile(
 
     Then: autopar plan gpt.py:make --cluster profile.json --stages 2 --microbatches 8 -o plan.json
     """
-    from autopar.clusters import get_cluster
-    from autopar.meshes import Mesh
+    from autopar.plans.clusters import get_cluster
     from autopar.profiling import document as documents
+    from autopar.words.meshes import Mesh
 
     hardware = get_cluster(cluster)
     if hardware.is_profile:
@@ -115,7 +115,7 @@ def on_device_of(cluster: str, hardware: Cluster, asked: str, count: int) -> str
     Raises:
         UsageError: what the cluster has is not here.
     """
-    from autopar.detection import record_here
+    from autopar.plans.detection import record_here
     from hardware_profiles import device_named, list_devices
 
     kind = hardware.device(0).name

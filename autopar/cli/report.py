@@ -11,8 +11,8 @@ from autopar.cli.common import UsageError, bound, model_of, open_plan, out, prog
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
-    from autopar.plan import Plan
     from autopar.planfile import Document
+    from autopar.plans.plan import Plan
     from autopar.report.layouts import LayoutRow
     from cost_models.pipeline import Timeline
     from hardware_profiles import Cluster
@@ -74,11 +74,11 @@ def _layouts(
     """
     from dataclasses import replace
 
-    from autopar import planning
-    from autopar.asked import Asked
     from autopar.cli.common import load_and_capture
     from autopar.cli.layouts import rows_of_layouts
     from autopar.heard import heard
+    from autopar.planner import planning
+    from autopar.plans.asked import Asked
     from autopar.report.layouts import layout_row, with_front
     from autopar.report.page.tradeoff import THIS
 

@@ -28,8 +28,8 @@ from autopar.cli.common import (
     where_to_run,
 )
 from autopar.cli.simulate import check_trace
-from autopar.plan import Plan
-from autopar.prices import bytes_together
+from autopar.plans.plan import Plan
+from autopar.plans.prices import bytes_together
 
 
 def run(
@@ -73,7 +73,7 @@ def run(
     if captured.graph.loss is None:
         raise UsageError("the model has no scalar loss among its outputs, so it cannot be trained; return the loss")
     from autopar.comparison.parts_of_loss import with_notes
-    from autopar.runtime.launch import backend_of, run_local
+    from autopar.runtime.ranks.launch import backend_of, run_local
 
     noted = with_notes(plan, captured, loaded.model, (loaded.args, loaded.kwargs, ()))
     kind, said = where_to_run(device, plan.n_devices)
@@ -117,9 +117,9 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
     import torch
     import torch.distributed as dist
 
-    from autopar.runtime.agree import ensure_process_group
-    from autopar.runtime.pipeline import PipelineModule
-    from autopar.spreading import check_size, spread
+    from autopar.parallelizing.spreading import check_size, spread
+    from autopar.runtime.pipelines.pipeline import PipelineModule
+    from autopar.runtime.ranks.agree import ensure_process_group
 
     document = open_plan(Path(path))
     torch.manual_seed(0)

@@ -27,14 +27,14 @@ from autopar.cli.common import (
 )
 from autopar.cli.stages import describe
 from autopar.errors import ModelError, PlanError
-from autopar.memory_decisions import DECISIONS
+from autopar.plans.memory_decisions import DECISIONS
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from autopar.graph import Graph
-    from autopar.plan import Plan
     from autopar.planfile import Document
+    from autopar.plans.plan import Plan
+    from autopar.words.graph import Graph
     from hardware_profiles import Cluster
 
 
@@ -73,7 +73,7 @@ def show(
         return
     with progress("reading the plan"):
         plan, cluster = bound(document, captured)
-    from autopar.staging import cut
+    from autopar.plans.staging import cut
 
     graphs = [part.graph for part in cut(captured.graph, plan.starts)]
     if code:
@@ -102,7 +102,7 @@ def _show_stage(
     path: Path, document: Document, graph: Graph, plan: Plan, number: int, cluster: Cluster, every: bool, as_json: bool
 ) -> None:
     """The ops, parameters and memory of a stage."""
-    from autopar.planner.intra_op.price import pricer
+    from autopar.planner.intra_op.building.price import pricer
     from autopar.report import recomputed, rows, tables
     from autopar.report.coverage import coverage, line
 
@@ -166,7 +166,7 @@ def _show_file(document: Document, as_json: bool, why: str) -> None:
     if as_json:
         print_json({**document.raw, "warning": why})
         return
-    from autopar.prices import Price
+    from autopar.plans.prices import Price
     from autopar.report import tables
     from autopar.report.rows import totals
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.common import out, print_json, show_bytes, show_pins, show_seconds, styled
-from autopar.meshes import Mesh
+from autopar.words.meshes import Mesh
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
-    from autopar.plan import Plan
+    from autopar.plans.plan import Plan
     from cost_models.pipeline import Timeline
     from hardware_profiles import Cluster
 
@@ -19,9 +19,9 @@ WIDEST = 400
 
 def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
     """What there is to say of a plan in stages, as values."""
+    from autopar.plans.staging import cut
     from autopar.report.coverage import coverage
     from autopar.report.stages import stage_rows, step_anatomy
-    from autopar.staging import cut
 
     stages = stage_rows(captured.graph, plan, timeline, cluster)
     profiled = coverage([stage.graph for stage in cut(captured.graph, plan.starts)], plan.stages, cluster)
@@ -69,7 +69,7 @@ def describe(
         console.print(f"  {known(facts['profile'])}", markup=False)
     for what, seconds in more.get("tried", ())[:8]:
         console.print(f"  tried: {show_seconds(seconds):>8}  {what}", markup=False)
-    from autopar.planning import NEXT_WORDS
+    from autopar.planner.planning import NEXT_WORDS
 
     for note in plan.notes:
         if "tried" not in more or not note.startswith(NEXT_WORDS):  # they stand among those that were tried

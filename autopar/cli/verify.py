@@ -29,9 +29,9 @@ from autopar.cli.common import (
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.frontends.models import Loaded
-    from autopar.plan import Plan
     from autopar.planfile import Document
-    from autopar.precision import Precision
+    from autopar.plans.plan import Plan
+    from autopar.words.precision import Precision
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest difference that passes, by the precision in which a row was computed."""
@@ -67,8 +67,8 @@ def verify(
     Examples: autopar verify gpt.py:make --mesh data=2,tensor=2 --random-plans 20; autopar verify gpt.py:make --mesh
     tensor=2 --processes
     """
-    from autopar.meshes import Mesh
     from autopar.planfile import bind
+    from autopar.words.meshes import Mesh
 
     if random_plans < 0:
         raise UsageError(f"--random-plans is {random_plans}; it is 0 or more")
@@ -88,7 +88,7 @@ def verify(
     from hardware_profiles import load_cluster
 
     hardware = load_cluster(cluster or f"local-x{shape.n_devices}")
-    from autopar.clusters import check_mesh
+    from autopar.plans.clusters import check_mesh
 
     check_mesh(shape, hardware)
     loaded, captured = load_and_capture(
@@ -125,8 +125,8 @@ def _report(rows: list[dict[str, Any]], limits: list[float], where: str, as_json
 def _in_stages(model: str, batch: int | None, seq: int | None, document: Document) -> list[dict[str, Any]]:
     """The row of a plan of several stages."""
     from autopar.capture.microbatches import first_part
+    from autopar.comparison.verify import verify_pipeline
     from autopar.planfile import bind
-    from autopar.verify import verify_pipeline
 
     parts = (document.model or {}).get("parts")
     loaded, captured = load_and_capture(
@@ -143,7 +143,7 @@ def _in_stages(model: str, batch: int | None, seq: int | None, document: Documen
 def _in_one(
     loaded: Any, captured: Any, mesh: Any, cluster: Any, given: Plan | None, random_plans: int, seed: int
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    from autopar import verify as v
+    from autopar.comparison import verify as v
 
     console = err()
     with console.status("verifying") as status:
@@ -164,13 +164,13 @@ def _in_processes(
     """The given or the best plan, then random ones, all on the same processes."""
     import torch
 
-    from autopar import verify as v
-    from autopar.plan import Plan
+    from autopar.comparison import verify as v
+    from autopar.planner.intra_op.building.price import pricer
     from autopar.planner.intra_op.draw import random_plan
     from autopar.planner.intra_op.mesh_plan import plan_graph
-    from autopar.planner.intra_op.price import pricer
+    from autopar.plans.plan import Plan
     from autopar.rules.registry import rules_of
-    from autopar.runtime.launch import backend_of, run_local
+    from autopar.runtime.ranks.launch import backend_of, run_local
 
     if captured.graph.loss is None:
         raise UsageError(f"{model} returns no scalar loss, so there is no gradient to compare; return the loss")
@@ -231,7 +231,7 @@ def _rank(
     """
     import torch
 
-    from autopar import verify as v
+    from autopar.comparison import verify as v
     from autopar.torch_private import pytree
 
     loaded, captured = load_and_capture(spec, batch, seq, device="cpu", precision=precision)
@@ -247,9 +247,9 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: Any, kwargs: 
     import torch
 
     import autopar
-    from autopar import verify as v
-    from autopar.runtime.agree import ensure_process_group
-    from autopar.spreading import check_size, spread
+    from autopar.comparison import verify as v
+    from autopar.parallelizing.spreading import check_size, spread
+    from autopar.runtime.ranks.agree import ensure_process_group
 
     ensure_process_group()
     check_size(plan, torch.distributed.get_world_size())

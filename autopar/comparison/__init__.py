@@ -16,6 +16,7 @@ generators are put back.
 :mod:`.other_batch`       other values, so that what the example batch baked in shows
 :mod:`.parts_of_loss`     whether the microbatches' losses add up to the loss of the batch
 :mod:`.padding`           whether a model gives the same when its calls are padded
+:mod:`.verify`            programs of many ranks in this process beside the graph, and that beside the model
 ========================= =============================================================================================
 """
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
-from autopar.graph import Node, Spec
-from autopar.rules.expert_block import BLOCK, in_double_precision
+from autopar.rules.experts.expert_block import BLOCK, in_double_precision
+from autopar.words.graph import Node, Spec
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 """Precisions that a comparison in double precision replaces."""

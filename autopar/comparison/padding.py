@@ -19,8 +19,8 @@ from autopar.capture import Captured
 from autopar.capture.microbatches import modules_with_statistics
 from autopar.comparison import generators_kept, kept, reason_not_to
 from autopar.errors import CaptureError
-from autopar.runtime.buckets import LENGTH, ROWS, Buckets, Key, Size, Template, dims_of, keys_of, size_of
-from autopar.runtime.loss_counts import Count, count_of
+from autopar.runtime.batches.loss_counts import Count, count_of
+from autopar.runtime.variants.buckets import LENGTH, ROWS, Buckets, Key, Size, Template, dims_of, keys_of, size_of
 from autopar.torch_private import pytree
 
 FILLS = (-100, -1, 0)

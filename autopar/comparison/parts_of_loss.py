@@ -1,9 +1,9 @@
 """Whether the microbatches' losses add up to the loss of the batch.
 
 A step in microbatches takes the mean of their losses, by their rows or by what each is the mean of
-(:mod:`autopar.runtime.loss_counts`). That is the loss of the whole batch only if it is such a mean: not of a sum, of
-terms over different things, or of rows that are compared with each other. Who trains in microbatches then trains by
-another loss, and hears so.
+(:mod:`autopar.runtime.batches.loss_counts`). That is the loss of the whole batch only if it is such a mean: not of a
+sum, of terms over different things, or of rows that are compared with each other. Who trains in microbatches then
+trains by another loss, and hears so.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from autopar.capture import Captured
 from autopar.capture.microbatches import part_of_batch
 from autopar.comparison import generators_kept, kept, reason_not_to
 from autopar.comparison.sides import attention_on
-from autopar.plan import Plan
-from autopar.runtime.batch import Batch
-from autopar.runtime.batch_statistics import of_each_microbatch
-from autopar.runtime.loss_counts import count_of
+from autopar.plans.plan import Plan
+from autopar.runtime.batches.batch import Batch
+from autopar.runtime.batches.batch_statistics import of_each_microbatch
+from autopar.runtime.batches.loss_counts import count_of
 from autopar.torch_private import pytree
 
 ROUNDING, ROUNDING_OF_HALF = 1e-5, 2e-2

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Graph
-from autopar.runtime.reached import reached_whatever_is_drawn
+from autopar.runtime.gradients.reached import reached_whatever_is_drawn
+from autopar.words.graph import Graph
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest relative difference that rounding explains, by precision."""

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from autopar.capture import Captured
 from autopar.comparison import compare_with_eager
 from autopar.errors import CaptureError
-from autopar.runtime.agree import share
-from autopar.runtime.agree import together as raised_together
-from autopar.runtime.init import is_meta
+from autopar.runtime.parameters.init import is_meta
+from autopar.runtime.ranks.agree import share
+from autopar.runtime.ranks.agree import together as raised_together
 
 
 def check_same_model(captured: Captured, model: torch.nn.Module, group: Any) -> None:

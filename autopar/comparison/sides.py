@@ -9,18 +9,18 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.autocasting import without_autocast
 from autopar.capture import Captured, WithLoss
 from autopar.capture.python.restoring import Draws, generators_kept, kept, same_draws
 from autopar.capture.trace.flex import flex_attention_in_plain_operators
 from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
 from autopar.comparison.relative import Ran, is_tensor
-from autopar.graph import Graph, Ref
 from autopar.lower.emit import lower
 from autopar.lower.program import Program
 from autopar.planner.intra_op.single import one_device
 from autopar.rules.local import resolve
 from autopar.torch_private import pytree
+from autopar.words.autocasting import without_autocast
+from autopar.words.graph import Graph, Ref
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autopar.errors import ModelError
-from autopar.precision import Precision
+from autopar.words.precision import Precision
 
 
 @dataclass(frozen=True)

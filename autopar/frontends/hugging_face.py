@@ -14,7 +14,7 @@ import torch
 
 from autopar.errors import ModelError
 from autopar.frontends import Loaded, cause_in, frontend
-from autopar.precision import PRESETS
+from autopar.words.precision import PRESETS
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 2048

@@ -19,9 +19,9 @@ from accelerate.utils import convert_outputs_to_fp32
 from autopar.errors import AutoparError
 from autopar.integrations.first_call import ParallelOnFirstCall
 from autopar.integrations.one_process import as_one_process
-from autopar.runtime.checkpoint import full_state_dict
-from autopar.runtime.generator_states import generators, set_generators
-from autopar.runtime.saving import save
+from autopar.runtime.checkpoints.checkpoint import full_state_dict
+from autopar.runtime.checkpoints.generator_states import generators, set_generators
+from autopar.runtime.checkpoints.saving import save
 
 STATE = "autopar_state.pt"
 """The file of :meth:`Accelerator.save_state`."""

@@ -1,7 +1,7 @@
 """The collectives that programs call: ``spmd_types`` functions with plain arguments, so that programs print as Python.
 
 ``axis`` is the name of a mesh axis, looked up in the ambient ``spmd_types.set_current_mesh``. Each function changes the
-placement of ``x`` on that axis in one step; its backward is the adjoint step (see :mod:`autopar.placements`).
+placement of ``x`` on that axis in one step; its backward is the adjoint step (see :mod:`autopar.words.placements`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import spmd_types as spmd
 import torch
 import torch.fx
 
-from autopar.meshes import Mesh
-from autopar.pieces import cut_extent
-from autopar.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, axis_and_unit, axis_text
-from autopar.placements import shard as placement_of
-from autopar.rules.distributed import length_of, padded, summed_back
+from autopar.rules.lowerings.distributed import length_of, padded, summed_back
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import cut_extent
+from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, axis_and_unit, axis_text
+from autopar.words.placements import shard as placement_of
 
 _TYPE: dict[str, Any] = {REPLICATED: spmd.R, INVARIANT: spmd.I, PENDING: spmd.P}
 

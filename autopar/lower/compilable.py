@@ -29,10 +29,10 @@ from autopar.lower.freed import backwards_of, give_up
 from autopar.lower.program import Program
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again, with_segments
-from autopar.rules.branch import branch
-from autopar.rules.distributed import length_of
-from autopar.rules.expert_block import rows_computed, rows_leave, rows_return, travelling_block
+from autopar.rules.experts.expert_block import rows_computed, rows_leave, rows_return, travelling_block
+from autopar.rules.families.branch import branch
 from autopar.rules.function import Callee
+from autopar.rules.lowerings.distributed import length_of
 from autopar.torch_private import pytree
 
 _TRAVELLING = (travelling_block, rows_leave, rows_computed, rows_return)

@@ -4,8 +4,8 @@ What autograd saves of a tensor is its storage. After the last reader the storag
 backward of every reader fills it again, so whatever was saved of the tensor, and views of it, are whole again; and in
 front of the backward of what made it, which comes after all readers', the storage is emptied for good. No operator
 knows of it. How it is filled is for those who give it up: a copy is gathered again (:mod:`.regather`), the result of a
-recomputed segment is made again (:mod:`.segments`), and a decision about tensors (:mod:`autopar.memory_decisions`)
-says it by a class of its own.
+recomputed segment is made again (:mod:`.segments`), and a decision about tensors
+(:mod:`autopar.plans.memory_decisions`) says it by a class of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import spmd_types as spmd
 import torch
 
 from autopar.allocations import elsewhere
-from autopar.memory_decisions import DECISIONS
+from autopar.plans.memory_decisions import DECISIONS
 from autopar.torch_private import is_traceable_wrapper_subclass, keeps_graph, pytree
 
 _FREED: weakref.WeakValueDictionary[int, Freed] = weakref.WeakValueDictionary()

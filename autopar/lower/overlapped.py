@@ -25,8 +25,8 @@ import torch.fx
 from torch.autograd.function import once_differentiable
 
 from autopar.lower import collectives
-from autopar.placements import INVARIANT, REPLICATED
 from autopar.torch_private import group_of_axis, reached
+from autopar.words.placements import INVARIANT, REPLICATED
 
 _aten = torch.ops.aten
 _Tensor = torch.Tensor

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch.fx
 
 from autopar.lower.segments import with_segments
-from autopar.meshes import Mesh
-from autopar.pieces import local_shape
-from autopar.placements import State
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import local_shape
+from autopar.words.placements import State
 
 
 @dataclass(frozen=True)

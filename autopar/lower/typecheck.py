@@ -17,9 +17,9 @@ import torch.fx
 from autopar.errors import PlanError
 from autopar.lower.emit import used_shape
 from autopar.lower.program import Program
-from autopar.placements import INVARIANT, PENDING, REPLICATED, State
 from autopar.rules.function import Callee
 from autopar.torch_private import FakeTensorMode
+from autopar.words.placements import INVARIANT, PENDING, REPLICATED, State
 
 _TYPES = {REPLICATED: spmd.R, INVARIANT: spmd.I, PENDING: spmd.P}  # of all others V, our shards
 

@@ -8,17 +8,17 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from autopar.clusters import FILES, get_cluster
 from autopar.errors import MeshError, PlanError, closest
-from autopar.load_shares import Load, parse_load
-from autopar.memory_decisions import DECISIONS, SEGMENTS
-from autopar.meshes import Mesh
-from autopar.plan import LIFETIMES, VERSION, Solution, one_stage
 from autopar.planfile import pins, previous
 from autopar.planfile.file_errors import FileErrors
-from autopar.precision import Precision, parse_precision
-from autopar.prices import Price
-from autopar.wishes import OPTIMIZERS
+from autopar.plans.clusters import FILES, get_cluster
+from autopar.plans.memory_decisions import DECISIONS, SEGMENTS
+from autopar.plans.plan import LIFETIMES, VERSION, Solution, one_stage
+from autopar.plans.prices import Price
+from autopar.plans.wishes import OPTIMIZERS
+from autopar.words.load_shares import Load, parse_load
+from autopar.words.meshes import Mesh
+from autopar.words.precision import Precision, parse_precision
 from cost_models.pipeline import Schedule, simulate, times
 from cost_models.pipeline import parse as parse_schedule
 from hardware_profiles import Cluster

@@ -1,6 +1,6 @@
 """The pins of a plan file: what the user asked for. They decide nothing here, and are for solving again.
 
-Which there are says :mod:`autopar.wishes`; here stands how each form of them is checked, read and written.
+Which there are says :mod:`autopar.plans.wishes`; here stands how each form of them is checked, read and written.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from autopar.asked import parse_kept
 from autopar.errors import AutoparError, MeshError, PlanError, closest
-from autopar.graph import Graph, Ref
-from autopar.labels import matches, op_labels
-from autopar.load_shares import parse_load
-from autopar.meshes import Mesh
-from autopar.placements import State
-from autopar.plan import Pins
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
-from autopar.planner.intra_op.recompute import segments_of
-from autopar.precision import parse_precision
+from autopar.planner.intra_op.memory.recompute import segments_of
+from autopar.plans.asked import parse_kept
+from autopar.plans.plan import Pins
+from autopar.plans.wishes import PINS
 from autopar.rules.registry import rules_of
-from autopar.wishes import PINS
+from autopar.words.graph import Graph, Ref
+from autopar.words.labels import matches, op_labels
+from autopar.words.load_shares import parse_load
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State
+from autopar.words.precision import parse_precision
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE
-from autopar.plan import VERSION
+from autopar.plans.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE
+from autopar.plans.plan import VERSION
 
 SECTIONS = ("mesh", "fingerprint", "in_flight", "ops", "params", "buffers", "inputs", "outputs", "routes", "recompute",
             "gather_again", "make_again")

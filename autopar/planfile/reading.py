@@ -7,11 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from autopar.device_groups import check_places, check_within
 from autopar.errors import PlanError
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.plan import Pins, Plan, StagePlan
 from autopar.planfile import pins as pin_section
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.parsing import Document, parse
@@ -19,8 +15,12 @@ from autopar.planfile.repricing import Setting, stage_plan
 from autopar.planfile.stage_entries import StageReader
 from autopar.planfile.write import step_checksum
 from autopar.planner.inter_op.timing import timing_of
-from autopar.rules.expert_load import with_load
-from autopar.staging import StageGraph, crossings_of, cut, first_op
+from autopar.plans.device_groups import check_places, check_within
+from autopar.plans.plan import Pins, Plan, StagePlan
+from autopar.plans.staging import StageGraph, crossings_of, cut, first_op
+from autopar.rules.experts.expert_load import with_load
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from cost_models.pipeline import live_at_peak, simulate
 from hardware_profiles import Cluster
 from hardware_profiles.strict import Unreadable, read_text

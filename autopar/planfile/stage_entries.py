@@ -10,22 +10,22 @@ from fnmatch import translate
 from typing import Any
 
 from autopar.errors import PlanError, closest
-from autopar.graph import Graph, Ref
-from autopar.labels import op_labels
-from autopar.memory_decisions import DECISIONS, SEGMENTS, Memory, in_order
-from autopar.meshes import Mesh
-from autopar.pieces import fits
-from autopar.placements import State, step_is_legal
-from autopar.placements import path as way
-from autopar.plan import ParamChoice, Recompute, segment_numbers
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
 from autopar.planfile.write import route_keys
-from autopar.regather import waiting
+from autopar.plans.memory_decisions import DECISIONS, SEGMENTS, Memory, in_order
+from autopar.plans.plan import ParamChoice, Recompute, segment_numbers
+from autopar.plans.regather import waiting
 from autopar.rules.axis_options import Option
 from autopar.rules.option_names import WHOLE, factor_and_block, listed, option_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, options_of, why_not_cut
+from autopar.words.graph import Graph, Ref
+from autopar.words.labels import op_labels
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import fits
+from autopar.words.placements import State, step_is_legal
+from autopar.words.placements import path as way
 
 Route = tuple[tuple[State, State], ...]
 

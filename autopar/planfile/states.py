@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import MeshError
-from autopar.meshes import Mesh
-from autopar.pieces import fits
-from autopar.placements import State, kinds_listed
 from autopar.planfile.file_errors import FileErrors
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import fits
+from autopar.words.placements import State, kinds_listed
 
 
 def read_state(

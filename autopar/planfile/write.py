@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.graph import Graph, Ref
-from autopar.labels import op_labels
-from autopar.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE
-from autopar.placements import whole_state
-from autopar.plan import VERSION, Pins, Plan, StagePlan, one_stage, route_key
 from autopar.planfile import pins as pin_section
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.complete import demand
+from autopar.plans.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE
+from autopar.plans.plan import VERSION, Pins, Plan, StagePlan, one_stage, route_key
+from autopar.plans.staging import cut
 from autopar.rules.option_names import as_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
-from autopar.staging import cut
+from autopar.words.graph import Graph, Ref
+from autopar.words.labels import op_labels
+from autopar.words.placements import whole_state
 
 SECTIONS = frozenset({"pins", "ops", "params", "buffers", "inputs", "routes", "price"})
 """Tables with one line for every entry."""

@@ -1,6 +1,6 @@
-"""The planner makes two things, one in each folder.
+"""From a graph to a plan. The planner makes two things, one in each folder.
 
 :mod:`.intra_op` decides how every operator is cut on one mesh (an integer program); :mod:`.inter_op` decides where the
 pipeline is cut and how it is run (a dynamic program over what the first says of blocks). The first knows nothing of the
-second.
+second. :mod:`.planning` goes from what is asked to a plan, by one or by both.
 """

@@ -8,4 +8,6 @@
 :mod:`.quiet`    what else the machine does meanwhile
 :mod:`.document` all of it as a profile file
 ================ ======================================================================================================
+
+And :mod:`.measured_load`: what a model's routers do with a batch.
 """

@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.capture import capture
-from autopar.graph import Spec
-from autopar.meshes import Mesh
-from autopar.placements import whole_state
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.plans.transfer import Side, transfer
 from autopar.profiling.clock import Clock
-from autopar.runtime.groups import channel, groups_for
-from autopar.runtime.pipeline import PipelineModule
-from autopar.runtime.wires import Post, Wire
-from autopar.transfer import Side, transfer
+from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.pipelines.wires import Post, Wire
+from autopar.runtime.ranks.groups import channel, groups_for
+from autopar.words.graph import Spec
+from autopar.words.meshes import Mesh
+from autopar.words.placements import whole_state
 from cost_models.pipeline.actions import Action
 from hardware_profiles import Cluster
 

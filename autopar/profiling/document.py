@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from autopar.errors import PlanError
-from autopar.graph import Graph
-from autopar.meshes import Mesh
 from autopar.profiling.ops import LocalOp, Passes, passes_of
-from autopar.runtime.launch import backend_of, run_local
+from autopar.runtime.ranks.launch import backend_of, run_local
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from cost_models.measured import fit_correction
 from hardware_profiles import Cluster
 from hardware_profiles.measurements import KEY, OTHER, VERSION

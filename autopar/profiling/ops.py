@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from autopar.graph import ITEM_BYTES, Graph, Node
-from autopar.meshes import Mesh
-from autopar.pieces import local_shape
-from autopar.planner.intra_op.price import Pricer, key_of, pricer
-from autopar.planner.intra_op.space import strategies
+from autopar.planner.intra_op.building.price import Pricer, key_of, pricer
+from autopar.planner.intra_op.building.space import strategies
 from autopar.rules.local import local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import call_of
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
+from autopar.words.graph import ITEM_BYTES, Graph, Node
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import local_shape
 from hardware_profiles import Cluster
 
 

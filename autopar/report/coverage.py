@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.graph import Graph
-from autopar.plan import StagePlan
-from autopar.planner.intra_op.price import Pricer, pricer
+from autopar.planner.intra_op.building.price import Pricer, pricer
+from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
+from autopar.words.graph import Graph
 from cost_models.costs import costs_of
 from hardware_profiles import Cluster
 

@@ -11,9 +11,9 @@ from collections import Counter
 from math import prod
 
 from autopar.errors import first_few
-from autopar.graph import Graph
-from autopar.plan import Plan
-from autopar.texts import show_bytes, show_seconds
+from autopar.plans.plan import Plan
+from autopar.words.graph import Graph
+from autopar.words.texts import show_bytes, show_seconds
 
 LOGGER = logging.getLogger("autopar")
 SHOWN = 3

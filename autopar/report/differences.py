@@ -7,17 +7,17 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from autopar.graph import Graph
-from autopar.labels import op_labels
-from autopar.memory_decisions import DECISIONS
-from autopar.placements import State
-from autopar.plan import Plan, StagePlan
 from autopar.planfile.patterns import compress
 from autopar.planfile.write import route_keys
 from autopar.planner.inter_op.replan import Replanner
+from autopar.plans.memory_decisions import DECISIONS
+from autopar.plans.plan import Plan, StagePlan
+from autopar.plans.staging import hot_ops
+from autopar.plans.wishes import pin_words
 from autopar.rules.option_names import as_written
-from autopar.staging import hot_ops
-from autopar.wishes import pin_words
+from autopar.words.graph import Graph
+from autopar.words.labels import op_labels
+from autopar.words.placements import State
 
 Row = tuple[str, Any, Any]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
+from autopar.words.graph import Graph
 from cost_models.compute import COMPUTE_KINDS, peak_flops
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from itertools import groupby
 
-from autopar.graph import Graph
-from autopar.memory_decisions import about_tensors
-from autopar.plan import StagePlan, segment_numbers
+from autopar.plans.memory_decisions import about_tensors
+from autopar.plans.plan import StagePlan, segment_numbers
 from autopar.rules.registry import rules_of
 from autopar.rules.saved import keeps
+from autopar.words.graph import Graph
 
 
 def runs_again(graph: Graph, plan: StagePlan) -> list[str]:

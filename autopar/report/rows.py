@@ -9,24 +9,24 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from autopar.graph import Graph, Node, Ref
-from autopar.labels import op_labels
-from autopar.pieces import local_shape
-from autopar.placements import State, step_collectives
-from autopar.plan import StagePlan, route_key
 from autopar.planfile.patterns import compress
-from autopar.planner.intra_op import params as P
-from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.hidden import hidden_in
-from autopar.planner.intra_op.ledger import Ledger, seconds_again, waiting_seconds
-from autopar.planner.intra_op.memory_walk import ledger
-from autopar.planner.intra_op.price import Pricer
-from autopar.prices import Price
+from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building.fold import fold
+from autopar.planner.intra_op.building.hidden import hidden_in
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again, waiting_seconds
+from autopar.planner.intra_op.memory.memory_walk import ledger
+from autopar.plans.plan import StagePlan, route_key
+from autopar.plans.prices import Price
 from autopar.rules.local import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import WHOLE
 from autopar.rules.registry import rules_of, source_of_rule
 from autopar.rules.strategy import Strategy, grads_of, strategy_in_plan
+from autopar.words.graph import Graph, Node, Ref
+from autopar.words.labels import op_labels
+from autopar.words.pieces import local_shape
+from autopar.words.placements import State, step_collectives
 
 Collective = dict[str, Any]
 """``{"kind", "axis", "pass": forward or backward, "bytes"}``."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.graph import Graph
-from autopar.labels import op_labels
-from autopar.plan import Plan
 from autopar.planner.inter_op.replan import limit_of_stage
-from autopar.prices import bytes_together
+from autopar.plans.plan import Plan
+from autopar.plans.prices import bytes_together
+from autopar.words.graph import Graph
+from autopar.words.labels import op_labels
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 

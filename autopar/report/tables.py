@@ -8,10 +8,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from autopar.meshes import Mesh
-from autopar.placements import REPLICATE
 from autopar.report.rows import BlockRows, Collective, ParamRow
 from autopar.report.why import Alternative
+from autopar.words.meshes import Mesh
+from autopar.words.placements import REPLICATE
 
 Show = Callable[[float], str]
 

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isinf
 
-from autopar.graph import Graph, Ref
-from autopar.labels import matches, op_labels
-from autopar.placements import State
-from autopar.plan import ParamChoice, StagePlan, route_key
-from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.complete import needs
-from autopar.planner.intra_op.price import Pricer
 from autopar.planner.intra_op.reshard import route
-from autopar.planner.intra_op.space import strategies
+from autopar.plans.plan import ParamChoice, StagePlan, route_key
 from autopar.rules.option_names import as_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
+from autopar.words.graph import Graph, Ref
+from autopar.words.labels import matches, op_labels
+from autopar.words.placements import State
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.placements import INVARIANT, PENDING, REPLICATED, Placement, shard
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import GRADIENTS_PENDING, WHOLE
 from autopar.rules.terms import Term
+from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, shard
 
 
 @dataclass(frozen=True, slots=True)

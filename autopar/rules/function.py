@@ -24,11 +24,11 @@ from unittest import mock
 
 import torch
 
-from autopar.autocasting import AutocastState, autocast_as
 from autopar.errors import RuleError, RunError
 from autopar.rules.notation import Rule, line
 from autopar.rules.operator_call import Call
 from autopar.torch_private import DisableTorchFunction, FakeTensor, no_dispatch_modes, pytree, unset_fake_temporarily
+from autopar.words.autocasting import AutocastState, autocast_as
 
 PREFIX = "function."
 _DRAWS = 0x9E3779B97F4A7C15

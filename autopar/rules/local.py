@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from autopar.load_shares import busiest, grown
-from autopar.meshes import Mesh
-from autopar.pieces import largest_piece, local_shape
-from autopar.placements import Placement, State, axis_and_unit, axis_text
 from autopar.rules.axis_options import Option
 from autopar.rules.function import PREFIX
 from autopar.rules.notation import Comm, Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.option_names import factor_and_block
 from autopar.torch_private import OpOverload
+from autopar.words.load_shares import busiest, grown
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import largest_piece, local_shape
+from autopar.words.placements import Placement, State, axis_and_unit, axis_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.allocations import Allocations
-from autopar.meshes import Mesh
 from autopar.rules.axis_options import Option
 from autopar.rules.local import LocalCall
-from autopar.rules.lowering_trial import trial
+from autopar.rules.lowerings.lowering_trial import trial
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.saved import LocalLayout, Strides, filled, key_of_call, trial_of, without_values
 from autopar.torch_private import pytree
+from autopar.words.meshes import Mesh
 
 
 class Gradient(NamedTuple):

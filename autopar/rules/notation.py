@@ -35,12 +35,12 @@ from math import prod
 from typing import Any
 
 from autopar.errors import RuleError, closest
-from autopar.load_shares import Load
-from autopar.meshes import Mesh
-from autopar.placements import Placement
 from autopar.rules.operator_call import Call
 from autopar.rules.option_names import factor_and_block
 from autopar.rules.terms import Term, bind
+from autopar.words.load_shares import Load
+from autopar.words.meshes import Mesh
+from autopar.words.placements import Placement
 from hardware_profiles.model import COLLECTIVES
 
 KINDS = ("matmul", "conv", "attention", "pointwise", "reduce", "copy", "none")
@@ -65,8 +65,9 @@ class Comm:
         from_pieces: made where the factor is cut into so many pieces or more.
         gathers: the buffer is what the ranks of the axis gather, as often that of a rank as there are ranks.
         when: ``first`` if nothing of the operator is computed before it, ``last`` if nothing is behind it, so that
-            computation of others may run beside it (:mod:`autopar.rules.meanwhile`); in a backward it is that of the
-            forward's collective whose adjoint it is. Of several axes the last one's is first, the first one's last.
+            computation of others may run beside it (:mod:`autopar.rules.lowerings.meanwhile`); in a backward it is that
+            of the forward's collective whose adjoint it is. Of several axes the last one's is first, the first one's
+            last.
     """
 
     factor: str

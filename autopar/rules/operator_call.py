@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.graph import Node, Ref, Spec, map_refs
-from autopar.load_shares import Load
+from autopar.words.graph import Node, Ref, Spec, map_refs
+from autopar.words.load_shares import Load
 
 
 @dataclass(frozen=True, slots=True)

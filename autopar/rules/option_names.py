@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.placements import REPLICATE
+from autopar.words.placements import REPLICATE
 
 WHOLE = "I"
 """The option in which everything is whole, gradients too."""

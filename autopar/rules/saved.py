@@ -23,19 +23,19 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.pieces import local_shape
-from autopar.placements import State, axis_and_unit
 from autopar.rules.axis_options import Option
-from autopar.rules.distributed import length_of
 from autopar.rules.function import PREFIX
 from autopar.rules.local import LocalCall, PieceSize, Seed, local_call
-from autopar.rules.lowering_trial import trial
+from autopar.rules.lowerings.distributed import length_of
+from autopar.rules.lowerings.lowering_trial import trial
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, In, call_of
 from autopar.rules.strategy import Strategy, grads_of
 from autopar.torch_private import FakeTensorMode, pytree
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import local_shape
+from autopar.words.placements import State, axis_and_unit
 
 Strides = tuple[int, ...]
 T = TypeVar("T")

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.errors import PlanError
-from autopar.graph import Graph, Node
-from autopar.meshes import Mesh
-from autopar.pieces import lengths_of
-from autopar.placements import INVARIANT, REPLICATED, State
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block
+from autopar.words.graph import Graph, Node
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import lengths_of
+from autopar.words.placements import INVARIANT, REPLICATED, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from autopar.graph import Graph
 from autopar.rules.notation import Rule
 from autopar.rules.terms import Term
+from autopar.words.graph import Graph
 
 MOST_UNITS = 2
 """Different blocks that one factor may be cut into: each is one option more for the planner to weigh."""

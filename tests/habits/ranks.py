@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.capture import capture
 from autopar.errors import AutoparError
-from autopar.plan import Plan
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.draw import random_plan
-from autopar.planner.intra_op.price import pricer
+from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
 from habits import HABITS
 from habits.base import BATCHES, batch, loss_fn, made

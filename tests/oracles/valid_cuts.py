@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.placements import REPLICATED, Placement
 from autopar.rules.discovery.cuts import Path, ValidCut, halvable, valid_cuts, value_at, with_value
-from autopar.rules.proof import Case
+from autopar.rules.proving.proof import Case
 from autopar.rules.registry import Sample
+from autopar.words.placements import REPLICATED, Placement
 
 SEEDS = (0, 1)
 

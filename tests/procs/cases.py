@@ -24,19 +24,20 @@ from torch.distributed.tensor import DTensor
 from zoo import ZOO, Case, as_float64, loss_of
 
 import autopar
-from autopar import verify
 from autopar.capture import Captured, capture
+from autopar.comparison import verify
 from autopar.lower.emit import lower
-from autopar.meshes import Mesh
-from autopar.plan import Plan
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.recompute import segments_of
+from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
-from autopar.runtime import gathering, registering, stage
-from autopar.runtime.executor import ParallelModule
-from autopar.runtime.gathering import Unit
+from autopar.runtime.one_mesh.executor import ParallelModule
+from autopar.runtime.parameters import gathering, registering
+from autopar.runtime.parameters.gathering import Unit
+from autopar.runtime.stages import stage
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 LR = 1e-2

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.errors import RunError
 from autopar.lower.compilable import Recomputed, RecomputedSegment
-from autopar.runtime.compiled_order import OneOrder
+from autopar.runtime.stages.compiled_order import OneOrder
 
 CUTS: dict[str, dict[str, Any]] = {
     "tensor": {"constraints": {"*up": {"data": "n"}, "*down": {"data": "k"}}},

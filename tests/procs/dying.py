@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime import presence
-from autopar.runtime.gradients import Gradients
-from autopar.runtime.registering import Placing
-from autopar.runtime.stage import Stage
+from autopar.runtime.gradients.step_gradients import Gradients
+from autopar.runtime.parameters.registering import Placing
+from autopar.runtime.ranks import presence
+from autopar.runtime.stages.stage import Stage
 
 CULPRIT = 1
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import RunError
-from autopar.runtime import failures, launch
-from autopar.runtime.launch import _context, _environment
+from autopar.runtime.ranks import failures, launch
+from autopar.runtime.ranks.launch import _context, _environment
 
 RANKS = 2
 

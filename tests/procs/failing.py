@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import RunError
-from autopar.runtime import failures
-from autopar.runtime.agree import FirstRankValues
-from autopar.runtime.gradients import Gradients
-from autopar.runtime.stage import Stage
+from autopar.runtime.gradients.step_gradients import Gradients
+from autopar.runtime.ranks import failures
+from autopar.runtime.ranks.agree import FirstRankValues
+from autopar.runtime.stages.stage import Stage
 
 CUTS: dict[str, dict[str, Any]] = {
     "rows": {"constraints": ROWS},

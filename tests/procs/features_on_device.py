@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import autopar
-from autopar import spreading
 from autopar.errors import RunError
+from autopar.parallelizing import spreading
 
 Batch = tuple[torch.Tensor, ...]
 FEATURES = (

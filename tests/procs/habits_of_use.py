@@ -27,12 +27,12 @@ from torch.optim import swa_utils
 
 import autopar
 from autopar.errors import CaptureError, RunError
-from autopar.runtime import dtensor_fixes
-from autopar.runtime.failures import Failures
-from autopar.runtime.flight import Flight
-from autopar.runtime.hops import reduce_scatter_flat
-from autopar.runtime.outputs import Unread
-from autopar.runtime.stage import Stage
+from autopar.runtime.batches.outputs import Unread
+from autopar.runtime.parameters import dtensor_fixes
+from autopar.runtime.parameters.hops import reduce_scatter_flat
+from autopar.runtime.pipelines.flight import Flight
+from autopar.runtime.ranks.failures import Failures
+from autopar.runtime.stages.stage import Stage
 
 CASES: dict[str, Callable[[], None]] = {}
 COLUMN_ROW = {"first": {"data": "n"}, "second": {"data": "k"}}

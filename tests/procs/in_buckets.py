@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar import bucket_plans
+from autopar.parallelizing import bucket_plans
 from autopar.planner.intra_op.mesh_plan import plan_graph
 
 CUTS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar import spreading
+from autopar.parallelizing import spreading
 
 WIDTH, LAYERS = 2048, 12
 WHOLE = LAYERS * WIDTH * WIDTH * 4

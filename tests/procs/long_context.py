@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from autopar.rules import attention_pairs
-from autopar.rules.attention import attention_with_dropout
-from autopar.rules.attention_across import attention_across
+from autopar.rules.attention import attention_pairs
+from autopar.rules.attention.attention import attention_with_dropout
+from autopar.rules.attention.attention_across import attention_across
 
 
 def masks(length: int) -> dict[str, dict[str, Any]]:

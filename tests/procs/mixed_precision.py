@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-import autopar.precision
-from autopar.rules.random import bits_at
-from autopar.runtime import rounded_steps
+import autopar.words.precision
+from autopar.rules.families.random import bits_at
+from autopar.runtime.optimizers import rounded_steps
 
 CUTS: dict[str, dict[str, Any]] = {
     "data": {"constraints": {"*up": {"data": "b"}}},
@@ -286,7 +286,7 @@ def loss_of(out: torch.Tensor) -> torch.Tensor:
 def policy(name: str, cut: str, mesh: tuple[int, ...] = (2,), stages: int | None = None) -> dict[str, Any]:
     """Steps under a policy beside one device, and bytes beside those that the plan counts."""
     chosen = BY_NAME.get(name, name)
-    parsed = autopar.precision.parse_precision(chosen)
+    parsed = autopar.words.precision.parse_precision(chosen)
     parts = 2 if stages else 1
     options: dict[str, Any] = dict(CUTS[cut]) if cut else {}
     if stages:

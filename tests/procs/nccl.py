@@ -29,10 +29,10 @@ from zoo import ZOO
 import autopar
 from autopar.capture import capture
 from autopar.errors import RunError
-from autopar.runtime import failures, presence
-from autopar.runtime.agree import share
-from autopar.runtime.groups import Groups, destroy_groups, group_of_members
-from autopar.runtime.pipeline import PipelineModule
+from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.ranks import failures, presence
+from autopar.runtime.ranks.agree import share
+from autopar.runtime.ranks.groups import Groups, destroy_groups, group_of_members
 from autopar.torch_private import default_store, group_names
 from cost_models.pipeline import build
 

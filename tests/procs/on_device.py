@@ -22,17 +22,18 @@ from zoo_wide import WIDE
 import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
-from autopar.meshes import Mesh
+from autopar.parallelizing.spreading import spread
 from autopar.profiling import around
 from autopar.profiling.document import MOST_BYTES, MOST_OPS, measure_rank
 from autopar.profiling.ops import passes_of
-from autopar.runtime import gathering, gradient_reduction
-from autopar.runtime.executor import ParallelModule
-from autopar.runtime.groups import abort_groups
-from autopar.runtime.pipeline import PipelineModule
-from autopar.runtime.presence import alive
-from autopar.spreading import spread
+from autopar.runtime.gradients import gradient_reduction
+from autopar.runtime.one_mesh.executor import ParallelModule
+from autopar.runtime.parameters import gathering
+from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.ranks.groups import abort_groups
+from autopar.runtime.ranks.presence import alive
 from autopar.torch_private import default_store, no_dispatch_modes
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 Config = cases.Config | pipelines.Config

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime import programs
+from autopar.runtime.variants import programs
 
 CUTS: dict[str, dict[str, Any]] = {
     "batch": {"constraints": {"*up": {"data": "b"}}},

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime import programs
+from autopar.runtime.variants import programs
 
 
 class Switched(nn.Module):
@@ -172,7 +172,8 @@ def without_a_plan() -> str:
     model, x = Switched(), batches(1)[0]
     pm = spread(model, x, **CUTS["batch"], memory_limit="100kB")
     pm(x)
-    with mock.patch("autopar.recapture.on_only_mesh", side_effect=autopar.errors.InfeasibleError("no room")):
+    no_room = autopar.errors.InfeasibleError("no room")
+    with mock.patch("autopar.parallelizing.recapture.on_only_mesh", side_effect=no_room):
         pm.gate = True
         text = said(lambda: pm(x))
     pm.gate = False

@@ -16,25 +16,25 @@ from procs.cases import LR, OneDevice, cut, difference, whole
 from zoo import ZOO, as_float64, loss_of
 
 import autopar
-from autopar import verify
 from autopar.allocations import Allocations
 from autopar.capture import Captured, capture
+from autopar.comparison import verify
 from autopar.errors import PlanError, RunError
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.plan import Plan
 from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.memory.recompute import patterns_in, segments_of
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.recompute import patterns_in, segments_of
+from autopar.plans.plan import Plan
+from autopar.plans.staging import StageGraph, crossings_of, hot_ops
+from autopar.plans.staging import cut as stages_of
 from autopar.rules.registry import rules_of
-from autopar.runtime.pipeline import PipelineModule
-from autopar.runtime.seeds import mixed_seed
-from autopar.runtime.stage import Stage
-from autopar.staging import StageGraph, crossings_of, hot_ops
-from autopar.staging import cut as stages_of
+from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.stages.seeds import mixed_seed
+from autopar.runtime.stages.stage import Stage
 from autopar.torch_private import pytree
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from cost_models.pipeline import SCHEDULES as RECORDS
 from cost_models.pipeline import build, live_at_peak, parse, search, times
 from cost_models.pipeline.actions import Schedule

@@ -8,7 +8,7 @@ import pytest
 from procs import alone_with_a_shape, in_buckets
 from procs.in_turn import several
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CALLS: dict[str, tuple[Any, ...]] = {
     **{f"trained {cut}": ("trained", cut) for cut in in_buckets.CUTS},

@@ -18,7 +18,7 @@ from procs.in_turn import several
 from torch import nn
 
 import autopar
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 
 @pytest.fixture(scope="module")

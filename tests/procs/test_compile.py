@@ -20,7 +20,7 @@ from procs.compiled_models import AGAIN, compiled_models
 from procs.compiled_models import CUTS as OF_MODELS
 
 from autopar.errors import RunError
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 PARTS = [(0, 1), (0, 0), (0, 1), (0, 1), (0, 1), (0, 0)]
 """Breaks and graphs: of the first step, another one, one with other rows, with a frozen parameter, in eval mode."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from procs.ending import answers, behind_the_end
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 
 @pytest.mark.parametrize("in_order", [True, False])

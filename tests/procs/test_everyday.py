@@ -6,7 +6,7 @@ from pathlib import Path
 
 from procs.in_turn import several
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 
 def test_a_checkpoint_is_that_of_one_device(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from procs.experts import WRITTEN
 from procs.in_turn import several
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CUTS: dict[str, dict[str, Any]] = {
     "by expert": {"constraints": {"*:expert_block*": {"expert": "e"}}},

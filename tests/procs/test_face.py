@@ -6,7 +6,7 @@ import pytest
 from procs.habits_of_use import CASES, every
 from procs.in_turn import marked, selected
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 SLOW = (
     "losses_of_parameters", "penalties_of_parameters", "statistics_taken_anew", "plain_tensors_beside_parameters",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from procs.failing import CUTS, WHERE, fail_at_values, fail_in
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 
 def check(cases: list[tuple[str, str, int]]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from procs.features_on_device import FEATURES, another_way, features
 
-from autopar.runtime.launch import run_local
-from autopar.runtime.to_host import AHEAD
+from autopar.runtime.ranks.launch import run_local
+from autopar.runtime.stages.to_host import AHEAD
 
 QUICK = ["labels in stages", "terms"]
 

@@ -10,7 +10,7 @@ from procs.compiled import Blocks, batch
 from procs.graphed import on_ranks, refused, trained
 
 import autopar
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 
 def test_on_one_device():

@@ -9,7 +9,7 @@ import pytest
 from procs import habits
 from procs.in_turn import marked, selected, several
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 PATH = "where a checkpoint goes"
 NUMBERS: dict[str, tuple[Any, ...]] = {

@@ -8,7 +8,7 @@ import torch
 from procs.habits_of_loops import KeepsItsLoss
 
 import autopar
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 
 class WithItsLoss(KeepsItsLoss):

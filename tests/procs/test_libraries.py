@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from procs.in_turn import LONG, several
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 pytest.importorskip("accelerate")
 LOGGED = 1e-6  # what a trainer logs is rounded

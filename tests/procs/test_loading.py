@@ -8,7 +8,7 @@ import pytest
 from procs.in_turn import LONG
 from procs.loading import ONE, WHOLE, peak
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 STAGES = {"stages": 2, "schedule": "1f1b", "microbatches": 2}
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}

@@ -6,8 +6,8 @@ import pytest
 from procs.long_context import compare
 from procs.test_train import check, of
 
-from autopar.meshes import Mesh
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
+from autopar.words.meshes import Mesh
 
 TOLERANCE = 1e-9
 

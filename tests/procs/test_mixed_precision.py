@@ -8,7 +8,7 @@ import pytest
 from procs import mixed_precision
 from procs.in_turn import LONG, several
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CALLS: dict[str, tuple[Any, ...]] = {
     f"{cut} {'inside' if inside else 'around'}": ("trained", cut, inside)

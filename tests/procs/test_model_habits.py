@@ -8,7 +8,7 @@ from habits.ranks import outcomes
 from habits.today import TODAY
 from procs.in_turn import LONG
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 NAMES = [name for name in HABITS if name not in TODAY]
 

@@ -10,7 +10,7 @@ from procs import model_methods
 from procs.in_turn import several
 
 from autopar.errors import RunError
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CALLS: dict[str, tuple[Any, ...]] = {
     **{f"{how} {keeps}": ("called", how, keeps) for how in ("tensor", "zero", "pipeline") for keeps in (True, False)},

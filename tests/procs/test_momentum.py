@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from procs import momentum
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "batch cut": ({"constraints": {"q.*": {"data": "b"}, "k.*": {"data": "b"}}}, False),

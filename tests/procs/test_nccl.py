@@ -23,8 +23,8 @@ from procs.nccl import (
 from procs.pipelines import MODELS, ONE, SCHEDULES, THREE, TWO, Config, by_three, microbatches_from
 
 from autopar.errors import RunError
-from autopar.meshes import Mesh
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
+from autopar.words.meshes import Mesh
 
 PAIR = Mesh.of(data=2)
 SQUARE = Mesh.of(data=2, tensor=2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from procs.odd_dtypes import all_train
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 
 def test_what_no_backend_sends(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from procs.pipelines import ONE
 from zoo import ZOO
 
 from autopar.capture import capture
-from autopar.meshes import Mesh
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
+from autopar.words.meshes import Mesh
 
 DROPS = {"dropout": 0.1}
 PARTS = 16

@@ -8,7 +8,7 @@ import pytest
 from procs import optimizer_states
 from procs.in_turn import several
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CASES = [(how, make) for how in ("zero", "pipeline") for make in optimizer_states.MAKES]
 

@@ -8,7 +8,7 @@ import pytest
 from procs import optimizer_cases as cases
 from procs.in_turn import LONG, several
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 LIMIT = 1e-9
 KINDS = [*cases.MAKERS]

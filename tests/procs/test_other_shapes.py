@@ -9,7 +9,7 @@ from procs import other_shapes
 from procs.in_turn import marked, selected, several
 
 from autopar.errors import RunError
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CALLS: dict[str, tuple[Any, ...]] = {
     **{f"epochs {cut}": ("epochs", cut) for cut in other_shapes.CUTS}, "compiled": ("epochs", "batch", True),

@@ -9,8 +9,8 @@ from procs import other_shapes_in_stages
 from procs.in_turn import LONG, several
 
 from autopar.errors import RunError
-from autopar.runtime.launch import run_local
-from autopar.runtime.runs import sizes
+from autopar.runtime.batches.runs import sizes
+from autopar.runtime.ranks.launch import run_local
 
 CALLS: dict[str, tuple[Any, ...]] = {
     "tied": ("epochs", "1f1b", True), "of inputs": ("of_inputs",), "averaged": ("averaged",), "refused": ("refused",),

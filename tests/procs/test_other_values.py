@@ -9,7 +9,7 @@ from procs import other_values
 from procs.in_turn import several
 
 from autopar.errors import RunError
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CALLS: dict[str, tuple[Any, ...]] = {
     **{cut: ("scheduled", cut) for cut in other_values.CUTS}, "compiled": ("scheduled", "batch", True),

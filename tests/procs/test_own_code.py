@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from procs import own_code
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CUT = {"constraints": {"up": {"data": "b"}, "mid": {"data": "b"}}}
 CASES: dict[str, tuple[dict[str, Any], bool]] = {

@@ -10,7 +10,7 @@ from procs import own_rows
 from procs.in_turn import LONG, marked, selected, several
 
 from autopar.errors import RunError
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CALLS: dict[str, tuple[Any, ...]] = {
     f"{name} {cut}": (name, cut)

@@ -31,8 +31,8 @@ from procs.pipelines import (
 from procs.unread_in_stages import UNREAD, all_of_it
 
 from autopar.errors import RunError
-from autopar.meshes import Mesh
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
+from autopar.words.meshes import Mesh
 
 PAIR = Mesh.of(data=2)
 FOUR = {"2+2": (PAIR, PAIR), "3+1": (THREE, ONE), "2+1+1": (PAIR, ONE, ONE), "1+1+1+1": (ONE,) * 4}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from procs.saying import said_by_parallelize
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 
 def test_five_lines_on_the_first_rank() -> None:

@@ -15,8 +15,8 @@ from procs import cases
 from procs.in_turn import several
 
 from autopar.errors import RunError
-from autopar.meshes import Mesh
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
+from autopar.words.meshes import Mesh
 
 ONE, TWO, GRID = Mesh.of(data=1), Mesh.of(data=2), Mesh.of(data=2, tensor=2)
 DROPOUT = ("transformer_encoder", {"dropout": 0.3})

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from procs.cases import Config, compare, eval_modes, recomputed_in_another_thread
 
-from autopar.meshes import Mesh
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
+from autopar.words.meshes import Mesh
 
 MODELS = ("mlp", "gpt2", "llama", "resnet", "bert")
 ONE, TWO, FOUR, GRID = Mesh.of(data=1), Mesh.of(data=2), Mesh.of(data=4), Mesh.of(data=2, tensor=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from procs.habits_of_training import REFUSED, SAME, every
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 LAYOUTS = [pytest.param(False, id="one"), pytest.param(True, id="all", marks=pytest.mark.slow)]
 

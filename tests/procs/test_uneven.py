@@ -15,8 +15,8 @@ from procs.pipelines import Config
 from procs.test_pipeline import check as check_pipelines
 from procs.test_train import check, of
 
-from autopar.meshes import Mesh
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
+from autopar.words.meshes import Mesh
 
 TWO, THREE, FOUR = Mesh.of(data=2), Mesh.of(data=3), Mesh.of(data=4)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from procs.in_turn import several
 
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 CUTS: dict[str, dict[str, Any]] = {
     "rows": {"constraints": {"*": {"tensor": "b"}}},

@@ -12,9 +12,9 @@ from procs import checkpoints
 from procs.in_turn import several
 
 from autopar.errors import RunError
-from autopar.runtime.launch import run_local
-from autopar.runtime.safetensors_files import StoredTensor, header_of, stored_tensors
-from autopar.runtime.safetensors_folder import _make_folder
+from autopar.runtime.checkpoints.safetensors_files import StoredTensor, header_of, stored_tensors
+from autopar.runtime.checkpoints.safetensors_folder import _make_folder
+from autopar.runtime.ranks.launch import run_local
 
 safetensors = pytest.importorskip("safetensors.torch", reason="the package safetensors writes what is compared here")
 WAYS = ("zero", "tensor meta", "pipeline")
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_pieces_of_every_cut(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any box of a tensor is read, chunk by chunk, as slicing the whole gives it."""
-    monkeypatch.setattr("autopar.runtime.safetensors_files.CHUNK_BYTES", 64)
+    monkeypatch.setattr("autopar.runtime.checkpoints.safetensors_files.CHUNK_BYTES", 64)
     whole = torch.randint(0, 2, (7, 6, 5)).to(dtype)
     three = {"x": whole, "one": whole[0, 0, 0].clone(), "none": whole[:0].clone()}
     safetensors.save_file(three, tmp_path / "a.safetensors")

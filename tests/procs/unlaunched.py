@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.launch import _context, _environment
+from autopar.runtime.ranks.launch import _context, _environment
 
 
 def _meet() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 import autopar.frontends.models
 import autopar.rules  # noqa: F401  (what registers by being imported must have, before an example does)
-from autopar import frontends, memory_decisions
+from autopar import frontends
+from autopar.plans import memory_decisions
 from autopar.rules import registry
 from cost_models import costs
 from cost_models.pipeline import schedules

@@ -12,16 +12,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autopar import planfile
 from autopar.capture import capture
 from autopar.certificate import check
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.plan import Plan
 from autopar.planner.inter_op.phases import phases
-from autopar.planner.intra_op.ilp import program
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.mesh_problem import MeshProblem
-from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.solving.ilp import program
 from autopar.planner.intra_op.within_memory import UNLIMITED
+from autopar.plans.plan import Plan
 from autopar.report.recomputed import runs_again
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")

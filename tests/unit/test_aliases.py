@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
+from autopar.comparison.verify import inputs_of, one_device, state_of
 from autopar.errors import CaptureError
 from autopar.lower.emit import lower
-from autopar.plan import StagePlan
-from autopar.runtime.world import run_step
-from autopar.verify import inputs_of, one_device, state_of
+from autopar.plans.plan import StagePlan
+from autopar.runtime.ranks.world import run_step
 
 Forward = Callable[["Habit", Tensor], Tensor]
 HABITS: dict[str, Forward] = {}

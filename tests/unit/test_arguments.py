@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import arguments
 from autopar.capture.dataclass_nodes import know_dataclasses
-from autopar.meshes import Mesh
-from autopar.runtime.calls import same_device
+from autopar.parallelizing import arguments
+from autopar.runtime.batches.calls import same_device
+from autopar.words.meshes import Mesh
 
 X = torch.zeros(4, 4)
 

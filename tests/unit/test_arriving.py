@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar.runtime.arriving import arriving
+from autopar.runtime.pipelines.arriving import arriving
 
 
 def test_nobody_holds_what_autograd_does_not_need() -> None:

@@ -11,15 +11,15 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.graph import Spec
-from autopar.meshes import Mesh
-from autopar.rules import attention_in_blocks
+from autopar.rules.attention import attention_in_blocks
+from autopar.rules.families.random import bits, threshold_of
 from autopar.rules.needs import needs_of
 from autopar.rules.operator_call import Call, In
-from autopar.rules.proof import Case, prove, strategies_of
-from autopar.rules.random import bits, threshold_of
+from autopar.rules.proving.proof import Case, prove, strategies_of
 from autopar.rules.registry import SAMPLES, rule_for
 from autopar.rules.saved import LocalLayout, contiguous, saved_by
+from autopar.words.graph import Spec
+from autopar.words.meshes import Mesh
 
 
 def blocks_of(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:

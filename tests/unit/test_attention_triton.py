@@ -18,11 +18,11 @@ import pytest
 import torch
 from attention_cases import CASES, SEED, P, attend, both, inputs
 
-from autopar.rules import attention_on_gpus
-from autopar.rules.random import bits, threshold_of
+from autopar.rules.attention import attention_on_gpus
+from autopar.rules.families.random import bits, threshold_of
 
 pytest.importorskip("triton", reason="kernels are interpreted and compiled by triton")
-from autopar.rules import attention_triton
+from autopar.rules.attention import attention_triton
 
 TESTS = Path(__file__).resolve().parents[1]
 

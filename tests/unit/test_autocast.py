@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.autocasting import autocast_as
 from autopar.errors import CaptureError, RunError
+from autopar.words.autocasting import autocast_as
 
 BF16 = torch.bfloat16
 X = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.backward import Halves
+from autopar.runtime.pipelines.backward import Halves
 
 
 def graph(seed: int, n_inputs: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:

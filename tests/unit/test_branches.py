@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture import Captured, capture
-from autopar.rules.branch import BRANCH
-from autopar.runtime.seeds import mixed_seed
-from autopar.verify import inputs_of, state_of
+from autopar.comparison.verify import inputs_of, state_of
+from autopar.rules.families.branch import BRANCH
+from autopar.runtime.stages.seeds import mixed_seed
 
 OURS = [n for n, kind in HABITS.items() if kind.__module__ == drops.__name__ and not kind.refused]
 

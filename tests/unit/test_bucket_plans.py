@@ -12,14 +12,14 @@ from procs import in_buckets
 from torch import nn
 from torch.nn import functional as F
 
-from autopar import bucket_plans
 from autopar.api import capture
-from autopar.bucket_plans import BucketPlans, plan_buckets, relayout_seconds, steps_between
-from autopar.clusters import get_cluster
-from autopar.meshes import Mesh
-from autopar.placements import State
+from autopar.parallelizing import bucket_plans
+from autopar.parallelizing.bucket_plans import BucketPlans, plan_buckets, relayout_seconds, steps_between
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.planner.intra_op.price import pricer
+from autopar.plans.clusters import get_cluster
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State
 
 SHORT, LONG = (64, 512), (2, 16384)
 MESH = Mesh.of(data=16, tensor=4)

@@ -1,4 +1,4 @@
-"""Pins that leave no plan are named, as few as possible; see autopar.planner.intra_op.clashing_pins."""
+"""Pins that leave no plan are named, as few as possible; see autopar.planner.intra_op.pins.clashing_pins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.clashing_pins import PinnedWish, smallest_clash
+from autopar.planner.intra_op.pins.clashing_pins import PinnedWish, smallest_clash
 
 
 class Words(nn.Module):

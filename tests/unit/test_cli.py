@@ -372,7 +372,7 @@ def test_version() -> None:
 def test_the_proof_is_said_in_words() -> None:
     """The words of a solution, each with its gap, and what a gap means where there is one."""
     from autopar.cli.common import show_solution
-    from autopar.plan import Solution
+    from autopar.plans.plan import Solution
 
     assert show_solution(Solution("highs", "optimal", 1.0, 0.0)) == "highs: optimal, gap 0.00%"
     for status in ("within gap", "best found", "time limit"):

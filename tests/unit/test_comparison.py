@@ -19,9 +19,9 @@ from autopar import api, comparison
 from autopar.capture import capture
 from autopar.comparison import compare_with_eager
 from autopar.comparison.other_batch import other_batch
+from autopar.comparison.verify import Trained, compare
 from autopar.errors import CaptureError
-from autopar.graph import Graph
-from autopar.verify import Trained, compare
+from autopar.words.graph import Graph
 
 X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 8
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.runtime import compiled_order
-from autopar.runtime.compiled_order import collectives_of, difference
+from autopar.runtime.stages import compiled_order
+from autopar.runtime.stages.compiled_order import collectives_of, difference
 from autopar.torch_private import backend_named
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.comparison.verify import verify
 from autopar.errors import CaptureError
-from autopar.meshes import Mesh
-from autopar.verify import verify
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from zoo import ZOO
 
 import autopar
-from autopar import planning
 from autopar.capture import Captured
 from autopar.errors import InfeasibleError, RunError
+from autopar.planner import planning
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import INTERRUPTED
 from hardware_profiles import load_cluster

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from unit.test_product_names import KNOWN, MIB
 
-from autopar import spreading
-from autopar.clusters import get_cluster
-from autopar.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, hosts_of, loads
 from autopar.errors import MeshError
-from autopar.runtime.launch import run_local
-from autopar.runtime.store_meeting import from_all
+from autopar.parallelizing import spreading
+from autopar.plans.clusters import get_cluster
+from autopar.plans.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, hosts_of, loads
+from autopar.runtime.ranks.launch import run_local
+from autopar.runtime.ranks.store_meeting import from_all
 from hardware_profiles import load_cluster
 from hardware_profiles.errors import ProfileError
 

@@ -13,17 +13,17 @@ import torch
 from torch.library import Library
 
 import autopar.rules  # noqa: F401
-from autopar import verify
 from autopar.capture import capture
-from autopar.meshes import Mesh
-from autopar.planning import notes_on
+from autopar.comparison import verify
+from autopar.planner.planning import notes_on
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.discovery import found_of, remembered
 from autopar.rules.discovery.finding import discover
 from autopar.rules.discovery.proposal import Discovered, rule_from
 from autopar.rules.operator_call import Call
-from autopar.rules.proof import Case, prove, strategies_of
+from autopar.rules.proving.proof import Case, prove, strategies_of
 from autopar.rules.registry import SAMPLES, T, rule_for, rules_of, sample, source_of_rule
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 MESHES = (Mesh.of(data=2), Mesh.of(data=3), Mesh.of(data=2, tensor=2))

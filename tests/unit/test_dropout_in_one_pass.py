@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.rules import random
+from autopar.rules.families import random
 
 SHAPES = [(8,), (4, 6), (2, 3, 4, 5)]
 

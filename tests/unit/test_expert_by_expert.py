@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from autopar.rules import expert_by_expert
-from autopar.rules.expert_block import _GATED, _SAMPLE, body_of, computed
+from autopar.rules.experts import expert_by_expert
+from autopar.rules.experts.expert_block import _GATED, _SAMPLE, body_of, computed
 
 SHAPES = {
     _SAMPLE: [(4, 4, 6), (4, 6, 2)],

@@ -19,10 +19,10 @@ from autopar import planfile
 from autopar.certificate.recount import check
 from autopar.cli import main
 from autopar.errors import PlanError
-from autopar.load_shares import busiest, grown, parse_load, uniform, way_to_busiest
-from autopar.measured_load import measured_load
-from autopar.plan import Plan
-from autopar.rules.expert_load import with_load
+from autopar.plans.plan import Plan
+from autopar.profiling.measured_load import measured_load
+from autopar.rules.experts.expert_load import with_load
+from autopar.words.load_shares import busiest, grown, parse_load, uniform, way_to_busiest
 from hardware_profiles import load_cluster
 
 SKEWED = [5, 1, 1, 1]

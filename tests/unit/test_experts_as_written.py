@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from written_experts import EXPERTS, HIDDEN, LAYERS, ROWS, Counts, Layer, Norms, WrittenSlices
 
 import autopar
+from autopar.comparison.verify import verify
 from autopar.errors import CaptureError, InfeasibleError, PlanError, RunError
-from autopar.rules.expert_block import BLOCK
-from autopar.verify import verify
+from autopar.rules.experts.expert_block import BLOCK
 from hardware_profiles import load_cluster
 
 WAYS = {"travel": "data=2,expert=2", "e": "expert=2"}

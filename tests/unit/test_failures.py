@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.runtime import ended, failures
-from autopar.runtime.failures import Failures
+from autopar.runtime.ranks import ended, failures
+from autopar.runtime.ranks.failures import Failures
 from autopar.torch_private import default_store
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35551")

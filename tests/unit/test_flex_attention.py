@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
-from autopar import verify as V
 from autopar.capture import capture
 from autopar.capture.trace.flex import says_causal
+from autopar.comparison import verify as V
 from autopar.errors import CaptureError
-from autopar.meshes import Mesh
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 ATTENTION = "aten.scaled_dot_product_attention.default"

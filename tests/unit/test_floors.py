@@ -11,20 +11,11 @@ import networkx as nx
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {
-    "hardware_profiles": 0, "cost_models": 1, "autopar.collection": 2, "autopar.autocasting": 2,
-    "autopar.precision": 2, "autopar.errors": 2,
-    "autopar.clusters": 2, "autopar.detection": 2, "autopar.labels": 2, "autopar.placements": 2, "autopar.meshes": 2,
-    "autopar.memory_decisions": 2, "autopar.pieces": 2, "autopar.graph": 2,
-    "autopar.transfer": 2, "autopar.plan": 2, "autopar.prices": 2, "autopar.plan_table": 2, "autopar.heard": 2,
-    "autopar.device_groups": 2, "autopar.texts": 2, "autopar.wishes": 2, "autopar.load_shares": 2,
-    "autopar.torch_private": 2, "autopar.allocations": 2, "autopar.asked": 2, "autopar.rules": 3, "autopar.regather": 3,
-    "autopar.capture": 4, "autopar.staging": 4, "autopar.planner": 5,
-    "autopar.planning": 6, "autopar.lower": 6, "autopar.runtime": 7, "autopar.certificate": 8, "autopar.comparison": 8,
-    "autopar.bucket_plans": 9,
-    "autopar.verify": 8, "autopar.arguments": 8, "autopar.planfile": 8, "autopar.frontends": 8,
-    "autopar.report": 8, "autopar.measured_load": 8,
-    "autopar.profiling": 8, "autopar.recapture": 9, "autopar.api": 9,
-    "autopar.call_examples": 8, "autopar.given_plans": 9, "autopar.spreading": 9,
+    "hardware_profiles": 0, "cost_models": 1, "autopar.errors": 2, "autopar.torch_private": 2, "autopar.allocations": 2,
+    "autopar.heard": 2, "autopar.collection": 2, "autopar.words": 2, "autopar.plans": 2, "autopar.rules": 3,
+    "autopar.plans.regather": 3, "autopar.capture": 4, "autopar.planner": 5, "autopar.planner.planning": 6,
+    "autopar.lower": 6, "autopar.runtime": 7, "autopar.certificate": 8, "autopar.comparison": 8, "autopar.planfile": 8,
+    "autopar.frontends": 8, "autopar.report": 8, "autopar.profiling": 8, "autopar.parallelizing": 9, "autopar.api": 9,
     "autopar.cli": 9, "autopar.__main__": 9, "autopar.integrations": 9,
 }  # fmt: skip
 

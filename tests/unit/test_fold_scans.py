@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import verify
 from autopar.capture import Captured, capture
-from autopar.meshes import Mesh
-from autopar.planner.intra_op.fold import fold
+from autopar.comparison import verify
+from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.words.meshes import Mesh
 from hardware_profiles import abstract_cluster
 
 WIDTH, STEPS = 16, 12

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.meshes import Mesh
-from autopar.runtime.checkpoint import OnFirstRank
-from autopar.runtime.groups import Wanted, blocks, destroy_groups, groups_for, groups_on
+from autopar.runtime.checkpoints.checkpoint import OnFirstRank
+from autopar.runtime.ranks.groups import Wanted, blocks, destroy_groups, groups_for, groups_on
 from autopar.torch_private import fake_store
+from autopar.words.meshes import Mesh
 
 SQUARE = Mesh.of(data=2, tensor=2)
 

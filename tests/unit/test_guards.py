@@ -461,7 +461,7 @@ def test_a_schedule_is_captured_again(alone):
 
 
 def test_a_number_by_which_an_operator_can_be_cut_otherwise_is_planned_again():
-    from autopar.runtime.recaptured import differs
+    from autopar.runtime.variants.recaptured import differs
 
     def softmax(module, x):
         return torch.softmax(x, module.dim) ** 2

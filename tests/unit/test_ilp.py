@@ -11,9 +11,9 @@ from contextlib import suppress
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op import ilp, relaxation
-from autopar.planner.intra_op.effort import BRIEF, PATIENT, Effort, asked_seconds
-from autopar.planner.intra_op.problem import ROUGH, Item, MomentBytes, Problem, SharedBytes, Tensor
+from autopar.planner.intra_op.building.problem import ROUGH, Item, MomentBytes, Problem, SharedBytes, Tensor
+from autopar.planner.intra_op.solving import ilp, relaxation
+from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT, Effort, asked_seconds
 
 
 def _random_problem(rng: random.Random, limit: bool) -> Problem:

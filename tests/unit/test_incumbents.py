@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from autopar.meshes import Mesh
 from autopar.planner.inter_op.candidates import SMALL, Candidate
 from autopar.planner.inter_op.incumbents import Incumbents
+from autopar.words.meshes import Mesh
 
 MANY = 4 * SMALL
 GROUPS = 4

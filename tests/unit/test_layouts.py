@@ -8,10 +8,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.capture import capture
 from autopar.errors import PlanError
-from autopar.meshes import Mesh
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.layouts import block_pattern, parse_layout
 from autopar.report.layouts import LayoutRow, model_flops, tokens_of, with_front
+from autopar.words.meshes import Mesh
 
 
 def graph_of(rows: int, seq: int, hidden: int, layers: int):  # type: ignore[no-untyped-def]

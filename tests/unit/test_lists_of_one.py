@@ -10,9 +10,9 @@ from torch import nn
 
 import autopar
 from autopar.certificate import check
-from autopar.meshes import Mesh
+from autopar.comparison.verify import verify
 from autopar.planner.intra_op.mesh_plan import plan_graph
-from autopar.verify import verify
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 LISTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

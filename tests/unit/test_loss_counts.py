@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import autopar
 from autopar.capture import capture
 from autopar.comparison.parts_of_loss import difference_by_parts
-from autopar.runtime.loss_counts import count_of
-from autopar.runtime.ready import shares_of
+from autopar.runtime.batches.loss_counts import count_of
+from autopar.runtime.pipelines.ready import shares_of
 
 LOSSES = {
     "labels": (lambda out, y: F.cross_entropy(out, y), 4.0),

@@ -18,8 +18,8 @@ from autopar import planfile as files
 from autopar.capture import capture
 from autopar.capture.microbatches import NotLinear, first_part, numbers_of_parts, resized, rows_of
 from autopar.errors import AutoparError, CaptureError, InfeasibleError
-from autopar.graph import Graph
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.words.graph import Graph
 from hardware_profiles import load_cluster
 
 MODEL = """

@@ -16,41 +16,41 @@ COPIES = frozenset({"tensor", "as_tensor", "from_numpy"})
 
 ALLOWED = {
     # which gradients there will be depends on a random number: layers that are left out at random
-    "runtime/reached.py": {"reached"},
+    "runtime/gradients/reached.py": {"reached"},
     # ... or on which experts have rows; read when gradients are handed over, long after the forward
-    "runtime/taking_part.py": {"names"},
+    "runtime/gradients/taking_part.py": {"names"},
     # calls that ranks compare: the first three, then ever fewer
-    "runtime/samples.py": {"values"},
-    "runtime/old_parameters.py": {"_bits"},
+    "runtime/batches/samples.py": {"values"},
+    "runtime/as_module/old_parameters.py": {"_bits"},
     # once, when a module or its groups are made
-    "runtime/seeds.py": {"agreed_seed"}, "runtime/compiled_order.py": {"__init__"},
-    "runtime/groups.py": {"*"},
-    "runtime/agree.py": {"*"},
+    "runtime/stages/seeds.py": {"agreed_seed"}, "runtime/stages/compiled_order.py": {"__init__"},
+    "runtime/ranks/groups.py": {"*"},
+    "runtime/ranks/agree.py": {"*"},
     # a branch on data that went another way, a loss whose terms count otherwise: read when they have come
-    "runtime/to_host.py": {"sent"},
+    "runtime/stages/to_host.py": {"sent"},
     # counts of labels, which stay on a device that is not the CPU
-    "runtime/ready.py": {"shares_of"}, "runtime/mesh_step.py": {"shares_of_parts"},
+    "runtime/pipelines/ready.py": {"shares_of"}, "runtime/one_mesh/mesh_step.py": {"shares_of_parts"},
     # how many rows each rank has, which is told between processors
-    "runtime/uneven_rows.py": {"__call__"},
+    "runtime/batches/uneven_rows.py": {"__call__"},
     # experts where torch has no kernel that finds their rows on the device
-    "rules/experts.py": {"_parts"},
+    "rules/experts/experts.py": {"_parts"},
     # experts that take turns, which they do on the CPU alone
-    "rules/expert_by_expert.py": {"one_after_the_other"},
+    "rules/experts/expert_by_expert.py": {"one_after_the_other"},
     # how many rows travel to each rank and come from it, where none is dropped: torch makes tensors of sizes that the
     # host knows, once for each block of experts and axis
-    "rules/travelling.py": {"_on_host"},
+    "rules/experts/travelling.py": {"_on_host"},
     # what scripts ask of DTensors, and the ranks of a mesh
-    "runtime/dtensor_fixes.py": {"*"},
+    "runtime/parameters/dtensor_fixes.py": {"*"},
     # state dicts and checkpoints
-    "runtime/checkpoint.py": {"*"},
-    "runtime/generator_states.py": {"*"},
-    "runtime/safetensors_files.py": {"*"},
-    "runtime/optimizers.py": {"*"},
-    "runtime/spread_state.py": {"get_extra_state", "set_extra_state"},
+    "runtime/checkpoints/checkpoint.py": {"*"},
+    "runtime/checkpoints/generator_states.py": {"*"},
+    "runtime/checkpoints/safetensors_files.py": {"*"},
+    "runtime/optimizers/made_before.py": {"*"},
+    "runtime/as_module/spread_state.py": {"get_extra_state", "set_extra_state"},
     # many ranks in one process, for verify
-    "runtime/world.py": {"*"},
+    "runtime/ranks/world.py": {"*"},
     # proofs of rules
-    "rules/proof.py": {"*"},
+    "rules/proving/proof.py": {"*"},
     # torch's own generator is seeded for code that is kept as it is
     "rules/function.py": {"_drawing"},
 }

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from autopar.errors import RuleError
-from autopar.graph import Graph, Node, Ref, Spec
-from autopar.meshes import Mesh
-from autopar.placements import State
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.space import fitting_strategy, strategies
+from autopar.planner.intra_op.building.price import pricer
+from autopar.planner.intra_op.building.space import fitting_strategy, strategies
 from autopar.rules.axis_options import axis_options
 from autopar.rules.local import cuts_of, local_call
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In, call_of
 from autopar.rules.terms import bind
+from autopar.words.graph import Graph, Node, Ref, Spec
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State
 from cost_models import mesh_axes
 from hardware_profiles import load_cluster
 

@@ -8,9 +8,9 @@ from procs import operators_on_device
 import autopar.rules  # noqa: F401
 from autopar.rules.local import is_told_device
 from autopar.rules.operator_call import Call
-from autopar.rules.proof import Case
+from autopar.rules.proving.proof import Case
 from autopar.rules.registry import SAMPLES
-from autopar.runtime.launch import run_local
+from autopar.runtime.ranks.launch import run_local
 
 PARTS = 8
 """Processes in which the operators are tried."""

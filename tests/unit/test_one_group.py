@@ -11,13 +11,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from zoo import ZOO
 
-from autopar import verify as V
 from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.placements import whole_state
-from autopar.plan import Plan
+from autopar.comparison import verify as V
 from autopar.planner.inter_op import stage_search
 from autopar.planner.inter_op.candidates import Candidate
 from autopar.planner.inter_op.memory_shares import counted_in_flight, share_of
@@ -26,7 +22,11 @@ from autopar.planner.inter_op.one_group import least_seconds
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.staging import crossings_of, cut
+from autopar.plans.plan import Plan
+from autopar.plans.staging import crossings_of, cut
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
+from autopar.words.placements import whole_state
 from cost_models.pipeline import build, live_at_peak, live_per_stage
 from hardware_profiles import load_cluster
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import RunError
-from autopar.runtime import stagewise
+from autopar.runtime.parameters import stagewise
 
 X = torch.arange(12.0).reshape(3, 4) / 7
 

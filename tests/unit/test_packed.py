@@ -13,11 +13,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from zoo import Case
 
 from autopar.capture import capture
+from autopar.comparison.verify import inputs_of, one_device, state_of
 from autopar.errors import CaptureError, RunError
 from autopar.lower.emit import lower
-from autopar.runtime.ways_taken import WaysTaken
-from autopar.runtime.world import run_step
-from autopar.verify import inputs_of, one_device, state_of
+from autopar.runtime.ranks.world import run_step
+from autopar.runtime.stages.ways_taken import WaysTaken
 
 ROWS, STEPS, WIDTH, CLASSES = 4, 6, 8, 4
 

@@ -9,18 +9,19 @@ import pytest
 from torch import nn
 from zoo import ZOO
 
-from autopar import arguments, planning
 from autopar import planfile as files
-from autopar.asked import asked as asked_for
 from autopar.capture import Captured, capture
 from autopar.errors import AutoparError
-from autopar.labels import op_labels
-from autopar.meshes import Mesh
-from autopar.placements import State
-from autopar.plan import Plan
+from autopar.parallelizing import arguments
+from autopar.planner import planning
 from autopar.planner.inter_op.stage_pins import of_stage, starts_of
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.staging import cut
+from autopar.plans.asked import asked as asked_for
+from autopar.plans.plan import Plan
+from autopar.plans.staging import cut
+from autopar.words.labels import op_labels
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State
 from hardware_profiles import load_cluster
 
 

@@ -17,18 +17,18 @@ from autopar import plan
 from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, PlanError
-from autopar.graph import Graph
-from autopar.meshes import Mesh
 from autopar.planner.inter_op.blocks import blocks
 from autopar.planner.inter_op.filling import Filler, Places
 from autopar.planner.inter_op.menu import Way
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
-from autopar.planner.intra_op.fold import fold
+from autopar.planner.intra_op.building.fold import fold
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.price import pricer
+from autopar.plans.staging import hot_ops
 from autopar.rules.registry import rules_of
-from autopar.staging import hot_ops
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from cost_models.pipeline import fill_of, simulate
 from hardware_profiles import load_cluster
 

@@ -17,21 +17,21 @@ from zoo import ZOO
 
 from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
-from autopar.graph import Graph
-from autopar.labels import op_labels
-from autopar.meshes import Mesh
-from autopar.placements import State
-from autopar.plan import VERSION, ParamChoice, Pins, Plan, Solution
 from autopar.planfile import dumps, load, loads, parse, save
 from autopar.planfile.patterns import compress
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import plan_graph
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.recompute import segments_of
-from autopar.prices import Price
+from autopar.plans.plan import VERSION, ParamChoice, Pins, Plan, Solution
+from autopar.plans.prices import Price
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
+from autopar.words.graph import Graph
+from autopar.words.labels import op_labels
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State
 from hardware_profiles import load_cluster
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_mlp.json"

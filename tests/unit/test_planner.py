@@ -16,20 +16,20 @@ import autopar
 from autopar.capture import capture
 from autopar.certificate import check
 from autopar.errors import InfeasibleError
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.plan import StagePlan
-from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.by_cbc import ByCbc
+from autopar.planner.intra_op.building.fold import fold
+from autopar.planner.intra_op.building.price import pricer
+from autopar.planner.intra_op.building.problem import Beaten, Problem
 from autopar.planner.intra_op.draw import random_plan
-from autopar.planner.intra_op.effort import BRIEF, PATIENT, Effort, asked_seconds
-from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.ilp import HighsProgram
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.problem import Beaten, Problem
+from autopar.planner.intra_op.solving import ilp
+from autopar.planner.intra_op.solving.by_cbc import ByCbc
+from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT, Effort, asked_seconds
+from autopar.planner.intra_op.solving.ilp import HighsProgram
+from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
-from autopar.texts import parse_bytes
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
+from autopar.words.texts import parse_bytes
 from hardware_profiles import abstract_cluster, load_cluster
 
 TWO = Mesh.of(data=2, tensor=4)

@@ -17,10 +17,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.errors import AutoparError
-from autopar.graph import Graph
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.layouts import parse_layout
 from autopar.planner.inter_op.stage_search import plan_pipeline
+from autopar.words.graph import Graph
 from hardware_profiles import load_cluster
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 import autopar
 from autopar import planfile
 from autopar.certificate import check
-from autopar.clusters import get_cluster
 from autopar.errors import AutoparError, RunError
-from autopar.graph import Graph
-from autopar.planner.intra_op import params
-from autopar.precision import PRESETS, Precision, parse_precision
-from autopar.runtime.rounded_steps import stochastically_rounded
+from autopar.planner.intra_op.building import params
+from autopar.plans.clusters import get_cluster
+from autopar.runtime.optimizers.rounded_steps import stochastically_rounded
+from autopar.words.graph import Graph
+from autopar.words.precision import PRESETS, Precision, parse_precision
 
 BF16 = "master=bfloat16,reduce=bfloat16"
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.meshes import Mesh
-from autopar.plan import StagePlan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.prices import Crossed, MicrobatchPeaks, Moment, OnTheirWay, Price, StagePeaks, copies_ahead
-from autopar.staging import cut, hot_ops
+from autopar.plans.plan import StagePlan
+from autopar.plans.prices import Crossed, MicrobatchPeaks, Moment, OnTheirWay, Price, StagePeaks, copies_ahead
+from autopar.plans.staging import cut, hot_ops
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 ONE = Mesh.of(one=1)

@@ -15,25 +15,25 @@ from unit.test_bad_input import put
 from unit.test_cli_pipeline import autopar as command
 
 import autopar
-from autopar import detection
 from autopar.certificate import check
 from autopar.cli.common import UsageError
 from autopar.cli.profiling import on_device_of
-from autopar.clusters import profile_of
 from autopar.errors import ClusterError
-from autopar.graph import Graph
-from autopar.meshes import Mesh
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.replan import Replanner
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.planner.intra_op.building.price import key_of, pricer
+from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.price import key_of, pricer
-from autopar.planner.intra_op.space import strategies
+from autopar.plans import detection
+from autopar.plans.clusters import profile_of
 from autopar.profiling.document import dumps
 from autopar.profiling.ops import passes_of
 from autopar.profiling.quiet import quietest
 from autopar.report.coverage import coverage
 from autopar.rules.registry import rules_of
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from cost_models.costs import costs_of
 from cost_models.measured import between, corrected, fit_correction
 from hardware_profiles import Cluster, ProfileError, load_cluster

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.cli.common import UsageError, where_to_run
 from autopar.errors import MeshError, RunError
-from autopar.runtime import streams
-from autopar.runtime.batch import Batch
-from autopar.runtime.devices import check_different, check_one_device, choose_device, gpu_here
-from autopar.runtime.groups import backend_for
-from autopar.runtime.launch import _context
-from autopar.runtime.streams import StepStream
-from autopar.spreading import device_type_of, tell_of_idle_gpus
+from autopar.parallelizing.spreading import device_type_of, tell_of_idle_gpus
+from autopar.runtime.batches.batch import Batch
+from autopar.runtime.ranks.devices import check_different, check_one_device, choose_device, gpu_here
+from autopar.runtime.ranks.groups import backend_for
+from autopar.runtime.ranks.launch import _context
+from autopar.runtime.stages import streams
+from autopar.runtime.stages.streams import StepStream
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from zoo import ZOO
 
 from autopar.capture import capture
 from autopar.errors import RunError
-from autopar.placements import State
-from autopar.rules.fixed_order import _BACKWARD, _FORWARD, without_fixed_order
-from autopar.runtime.same_batch import _compare_parameters, compare, first_readers, is_checked
-from autopar.runtime.samples import Copy, Seen, fingerprint, sums_of
+from autopar.rules.families.fixed_order import _BACKWARD, _FORWARD, without_fixed_order
+from autopar.runtime.batches.same_batch import _compare_parameters, compare, first_readers, is_checked
+from autopar.runtime.batches.samples import Copy, Seen, fingerprint, sums_of
+from autopar.words.placements import State
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
           torch.bool, torch.complex64, torch.float8_e4m3fn]  # fmt: skip

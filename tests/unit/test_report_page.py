@@ -21,7 +21,7 @@ from autopar.report.page.link_load import link_kinds
 from autopar.report.page.memory_chart import by_category, fullest
 from autopar.report.page.seconds_spent import step_parts, tallies
 from autopar.report.page.tradeoff import THIS, alternatives_section
-from autopar.texts import show_bytes, show_seconds
+from autopar.words.texts import show_bytes, show_seconds
 from cost_models.mesh_links import link_bytes
 from cost_models.pipeline import build, simulate
 from hardware_profiles import load_cluster

@@ -12,13 +12,13 @@ import torch
 from oracles.valid_cuts import unoffered
 
 import autopar.rules  # noqa: F401
-from autopar.meshes import Mesh
-from autopar.placements import State
 from autopar.rules.axis_options import axis_options
-from autopar.rules.distributed import piece
+from autopar.rules.lowerings.distributed import piece
 from autopar.rules.notation import Lowering
-from autopar.rules.proof import Case, RuleIsWrong, prove, strategies_of
+from autopar.rules.proving.proof import Case, RuleIsWrong, prove, strategies_of
 from autopar.rules.registry import RULES, SAMPLES, T, sample
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State
 
 ONE, TWO = Mesh.of(data=2), Mesh.of(data=2, tensor=2)
 EVERY = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[target]))]

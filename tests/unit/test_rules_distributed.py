@@ -16,17 +16,19 @@ import spmd_types as spmd
 import torch
 from spmd_types.checker import typecheck
 
-from autopar.graph import Spec
-from autopar.meshes import Mesh
-from autopar.pieces import fits, local_shape
-from autopar.placements import State
-from autopar.rules import attention, contraction, conv, embed, loss, needs, norm, random, saved
+from autopar.rules import needs, saved
+from autopar.rules.attention import attention
 from autopar.rules.axis_options import axis_options
+from autopar.rules.families import contraction, conv, embed, loss, norm, random
 from autopar.rules.local import LocalCall, Seed, cuts_of, local_call, resolve
-from autopar.rules.many_ranks import fake_world
 from autopar.rules.operator_call import Call, In
+from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import RULES, SAMPLES, Sample, T, rule_for
 from autopar.rules.strategy import can_be_cut
+from autopar.words.graph import Spec
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import fits, local_shape
+from autopar.words.placements import State
 
 MESH = Mesh.of(data=2, tensor=2)
 TYPES = {"S": spmd.V, "I": spmd.I, "R": spmd.R, "P": spmd.P}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autopar.runtime import scaled_steps
+from autopar.runtime.optimizers import scaled_steps
 
 
 @pytest.mark.parametrize("overflows", [False, True])

@@ -7,8 +7,8 @@ from zoo import ZOO
 
 from autopar.capture import capture
 from autopar.errors import PlanError
-from autopar.runtime.schedule_check import check_rows
-from autopar.staging import cut, hot_ops
+from autopar.plans.staging import cut, hot_ops
+from autopar.runtime.pipelines.schedule_check import check_rows
 from cost_models.pipeline import SCHEDULES, build, forward_only, loop_placement, parse
 from cost_models.pipeline.asynchronous import ASYNCHRONOUS
 

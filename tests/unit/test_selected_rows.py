@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.comparison.verify import verify
 from autopar.errors import CaptureError
-from autopar.rules.expert_block import BLOCK
-from autopar.verify import verify
+from autopar.rules.experts.expert_block import BLOCK
 from hardware_profiles import load_cluster
 
 HIDDEN, EXPERTS = 8, 4

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import planfile, planning
-from autopar.asked import asked
+from autopar import planfile
 from autopar.capture import Captured, capture
 from autopar.errors import PlanError
-from autopar.placements import State
-from autopar.plan import Plan
-from autopar.runtime.schedule_check import check_buffers
+from autopar.planner import planning
+from autopar.plans.asked import asked
+from autopar.plans.plan import Plan
+from autopar.runtime.pipelines.schedule_check import check_buffers
+from autopar.words.placements import State
 from hardware_profiles import load_cluster
 
 

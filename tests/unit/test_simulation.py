@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
-from autopar.meshes import Mesh
-from autopar.rules.many_ranks import many_ranks
-from autopar.rules.simulation import simulation
+from autopar.rules.proving.many_ranks import many_ranks
+from autopar.rules.proving.simulation import simulation
+from autopar.words.meshes import Mesh
 
 
 def numbers(values: Any) -> list[Any]:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.meshes import Mesh
-from autopar.plan import StagePlan
 from autopar.planner.inter_op import stage_plans
 from autopar.planner.inter_op.stage_plans import StagePlans
 from autopar.planner.intra_op.mesh_plan import Options
+from autopar.plans.plan import StagePlan
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 

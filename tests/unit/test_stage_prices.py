@@ -19,24 +19,24 @@ from torch import nn
 from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
-from autopar.graph import Graph, Spec
-from autopar.meshes import Mesh
-from autopar.pieces import local_shape
-from autopar.placements import State, Step
-from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.phases import Phases, phases
 from autopar.planner.inter_op.replan import Replanner, limit_of_stage
 from autopar.planner.inter_op.stage_plans import StagePlans
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.inter_op.timing import crossing_seconds, timing_of
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.planner.intra_op.price import pricer
-from autopar.prices import bytes_together
+from autopar.plans.plan import Plan, StagePlan
+from autopar.plans.prices import bytes_together
+from autopar.plans.staging import cut
+from autopar.plans.transfer import Side, loads, transfer
 from autopar.report.stages import stage_rows
-from autopar.runtime import wires
-from autopar.runtime.wires import wires_of
-from autopar.staging import cut
-from autopar.transfer import Side, loads, transfer
+from autopar.runtime.pipelines import wires
+from autopar.runtime.pipelines.wires import wires_of
+from autopar.words.graph import Graph, Spec
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import local_shape
+from autopar.words.placements import State, Step
 from cost_models.pipeline.actions import Action
 from hardware_profiles import Cluster, load_cluster
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from zoo import ZOO
 
-from autopar import verify as V
 from autopar.capture import Captured, capture
+from autopar.comparison import verify as V
 from autopar.errors import PlanError
-from autopar.graph import Graph
 from autopar.lower.emit import lower
-from autopar.staging import cut, hot_ops, spans_of_written_buffers
+from autopar.plans.staging import cut, hot_ops, spans_of_written_buffers
+from autopar.words.graph import Graph
 
 
 def run(captured: Captured, stages: list[Graph], starts: list[str], weights: dict, buffers: dict, inputs: dict):  # type: ignore[no-untyped-def, type-arg]

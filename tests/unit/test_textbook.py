@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
 from autopar.certificate import Report, check
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.plan import StagePlan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.plans.plan import StagePlan
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from hardware_profiles import abstract_cluster, load_cluster
 
 CONSTANTS = {"all_reduce": 0.01, "all_gather": 0.1, "reduce_scatter": 0.001, "all_to_all": 0.001}

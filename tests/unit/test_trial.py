@@ -12,8 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
 from autopar.capture.microbatches import resized
-from autopar.graph import Graph
-from autopar.meshes import Mesh
 from autopar.planner.inter_op import stage_plans
 from autopar.planner.inter_op.equal import Equal
 from autopar.planner.inter_op.estimates import EstimatedCut, Group
@@ -23,8 +21,10 @@ from autopar.planner.inter_op.menu import BlockPlans, evenly_cut
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.inter_op.trial import STEADY, best, simulated
+from autopar.planner.intra_op.building.problem import Beaten
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
-from autopar.planner.intra_op.problem import Beaten
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from cost_models.pipeline import Edge, build, fill_of, simulate, times
 from hardware_profiles import load_cluster
 

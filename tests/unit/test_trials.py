@@ -10,20 +10,21 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.certificate import check
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.pieces import local_shape
-from autopar.placements import State
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.rules import attention_across, needs, saved
+from autopar.rules import needs, saved
+from autopar.rules.attention import attention_across
 from autopar.rules.local import local_call
 from autopar.rules.needs import Needs, needs_of
 from autopar.rules.operator_call import call_of
-from autopar.rules.proof import Case, strategies_of
+from autopar.rules.proving.proof import Case, strategies_of
 from autopar.rules.registry import SAMPLES, rules_of
 from autopar.rules.saved import LocalLayout, Saved, contiguous, saved_by
 from autopar.rules.strategy import grads_of, strategy_named
 from autopar.torch_private import FakeTensorMode
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import local_shape
+from autopar.words.placements import State
 from hardware_profiles import load_cluster
 
 

@@ -14,16 +14,16 @@ from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadMo
 import autopar
 import autopar.rules
 from autopar.certificate import check
-from autopar.graph import Spec
-from autopar.meshes import Mesh
-from autopar.pieces import box_of, divides, elements_moved, fits, lengths_of, local_shape, piece_of
-from autopar.placements import State
 from autopar.planner.intra_op.mesh_plan import plan_graph
-from autopar.planner.intra_op.options import Options
+from autopar.planner.intra_op.pins.options import Options
+from autopar.plans.transfer import Side, box_at, transfer
 from autopar.rules.local import cuts_of
-from autopar.rules.proof import Case, prove, strategies_of
+from autopar.rules.proving.proof import Case, prove, strategies_of
 from autopar.rules.registry import SAMPLES
-from autopar.transfer import Side, box_at, transfer
+from autopar.words.graph import Spec
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import box_of, divides, elements_moved, fits, lengths_of, local_shape, piece_of
+from autopar.words.placements import State
 from hardware_profiles import abstract_cluster, load_cluster
 
 THREE = Mesh.of(data=3)

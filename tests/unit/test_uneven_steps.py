@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 import autopar
-from autopar.runtime import mesh_step
+from autopar.runtime.one_mesh import mesh_step
 
 
 def spread() -> tuple[Any, torch.nn.Module]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.meshes import Mesh
-from autopar.verify import verify
+from autopar.comparison.verify import verify
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 

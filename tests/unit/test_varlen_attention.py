@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from autopar import verify as V
 from autopar.capture import capture
 from autopar.capture.microbatches import attention_between_rows, taken_of_batch
 from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
+from autopar.comparison import verify as V
 from autopar.comparison.parts_of_loss import difference_by_parts
 from autopar.errors import CaptureError, PlanError
-from autopar.meshes import Mesh
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planning import notes_on
+from autopar.planner.planning import notes_on
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 LENGTH, HEADS, SHARED, WIDTH = 24, 4, 2, 8

@@ -12,12 +12,12 @@ from torch import nn
 from autopar.capture import Captured, capture
 from autopar.capture.microbatches import taken_of_batch
 from autopar.comparison import compare_with_eager
+from autopar.comparison.verify import inputs_of, one_device, state_of
 from autopar.errors import CaptureError, RunError
-from autopar.graph import WAY
 from autopar.lower.emit import lower
-from autopar.runtime.ways_taken import WaysTaken
-from autopar.runtime.world import run_step
-from autopar.verify import inputs_of, one_device, state_of
+from autopar.runtime.ranks.world import run_step
+from autopar.runtime.stages.ways_taken import WaysTaken
+from autopar.words.graph import WAY
 
 
 class Looking(nn.Module):

@@ -12,11 +12,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.errors import InfeasibleError
-from autopar.graph import Graph
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import INTERRUPTED, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
+from autopar.words.graph import Graph
 from hardware_profiles import load_cluster
 
 BATCH = 64

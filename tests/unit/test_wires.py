@@ -12,12 +12,13 @@ import torch
 from nccl_rules import SHARED, Deadlock, ThreadRanks
 
 from autopar.errors import RunError
-from autopar.graph import Spec
-from autopar.meshes import Mesh
-from autopar.pieces import local_shape
-from autopar.placements import State
-from autopar.runtime import streams, wires
-from autopar.transfer import Side, transfer
+from autopar.plans.transfer import Side, transfer
+from autopar.runtime.pipelines import wires
+from autopar.runtime.stages import streams
+from autopar.words.graph import Spec
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import local_shape
+from autopar.words.placements import State
 from cost_models.pipeline import build
 from cost_models.pipeline.actions import Action, Schedule
 

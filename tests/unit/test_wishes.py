@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import arguments
-from autopar.asked import Asked, asked
 from autopar.cli.plan import plan as command
 from autopar.errors import AutoparError
-from autopar.meshes import Mesh
-from autopar.plan import Pins
+from autopar.parallelizing import arguments
 from autopar.planfile.pins import FORMS
 from autopar.planner.inter_op.stage_pins import PARTS
-from autopar.wishes import BY_NAME, PINS, WISHES, pin_words
+from autopar.plans.asked import Asked, asked
+from autopar.plans.plan import Pins
+from autopar.plans.wishes import BY_NAME, PINS, WISHES, pin_words
+from autopar.words.meshes import Mesh
 
 GIVEN: dict[str, Any] = {
     "mesh": "data=2,tensor=2", "constraints": {"up": {"tensor": "n"}}, "params": {"*.weight": "S0, I use"},

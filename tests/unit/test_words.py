@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import MeshError
-from autopar.meshes import Mesh, mesh_shapes
-from autopar.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, path, shard
 from autopar.rules.option_names import WHOLE, as_written, factor_and_block, listed, option_written
+from autopar.words.meshes import Mesh, mesh_shapes
+from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, path, shard
 
 ROOT = Path(__file__).resolve().parents[2]
-THEIR_OWN = {"autopar/placements.py", "autopar/meshes.py", "autopar/rules/option_names.py"}
+THEIR_OWN = {"autopar/words/placements.py", "autopar/words/meshes.py", "autopar/rules/option_names.py"}
 OTHER_WORDS = {
-    "autopar/runtime/hops.py": "a table by kinds, which stands beside torch's",
+    "autopar/runtime/parameters/hops.py": "a table by kinds, which stands beside torch's",
     "autopar/profiling/document.py": "an action of a schedule, a backward of inputs",
-    "autopar/runtime/world.py": "actions of schedules, too",
+    "autopar/runtime/ranks/world.py": "actions of schedules, too",
 }
 """Files in which a letter of a placement is another word, or a kind that was asked for by name."""
 

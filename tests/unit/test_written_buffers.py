@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.meshes import Mesh
-from autopar.plan import Plan
+from autopar.comparison.verify import verify
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.written import held_whole
-from autopar.verify import verify
+from autopar.plans.plan import Plan
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 MESH = Mesh.of(tensor=2)

@@ -15,20 +15,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from autopar import planfile
-from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
-from autopar.memory_decisions import memory
-from autopar.meshes import Mesh
-from autopar.plan import Plan, StagePlan
+from autopar.comparison import verify as V
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.recompute import segments_of
+from autopar.plans.memory_decisions import memory
+from autopar.plans.plan import Plan, StagePlan
+from autopar.plans.staging import cut
 from autopar.rules.registry import rules_of
-from autopar.staging import cut
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 MESH = Mesh.of(data=2)

@@ -11,16 +11,16 @@ from eager import train_eager
 from procs.pipelines import Config, make_plan
 from zoo import ZOO
 
-from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
+from autopar.comparison import verify as V
 from autopar.errors import PlanError
-from autopar.meshes import Mesh
-from autopar.placements import State
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.price import pricer
 from autopar.rules.registry import rules_of
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State
 from hardware_profiles import abstract_cluster
 
 MESH = Mesh.of(data=2, tensor=2)

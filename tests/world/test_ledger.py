@@ -15,26 +15,26 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 from autopar import planfile
-from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
+from autopar.comparison import verify as V
 from autopar.errors import PlanError
 from autopar.lower.emit import lower
 from autopar.lower.freed import Backwards, Freed
-from autopar.memory_decisions import memory
-from autopar.meshes import Mesh
-from autopar.placements import State
-from autopar.plan import Plan, StagePlan
 from autopar.planner.inter_op.phases import phases
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
-from autopar.planner.intra_op.memory_walk import ledger
+from autopar.planner.intra_op.memory.memory_walk import ledger
+from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import plan_graph
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.recompute import segments_of
+from autopar.plans.memory_decisions import memory
+from autopar.plans.plan import Plan, StagePlan
+from autopar.plans.staging import cut, hot_ops
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
-from autopar.staging import cut, hot_ops
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")

@@ -12,23 +12,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO
 
-from autopar import verify as V
 from autopar.allocations import Allocations
 from autopar.capture import Captured, capture
 from autopar.certificate.peak import peak_of
-from autopar.graph import Graph
+from autopar.comparison import verify as V
 from autopar.lower.emit import lower
-from autopar.meshes import Mesh
-from autopar.plan import StagePlan
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.draw import random_plan
-from autopar.planner.intra_op.ilp import program
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.mesh_problem import MeshProblem
-from autopar.planner.intra_op.options import Options
-from autopar.planner.intra_op.price import pricer
-from autopar.rules.many_ranks import piece
+from autopar.planner.intra_op.pins.options import Options
+from autopar.planner.intra_op.solving.ilp import program
+from autopar.plans.plan import StagePlan
+from autopar.plans.staging import cut, hot_ops
+from autopar.rules.proving.many_ranks import piece
 from autopar.rules.registry import rules_of
-from autopar.staging import cut, hot_ops
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 CLUSTER = load_cluster("dgx-h100")

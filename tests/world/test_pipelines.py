@@ -12,12 +12,12 @@ from procs.in_turn import marked
 from procs.pipelines import MODELS, ONE, SCHEDULES, THREE, Config, by_three, make_plan, microbatches_from, size
 from zoo import ZOO
 
-from autopar import verify as V
 from autopar.capture import Captured, capture
+from autopar.comparison import verify as V
 from autopar.errors import RunError
-from autopar.meshes import Mesh
-from autopar.plan import Plan
-from autopar.staging import cut
+from autopar.plans.plan import Plan
+from autopar.plans.staging import cut
+from autopar.words.meshes import Mesh
 from cost_models.pipeline import build, parse
 
 PAIR, SQUARE, EIGHT = Mesh.of(data=2), Mesh.of(data=2, tensor=2), Mesh.of(data=2, tensor=4)

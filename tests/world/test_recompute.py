@@ -9,24 +9,24 @@ import torch
 from kept import Made, kept_bytes
 from zoo import ZOO
 
-from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
+from autopar.comparison import verify as V
 from autopar.errors import InfeasibleError, PlanError
 from autopar.lower.emit import lower
-from autopar.memory_decisions import memory
-from autopar.meshes import Mesh
 from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.stage_pins import starts_of
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.recompute import segments_of
+from autopar.plans.memory_decisions import memory
+from autopar.plans.staging import cut, hot_ops
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
-from autopar.staging import cut, hot_ops
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 MESH = Mesh.of(data=2, tensor=2)

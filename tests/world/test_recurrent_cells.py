@@ -8,14 +8,23 @@ import torch
 from family_trial import CLUSTER, LIMIT
 from torch import nn
 
-from autopar.asked import Asked
 from autopar.capture import Captured, capture
-from autopar.meshes import Mesh
-from autopar.plan import Pins, StagePlan
+from autopar.comparison.verify import (
+    compare,
+    doubled,
+    inputs_of,
+    one_device,
+    promoted,
+    state_of,
+    train,
+    verify_pipeline,
+)
 from autopar.planner.intra_op.mesh_plan import plan_graph
-from autopar.planner.intra_op.options import Options
-from autopar.planning import in_stages
-from autopar.verify import compare, doubled, inputs_of, one_device, promoted, state_of, train, verify_pipeline
+from autopar.planner.intra_op.pins.options import Options
+from autopar.planner.planning import in_stages
+from autopar.plans.asked import Asked
+from autopar.plans.plan import Pins, StagePlan
+from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
 ROWS, STEPS, CLASSES = 4, 5, 3

@@ -16,15 +16,15 @@ from eager import train_eager
 from procs.in_turn import marked
 from zoo import ZOO, Case
 
-from autopar import verify as V
 from autopar.capture import Captured, capture
+from autopar.comparison import verify as V
 from autopar.errors import InfeasibleError
-from autopar.meshes import Mesh
-from autopar.plan import StagePlan
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, plan_graph
-from autopar.planner.intra_op.price import pricer
+from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of, source_of_rule
+from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster, abstract_cluster, load_cluster
 
 MESHES = {

@@ -13,15 +13,15 @@ import torch
 from procs.pipelines import Config, make_plan
 from zoo import ZOO
 
-from autopar import verify as V
 from autopar.capture import Captured, capture
 from autopar.certificate import check
-from autopar.meshes import Mesh
+from autopar.comparison import verify as V
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import plan_graph
-from autopar.planner.intra_op.options import Options
-from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.pins.options import Options
 from autopar.rules.registry import rules_of
+from autopar.words.meshes import Mesh
 from hardware_profiles import abstract_cluster
 
 MESHES: dict[str, Mesh] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Ref, Spec
+from autopar.words.graph import Ref, Spec
 
 Form = tuple[str, tuple[Any, ...]]
 Emit = Callable[[str, tuple[Any, ...], dict[str, Any], tuple[Spec | None, ...], str], list[Ref]]

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from autopar.capture.aliasing.inverses import Form, flattened, picked, placed, put_back, written
-from autopar.graph import Ref, Spec, map_refs
-from autopar.rules.history import WITH_VALUE
+from autopar.rules.families.history import WITH_VALUE
+from autopar.words.graph import Ref, Spec, map_refs
 
 
 class CannotInvert(Exception):

@@ -14,8 +14,8 @@ from autopar.capture.graph.exported import flat, name_of, spec_of, storage_of
 from autopar.capture.graph.pruning import has_effect
 from autopar.capture.normalize import DROPPED, FRESH, Form, normalize
 from autopar.capture.trace.recording import DATA
-from autopar.graph import Ref, Spec
 from autopar.torch_private import OpOverload
+from autopar.words.graph import Ref, Spec
 
 
 class Viewing(Emitting):

@@ -13,10 +13,10 @@ from autopar.capture.aliasing.views import Viewing
 from autopar.capture.graph.exported import at, flat, module_of, spec_of, without_values
 from autopar.capture.normalize import normalize
 from autopar.errors import CaptureError
-from autopar.graph import Ref, Spec, map_refs
 from autopar.rules.operator_call import call_of
 from autopar.rules.registry import rule_for
 from autopar.torch_private import OpOverload, pytree
+from autopar.words.graph import Ref, Spec, map_refs
 
 
 class Writing(Viewing):

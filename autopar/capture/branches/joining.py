@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from autopar.capture.branches.asking import Question
 from autopar.capture.graph.building import Draft
-from autopar.graph import Node, Ref, Spec, map_refs
 from autopar.rules.function import Callee
+from autopar.words.graph import Node, Ref, Spec, map_refs
 
 
 class Apart(Exception):

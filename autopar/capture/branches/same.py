@@ -9,8 +9,8 @@ from autopar.capture.branches.asking import Question
 from autopar.capture.branches.joining import key_of
 from autopar.capture.branches.uniting import United
 from autopar.capture.graph.building import Draft
-from autopar.graph import Node, Ref
-from autopar.rules.branch import BRANCH
+from autopar.rules.families.branch import BRANCH
+from autopar.words.graph import Node, Ref
 
 
 class Numbers:

@@ -6,7 +6,8 @@ example, and what it answered at each line is what the trace is told. Where ther
 device) the answer is False, unless the model's own code then raises an error.
 
 The question stays in the trace, as an operator ``autopar::taken`` with its condition, its place, and the answer. In the
-graph it is a flag (:data:`~autopar.graph.WAY`): a buffer that becomes true when the condition has the other value.
+graph it is a flag (:data:`~autopar.words.graph.WAY`): a buffer that becomes true when the condition has the other
+value.
 
 ``lengths.tolist()`` gives numbers that are computed with as tensors. Where that cannot be traced (they are sizes),
 integers that are given to the model, or follow from such alone, are answered as branches are: with those of the

@@ -11,8 +11,8 @@ from autopar.capture.branches.asking import Question
 from autopar.capture.branches.joining import Apart, Union, Use
 from autopar.capture.graph.building import Draft
 from autopar.capture.graph.pruning import has_effect
-from autopar.graph import Node, Ref, Spec, map_refs
-from autopar.rules.branch import BRANCH
+from autopar.rules.families.branch import BRANCH
+from autopar.words.graph import Node, Ref, Spec, map_refs
 
 
 @dataclass(frozen=True)

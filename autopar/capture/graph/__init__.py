@@ -1,4 +1,4 @@
-"""From an exported program to a :class:`~autopar.graph.Graph` in one spelling.
+"""From an exported program to a :class:`~autopar.words.graph.Graph` in one spelling.
 
 ====================== =============================================================================================
 :mod:`.building`       the walk over the exported program

@@ -3,7 +3,7 @@
 ``for e in range(E): t, k = torch.where(top == e); out.index_add_(0, t, experts[e](x[t]))`` has become ``E`` turns that
 compute all rows and leave out those of others by a mask (:mod:`.selected_rows`). Where the masks say that one tensor of
 numbers is 0, 1, ..., and the turns differ in nothing but what each expert has of its own, the body runs once
-(:mod:`.run_once`): products by rows (:mod:`autopar.rules.experts`), with the parameters stacked.
+(:mod:`.run_once`): products by rows (:mod:`autopar.rules.experts.experts`), with the parameters stacked.
 """
 
 from __future__ import annotations

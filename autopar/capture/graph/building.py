@@ -27,9 +27,9 @@ from autopar.capture.python.left import own_outputs
 from autopar.capture.trace.passed_over import TOOK_PART
 from autopar.capture.trace.recording import ASSIGN, BEGIN, END, FUNCTION, HOOK
 from autopar.errors import CaptureError
-from autopar.graph import PART, WAY, Graph, Node, Ref, Spec, map_refs, refs_in
 from autopar.rules.function import PREFIX
 from autopar.torch_private import OpOverload
+from autopar.words.graph import PART, WAY, Graph, Node, Ref, Spec, map_refs, refs_in
 
 TRUTH = Spec((), "bool")
 
@@ -55,7 +55,7 @@ class Draft:
     """What one trace gives, operator by operator: a graph whose equal expressions are not merged yet.
 
     Attributes:
-        outputs, loss, tied, updates: as in :class:`~autopar.graph.Graph`.
+        outputs, loss, tied, updates: as in :class:`~autopar.words.graph.Graph`.
         user: for every input of the exported program its node, or None for a value that is no tensor.
         asks: in the order in which they were asked.
     """

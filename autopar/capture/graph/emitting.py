@@ -10,7 +10,7 @@ import torch
 from autopar.capture.aliasing.schemas import draws_by_itself
 from autopar.capture.graph.exported import at, module_of, source_of
 from autopar.errors import CaptureError
-from autopar.graph import Node, Ref, Spec, refs_in
+from autopar.words.graph import Node, Ref, Spec, refs_in
 
 
 class Emitting:

@@ -1,9 +1,10 @@
 """Routed experts in a graph become one operator each: the products, and what happens to each row between them.
 
-Rows may then travel to the rank of their expert once, not once for each product (:mod:`autopar.rules.expert_block`).
-A block is the products of rows by the same routing that follow from each other, all operators on the way from the first
-to the last, and what is added to the last by expert (a bias). Every operator inside must work on each row by itself, as
-its rule says, and nothing outside may read what is made on the way; else the products stay as they are.
+Rows may then travel to the rank of their expert once, not once for each product
+(:mod:`autopar.rules.experts.expert_block`). A block is the products of rows by the same routing that follow from each
+other, all operators on the way from the first to the last, and what is added to the last by expert (a bias). Every
+operator inside must work on each row by itself, as its rule says, and nothing outside may read what is made on the way;
+else the products stay as they are.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.graph import Node, Ref, Spec, map_refs
-from autopar.rules.expert_block import BLOCK, COMMON, EXPERT, ROW, Body, Value
-from autopar.rules.experts import EXPERTS
+from autopar.rules.experts.expert_block import BLOCK, COMMON, EXPERT, ROW, Body, Value
+from autopar.rules.experts.experts import EXPERTS
 from autopar.rules.operator_call import call_of
 from autopar.rules.registry import RULES, rule_for
+from autopar.words.graph import Node, Ref, Spec, map_refs
 
 LOOKUP = "aten.embedding.default"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Spec
+from autopar.words.graph import Spec
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,8 +1,9 @@
 """Products of each row with a matrix that is gathered for it, ``einsum("ti,taoi->tao", x, w[picked])``.
 
 A matrix for each row is as much memory as there are rows times what one matrix has. As products by rows
-(:mod:`autopar.rules.experts`) no matrix is copied, experts can be cut, and what follows from each other becomes one
-operator (:mod:`.expert_blocks`). So what is computed element by element between two of them is computed of rows, too.
+(:mod:`autopar.rules.experts.experts`) no matrix is copied, experts can be cut, and what follows from each other becomes
+one operator (:mod:`.expert_blocks`). So what is computed element by element between two of them is computed of rows,
+too.
 
 The index has to be one that a top-k, a sort or a maximum has found: others may count from the end.
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.capture.aliasing.schemas import seeded
 from autopar.capture.graph.pruning import has_effect
-from autopar.graph import Node, Ref
+from autopar.words.graph import Node, Ref
 
 
 def merged(nodes: Sequence[Node]) -> tuple[list[Node], dict[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.graph import NORMS, Graph, Ref, map_refs, refs_in
+from autopar.words.graph import NORMS, Graph, Ref, map_refs, refs_in
 
 
 def without_dead(graph: Graph, user: list[Any]) -> tuple[Graph, list[Any]]:

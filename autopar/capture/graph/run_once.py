@@ -2,8 +2,8 @@
 
 Turns of a loop over experts compute the same of the same rows and differ in what each expert has of its own:
 parameters, or the ``e``-th part of one that all share. Here the body is written down once. Products with an expert's
-matrix become products by rows (:mod:`autopar.rules.experts`), and a vector or a number of an expert (a bias, the weight
-of a norm, a scale) is looked up by the expert of each row.
+matrix become products by rows (:mod:`autopar.rules.experts.experts`), and a vector or a number of an expert (a bias,
+the weight of a norm, a scale) is looked up by the expert of each row.
 
 A dropout inside draws one mask for all rows, and what it keeps is a factor that is made beside the products: so the
 products and all that is between them still work on each row by itself, wherever the row is.

@@ -26,7 +26,7 @@ from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph
 from autopar.capture.graph.run_once import is_pointwise
 from autopar.capture.graph.same_masks import SHAPED, behind
 from autopar.errors import CaptureError
-from autopar.rules.experts import EXPERTS
+from autopar.rules.experts.experts import EXPERTS
 
 aten = torch.ops.aten
 PRODUCT = "autopar.expert_linear_in_order.default"

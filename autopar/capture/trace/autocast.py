@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.autocasting import AutocastState as State
-from autopar.autocasting import autocast_as
 from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of, name_of
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, has_kernel, pytree
+from autopar.words.autocasting import AutocastState as State
+from autopar.words.autocasting import autocast_as
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 PLACE = "autocast"

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.trace.experts_by_rows import rows_of
 from autopar.capture.trace.passed_over import took_part
-from autopar.rules.experts import expert_product
+from autopar.rules.experts.experts import expert_product
 
 
 @contextlib.contextmanager

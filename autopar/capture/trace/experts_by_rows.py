@@ -2,7 +2,7 @@
 
 ``transformers`` runs experts in several ways: in a loop over those that were hit (its sizes depend on data), with rows
 sorted by expert, or with a matrix gathered for every row. While a model is traced they all become one form, in which
-rows stay in their order (:mod:`autopar.rules.experts`).
+rows stay in their order (:mod:`autopar.rules.experts.experts`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-from autopar.rules.experts import expert_product
+from autopar.rules.experts.experts import expert_product
 
 _MODULE = "transformers.integrations.moe"
 

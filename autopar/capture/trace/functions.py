@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
-from autopar.autocasting import autocast_now
 from autopar.capture.trace import regions
 from autopar.capture.trace.recording import now, refuse
 from autopar.rules.function import PLAIN, Callee, ReadTensor, identity_of, on_zeros, tensors_of
@@ -31,6 +30,7 @@ from autopar.torch_private import (
     functorch_is_active,
     pytree,
 )
+from autopar.words.autocasting import autocast_now
 
 
 @contextlib.contextmanager

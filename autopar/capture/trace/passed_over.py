@@ -4,8 +4,9 @@
 so its parameters keep ``grad`` as it was, None for one that is fresh, and optimizers with momentum or weight decay
 leave them alone. In a program all experts are one product, whose gradient for such an expert is zeros, which is
 something else. So the trace says by an operator ``autopar::took_part`` which numbers of the routing decide whether
-a parameter took part. In the graph they are a buffer (:data:`~autopar.graph.PART`) that each call writes;
-where gradients are handed to the parameters, those that took no part get none (:mod:`autopar.runtime.taking_part`).
+a parameter took part. In the graph they are a buffer (:data:`~autopar.words.graph.PART`) that each call writes;
+where gradients are handed to the parameters, those that took no part get none
+(:mod:`autopar.runtime.gradients.taking_part`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 
-from autopar.autocasting import autocast_now
 from autopar.capture.branches.asking import asked_afresh
 from autopar.capture.branches.drawn import checked
 from autopar.capture.branches.taken import from_the_start
@@ -52,6 +51,7 @@ from autopar.torch_private import (
     arguments_of_to,
     some_rows,
 )
+from autopar.words.autocasting import autocast_now
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""``ctc_loss`` is traced with its targets in rows (:mod:`autopar.rules.ctc`).
+"""``ctc_loss`` is traced with its targets in rows (:mod:`autopar.rules.families.ctc`).
 
 What models take from rows of labels by a mask, to hand it to ``ctc_loss``, has a size that depends on data. The mask
 itself is handed on instead; whatever else is done with what was taken is refused as it is without this.
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autopar.rules.ctc import ctc_of_rows
+from autopar.rules.families.ctc import ctc_of_rows
 from autopar.torch_private import pytree
 
 _SELECT = (torch.masked_select, torch.Tensor.masked_select)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from autopar.graph import Graph, Ref
-from autopar.pieces import local_shape
-from autopar.placements import State, whole_state
-from autopar.plan import StagePlan
+from autopar.plans.plan import StagePlan
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import strategy_named
+from autopar.words.graph import Graph, Ref
+from autopar.words.pieces import local_shape
+from autopar.words.placements import State, whole_state
 from cost_models.costs import StageWork
 
 

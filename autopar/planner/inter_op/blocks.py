@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from autopar.graph import Graph, Ref
-from autopar.planner.intra_op.fold import Fold
+from autopar.planner.intra_op.building.fold import Fold
+from autopar.plans.staging import hot_ops, spans_of_written_buffers
 from autopar.rules.notation import Rule
-from autopar.staging import hot_ops, spans_of_written_buffers
+from autopar.words.graph import Graph, Ref
 
 MAX_PIECES = 16
 """Pieces that a stretch without repeats is cut into at most."""
@@ -28,7 +28,8 @@ NEAR = 0.4
 
 @dataclass(frozen=True)
 class Block:
-    """Operators ``first`` to ``end`` (positions in :func:`autopar.staging.hot_ops`); equal ``kind``: equal cost."""
+    """Operators ``first`` to ``end`` (positions in :func:`autopar.plans.staging.hot_ops`); equal ``kind``: equal
+    cost."""
 
     first: int
     end: int

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from autopar.meshes import Mesh
 from autopar.planner.inter_op.estimates import EstimatedCut
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.wishes import MOST_AXES
+from autopar.plans.wishes import MOST_AXES
+from autopar.words.meshes import Mesh
 from cost_models.pipeline import USUAL
 
 SMALL = 16

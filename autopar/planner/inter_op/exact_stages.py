@@ -15,8 +15,6 @@ from math import inf
 from typing import TypeVar
 
 from autopar.errors import InfeasibleError
-from autopar.graph import Graph
-from autopar.plan import Plan, StagePlan, one_stage
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
 from autopar.planner.inter_op.memory_shares import counted_in_flight, share_of
@@ -27,16 +25,18 @@ from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.inter_op.stage_plans import StagePlans, is_pinned, pace_of, rounded
 from autopar.planner.inter_op.timing import timing_of
 from autopar.planner.inter_op.trial import simulated
-from autopar.planner.intra_op.fold import Fold, fold
+from autopar.planner.intra_op.building.fold import Fold, fold
+from autopar.planner.intra_op.building.price import pricer
+from autopar.planner.intra_op.building.problem import Beaten
+from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
+from autopar.planner.intra_op.memory.recompute_choices import block_starts
 from autopar.planner.intra_op.mesh_plan import Options, device_limit
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.problem import Beaten
-from autopar.planner.intra_op.recompute import is_asked, patterns_in
-from autopar.planner.intra_op.recompute_choices import block_starts
-from autopar.prices import bytes_together
+from autopar.plans.plan import Plan, StagePlan, one_stage
+from autopar.plans.prices import bytes_together
+from autopar.plans.staging import StageGraph, crossings_of, cut, hot_ops
 from autopar.rules.registry import rules_of
-from autopar.staging import StageGraph, crossings_of, cut, hot_ops
-from autopar.texts import show_bytes
+from autopar.words.graph import Graph
+from autopar.words.texts import show_bytes
 from cost_models.pipeline import (
     SCHEDULES,
     Schedule,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
-from autopar.meshes import Mesh
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.menu import Menus, Way, kinds_of, menus_of
+from autopar.words.meshes import Mesh
 from cost_models.pipeline import Fill
 
 PRECISE = 0.01

@@ -12,8 +12,8 @@ from autopar.heard import tell
 from autopar.planner.inter_op.candidates import SMALL, Candidate
 from autopar.planner.inter_op.exact_stages import Exact
 from autopar.planner.inter_op.one_number import CANDIDATES, OneNumber
-from autopar.planner.intra_op.problem import Beaten
-from autopar.texts import show_seconds
+from autopar.planner.intra_op.building.problem import Beaten
+from autopar.words.texts import show_seconds
 
 FAILED = 12
 """Of what looked promising on more than :data:`SMALL` devices, and does not fit when planned exactly, at most."""

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError, closest
-from autopar.graph import Graph
-from autopar.meshes import Mesh
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.order import check_name
-from autopar.rules.expert_block import BLOCK, TRAVEL
+from autopar.plans.wishes import MOST
+from autopar.rules.experts.expert_block import BLOCK, TRAVEL
 from autopar.rules.registry import rules_of
-from autopar.wishes import MOST
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 
 AXES = {"dp": "data", "tp": "tensor", "cp": "context"}
 EXPERT_AXIS = "expert"

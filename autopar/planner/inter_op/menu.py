@@ -12,17 +12,17 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.plan import StagePlan
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.phases import phases
+from autopar.planner.intra_op.building.params import peak_bytes
+from autopar.planner.intra_op.building.price import pricer
+from autopar.planner.intra_op.building.problem import PRICES
+from autopar.planner.intra_op.memory.recompute import patterns_in
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
-from autopar.planner.intra_op.params import peak_bytes
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.problem import PRICES
-from autopar.planner.intra_op.recompute import patterns_in
+from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
 
 WAYS = 1 + len(PRICES)

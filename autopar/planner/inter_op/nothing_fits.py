@@ -8,7 +8,7 @@ from math import ceil
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.one_number import OneNumber
-from autopar.texts import show_bytes
+from autopar.words.texts import show_bytes
 
 
 def nothing_fits(searches: Sequence[OneNumber], asked: PipelineOptions, n_devices: int) -> PlanError | InfeasibleError:

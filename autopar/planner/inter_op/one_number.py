@@ -10,8 +10,6 @@ from functools import cached_property
 from math import inf
 
 from autopar.errors import InfeasibleError
-from autopar.graph import Graph
-from autopar.meshes import Mesh, mesh_shapes
 from autopar.planner.inter_op import trial
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.candidates import SMALL, Candidate
@@ -23,8 +21,10 @@ from autopar.planner.inter_op.menu import ALONE, BlockPlans, Menus
 from autopar.planner.inter_op.order import SEARCHED, START
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.inter_op.unequal import Unequal
-from autopar.planner.intra_op.recompute import is_asked
-from autopar.staging import cut
+from autopar.planner.intra_op.memory.recompute import is_asked
+from autopar.plans.staging import cut
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh, mesh_shapes
 from cost_models.costs import costs_of
 from cost_models.pipeline import Fill, fill_of, parse_kind
 

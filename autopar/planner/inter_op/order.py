@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.plan import StagePlan
+from autopar.plans.plan import StagePlan
 from cost_models.pipeline import SCHEDULES, Schedule, Times, live_per_stage, parse_kind, search
 from cost_models.pipeline.asynchronous import ASYNCHRONOUS
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.graph import Graph, Ref
-from autopar.plan import StagePlan, route_key, segment_numbers
 from autopar.planner.inter_op.beside import beside_ops
-from autopar.planner.intra_op.hidden import Hidden, hidden
-from autopar.planner.intra_op.ledger import seconds_again
-from autopar.planner.intra_op.memory_walk import ledger
-from autopar.planner.intra_op.price import Pricer
-from autopar.rules.meanwhile import any_in_parts
+from autopar.planner.intra_op.building.hidden import Hidden, hidden
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.memory.ledger import seconds_again
+from autopar.planner.intra_op.memory.memory_walk import ledger
+from autopar.plans.plan import StagePlan, route_key, segment_numbers
+from autopar.rules.lowerings.meanwhile import any_in_parts
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_named
+from autopar.words.graph import Graph, Ref
 from cost_models.costs import OpSeconds
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.device_groups import stored_differently
-from autopar.graph import Graph
-from autopar.placements import State, whole_state
-from autopar.plan import StagePlan
+from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.complete import complete
-from autopar.planner.intra_op.price import pricer
+from autopar.plans.device_groups import stored_differently
+from autopar.plans.plan import StagePlan
+from autopar.plans.staging import StageGraph
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
-from autopar.staging import StageGraph
+from autopar.words.graph import Graph
+from autopar.words.placements import State, whole_state
 from cost_models.pipeline import Schedule
 from hardware_profiles import Cluster
 

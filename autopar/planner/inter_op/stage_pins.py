@@ -8,17 +8,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autopar.errors import InfeasibleError, MeshError, PlanError, closest
-from autopar.graph import Graph
-from autopar.labels import matches, op_labels
-from autopar.meshes import AXIS_NAMES, Mesh
-from autopar.placements import REPLICATE, State
 from autopar.planner.inter_op.order import SEARCHED, START
-from autopar.planner.intra_op.options import Options
-from autopar.planner.intra_op.pinned_choices import PinnedChoices
+from autopar.planner.intra_op.pins.options import Options
+from autopar.planner.intra_op.pins.pinned_choices import PinnedChoices
+from autopar.plans.staging import StageGraph, hot_ops
 from autopar.rules.option_names import option_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import options_of
-from autopar.staging import StageGraph, hot_ops
+from autopar.words.graph import Graph
+from autopar.words.labels import matches, op_labels
+from autopar.words.meshes import AXIS_NAMES, Mesh
+from autopar.words.placements import REPLICATE, State
 from cost_models.pipeline import parse_kind
 
 
@@ -135,7 +135,7 @@ def _outputs(outputs: Mapping[int, State], stage: StageGraph) -> dict[int, State
 PARTS: dict[str, Callable[[Any, StageGraph], Any]] = {
     "ops": _ops, "params": _params, "inputs": _inputs, "outputs": _outputs,
 }  # fmt: skip
-"""A stage's part of each pin of which stages get a part (:mod:`autopar.wishes`)."""
+"""A stage's part of each pin of which stages get a part (:mod:`autopar.plans.wishes`)."""
 _FIELDS = {"ops": "constraints", "params": "params", "inputs": "inputs", "outputs": "outputs"}
 """Where options have them."""
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.plan import StagePlan
 from autopar.planner.inter_op.transplant import structure, transplant
+from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Earlier, Options, device_limit, plan_graph
-from autopar.planner.intra_op.recompute import segments_of
 from autopar.planner.intra_op.within_memory import against
+from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
 
 NEARLY_FREE = 1e-3

@@ -21,10 +21,7 @@ from math import inf, log2
 
 from autopar.collection import uncollected
 from autopar.errors import PlanError
-from autopar.graph import Graph
 from autopar.heard import tell
-from autopar.meshes import Mesh
-from autopar.plan import Plan
 from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
 from autopar.planner.inter_op.equal import NEAR
 from autopar.planner.inter_op.exact_stages import Exact
@@ -34,10 +31,13 @@ from autopar.planner.inter_op.nothing_fits import nothing_fits
 from autopar.planner.inter_op.one_group import least_seconds, one_group
 from autopar.planner.inter_op.one_number import AXES, CANDIDATES, DEEPER, WORTH_A_LOOK, OneNumber
 from autopar.planner.inter_op.order import check_name
-from autopar.planner.intra_op.fold import fold
-from autopar.planner.intra_op.problem import Beaten
-from autopar.planner.intra_op.recompute import segments_of
+from autopar.planner.intra_op.building.fold import fold
+from autopar.planner.intra_op.building.problem import Beaten
+from autopar.planner.intra_op.memory.recompute import segments_of
+from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from cost_models.costs import costs_of
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from autopar.graph import Spec
-from autopar.placements import State, path
-from autopar.plan import StagePlan
 from autopar.planner.inter_op.phases import phases
-from autopar.planner.intra_op.price import pricer
-from autopar.staging import StageGraph
-from autopar.transfer import Load, Side, loads, transfer
+from autopar.planner.intra_op.building.price import pricer
+from autopar.plans.plan import StagePlan
+from autopar.plans.staging import StageGraph
+from autopar.plans.transfer import Load, Side, loads, transfer
+from autopar.words.graph import Spec
+from autopar.words.placements import State, path
 from cost_models.costs import costs_of
 from cost_models.pipeline import Edge, Schedule, Times, times
 from hardware_profiles import Cluster

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from autopar.graph import Graph, Ref
-from autopar.plan import StagePlan, route_key
+from autopar.plans.plan import StagePlan, route_key
+from autopar.words.graph import Graph, Ref
 
 
 def structure(graph: Graph) -> str:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.errors import InfeasibleError
-from autopar.meshes import Mesh
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.estimates import EstimatedCut, Group, crossing_seconds, estimated
 from autopar.planner.inter_op.filling import Fillers
 from autopar.planner.inter_op.menu import WAYS, Way
-from autopar.wishes import MEMORY_FRACTION
+from autopar.plans.wishes import MEMORY_FRACTION
+from autopar.words.meshes import Mesh
 from cost_models.costs import costs_of
 from cost_models.pipeline import Fill, fill_of
 from cost_models.staging import NothingFits, Pool, StageCost, StagingEstimate, StagingProblem, Submesh, stage

@@ -8,26 +8,26 @@ from typing import Any
 
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
-from autopar.graph import Graph, Ref, Spec
-from autopar.memory_decisions import GATHER_AGAIN, RECOMPUTE, Memory, about_tensors, in_order
-from autopar.meshes import Mesh
-from autopar.placements import PENDING, State, whole_state
-from autopar.plan import ParamChoice, StagePlan, route_key, segment_numbers
-from autopar.planner.intra_op import params as P
-from autopar.planner.intra_op.hidden import hidden
-from autopar.planner.intra_op.ledger import Ledger, seconds_again
-from autopar.planner.intra_op.memory_walk import Walk
-from autopar.planner.intra_op.price import Pricer
+from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building.hidden import hidden
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.building.space import strategies
+from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again
+from autopar.planner.intra_op.memory.memory_walk import Walk
+from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
 from autopar.planner.intra_op.reshard import Edge, route
-from autopar.planner.intra_op.space import strategies
-from autopar.planner.intra_op.stage_peaks import with_working_bytes
 from autopar.planner.intra_op.written import held_whole
-from autopar.prices import Price
-from autopar.regather import gathers, may_wait, ref_of
-from autopar.rules.meanwhile import Routes
+from autopar.plans.memory_decisions import GATHER_AGAIN, RECOMPUTE, Memory, about_tensors, in_order
+from autopar.plans.plan import ParamChoice, StagePlan, route_key, segment_numbers
+from autopar.plans.prices import Price
+from autopar.plans.regather import gathers, may_wait, ref_of
+from autopar.plans.staging import first_op
+from autopar.rules.lowerings.meanwhile import Routes
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
-from autopar.staging import first_op
+from autopar.words.graph import Graph, Ref, Spec
+from autopar.words.meshes import Mesh
+from autopar.words.placements import PENDING, State, whole_state
 
 
 def demand(

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 from autopar.capture.graph.pruning import has_effect
 from autopar.errors import PlanError
-from autopar.graph import Graph, Ref, Spec
-from autopar.memory_decisions import memory
-from autopar.meshes import Mesh
-from autopar.pieces import fits
-from autopar.placements import State, shard, whole_placement, whole_state
-from autopar.plan import ParamChoice, Recompute, StagePlan, route_key, segment_numbers
-from autopar.planner.intra_op import params as P
+from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.complete import complete
-from autopar.planner.intra_op.price import Pricer
-from autopar.planner.intra_op.space import strategies
-from autopar.regather import can_make_again, gathers
+from autopar.plans.memory_decisions import memory
+from autopar.plans.plan import ParamChoice, Recompute, StagePlan, route_key, segment_numbers
+from autopar.plans.regather import can_make_again, gathers
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph, Ref, Spec
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import fits
+from autopar.words.placements import State, shard, whole_placement, whole_state
 
 ATTEMPTS = 50
 """Draws until one has a way from every tensor to its readers: most have."""

@@ -10,18 +10,18 @@ from typing import Any
 
 from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, MeshError, PlanError
-from autopar.graph import Graph
-from autopar.memory_decisions import GATHER_AGAIN
-from autopar.meshes import Mesh
-from autopar.plan import ParamChoice, StagePlan
-from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.decoder import Decided, Decoder
+from autopar.planner.intra_op.building.decoder import Decided, Decoder
+from autopar.planner.intra_op.building.problem import Beaten, Choice
+from autopar.planner.intra_op.building.space import fitting_strategy
 from autopar.planner.intra_op.mesh_problem import MeshProblem
-from autopar.planner.intra_op.options import Options, device_limit
-from autopar.planner.intra_op.problem import Beaten, Choice
-from autopar.planner.intra_op.space import fitting_strategy
+from autopar.planner.intra_op.pins.options import Options, device_limit
+from autopar.planner.intra_op.solving import ilp
 from autopar.planner.intra_op.within_memory import UNLIMITED, AllTooLarge, WithinMemory, against, too_big
+from autopar.plans.memory_decisions import GATHER_AGAIN
+from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
 
 FAR = 0.1
@@ -171,7 +171,8 @@ class PlansByMemory:
 
     @uncollected()
     def every(self, prices: Sequence[float] = ilp.PRICES) -> list[StagePlan]:
-        """All of them, the fastest first; prices as for :meth:`autopar.planner.intra_op.ilp.HighsProgram.hull`."""
+        """All of them, the fastest first; prices as for
+        :meth:`autopar.planner.intra_op.solving.ilp.HighsProgram.hull`."""
         problem, decoder = self.setting.problem(True, choices=True)
         program = ilp.program(replace(problem, limit_bytes=UNLIMITED), effort=self.setting.options.effort())
         fastest, *others = program.hull(prices, PEAK_SHARE)

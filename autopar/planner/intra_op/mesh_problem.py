@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.clusters import check_mesh
-from autopar.graph import Graph
-from autopar.memory_decisions import MAKE_AGAIN, RECOMPUTE
-from autopar.meshes import Mesh
-from autopar.plan import StagePlan
-from autopar.planner.intra_op.build import Builder
+from autopar.planner.intra_op.building.build import Builder
+from autopar.planner.intra_op.building.decoder import Decided, Decoder
+from autopar.planner.intra_op.building.fold import fold, unfolded
+from autopar.planner.intra_op.building.price import pricer
+from autopar.planner.intra_op.building.problem import Problem
 from autopar.planner.intra_op.complete import complete
-from autopar.planner.intra_op.decoder import Decided, Decoder
-from autopar.planner.intra_op.fold import fold, unfolded
-from autopar.planner.intra_op.options import Options
-from autopar.planner.intra_op.pinned_choices import PinnedChoices
-from autopar.planner.intra_op.price import pricer
-from autopar.planner.intra_op.problem import Problem
-from autopar.planner.intra_op.recompute import segments_of
-from autopar.planner.intra_op.recompute_choices import Again
+from autopar.planner.intra_op.memory.recompute import segments_of
+from autopar.planner.intra_op.memory.recompute_choices import Again
+from autopar.planner.intra_op.pins.options import Options
+from autopar.planner.intra_op.pins.pinned_choices import PinnedChoices
+from autopar.plans.clusters import check_mesh
+from autopar.plans.memory_decisions import MAKE_AGAIN, RECOMPUTE
+from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 
-from autopar.meshes import Mesh
-from autopar.pieces import fits
-from autopar.placements import INVARIANT, REPLICATED, Placement, State, steps_from
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import fits
+from autopar.words.placements import INVARIANT, REPLICATED, Placement, State, steps_from
 
 Edge = tuple[State, State]
 STEP_SECONDS = 1e-15

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autopar.graph import Graph, Ref
-from autopar.meshes import Mesh
-from autopar.placements import INVARIANT, REPLICATED, State, whole_state
-from autopar.plan import ParamChoice, StagePlan, route_key
+from autopar.plans.plan import ParamChoice, StagePlan, route_key
+from autopar.plans.staging import first_op
 from autopar.rules.option_names import WHOLE
-from autopar.staging import first_op
+from autopar.words.graph import Graph, Ref
+from autopar.words.meshes import Mesh
+from autopar.words.placements import INVARIANT, REPLICATED, State, whole_state
 
 
 def one_device(graph: Graph) -> StagePlan:

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.graph import Graph
-from autopar.plan import Solution, StagePlan
-from autopar.planner.intra_op import ilp
-from autopar.planner.intra_op.decoder import Decoder
-from autopar.planner.intra_op.effort import BRIEF, PATIENT
+from autopar.planner.intra_op.building.decoder import Decoder
+from autopar.planner.intra_op.building.problem import ROUGH, ROUNDING, Beaten, Choice, Item, Problem
 from autopar.planner.intra_op.mesh_problem import MeshProblem
-from autopar.planner.intra_op.mixture import mixture
-from autopar.planner.intra_op.problem import ROUGH, ROUNDING, Beaten, Choice, Item, Problem
-from autopar.prices import Moment
-from autopar.texts import show_bytes
+from autopar.planner.intra_op.solving import ilp
+from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT
+from autopar.planner.intra_op.solving.mixture import mixture
+from autopar.plans.plan import Solution, StagePlan
+from autopar.plans.prices import Moment
+from autopar.words.graph import Graph
+from autopar.words.texts import show_bytes
 
 ATTEMPTS = 12
 """Limits that are tried until what the solver finds fits: its bytes are not quite those of the finished plan."""
@@ -44,7 +44,7 @@ LARGEST = 3
 MIXED_GAP = 0.02
 """The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
 STEEP_PRICES = (10.0, 30.0, 100.0)
-"""Like :data:`autopar.planner.intra_op.problem.PRICES`, where little memory is all that counts."""
+"""Like :data:`autopar.planner.intra_op.building.problem.PRICES`, where little memory is all that counts."""
 BOUNDED = "rows of the first moments"
 """The kind of program that :attr:`WithinMemory.ends` are of."""
 UNLIMITED = 1e18

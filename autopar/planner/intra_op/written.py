@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.capture.graph.pruning import has_effect
-from autopar.graph import Graph
 from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph
 
 
 def held_whole(graph: Graph) -> Mapping[int, Sequence[int]]:

@@ -14,15 +14,15 @@ from typing import Any
 
 from markupsafe import Markup
 
-from autopar.graph import Graph
-from autopar.meshes import Mesh
-from autopar.placements import State
-from autopar.plan import Plan, StagePlan
-from autopar.planner.intra_op.price import pricer
+from autopar.planner.intra_op.building.price import pricer
+from autopar.plans.plan import Plan, StagePlan
+from autopar.plans.staging import StageGraph
 from autopar.report.page.markup import bar, filled, joined, table
 from autopar.report.rows import BlockRows, OpRow, ParamRow, block_rows, param_rows
-from autopar.staging import StageGraph
-from autopar.texts import show_bytes, show_seconds
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State
+from autopar.words.texts import show_bytes, show_seconds
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.report.page.markup import filled, joined, percent
 from autopar.report.page.seconds_spent import StageTally
-from autopar.texts import show_seconds
+from autopar.words.texts import show_seconds
 from cost_models.pipeline import Timeline
 from cost_models.pipeline.actions import KINDS, Step, parts
 

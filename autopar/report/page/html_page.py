@@ -17,8 +17,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
+from autopar.plans.staging import StageGraph
+from autopar.plans.wishes import pin_words
 from autopar.report.layouts import LayoutRow, layout_row
 from autopar.report.page.block_cards import COLOURS, model_section, stage_cards
 from autopar.report.page.gantt import gantt, is_aggregated
@@ -38,9 +39,8 @@ from autopar.report.page.seconds_spent import (
 )
 from autopar.report.page.tradeoff import alternatives_section
 from autopar.report.stages import share_filled, stage_rows
-from autopar.staging import StageGraph
-from autopar.texts import show_bytes, show_seconds
-from autopar.wishes import pin_words
+from autopar.words.graph import Graph
+from autopar.words.texts import show_bytes, show_seconds
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 from hardware_profiles.strict import read_text

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from autopar.meshes import Mesh
-from autopar.plan import Plan
 from autopar.planner.inter_op.timing import crossing_messages
+from autopar.plans.plan import Plan
+from autopar.plans.staging import StageGraph
 from autopar.report.page.markup import bar, filled, joined, table
 from autopar.report.page.seconds_spent import StageTally
-from autopar.staging import StageGraph
-from autopar.texts import show_bytes, show_seconds
+from autopar.words.meshes import Mesh
+from autopar.words.texts import show_bytes, show_seconds
 from cost_models.mesh_links import link_bytes
 from cost_models.routes import Edge, route
 from hardware_profiles import Cluster

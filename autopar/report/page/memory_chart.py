@@ -7,10 +7,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from autopar.plan import Plan
-from autopar.prices import bytes_together
+from autopar.plans.plan import Plan
+from autopar.plans.prices import bytes_together
 from autopar.report.page.markup import bar, filled, joined
-from autopar.texts import show_bytes
+from autopar.words.texts import show_bytes
 from cost_models.pipeline import Timeline
 from cost_models.pipeline.actions import parts
 

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.graph import Graph, Node, Ref, Spec
-from autopar.pieces import elements_moved
-from autopar.placements import State, Step
-from autopar.plan import Plan, StagePlan, route_key, segment_numbers
-from autopar.planner.intra_op import params as P
-from autopar.planner.intra_op.hidden import Hidden, hidden
-from autopar.planner.intra_op.ledger import waiting_seconds
-from autopar.planner.intra_op.memory_walk import ledger
-from autopar.planner.intra_op.price import Pricer, pricer
+from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building.hidden import Hidden, hidden
+from autopar.planner.intra_op.building.price import Pricer, pricer
+from autopar.planner.intra_op.memory.ledger import waiting_seconds
+from autopar.planner.intra_op.memory.memory_walk import ledger
+from autopar.plans.plan import Plan, StagePlan, route_key, segment_numbers
+from autopar.plans.staging import StageGraph
 from autopar.rules.local import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of, strategy_named
-from autopar.staging import StageGraph
+from autopar.words.graph import Graph, Node, Ref, Spec
+from autopar.words.pieces import elements_moved
+from autopar.words.placements import State, Step
 from cost_models.pipeline import Timeline
 from hardware_profiles import Cluster
 

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from autopar.report.layouts import LayoutRow
 from autopar.report.page.markup import filled, joined, table
-from autopar.texts import show_bytes, show_seconds
+from autopar.words.texts import show_bytes, show_seconds
 
 THIS = "this plan"
 """How the layout of the page's own plan is named."""

@@ -14,7 +14,6 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from autopar.graph import Graph, Node
 from autopar.rules import registry
 from autopar.rules.discovery.finding import discover
 from autopar.rules.discovery.own_flops import flops_of
@@ -22,6 +21,7 @@ from autopar.rules.discovery.proposal import Discovered, rule_from
 from autopar.rules.function import PREFIX
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, call_of
+from autopar.words.graph import Graph, Node
 
 _found: dict[Any, Discovered] = {}
 

@@ -3,8 +3,8 @@
 Every choice of one dim (or none, or a pending sum) of each input is tried on two pieces, with each of the calls that
 :func:`edits` gives: the arguments as they are, or one whole number among them halved: a size of the output's shape, a
 number of groups or repeats. A cut is valid if the pieces of every output, joined along a dim, or summed, or taken as
-copies, are the whole operator's. This looks only at the forward: it says where to look, :mod:`autopar.rules.proof`
-decides.
+copies, are the whole operator's. This looks only at the forward: it says where to look,
+:mod:`autopar.rules.proving.proof` decides.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from autopar.meshes import Mesh
-from autopar.placements import PENDING, REPLICATED, Placement, State, shard
 from autopar.rules.discovery.trying import REFUSALS, outputs
-from autopar.rules.many_ranks import join, piece
 from autopar.rules.operator_call import Call
-from autopar.rules.proof import Case
+from autopar.rules.proving.many_ranks import join, piece
+from autopar.rules.proving.proof import Case
+from autopar.words.meshes import Mesh
+from autopar.words.placements import PENDING, REPLICATED, Placement, State, shard
 
 _AXIS = Mesh.of(axis=2)
 

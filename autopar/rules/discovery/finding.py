@@ -18,8 +18,6 @@ from itertools import combinations
 import torch
 
 from autopar.errors import RuleError
-from autopar.meshes import Mesh
-from autopar.placements import PENDING, Placement
 from autopar.rules.axis_options import Option
 from autopar.rules.discovery.cuts import ValidCut, choices_of, halvable, valid_cuts
 from autopar.rules.discovery.proposal import Discovered, Factor, rule_from
@@ -29,9 +27,11 @@ from autopar.rules.discovery.trying import REFUSALS, NotTried, in_a_fork, output
 from autopar.rules.local import resolve
 from autopar.rules.operator_call import Call
 from autopar.rules.option_names import GRADIENTS_PENDING, WHOLE
-from autopar.rules.proof import Case, RuleIsWrong, prove, strategies_of
+from autopar.rules.proving.proof import Case, RuleIsWrong, prove, strategies_of
 from autopar.rules.registry import Sample, replicated
 from autopar.torch_private import OpOverload
+from autopar.words.meshes import Mesh
+from autopar.words.placements import PENDING, Placement
 
 SEEDS = (0, 1, 2, 3)
 REPEATS = 6

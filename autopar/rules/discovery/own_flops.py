@@ -11,7 +11,7 @@ from autopar.rules.discovery.trying import REFUSALS, moved
 from autopar.rules.local import resolve
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call
-from autopar.rules.proof import invoke
+from autopar.rules.proving.proof import invoke
 
 
 def flops_of(call: Call, rule: Rule) -> float:

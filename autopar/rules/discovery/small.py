@@ -18,7 +18,7 @@ import torch
 
 from autopar.rules.discovery.trying import REFUSALS, outputs
 from autopar.rules.operator_call import Call, In
-from autopar.rules.proof import draw
+from autopar.rules.proving.proof import draw
 from autopar.rules.registry import Sample, T
 
 SMALL = (4, 6, 8, 10, 12, 16, 14, 18, 20, 24)

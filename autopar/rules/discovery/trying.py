@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.rules.local import resolve
-from autopar.rules.proof import invoke
+from autopar.rules.proving.proof import invoke
 
 REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
 """What operators raise on arguments that they do not take."""

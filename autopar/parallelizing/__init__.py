@@ -1,0 +1,11 @@
+"""What one call of ``parallelize`` (:mod:`autopar.api`) does, in its order.
+
+===================== =================================================================================================
+:mod:`.arguments`     the call's arguments, checked: of the right types, and alike on ranks
+:mod:`.call_examples` example inputs, as scripts give them
+:mod:`.given_plans`   a plan that is given; else one is searched for (:mod:`autopar.planner.planning`),
+                      :mod:`.bucket_plans`: for several shapes together
+:mod:`.spreading`     the plan on all ranks, and the module that runs it
+:mod:`.recapture`     another program for other shapes or values, later on
+===================== =================================================================================================
+"""

@@ -1,0 +1,83 @@
+"""A plan that a caller of ``parallelize`` gives: its precision, its microbatch, and whether rows fit it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar import planfile
+from autopar.capture import Captured
+from autopar.errors import PlanError
+from autopar.planner.planning import Outcome
+from autopar.plans.asked import Asked
+from autopar.plans.plan import Plan
+from autopar.runtime.batches.own_rows_in_stages import parts_on
+from autopar.runtime.batches.runs import rows_of_microbatch
+from autopar.runtime.ranks.agree import share
+from autopar.words.precision import Precision, parse_precision
+from hardware_profiles import Cluster
+
+
+def policy_of(plan: Plan | str | Path, group: Any) -> Precision | None:
+    """The policy that a plan is for, on all ranks; the first one reads it."""
+    text, error = "", None
+    try:
+        if dist.get_rank(group) == 0:
+            policy = plan.pins.precision if isinstance(plan, Plan) else planfile.open_(plan).precision
+            text = policy.text if policy is not None else ""
+    except Exception as e:
+        error = e
+    return parse_precision(share(group, text, error) or None)
+
+
+def outcome_of(plan: Plan | str | Path, part: Callable[[int], Captured], cluster: Cluster | None) -> Outcome:
+    """The plan that a caller gives, and one of the microbatches that it is for."""
+    if isinstance(plan, Plan):
+        return Outcome(plan, part(plan.microbatches))
+    document = planfile.open_(plan)
+    one = part(document.microbatches)
+    return Outcome(planfile.bind(document, one.graph, cluster), one)
+
+
+def parts_of_batch(plan: Plan | str | Path | None, asked: Asked, ranks: int) -> int:
+    """Into how many parts the rows of a batch come, each on a rank of its own in every group.
+
+    Raises:
+        PlanError: that depends on a number of stages that is still to be chosen.
+    """
+    if isinstance(plan, Plan):
+        return parts_on([stage.mesh for stage in plan.stages])
+    if plan is not None:
+        return parts_on(planfile.open_(plan).meshes)
+    if asked.piped and asked.pins.stages is None:
+        raise PlanError(
+            "batch='local' with a number of stages that is to be chosen: how many rows a step has depends on it, since "
+            "every group of ranks needs all of them; give stages=, or batch='global'"
+        )
+    return ranks // (asked.pins.stages or 1)
+
+
+def check_rows(plan: Plan, captured: Captured, parts: int) -> None:
+    """Refuse a plan under which ranks cannot each have their rows.
+
+    Raises:
+        PlanError: its groups are too unequal, or microbatches have no rows of some rank.
+    """
+    possible, rows = parts_on([stage.mesh for stage in plan.stages]), rows_of_microbatch(captured)
+    if possible != parts:
+        raise PlanError(
+            f"batch='local': the plan's groups have {', '.join(stage.mesh.shown() for stage in plan.stages)}, so "
+            f"{possible} of their ranks can have rows of their own, and the batch was taken for that of {parts}; give "
+            "mesh= of a group, or batch='global'"
+        )
+    if rows % parts:
+        raise PlanError(
+            f"batch='local': a microbatch of {rows} rows cannot have equally many of each of {parts} ranks; give fewer "
+            "microbatches, or more rows"
+        )
+
+
+__all__ = ["check_rows", "outcome_of", "parts_of_batch", "policy_of"]

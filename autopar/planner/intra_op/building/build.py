@@ -1,0 +1,335 @@
+"""From a graph to a :class:`~autopar.planner.intra_op.building.problem.Problem`, and from a choice back to strategies.
+
+Only hot nodes (those that depend on a parameter) are decided here; masks, positions and the like follow demand
+afterwards. A chain of operators is one item where nothing is lost by it: an operator that moves or maps its one input
+follows its producer if it can follow every strategy of the producer and its result is no larger, since a reshard
+after the pair then costs no more than between the two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+
+from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building.chains import Chain, is_plain, most_cut, position_of
+from autopar.planner.intra_op.building.decoder import Decoder
+from autopar.planner.intra_op.building.flows import ReadAlike, flow, read_alike
+from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.overlaps import overlaps
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.building.problem import Item, Problem, Tensor
+from autopar.planner.intra_op.building.space import strategies
+from autopar.planner.intra_op.memory.kept import KeptBytes, StrategyRows
+from autopar.planner.intra_op.memory.ledger import Ledger
+from autopar.planner.intra_op.memory.memory_offers import MemoryOffers
+from autopar.planner.intra_op.memory.memory_walk import ledger
+from autopar.planner.intra_op.memory.moment_rows import MomentRows
+from autopar.plans.memory_decisions import memory
+from autopar.plans.plan import ParamChoice, Recompute, segment_numbers
+from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph, Node, Ref
+from autopar.words.pieces import fits
+from autopar.words.placements import State, shard, whole_placement, whole_state
+
+FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
+Allowed = Callable[[Node, Strategy], bool]
+
+
+@dataclass
+class Builder:
+    """Builds the problem of one graph on one mesh.
+
+    Attributes:
+        allowed: what pins leave of an op's strategies; None allows all.
+        allowed_params: the same for parameters, given the node and the choice.
+        output_states: pinned placements by output position.
+        input_states: pinned placements by input name.
+        cut_contractions: a contraction or attention must be cut on every axis, where it can be. For clusters that state
+            no compute speed: there, computing everything everywhere would be free (Alpa does the same).
+        in_flight: microbatches whose activations are kept at once.
+        recompute: segments that run again in the backward.
+        keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
+        choose_again: let operators run again in the backward instead of keeping what they make.
+        choose_gathers: let gathered copies be gathered again in the backward instead of being kept, and results be
+            given up by decisions about tensors.
+        blocks: names of the operators with which blocks begin, where they are known.
+    """
+
+    graph: Graph
+    rules: Sequence[Rule | None]
+    fold: Fold
+    pricer: Pricer
+    optimizer: str = "adamw"
+    microbatches: int = 1
+    allowed: Allowed | None = None
+    allowed_params: Callable[[Node, ParamChoice], bool] | None = None
+    output_states: Mapping[int, State] = field(default_factory=dict)
+    input_states: Mapping[str, State] = field(default_factory=dict)
+    keep_memory: bool = False
+    cut_contractions: bool = False
+    in_flight: int = 1
+    recompute: Recompute = ()
+    choose_again: bool = False
+    choose_gathers: bool = False
+    blocks: Sequence[str] = ()
+
+    def build(self) -> tuple[Problem, Decoder]:
+        """The problem, and what reads its solution."""
+        graph, rep = self.graph, self.fold.representative
+        counts = self.fold.counts
+        groups = read_alike(graph, self.fold, self._segment_of)
+        chains, chain_of = self._chains(groups, counts)
+        for chain in chains if self.choose_again else ():
+            self._offers.run_again(chain, counts)
+        for chain in chains if self.choose_gathers else ():
+            self._offers.waiting(chain, counts)
+            self._offers.gathered_again(chain, chains, chain_of)
+        items: list[Item] = []
+        item_of: dict[int, int] = {}
+        decoded_chains = []
+        for chain in chains:
+            for node in chain.nodes:
+                item_of[node] = len(items)
+            decoded_chains.append((len(items), tuple(chain.nodes), tuple(chain.rows)))
+            items.append(Item(graph.nodes[chain.nodes[-1]].name, tuple(chain.seconds), tuple(chain.n_bytes)))
+        row_of = {node: (chain.rows, k) for chain in chains for k, node in enumerate(chain.nodes)}
+        again_of = {item_of[chain.nodes[0]]: chain.again for chain in chains if chain.again}
+        gathers_of = {item_of[chain.nodes[0]]: chain.gathers for chain in chains if chain.gathers}
+        waits_of = {item_of[chain.nodes[0]]: chain.waits for chain in chains if chain.waits}
+
+        def wanted(node: int, position: int) -> list[State]:
+            rows, k = row_of[node]
+            return [row[k].ins[position] for row in rows]
+
+        def gathered(node: int, position: int) -> tuple[bool, ...]:
+            return tuple((node, position) in row for row in gathers_of.get(item_of[node], ()))
+
+        parameters = []
+        made_by_param: dict[int, list[State]] = {}
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "param" or rep[i] != i:
+                continue
+            uses = {
+                s.started(node.needs_grad)
+                for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
+            }  # fmt: skip
+            options = self._param_options(node, uses, counts[i])
+            parameters.append((len(items), i, tuple(o[0] for o in options)))
+            made_by_param[i] = [o[0].used for o in options]
+            item_of[i] = len(items)
+            peaks = tuple(o[3] for o in options) if self.keep_memory and any(o[3] for o in options) else ()
+            items.append(Item(node.name, tuple(o[1] for o in options), tuple(o[2] for o in options), peaks))
+        arrivals = []
+        for i, node in enumerate(graph.nodes):
+            if node.kind == "input" and node.hot:
+                made_by_param[i] = self._arrivals(node)
+                arrivals.append((len(items), node.target, tuple(made_by_param[i])))
+                item_of[i] = len(items)
+                seconds = tuple(self._arrival_seconds(node, s) for s in made_by_param[i])
+                items.append(Item(node.name, seconds, (0.0,) * len(seconds)))
+        tensors: list[Tensor] = []
+        outputs = []
+        for i, of_node in sorted(groups.items()):
+            for group in of_node:
+                made_as = (
+                    made_by_param[i]
+                    if i in made_by_param
+                    else [row[row_of[i][1]].outs[position_of(graph.nodes[i], group.ref.out)] for row in row_of[i][0]]
+                )
+                readers: list[tuple[int, list[State], tuple[bool, ...]]] = []
+                for reader, position in group.readers:
+                    if chain_of.get(reader) is not None and chain_of.get(reader) == chain_of.get(i):
+                        continue
+                    entry = (item_of[reader], wanted(reader, position), gathered(reader, position))
+                    if entry not in readers:
+                        readers.append(entry)
+                for number in group.outputs:
+                    states = self._output_states(number, group.ref, made_as)
+                    outputs.append((len(items), number, tuple(states)))
+                    readers.append((len(items), states, ()))
+                    items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
+                for name in group.updates:
+                    states = [whole_state(self.pricer.mesh)]
+                    readers.append((len(items), states, ()))
+                    items.append(Item(f"update {name}", (0.0,), (0.0,)))
+                if readers:
+                    tensors.append(
+                        flow(graph, self.pricer, self.microbatches, group, item_of[i], made_as, readers)
+                    )
+        if not items:  # no parameter and no gradient: solvers want one decision, and this one changes nothing
+            items.append(Item("nothing to decide", (0.0,), (0.0,)))
+        kept = None
+        if self.keep_memory:
+            rows = StrategyRows(self.graph, self.pricer, item_of, row_of, again_of, gathers_of, waits_of)
+            kept = KeptBytes(
+                rows, self.rules, self.fold, self._memory, self._segment_of, self.in_flight,
+                self._offers.may_again if self.choose_again else None,
+            )  # fmt: skip
+            items = kept.added_to(items)
+        problem = Problem(
+            tuple(items), tuple(tensors), kept.shared() if kept is not None else (),
+            overlaps=overlaps(graph, self.rules, self.fold, self.pricer, self.microbatches, item_of, row_of),
+        )  # fmt: skip
+        moments = None
+        if kept is not None:
+            moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches)
+        repeats = tuple((item, tuple(rows)) for item, rows in again_of.items())
+        may = self._offers.may_again if self.choose_again else None
+        return problem, Decoder(
+            tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals), repeats, may,
+            tuple((item, tuple(map(frozenset, rows))) for item, rows in gathers_of.items()), graph,
+            moments, tuple((item, tuple(rows)) for item, rows in waits_of.items()),
+        )  # fmt: skip
+
+    # -- outputs
+
+    def _output_states(self, number: int, ref: Ref, made_as: Sequence[State]) -> list[State]:
+        graph, mesh = self.graph, self.pricer.mesh
+        if number in self.output_states:
+            return [self.output_states[number]]
+        grad = graph.nodes[ref.node].needs_grad and graph.spec(ref).is_float
+        whole = whole_state(mesh, grad)
+        sent = number < graph.sends
+        stands_alone = graph.loss is None and not graph.sends  # the loss of a stage that sends is made by a later one
+        if (not sent and (stands_alone or graph.loss == number)) or not graph.spec(ref).shape:
+            return [whole]
+        fixed = {
+            State(whole_placement(grad) if p.is_pending or (grad and p.is_whole) else p for p in s)
+            for s in made_as if not s.has_units
+        }  # fmt: skip
+        return sorted({whole, *fixed})
+
+    # -- tensors of earlier stages
+
+    def _arrivals(self, node: Node) -> list[State]:
+        """States in which a tensor of an earlier stage may arrive: whole, or sharded on one of its first dims.
+
+        An input of the model that wants a gradient is whole, and so is its gradient: both are the caller's.
+        """
+        whole = whole_placement(node.needs_grad)
+        if node.target not in self.graph.arriving:
+            return [self.input_states.get(node.target, whole_state(self.pricer.mesh, node.needs_grad))]
+        shards = [shard(d) for d in range(min(3, len(node.out.shape)))]
+        mesh = self.pricer.mesh
+        options = [[whole] if size == 1 else [whole, *shards] for size in mesh.sizes]
+        return [s for s in map(State, product(*options)) if fits(node.out.shape, s, mesh)]
+
+    def _arrival_seconds(self, node: Node, state: State) -> float:
+        """A whole tensor of an earlier stage is sent in pieces and gathered on this side."""
+        if node.target not in self.graph.arriving:
+            return 0.0
+        n_bytes = self.pricer.local_bytes(node.out, state)
+        axes = [name for p, (name, size) in zip(state, self.pricer.mesh, strict=True) if not p.is_shard and size > 1]
+        return self.microbatches * sum(self.pricer.axes[a].seconds("all_gather", n_bytes) for a in axes)
+
+    # -- parameters
+
+    def _param_options(self, node: Node, uses: set[State], count: int) -> list[tuple[ParamChoice, float, float, float]]:
+        """``(choice, seconds, bytes, peak bytes)``; seconds and bytes are those of all parameters of the class."""
+        mesh = self.pricer.mesh
+        whole = whole_state(mesh, node.needs_grad)
+        spec = node.out
+        options: list[tuple[ParamChoice, float, float, float]] = []
+        by_use: dict[State, list[tuple[ParamChoice, float, float, float]]] = {}
+        every = self.allowed_params is not None
+        for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every):
+            if self.allowed_params is not None and not self.allowed_params(node, choice):
+                continue
+            cost = P.cost(
+                spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches, self.graph.precision
+            )  # fmt: skip
+            row = (choice, cost.seconds * count, cost.n_bytes * count, cost.peak_bytes)
+            by_use.setdefault(choice.used, []).append(row)
+        for of_use in by_use.values():
+            # peaks of several parameters do not add up, so a choice with one is compared by the bytes it adds at least
+            options.extend(of_use[k] for k in P.cheapest([(o[1], o[2]) for o in of_use], self.keep_memory))
+        return options
+
+    # -- what is recomputed
+
+    @cached_property
+    def _segment_of(self) -> dict[int, int]:
+        """Segment numbers of the operators that run again."""
+        return segment_numbers(self.graph, self.recompute)
+
+    @cached_property
+    def _recomputed(self) -> Counter[int]:
+        """How many nodes that a representative stands for run again."""
+        return Counter(self.fold.representative[i] for i in self._segment_of)
+
+    @cached_property
+    def _memory(self) -> Ledger:
+        """The ledger of whole tensors."""
+        decided = memory(recompute=self.recompute)
+        return ledger(self.graph, self.rules, self.pricer.mesh, None, {}, decided, every=self.choose_again)
+
+    @cached_property
+    def _offers(self) -> MemoryOffers:
+        return MemoryOffers(
+            self.graph, self.rules, self.fold, self.pricer, self.microbatches, self._segment_of, self._memory,
+            self.blocks, self._arrivals,
+        )  # fmt: skip
+
+    # -- chains
+
+    def _chains(
+        self, groups: dict[int, list[ReadAlike]], counts: Mapping[int, int]
+    ) -> tuple[list[Chain], dict[int, int]]:
+        graph, rep = self.graph, self.fold.representative
+        chains: list[Chain] = []
+        chain_of: dict[int, int] = {}
+        cache: dict[tuple[int, bool, tuple[bool, ...]], list[Strategy]] = {}
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "op" or not node.hot or rep[i] != i:
+                continue
+            rule = self.rules[i]
+            assert rule is not None
+            key = (id(rule), node.needs_grad, tuple(graph.nodes[r.node].needs_grad for r in node.refs))
+            if key not in cache:
+                cache[key] = strategies(graph, node, rule, self.pricer.mesh)
+            usable = cache[key]
+            if self.allowed is not None:
+                usable = [s for s in usable if self.allowed(node, s)]
+            if rule.kind in ("pointwise", "reduce") and i in self.graph.from_inputs:
+                usable = [s for s in usable if is_plain(s, rule)] or usable
+            if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
+                usable = most_cut(usable, rule)
+            times = counts[i] * self.microbatches
+            seconds = [times * sum(self.pricer.op(graph, node, rule, s)) for s in usable]
+            again = self._recomputed[i] * self.microbatches
+            if again:
+                more = [again * sum(self.pricer.forward(graph, node, rule, s)) for s in usable]
+                seconds = [a + b for a, b in zip(seconds, more, strict=True)]
+            n_bytes = [0.0] * len(usable)
+            leader = self._leader(i, node, rule, groups, counts, chain_of)
+            if leader is not None:
+                chain = chains[chain_of[leader[0]]]
+                if chain.nodes[-1] == leader[0] and chain.follow(i, leader[1], usable, seconds, n_bytes):
+                    chain_of[i] = chain_of[leader[0]]
+                    continue
+            chain_of[i] = len(chains)
+            chains.append(Chain([i], [(s,) for s in usable], seconds, n_bytes))
+        return chains, chain_of
+
+    def _leader(
+        self, i: int, node: Node, rule: Rule, groups: dict[int, list[ReadAlike]], counts: Mapping[int, int],
+        chain_of: Mapping[int, int],
+    ) -> tuple[int, int] | None:  # fmt: skip
+        """``(producer, position)`` of the one tensor that node ``i`` alone reads and may follow."""
+        if rule.kind not in FOLLOWERS or len(node.outs) != 1:
+            return None
+        for position, ref in enumerate(node.refs):
+            u = ref.node
+            of_u = groups.get(u, ())
+            if (
+                u in chain_of and node.out.n_bytes <= self.graph.spec(ref).n_bytes
+                and len(of_u) == 1 and of_u[0].readers == ((i, position),) and not of_u[0].outputs
+                and not of_u[0].updates and of_u[0].count == counts[i] and len(self.graph.nodes[u].outs) == 1
+            ):  # fmt: skip
+                return u, position
+        return None

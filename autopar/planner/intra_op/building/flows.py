@@ -1,0 +1,154 @@
+"""Tensors on their way to their readers: the states in which each may be, and what every step between them costs.
+
+The program decides one flow for all tensors of a class with the same readers. A copy that is gathered again in the
+backward is a state of its own, beside the same state kept, and the steps to it cost what gathers them twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.building.problem import Tensor
+from autopar.planner.intra_op.reshard import axis_sets, state_graph
+from autopar.plans.regather import is_gather, is_same
+from autopar.words.graph import Graph, Ref
+from autopar.words.meshes import Mesh
+from autopar.words.placements import INVARIANT, REPLICATED, State, Step, step_collectives
+
+
+@dataclass
+class ReadAlike:
+    """Tensors of one class with the same readers."""
+
+    ref: Ref
+    count: int = 0
+    again: int = 0  # of these, whose first reader belongs to a segment that is recomputed
+    readers: tuple[tuple[int, int], ...] = ()
+    outputs: tuple[int, ...] = ()
+    updates: tuple[str, ...] = ()
+
+
+def read_alike(graph: Graph, fold: Fold, again: Collection[int]) -> dict[int, list[ReadAlike]]:
+    """Hot tensors by representative of their producer, those with the same readers together.
+
+    Args:
+        again: operators of segments that run again.
+    """
+    rep = fold.representative
+    by_node: dict[int, dict[object, ReadAlike]] = {}
+    out_of: dict[Ref, list[int]] = {}
+    for number, out in enumerate(graph.outputs):
+        if isinstance(out, Ref):
+            out_of.setdefault(out, []).append(number)
+    update_of: dict[Ref, list[str]] = {}
+    for name, ref in graph.updates.items():
+        update_of.setdefault(ref, []).append(name)
+    for i, node in enumerate(graph.nodes):
+        if not node.hot or node.kind == "buffer":  # a frozen parameter that the forward writes lies whole
+            continue
+        for k, spec in enumerate(node.outs):
+            if spec is None:
+                continue
+            ref = Ref(i, k)
+            read = graph.consumers.get(ref, ())
+            if len(read) == 1:
+                ((c, p),) = read
+                readers: tuple[tuple[int, int], ...] = ((rep[c], p),)
+            else:
+                readers = tuple(sorted({(rep[c], p) for c, p in read}))
+            outs, updates = tuple(out_of.get(ref, ())), tuple(update_of.get(ref, ()))
+            of_node = by_node.setdefault(rep[i], {})
+            key = (k, readers, outs, updates)
+            if key not in of_node:
+                of_node[key] = ReadAlike(Ref(rep[i], k), 0, 0, readers, outs, updates)
+            of_node[key].count += 1
+            of_node[key].again += 1 if read and read[0][0] in again else 0
+    return {i: list(g.values()) for i, g in by_node.items()}
+
+
+def flow(
+    graph: Graph, pricer: Pricer, microbatches: int, group: ReadAlike, producer: int, made_as: Sequence[State],
+    readers: Sequence[tuple[int, Sequence[State], Sequence[bool]]],
+) -> Tensor:  # fmt: skip
+    """The flow of a tensor to its readers.
+
+    Args:
+        producer: number of the item that makes it.
+        made_as: states by strategy of the producer.
+        readers: item, states by strategy, and by strategy whether the copy is gathered again in the backward (empty
+            if none is).
+    """
+    spec = graph.spec(group.ref)
+    grad = graph.nodes[group.ref.node].needs_grad and spec.is_float
+    mesh = pricer.mesh
+    n = len(mesh)
+    whole = (INVARIANT, REPLICATED) if grad else (REPLICATED,)
+    goals = axis_sets([s for _, states, _ in readers for s in states], n)
+    sources = axis_sets(list(made_as), n)
+    goals = tuple(
+        tuple(dict.fromkeys((*g, *(p for p in s if p in whole)))) for g, s in zip(goals, sources, strict=True)
+    )
+    states, edges = state_graph(spec.shape, mesh, sources, goals)
+    if graph.nodes[group.ref.node].kind == "param" and len(readers) == 1:
+        # gathering a parameter is the business of its stored placement and lifetime, not of a reshard
+        edges = tuple((a, b) for a, b in edges if _is_free(a, b))
+    number = {s: k for k, s in enumerate(states)}
+    for s in (*made_as, *(s for _, all_, _ in readers for s in all_)):
+        if s not in number:
+            raise AssertionError(f"{graph.nodes[group.ref.node].where}: state {s} of {spec} is not legal")
+    price, parts = pricer.step, pricer.step_parts
+    times, again = group.count * microbatches, group.again * microbatches
+    steps = tuple(
+        (number[a], number[b], times * price(spec, grad, a, b) + again * (again and parts(spec, grad, a, b)[0]))
+        for a, b in edges
+    )
+    twice = {s for _, states, flags in readers for s, flag in zip(states, flags, strict=False) if flag}
+    copies, more = _gathered_twice(twice, edges, mesh, len(states))
+    steps += tuple(
+        (copies[a] if from_copy else number[a], copies[b],
+         times * (price(spec, grad, a, b) + (is_gather(a, b, mesh) and parts(spec, grad, a, b)[0])))
+        for a, b, from_copy in more
+    )  # fmt: skip
+    consumers = tuple(
+        (item, tuple((copies if k < len(flags) and flags[k] else number)[s] for k, s in enumerate(states)))
+        for item, states, flags in readers
+    )
+    return Tensor(
+        graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made_as), consumers, steps
+    )
+
+
+def _gathered_twice(
+    wanted: Collection[State], edges: Sequence[tuple[State, State]], mesh: Mesh, first: int
+) -> tuple[dict[State, int], list[tuple[State, State, bool]]]:
+    """``(numbers, steps)``: copies that are gathered again in the backward, counted from ``first``, and the steps to
+    them, with whether they start from such a copy too."""
+    into: dict[State, list[State]] = {}
+    for a, b in edges if wanted else ():
+        if is_gather(a, b, mesh) or is_same(a, b):
+            into.setdefault(b, []).append(a)
+    numbers = {state: first + k for k, state in enumerate(sorted(wanted))}
+    steps: list[tuple[State, State, bool]] = []
+    waiting = list(numbers)
+    for b in waiting:
+        for a in into.get(b, ()):
+            if is_gather(a, b, mesh):
+                steps.append((a, b, False))
+            if any(is_gather(c, a, mesh) for c in into.get(a, ())):  # a is gathered itself
+                if a not in numbers:
+                    numbers[a] = first + len(numbers)
+                    waiting.append(a)
+                steps.append((a, b, True))
+    return numbers, steps
+
+
+def _is_free(src: State, dst: State) -> bool:
+    """Whether a step makes no collective, forward or backward."""
+    axis = Step.between(src, dst).axis
+    return step_collectives(src[axis], dst[axis]) == (None, None)
+
+
+__all__ = ["ReadAlike", "flow", "read_alike"]

@@ -1,0 +1,188 @@
+"""How a parameter may be stored and used, and what that costs per step.
+
+Changing a parameter from its stored to its used placement is the same kind of step as a reshard; the backward of the
+step is the gradient's way back. ``I -> R`` is plain data parallelism (all-reduce of the gradient), ``S -> R`` is ZeRO
+(all-gather, reduce-scatter), ``S -> S`` tensor parallelism (nothing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.plans.plan import ParamChoice, StagePlan
+from autopar.words.graph import ITEM_BYTES, Graph, Spec
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import divides, elements_moved, fits, local_shape
+from autopar.words.placements import Placement, State, path, shard, step_collectives, whole_placement
+from autopar.words.precision import Precision
+from cost_models import optimizer_state_bytes
+from cost_models.costs import Axis
+
+
+@dataclass(frozen=True)
+class ParamCost:
+    """Seconds per step, and bytes on one rank, of a :class:`ParamChoice`.
+
+    ``peak_bytes`` is what copies gathered for one use take while they live: this one and the next, which is fetched
+    ahead. Of all parameters the largest counts.
+    """
+
+    seconds: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+    peak_bytes: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
+
+
+def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_dims: bool = False) -> list[ParamChoice]:
+    """Every way to store a parameter for the given used placements: replicated or cut on each axis, both lifetimes.
+
+    On an axis where the used placement is a shard, the stored one is the same, or, if that has a unit, whole or a shard
+    of another dim. Elsewhere it is whole, or sharded on
+    the first dim that divides, or, where none does, on the one whose largest piece is smallest (``all_dims``: on any).
+    """
+    result: list[ParamChoice] = []
+    whole = whole_placement(grad)
+    for use in sorted(set(used)):
+        options: list[list[Placement]] = []
+        for a, (_, size) in enumerate(mesh):
+            if use[a].is_shard or size == 1:
+                others = [shard(d) for d in range(len(spec.shape)) if d != use[a].dim]
+                if use[a].unit > 1:  # what is stored is a DTensor, which knows no units
+                    options.append([whole, *others])
+                else:
+                    options.append([use[a] if use[a].is_shard else whole])
+            else:
+                options.append([whole, *map(shard, range(len(spec.shape)))])
+        for stored in _stored(spec.shape, options, use, mesh, all_dims):
+            gathers = any(a.is_shard and not b.is_shard for a, b in zip(stored, use, strict=True))
+            result.append(ParamChoice(stored, use, "step"))
+            if gathers:
+                result.append(ParamChoice(stored, use, "use"))
+    return result
+
+
+def _stored(
+    shape: tuple[int, ...], options: Sequence[Sequence[Placement]], use: State, mesh: Mesh, all_dims: bool
+) -> list[State]:
+    """The states to store a parameter in, of every pattern of axes that cut it one (``all_dims``: all)."""
+    legal = [
+        stored for stored in map(State, product(*options))
+        if fits(shape, stored, mesh) and path(stored, use) is not None
+    ]  # fmt: skip
+    if all_dims:
+        return legal
+    by_pattern: dict[tuple[bool, ...], list[State]] = {}
+    for stored in legal:
+        by_pattern.setdefault(tuple(placement.is_shard for placement in stored), []).append(stored)
+    chosen = []
+    for same in by_pattern.values():
+        even = [stored for stored in same if divides(shape, stored, mesh)]
+        chosen.append(even[0] if even else min(same, key=lambda stored: prod(local_shape(shape, stored, mesh))))
+    return chosen
+
+
+def bucketed_seconds(cost: Axis, kind: str, n_bytes: float, bucket_bytes: float) -> float:
+    """Seconds of a collective that shares its bucket with others: a share of a full bucket's time."""
+    if n_bytes >= bucket_bytes:
+        return cost.seconds(kind, n_bytes)
+    return cost.seconds(kind, bucket_bytes) * n_bytes / bucket_bytes
+
+
+def collectives(
+    spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int, precision: Precision | None = None
+) -> list[tuple[str, str, int, int]]:
+    """``(axis, kind, bytes, times)`` of the collectives that a parameter costs per step, by its lifetime."""
+    result: list[tuple[str, str, int, int]] = []
+    steps = path(choice.stored, choice.used)
+    assert steps is not None
+    per_use = choice.lifetime == "use"
+    for axis, src, dst in steps:
+        name, size = mesh[axis]
+        if size == 1:
+            continue
+        moved = elements_moved(spec.shape, src, dst, mesh)
+        whole = moved * spec.item_bytes
+        back = whole if precision is None else moved * ITEM_BYTES[precision.summed(spec.dtype)]
+        forward, backward = step_collectives(src[axis], dst[axis])
+        if forward:
+            result.append((name, forward, whole, 2 * microbatches if per_use and grad else 1))
+        if backward and grad:
+            result.append((name, backward, back, microbatches if per_use else 1))
+    return result
+
+
+def cost(
+    spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, optimizer: str, microbatches: int,
+    precision: Precision | None = None,
+) -> ParamCost:  # fmt: skip
+    """Price of one parameter.
+
+    Args:
+        spec: as the program reads it.
+        precision: a policy, under which it is stored, and its gradient added up, in other formats.
+    """
+    mesh = pricer.mesh
+    seconds = sum(
+        times * bucketed_seconds(pricer.axes[axis], kind, n, pricer.costs.bucket_bytes)
+        for axis, kind, n, times in collectives(spec, grad, choice, mesh, microbatches, precision)
+    )
+    elements = prod(local_shape(spec.shape, choice.stored, mesh))
+    of_master = spec.item_bytes if precision is None else ITEM_BYTES[precision.stored(spec.dtype)]
+    of_sum = spec.item_bytes if precision is None else ITEM_BYTES[precision.accumulated(spec.dtype)]
+    of_moments = spec.item_bytes if precision is None else ITEM_BYTES[precision.kept(spec.dtype)]
+    used_elements = prod(local_shape(spec.shape, choice.used, mesh))
+    stored, used = elements * of_master, used_elements * spec.item_bytes
+    gathered = 0
+    if (used_elements != elements or of_master != spec.item_bytes) and choice.lifetime == "step":
+        gathered = used
+        if grad and microbatches > 1 and used_elements != elements:
+            gathered += used_elements * of_sum
+    return ParamCost(
+        seconds, stored, stored if grad else 0,
+        optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0, gathered,
+        2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
+    )  # fmt: skip
+
+
+def cheapest(options: Sequence[tuple[float, float]], keep_memory: bool) -> list[int]:
+    """Numbers of the options ``(seconds, bytes)`` worth keeping: not beaten in both, or only the fastest."""
+    order = sorted(range(len(options)), key=lambda i: (options[i], i))
+    kept: list[int] = []
+    lowest = float("inf")
+    for i in order:
+        if options[i][1] < lowest:
+            kept.append(i)
+            lowest = options[i][1]
+            if not keep_memory:
+                break
+    return kept
+
+
+def peak_bytes(graph: Graph, plan: StagePlan, pricer: Pricer) -> int:
+    """Of a plan's bytes, those of copies that are gathered for one use."""
+    nodes = {node.target: node for _, node in graph.of_kind("param")}
+    return max(
+        (
+            cost(
+                nodes[name].out,
+                nodes[name].needs_grad,
+                choice,
+                pricer,
+                plan.optimizer,
+                plan.microbatches,
+                graph.precision,
+            ).peak_bytes
+            for name, choice in plan.params.items()
+        ),
+        default=0,
+    )

@@ -1,0 +1,257 @@
+"""Prices of one op and of one reshard step: local shapes go to a cost source, seconds come back.
+
+What an op costs on one device is the cost source's business (:mod:`cost_models.costs`); what a device does of an op
+under a strategy, and which collectives that takes, is found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import lru_cache, partial
+from math import prod
+
+from autopar.rules.local import collectives_inside, cuts_of, local_call
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import In, call_of
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import Strategy, grads_of
+from autopar.words.graph import Graph, Node, Spec
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import elements_moved, local_shape
+from autopar.words.placements import State, Step, step_collectives
+from cost_models.costs import Axis, Costs, OpSeconds, OpWork, costs_of
+from hardware_profiles import Cluster, Device
+from hardware_profiles.measurements import op_key, tensor_text
+
+
+@dataclass
+class Pricer:
+    """Prices on one mesh on one cluster; remembers what it has priced.
+
+    Attributes:
+        mesh: axis names and sizes.
+        devices: ranks of the cluster, in row-major order.
+        costs: where seconds come from.
+        axes: collective costs by axis name.
+        device: the slowest device of the mesh stands for all.
+    """
+
+    mesh: Mesh
+    devices: tuple[int, ...]
+    costs: Costs
+    axes: Mapping[str, Axis]
+    device: Device
+    _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
+    _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
+
+    # -- reshards
+
+    def step(self, spec: Spec, grad: bool, src: State, dst: State) -> float:
+        """Seconds, forward and backward, of changing one axis of a tensor from ``src`` to ``dst``."""
+        key = (spec, grad, src, dst)
+        seconds = self._steps.get(key)
+        if seconds is None:
+            seconds = self._steps[key] = sum(self.step_parts(spec, grad, src, dst))
+        return seconds
+
+    def step_parts(self, spec: Spec, grad: bool, src: State, dst: State) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of one step."""
+        axis = Step.between(src, dst).axis
+        name, size = self.mesh[axis]
+        if size == 1:
+            return 0.0, 0.0
+        cost = self.axes[name]
+        forward, backward = step_collectives(src[axis], dst[axis])
+        moved = 0
+        if forward is not None or backward is not None:
+            moved = elements_moved(spec.shape, src, dst, self.mesh) * spec.item_bytes
+        seconds = []
+        for kind in (forward, backward if grad else None):
+            seconds.append(cost.seconds(kind, moved) if kind is not None else 0.0)
+        if forward is None and not (src[axis].is_whole and dst[axis].is_whole):
+            n_bytes = self.local_bytes(spec, src) + self.local_bytes(spec, dst)
+            copy = self.costs.copy(self.device, n_bytes, spec.dtype)
+            seconds[0] += copy
+            if grad and backward is None:
+                seconds[1] += copy
+        return seconds[0], seconds[1]
+
+    # -- ops
+
+    def op(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float]:
+        """``(compute seconds, seconds of collectives inside)`` of one op, forward and backward."""
+        whole, inside, _ = self._priced(graph, node, rule, strategy)
+        return whole.total, inside
+
+    def forward(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float]:
+        """``(compute seconds, seconds of collectives inside)`` of the forward of one op."""
+        whole, _, inside = self._priced(graph, node, rule, strategy)
+        return whole.forward, inside
+
+    def phases(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> OpSeconds:
+        """Seconds of one op, collectives inside included."""
+        whole, inside, inside_forward = self._priced(graph, node, rule, strategy)
+        return whole._replace(forward=whole.forward + inside_forward, total=whole.total + inside)
+
+    def compute(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> OpSeconds:
+        """Seconds of what one device computes of an op, without collectives inside."""
+        return self._priced(graph, node, rule, strategy)[0]
+
+    def _priced(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[OpSeconds, float, float]:
+        """Seconds of what one device computes of an op, and of collectives inside: of all, and of the forward alone.
+
+        They are remembered with the rule, which equal ops share, for the mesh that was asked about last.
+        """
+        latest: tuple[object, dict[object, tuple[OpSeconds, float, float]]] | None = rule.derived.get("seconds")
+        if latest is None or latest[0] is not self:
+            latest = rule.derived["seconds"] = self, {}
+        read = tuple([(graph.nodes[ref.node].needs_grad, graph.nodes[ref.node].kind == "param") for ref in node.refs])
+        key = node.target, node.needs_grad, read, strategy.names
+        priced = latest[1].get(key)
+        if priced is None:
+            pieces, axes = cuts_of(rule, strategy.options, self.mesh)
+            compute = self._compute(graph, node, rule, strategy, pieces)
+            differentiable = any(grads_of(graph, node)[1])
+            forward = self._inside(rule, pieces, axes, compute, False)
+            both = self._inside(rule, pieces, axes, compute, True) if differentiable else forward
+            priced = latest[1][key] = compute, both, forward
+        return priced
+
+    def _compute(
+        self, graph: Graph, node: Node, rule: Rule, strategy: Strategy, pieces: Mapping[str, int | Fraction]
+    ) -> OpSeconds:
+        n_bytes, flops, gemm = 0, 0.0, None
+        outs = [o for o in node.outs if o is not None]
+        if rule.kind != "none":
+            for ref, state in zip(node.refs, strategy.ins, strict=True):
+                n_bytes += self.local_bytes(graph.spec(ref), state)
+            for spec, state in zip(outs, strategy.outs, strict=True):
+                n_bytes += self.local_bytes(spec, state)
+            flops = rule.flops_at(pieces)
+        if rule.kind in ("matmul", "conv"):
+            gemm = _gemm(rule, pieces)
+        work = OpWork(
+            rule.kind, flops, n_bytes, outs[0].dtype if outs else "float32", gemm, *_backward_of(graph, node, rule),
+            partial(key_of, graph, node, rule, strategy, self.mesh),
+        )  # fmt: skip
+        return self.costs.op(self.device, work)
+
+    def waits(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> dict[str, tuple[float, float]]:
+        """Seconds of the collectives with which an op begins and ends, forward and backward, by
+        :attr:`~autopar.rules.notation.Comm.when`: those of one axis, beside which others may run."""
+        pieces, axes = cuts_of(rule, strategy.options, self.mesh)
+        differentiable, sizes = any(grads_of(graph, node)[1]), self.mesh.size_of
+        seconds = {"first": (0.0, 0.0), "last": (0.0, 0.0)}
+        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable, sizes):
+            if comm.when and axis == axes[comm.factor][-1 if comm.when == "first" else 0]:
+                spent = self.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis])
+                there, back = seconds[comm.when]
+                seconds[comm.when] = (there, back + spent) if comm.backward else (there + spent, back)
+        return seconds
+
+    def launches(self, graph: Graph) -> float:
+        """Seconds, forward and backward, that the graph's operators take however small a part of each a device has:
+        those of their launches. Of no meaning where the cost source does not compute with them."""
+        without, total = replace(self.device, launch_seconds=0.0), 0.0
+        rules = rules_of(graph)
+        for i, node in graph.of_kind("op"):
+            if (rule := rules[i]) is not None and rule.kind != "none":
+                dtype = next((o.dtype for o in node.outs if o is not None), "float32")
+                work = OpWork(rule.kind, 0.0, 0, dtype, None, *_backward_of(graph, node, rule), lambda: None)
+                total += self.costs.op(self.device, work).total - self.costs.op(without, work).total
+        return total
+
+    def _inside(
+        self, rule: Rule, pieces: Mapping[str, int | Fraction], axes: Mapping[str, tuple[str, ...]], compute: OpSeconds,
+        differentiable: bool,
+    ) -> float:  # fmt: skip
+        """Seconds of an op that its lowering's collectives take beside compute.
+
+        Args:
+            compute: what the device computes meanwhile.
+            differentiable: whether the backward is priced too.
+        """
+        sizes, blocking, beside = self.mesh.size_of, 0.0, {False: 0.0, True: 0.0}
+        for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable, sizes):
+            seconds = self.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis])
+            if comm.overlaps:
+                beside[comm.backward] += seconds
+            else:
+                blocking += seconds
+        if not any(beside.values()):
+            return blocking
+        backward = compute.total - compute.forward if differentiable else 0.0
+        return blocking + max(0.0, beside[False] - compute.forward) + max(0.0, beside[True] - backward)
+
+    def local_bytes(self, spec: Spec, state: State) -> int:
+        """Bytes of a tensor on one rank."""
+        return self._local_elements(spec.shape, state) * spec.item_bytes
+
+    def _local_elements(self, shape: tuple[int, ...], state: State) -> int:
+        """Elements of a tensor on one rank."""
+        key = shape, state
+        elements = self._elements.get(key)
+        if elements is None:
+            elements = self._elements[key] = prod(local_shape(shape, state, self.mesh))
+        return elements
+
+
+def _backward_of(graph: Graph, node: Node, rule: Rule) -> tuple[bool, int, int]:
+    """Whether an operator has a backward, and of a contraction: how many of its inputs get gradients in it, and how
+    many of these are parameters."""
+    in_grads, out_grads = grads_of(graph, node)
+    if not any(out_grads) or rule.kind not in ("matmul", "conv"):
+        return any(out_grads), 0, 0
+    read = enumerate(zip(in_grads, node.refs, strict=True))
+    reached = [ref for i, (grad, ref) in read if grad and i not in rule.additive]
+    return True, len(reached), sum(graph.nodes[ref.node].kind == "param" for ref in reached)
+
+
+def _gemm(rule: Rule, pieces: Mapping[str, int | Fraction]) -> tuple[int, int, int] | None:
+    """``(m, n, k)`` of a contraction on one rank: k is summed, n comes from the second input alone, m is the rest.
+
+    Where a rule names the factors of its products (``Rule.gemm``), m are the rows of one group.
+    """
+    if rule.gemm is not None:
+        rows, features, summed, groups = (rule.size_at(f, pieces) for f in rule.gemm)
+        return max(1, rows // max(1, groups)), features, summed
+    if len(rule.inputs) < 2:
+        return None
+    first = {f for d in rule.inputs[0] for f in d}
+    second = {f for d in rule.inputs[1] for f in d}
+    out = {f for d in rule.outputs[0] for f in d}
+
+    def size(factors: set[str]) -> int:
+        return prod(rule.size_at(f, pieces) for f in factors)
+
+    return size(out - (second - first)), size((second & out) - first), size((first | second) - out)
+
+
+def key_of(graph: Graph, node: Node, rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
+    """By what a profile knows an op under a strategy; None for one that communicates inside."""
+    call = local_call(call_of(node, graph.spec), rule, strategy.options, mesh)
+    if call.distributed and (not rule.random or cuts_of(rule, strategy.options, mesh)[0]):
+        return None
+    in_grads, _ = grads_of(graph, node)
+    texts = [
+        tensor_text(graph.spec(ref).dtype, local_shape(graph.spec(ref).shape, state, mesh), grad)
+        for ref, state, grad in zip(node.refs, strategy.ins, in_grads, strict=True)
+    ]
+    return op_key(node.target, call.args, call.kwargs, lambda v: texts[v.position] if isinstance(v, In) else None)
+
+
+def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -> Pricer:
+    """The :class:`Pricer` of a mesh on devices of a cluster, in row-major order, by the cluster's cost source.
+
+    Args:
+        devices: by default the cluster's first ones.
+    """
+    ranks = range(mesh.n_devices) if devices is None else devices
+    return _pricer(cluster, mesh, tuple(ranks), costs_of(cluster))
+
+
+@lru_cache(maxsize=4096)
+def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...], costs: Costs) -> Pricer:
+    return Pricer(mesh, devices, costs, costs.axes(mesh.size_of, devices), cluster.slowest(devices))

@@ -1,0 +1,268 @@
+"""What autograd keeps of a microbatch, as bytes of the strategies of the integer program.
+
+The ledger of the whole tensors (:mod:`.ledger`) says which pieces of memory are kept, and by whom. An entry takes the
+share of its bytes that a strategy leaves of the tensor by which an operator keeps it. Memory that several operators
+keep, or that an operator may make again, is a variable of the program (:class:`.problem.SharedBytes`); the rest is
+added to the strategies of the one operator that keeps it.
+
+What a segment takes from outside counts in the layout in which it is made there; of what it keeps while it runs again
+the segment that keeps most counts (by whole tensors). Copies in other layouts than the first, and another segment that
+turns out to be the larger one, are not seen here but in the price of the finished plan. An operator that may run again
+needs what it reads only if it does, or if it keeps it anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.building.problem import Item, SharedBytes
+from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
+from autopar.planner.intra_op.memory.recompute_choices import Again
+from autopar.rules.notation import Rule
+from autopar.rules.saved import saved_of
+from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph
+
+OUT = -1
+"""Position that stands for an operator's own output among the tensors that it keeps."""
+
+Times = Callable[[Entry], float]
+"""How often an entry is counted: once for every microbatch whose memory is there."""
+
+
+def share_of(graph: Graph, pricer: Pricer, i: int, position: int, strategy: Strategy) -> float:
+    """Which part of a tensor one rank has: of what operator ``i`` reads at a position, or makes (:data:`OUT`)."""
+    node = graph.nodes[i]
+    if position == OUT and not node.out.shape and node.refs:
+        position = 0  # of a sum of everything: what it keeps is cut as its input is
+    spec = node.out if position == OUT else graph.spec(node.refs[position])
+    state = strategy.outs[0] if position == OUT else strategy.ins[position]
+    return pricer.local_bytes(spec, state) / max(1, spec.n_bytes)
+
+
+@dataclass(frozen=True)
+class StrategyRows:
+    """The strategies of the program's items, by operator.
+
+    Attributes:
+        item_of: item numbers of operators, parameters and inputs.
+        row_of: of an operator, the rows of its item and its place within each.
+        again_of: by item, for each row the operators that run again.
+        gathers_of: by item, for each row the inputs that are gathered again, with the part that is kept of them.
+        waits_of: by item, for each row the operators whose results are given up, with the decision about them.
+    """
+
+    graph: Graph
+    pricer: Pricer
+    item_of: Mapping[int, int]
+    row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]]
+    again_of: Mapping[int, Sequence[frozenset[int]]]
+    gathers_of: Mapping[int, Sequence[Mapping[tuple[int, int], float]]]
+    waits_of: Mapping[int, Sequence[Mapping[int, str]]]
+
+    def shares(self, i: int, position: int) -> list[float]:
+        """Which part of a tensor one rank has, by row."""
+        rows, k = self.row_of[i]
+        return [share_of(self.graph, self.pricer, i, position, row[k]) for row in rows]
+
+    def given_up(self, i: int) -> list[bool]:
+        """Whether the result of an operator is given up by a decision about tensors, by row; empty if it never is."""
+        return [i in nodes for nodes in self.waits_of.get(self.item_of[i], ())]
+
+    def run_again(self, i: int) -> Sequence[bool]:
+        """Whether an operator runs again, by row; empty if it never does."""
+        return [i in nodes for nodes in self.again_of.get(self.item_of[i], ())]
+
+
+@dataclass(frozen=True)
+class _Term:
+    """Bytes that count if any of the users picks one of its rows: a variable of the program, or of one item."""
+
+    n_bytes: float
+    users: tuple[tuple[int, tuple[int, ...]], ...]
+    again: tuple[int, tuple[int, ...]] | None
+    entries: Sequence[Entry]
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.users) > 1 or (self.again is not None and self.users[0][0] != self.again[0])
+
+
+class KeptBytes:
+    """What is kept, by strategy.
+
+    Args:
+        whole: the ledger of whole tensors.
+        segment_of: numbers of the segments that were asked to run again, by operator.
+        in_flight: microbatches whose activations are kept at once.
+        again: what may run again, if that is to be chosen.
+    """
+
+    def __init__(
+        self, rows: StrategyRows, rules: Sequence[Rule | None], fold: Fold, whole: Ledger,
+        segment_of: Mapping[int, int], in_flight: int, again: Again | None,
+    ) -> None:  # fmt: skip
+        self.rows, self.rules, self.fold, self.whole = rows, rules, fold, whole
+        self.segment_of, self.in_flight, self.again = segment_of, in_flight, again
+        bytes_of = whole.segment_bytes()
+        self.largest_segment = max(bytes_of, key=lambda segment: bytes_of[segment], default=None)
+        self.inside: dict[int, list[Entry]] = {}  # what operators keep that is neither input nor output
+        self.sliced: list[tuple[int, int, Entry]] = []  # what is kept of the batch: operator, position
+        self.terms: list[_Term] = []
+        self._collect()
+
+    def usual(self, entry: Entry) -> float:
+        """As often as the price of a plan counts an entry."""
+        return self.in_flight if entry.segment is None else 1
+
+    def shared(self, times: Times | None = None) -> tuple[SharedBytes, ...]:
+        """The variables of the program."""
+        times = times or self.usual
+        return tuple(
+            SharedBytes(float(sum(map(times, t.entries)) * t.n_bytes), t.users, again=t.again)
+            for t in self.terms if t.is_shared
+        )  # fmt: skip
+
+    def added_to(self, items: Sequence[Item], times: Times | None = None) -> list[Item]:
+        """The items with the bytes that they alone keep."""
+        times = times or self.usual
+        more = [[0.0] * len(item.n_bytes) for item in items]
+        for term in self.terms:
+            if not term.is_shared:
+                ((item, picks),) = term.users
+                count = sum(map(times, term.entries))
+                for r in picks:
+                    more[item][r] += count * term.n_bytes
+        for i, position, entry in self.sliced:  # the batch is there, but slices of it are copies
+            whole_bytes = entry.n_bytes * times(replace(entry, segment=None))
+            for r, share in enumerate(self.rows.shares(i, position)):
+                more[self.rows.item_of[i]][r] += (share < 1) * share * whole_bytes
+        for i in self.rows.row_of:
+            runs_again = self.rows.run_again(i)
+            for r, n_bytes in enumerate(self.inside_of(i, times)):
+                more[self.rows.item_of[i]][r] += 0.0 if runs_again and runs_again[r] else n_bytes
+        return [
+            replace(item, n_bytes=tuple(a + b for a, b in zip(item.n_bytes, added, strict=True)))
+            for item, added in zip(items, more, strict=True)
+        ]
+
+    def _collect(self) -> None:
+        rep, row_of = self.fold.representative, self.rows.row_of
+        able = self.again.able if self.again is not None else frozenset()
+        gives_up = self.again.gives_up if self.again is not None else frozenset()
+        gives_up |= {node for rows in self.rows.waits_of.values() for nodes in rows for node in nodes}
+        classes: dict[tuple[tuple[tuple[int, int, bool], ...], int, int], list[Entry]] = {}
+        for entry in self.whole.entries:
+            if entry.segment is not None and entry.segment != self.largest_segment:
+                continue
+            users = {self._user(entry, keeper) for keeper in entry.keepers}
+            kept = {(rep[i], position) for i, position in users if rep[i] in row_of}
+            if entry.decision == GIVEN:
+                self.sliced += [(i, position, entry) for i, position in sorted(kept)]
+                continue
+            if kept and entry.keepers[0].what == "inside":
+                ((node, _),) = kept
+                self.inside.setdefault(node, []).append(entry)
+                continue
+            asked = {(rep[i], position) for i, position in entry.readers if i < len(rep) and rep[i] in able} - kept
+            decided = tuple(sorted({(*user, True) for user in kept} | {(*user, False) for user in asked}))
+            if decided:
+                maker = rep[entry.since] if rep[entry.since] in gives_up else -1
+                classes.setdefault((decided, entry.n_bytes, maker), []).append(entry)
+        for (users_of, n_bytes, maker), entries in classes.items():
+            self._add_terms(users_of, n_bytes, maker, entries)
+
+    def _add_terms(
+        self, users_of: Sequence[tuple[int, int, bool]], n_bytes: int, maker: int, entries: Sequence[Entry]
+    ) -> None:
+        """The terms of memory of one class: one for each number of bytes that a strategy leaves of it.
+
+        Args:
+            users_of: operator, position, and whether it keeps the memory, or only reads it when it runs again.
+            maker: the operator that may make it again, or whose result may be given up; -1 if none may.
+        """
+        item_of, again_of, gathers_of = self.rows.item_of, self.rows.again_of, self.rows.gathers_of
+        made_by = item_of.get(maker, -1)
+        remade: dict[int, set[int]] = {}  # bytes -> rows in which the maker makes them again; not copies of them
+        waits_of = self.rows.waits_of
+        shares = self.rows.shares(maker, OUT) if made_by in again_of or made_by in waits_of else []
+        for rows_of_maker in (again_of.get(made_by, ()), waits_of.get(made_by, ())):
+            for r, nodes in enumerate(rows_of_maker):
+                if maker in nodes:
+                    remade.setdefault(round(n_bytes * shares[r]), set()).add(r)
+        layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
+        for i, position, keeps in users_of:
+            runs_again, gathers = again_of.get(item_of[i], ()), gathers_of.get(item_of[i])
+            for r, share in enumerate(self.rows.shares(i, position)):
+                piece = gathers[r].get((i, position), 1.0) if gathers is not None else 1.0
+                n = round(n_bytes * share * piece)
+                if (keeps or i in runs_again[r]) and not (item_of[i] == made_by and r in remade.get(n, ())):
+                    layouts.setdefault(n, {}).setdefault(item_of[i], set()).add(r)
+        for n, users_in in layouts.items():
+            pairs = tuple((item, tuple(sorted(rows_of))) for item, rows_of in sorted(users_in.items()))
+            again_rows = tuple(sorted(remade.get(n, ())))
+            self.terms.append(_Term(n, pairs, (made_by, again_rows) if again_rows else None, entries))
+
+    def inside_of(self, i: int, times: Times) -> list[float]:
+        """By row, what the operators of a class keep that is neither input nor output; where they run again, from then
+        on.
+
+        A distributed lowering keeps what it likes, so it is asked, once for every set of factors that are cut inside
+        it; otherwise a strategy leaves a share of what is kept of the whole.
+        """
+        graph, rule, node = self.rows.graph, self.rules[i], self.rows.graph.nodes[i]
+        assert rule is not None
+        inside_of = frozenset(factor for lowering in rule.lowerings for factor in lowering.factors)
+        asks = node.needs_grad and not rule.random and bool(inside_of)
+        if i not in self.inside and not asks:
+            return []
+        of_whole = sum(times(entry) * entry.n_bytes for entry in self.inside.get(i, ()))
+        asked_times = self._times_of_class(i, times) if asks else 0.0
+        rows, k = self.rows.row_of[i]
+        asked: dict[frozenset[str], float] = {}
+        kept = []
+        for row, share in zip(rows, self.rows.shares(i, OUT), strict=True):
+            strategy = row[k]
+            across = inside_of.intersection(
+                name for name, (_, size) in zip(strategy.names, self.rows.pricer.mesh, strict=True) if size > 1
+            )
+            if asks and across and asked_times and share:
+                if across not in asked:
+                    saved = saved_of(graph, i, rule, strategy, self.rows.pricer.mesh)
+                    asked[across] = asked_times * saved.inside_bytes / share
+                kept.append(share * asked[across])
+            else:
+                kept.append(share * of_whole)
+        return kept
+
+    def _times_of_class(self, i: int, times: Times) -> float:
+        """As :data:`Times`, of what the operators of a class keep inside, though nothing of the whole tensors."""
+        return sum(
+            times(Entry(0, node, (Keeper(node, "inside"),))) for node in self._of_class[i]
+            if node not in self.segment_of
+        )  # fmt: skip
+
+    @cached_property
+    def _of_class(self) -> Mapping[int, list[int]]:
+        nodes: dict[int, list[int]] = {}
+        for i, r in enumerate(self.fold.representative):
+            nodes.setdefault(r, []).append(i)
+        return nodes
+
+    def _user(self, entry: Entry, keeper: Keeper) -> tuple[int, int]:
+        """The operator and the position (:data:`OUT` for its output) by whose layout an entry is counted."""
+        node = self.rows.graph.nodes[keeper.node]
+        if keeper.what != "in":
+            return keeper.node, OUT
+        ref = node.refs[keeper.number]
+        of_segment = keeper.node in self.segment_of and entry.segment is None
+        if of_segment and self.rows.graph.nodes[ref.node].kind == "op" and ref.out == 0:
+            return ref.node, OUT
+        return keeper.node, keeper.number
+
+
+__all__ = ["OUT", "KeptBytes", "StrategyRows", "share_of"]

@@ -1,0 +1,150 @@
+"""The ledger of memory: what one rank holds from a forward to its backward, since when, until when, and why.
+
+A piece of memory is one :class:`Entry`, however many operators keep it, or views of it. What makes the ledger of a
+graph is :func:`.memory_walk.ledger`.
+
+The integer program asks for the ledger of the whole tensors and scales its entries to the layouts of every strategy; a
+finished plan's price, its recomputed segments and the reports take it with the decided strategies. Parameters, buffers
+and the batch are there anyway and are no entries; tensors that arrive from earlier stages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopar.planner.intra_op.building.hidden import hidden
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.memory.recompute import Segment
+from autopar.plans.memory_decisions import (
+    DECISIONS,
+    KEEP,
+    RECOMPUTE,
+    TENSORS,
+    Memory,
+)
+from autopar.plans.plan import segment_numbers
+from autopar.rules.lowerings.meanwhile import Routes
+from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph, Ref
+from autopar.words.placements import State
+
+GIVEN = "given"
+"""The decision of an entry that is the batch or a buffer, which are there anyway."""
+
+
+class Keeper(NamedTuple):
+    """Who keeps: operator ``node`` an input (``number`` is its position), an output, or memory ``inside`` it."""
+
+    node: int
+    what: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One piece of memory that outlives the forward.
+
+    Attributes:
+        n_bytes: on one rank, of one microbatch.
+        since: number of the node that makes it.
+        keepers: all that keep it; nobody, of memory that is only asked for with all the rest.
+        readers: operators and positions that read it, kept or not, and the graph's end; only where that is asked for.
+        segment: number of the recomputed segment in whose second run it lives; None from forward to backward.
+        decision: ``keep`` (as it is), ``recompute`` (lives from the second run on, in a segment or for its readers
+            outside), ``gather again`` (a copy that is freed after the forward: the piece that it is gathered from is an
+            entry of its own), ``given`` (the batch or a buffer, which is there anyway), or one about tensors
+            (:mod:`autopar.plans.memory_decisions`: there until its last reader, and from the backward of that on).
+    """
+
+    n_bytes: int
+    since: int
+    keepers: tuple[Keeper, ...]
+    segment: int | None = None
+    decision: str = KEEP.name
+    readers: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All entries of one microbatch, and the segments that run again.
+
+    Attributes:
+        steps_again: the reshard steps that gather copies a second time: those that an operator's backward asks for.
+        memory: the decisions as a plan has them, without results of segments that nobody keeps.
+        lives: of each segment, the operators between which the backward has its entries: the one whose backward first
+            asks for them, and the segment's first.
+    """
+
+    entries: tuple[Entry, ...]
+    segments: tuple[Segment, ...]
+    steps_again: tuple[tuple[Ref, State, State], ...] = ()
+    memory: Memory = field(default_factory=dict)
+    lives: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def kept_bytes(self) -> int:
+        """What every microbatch in flight adds."""
+        return sum(e.n_bytes for e in self.entries if e.decision == KEEP.name)
+
+    def segment_bytes(self) -> dict[int, int]:
+        """What each segment keeps while it runs again, beside its inputs."""
+        by_segment: dict[int, int] = {}
+        for e in self.entries:
+            if e.segment is not None:
+                by_segment[e.segment] = by_segment.get(e.segment, 0) + e.n_bytes
+        return by_segment
+
+    @property
+    def again_bytes(self) -> int:
+        """The most that segments keep at once which run again: one, and those whose results it asks for or that were
+        asked for before and are not through with their own backward yet."""
+        bytes_of = self.segment_bytes()
+        return max(
+            (sum(n for s, n in bytes_of.items() if self.lives[s][0] >= begin >= self.lives[s][1])
+             for begin in {self.lives[s][0] for s in bytes_of}), default=0,
+        )  # fmt: skip
+
+
+def seconds_again(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], routes: Routes,
+    holds: Ledger,
+) -> tuple[float, float]:  # fmt: skip
+    """``(compute, collectives)``: seconds a microbatch that second forwards of segments and second gathers take."""
+    compute = moved = 0.0
+    memo: dict[object, tuple[float, float]] = {}
+    segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
+    others = hidden(graph, rules, pricer, chosen, routes, segment_of) if segment_of else {}
+    for segment in holds.segments:
+        if not segment.active:
+            continue
+        moved -= sum(others[i].forward for i in segment.ops if i in others)
+        for i in segment.ops:
+            rule = rules[i]
+            assert rule is not None
+            key = (id(rule), chosen[i].names)
+            if key not in memo:
+                memo[key] = pricer.forward(graph, graph.nodes[i], rule, chosen[i])
+            compute += memo[key][0]
+            moved += memo[key][1]
+        for ref, src, dst in segment.steps:
+            moved += pricer.step_parts(graph.spec(ref), False, src, dst)[0]
+    for ref, src, dst in holds.steps_again:
+        moved += pricer.step_parts(graph.spec(ref), False, src, dst)[0]
+    return compute, moved + sum(waiting_seconds(pricer, holds).values())
+
+
+def waiting_seconds(pricer: Pricer, holds: Ledger) -> dict[str, float]:
+    """By decision, the seconds that a microbatch waits for what leaves and comes back."""
+    seconds: dict[str, float] = {}
+    for entry in holds.entries:
+        record = DECISIONS.get(entry.decision)
+        if record is not None and record.of == TENSORS:
+            more = record.price(pricer.costs, pricer.device, entry.n_bytes)
+            seconds[record.name] = seconds.get(record.name, 0.0) + more
+    return seconds
+
+
+__all__ = ["GIVEN", "Entry", "Keeper", "Ledger", "seconds_again", "waiting_seconds"]

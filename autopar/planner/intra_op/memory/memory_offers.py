@@ -1,0 +1,212 @@
+"""What operators may do about memory, as more strategies of their chains: run again, give a result up, gather again.
+
+Each is offered beside keeping, with what it takes; what it leaves of the bytes is counted by :mod:`.kept` and
+:mod:`.moment_rows`. Which decisions there are is said by :mod:`autopar.plans.memory_decisions`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.planner.intra_op.building.chains import Chain, position_of
+from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.memory.kept import OUT, share_of
+from autopar.planner.intra_op.memory.ledger import Ledger
+from autopar.planner.intra_op.memory.recompute_choices import Again, again
+from autopar.plans.memory_decisions import KEEP, about_tensors
+from autopar.plans.regather import can_gather_again, may_wait
+from autopar.rules.notation import Rule
+from autopar.words.graph import Graph, Node, Ref
+from autopar.words.placements import State
+
+
+@dataclass
+class MemoryOffers:
+    """Adds such strategies to the chains of one problem.
+
+    Attributes:
+        segment_of: numbers of the segments that were asked to run again, by operator: nothing is offered there.
+        whole: the ledger of whole tensors.
+        blocks: names of the operators with which blocks begin, where they are known.
+        arrivals: the states in which an input may arrive.
+    """
+
+    graph: Graph
+    rules: Sequence[Rule | None]
+    fold: Fold
+    pricer: Pricer
+    microbatches: int
+    segment_of: Mapping[int, int]
+    whole: Ledger
+    blocks: Sequence[str]
+    arrivals: Callable[[Node], list[State]]
+
+    @cached_property
+    def may_again(self) -> Again:
+        return again(self.graph, self.fold, self.whole.entries, self.blocks)
+
+    def run_again(self, chain: Chain, counts: Mapping[int, int]) -> None:
+        """Add rows in which operators of a chain run again: all that may from one of them on.
+
+        What is made again is there for the backward of one block at a time: this is counted for the blocks of which
+        there are most and for the largest one, and seen of others in the price of the finished plan alone.
+        """
+        graph, able = self.graph, self.may_again.able
+        places = [k for k, node in enumerate(chain.nodes) if node in able]
+        if not places:
+            return
+        once = counts[chain.nodes[0]] == self._most_repeated or chain.nodes[0] in self._in_largest_block
+        plain = list(zip(chain.rows, chain.seconds, chain.n_bytes, strict=True))
+        chain.again = [frozenset()] * len(plain)
+        spent: dict[tuple[int, int], tuple[float, float]] = {}  # seconds and bytes of a place, by its strategy
+        for first in places:
+            usable = [k for k in places if k >= first]
+            for row, seconds, n_bytes in plain:
+                more = lives = 0.0
+                for k in usable:
+                    if (k, id(row[k])) not in spent:
+                        node, rule = graph.nodes[chain.nodes[k]], self.rules[chain.nodes[k]]
+                        assert rule is not None
+                        seconds_again = sum(self.pricer.forward(graph, node, rule, row[k]))
+                        share = share_of(graph, self.pricer, chain.nodes[k], OUT, row[k])
+                        spent[k, id(row[k])] = seconds_again, once * self._made.get(chain.nodes[k], 0) * share
+                    more += spent[k, id(row[k])][0]
+                    lives += spent[k, id(row[k])][1]
+                chain.rows.append(row)
+                chain.seconds.append(seconds + counts[chain.nodes[0]] * self.microbatches * more)
+                chain.n_bytes.append(n_bytes + lives)
+                chain.again.append(frozenset(chain.nodes[k] for k in usable))
+
+    def waiting(self, chain: Chain, counts: Mapping[int, int]) -> None:
+        """Add rows in which results of a chain are given up by decisions about tensors: for each of them all results
+        that may be, from one on. No more than what comes back for one operator is there at once, which is counted
+        moment by moment."""
+        graph, pricer = self.graph, self.pricer
+        plain = [r for r in range(len(chain.rows)) if not (chain.again and chain.again[r])]
+        before = len(chain.rows)
+        waits: list[dict[int, str]] = []
+        for record in about_tensors():
+            places = [k for k, node in enumerate(chain.nodes) if node in self._may_wait[record.name]]
+            for first in places:
+                usable = [k for k in places if k >= first]
+                for r in plain:
+                    more = sum(
+                        record.price(pricer.costs, pricer.device, pricer.local_bytes(graph.nodes[chain.nodes[k]].out,
+                                                                                     chain.rows[r][k].outs[0]))
+                        for k in usable
+                    )  # fmt: skip
+                    chain.rows.append(chain.rows[r])
+                    chain.seconds.append(chain.seconds[r] + counts[chain.nodes[0]] * self.microbatches * more)
+                    chain.n_bytes.append(chain.n_bytes[r])
+                    waits.append({chain.nodes[k]: record.name for k in usable})
+        if waits:
+            chain.waits = [{} for _ in range(before)] + waits
+            chain.again += [frozenset()] * len(waits) if chain.again else []
+
+    @cached_property
+    def _may_wait(self) -> dict[str, set[int]]:
+        """By decision about tensors, the operators, by representative, for whose results it may be made, which somebody
+        keeps."""
+        graph, rep = self.graph, self.fold.representative
+        keeps = {
+            rep[entry.since] for entry in self.whole.entries
+            if entry.decision == KEEP.name and entry.keepers and entry.keepers[0].what != "inside"
+        }  # fmt: skip
+        may: dict[str, set[int]] = {}
+        for record in about_tensors():
+            cannot = {
+                rep[i] for i, _ in graph.of_kind("op") if rep[i] in keeps
+                and not (may_wait(graph, Ref(i), self.segment_of) and record.may(graph, Ref(i)))
+            }  # fmt: skip
+            may[record.name] = keeps - cannot
+        return may
+
+    def gathered_again(self, chain: Chain, chains: Sequence[Chain], chain_of: Mapping[int, int]) -> None:
+        """Add rows in which copies that operators of a chain keep are gathered again: all that can be of a row.
+
+        The price of the second gather is in the flow of the tensor. Rows in which something runs again have none: the
+        gathers on the way to it belong to its segment.
+        """
+        graph, mesh = self.graph, self.pricer.mesh
+        reads: dict[tuple[int, int], tuple[int, list[State]]] = {}  # by node and position: place in the chain, made as
+        for k, i in enumerate(chain.nodes):
+            for position, ref in enumerate(graph.nodes[i].refs):
+                if (i, position) not in self._gatherable or chain_of.get(ref.node) == chain_of[i]:
+                    continue
+                maker = self.fold.representative[ref.node]
+                if maker in chain_of:
+                    makers = chains[chain_of[maker]]
+                    place, out = makers.nodes.index(maker), position_of(graph.nodes[maker], ref.out)
+                    reads[i, position] = k, [row[place].outs[out] for row in makers.rows]
+                elif graph.nodes[ref.node].kind == "input":
+                    reads[i, position] = k, self.arrivals(graph.nodes[ref.node])
+        cut = {
+            key: [any(state[a].is_shard for state in states) for a in range(len(mesh))]
+            for key, (_, states) in reads.items()
+        }
+        gathering = []
+        for r, row in enumerate(chain.rows):
+            shares = {}
+            for key, (k, _) in reads.items():
+                state = row[k].ins[key[1]]
+                share = 1.0
+                for a, (_, size) in enumerate(mesh):
+                    share /= size if cut[key][a] and state[a].is_whole else 1
+                if share < 1.0:
+                    shares[key] = share
+            if shares and not (chain.again and chain.again[r]):
+                gathering.append((r, shares))
+        if not gathering:
+            return
+        chain.gathers = [{} for _ in chain.rows] + [shares for _, shares in gathering]
+        for r, _ in gathering:
+            chain.rows.append(chain.rows[r])
+            chain.seconds.append(chain.seconds[r])
+            chain.n_bytes.append(chain.n_bytes[r])
+            if chain.again:
+                chain.again.append(frozenset())
+            if chain.waits:
+                chain.waits.append(chain.waits[r])
+
+    @cached_property
+    def _gatherable(self) -> set[tuple[int, int]]:
+        """Inputs that operators keep and that may be gathered again, by representative and position."""
+        graph, rep = self.graph, self.fold.representative
+        return {
+            (rep[keeper.node], keeper.number)
+            for entry in self.whole.entries if entry.decision == KEEP.name and entry.segment is None
+            for keeper in entry.keepers if keeper.what == "in"
+            and can_gather_again(graph, graph.nodes[keeper.node].refs[keeper.number], self.segment_of)
+        }  # fmt: skip
+
+    @cached_property
+    def _most_repeated(self) -> int:
+        """How many blocks there are of the commonest; more than any where none repeat."""
+        return max((repeats for _, _, repeats in self.fold.blocks), default=2)
+
+    @cached_property
+    def _in_largest_block(self) -> set[int]:
+        """Representatives of the operators of the block that makes most."""
+        block_of = self.may_again.block_of
+        size: Counter[int] = Counter()
+        for i, n_bytes in self._made.items():
+            if i in block_of:
+                size[block_of[i]] += n_bytes
+        largest = max(size, key=lambda block: size[block], default=-1)
+        return {self.fold.representative[i] for i, block in block_of.items() if block == largest}
+
+    @cached_property
+    def _made(self) -> Counter[int]:
+        """Bytes of whole tensors that an operator makes and someone keeps."""
+        bytes_made: Counter[int] = Counter()
+        for entry in self.whole.entries:
+            if entry.keepers and entry.decision == KEEP.name:
+                bytes_made[entry.since] += entry.n_bytes
+        return bytes_made
+
+
+__all__ = ["MemoryOffers"]

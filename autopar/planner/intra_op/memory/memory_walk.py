@@ -1,0 +1,397 @@
+"""The walk that makes the :mod:`.ledger`: a graph in the order in which its program runs, and what becomes of memory.
+
+An operator's result lies in memory of its own or in that of an input (a view), a step of a reshard makes new memory or
+does not, and what autograd keeps of each call is asked of :mod:`autopar.rules.saved`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
+from autopar.planner.intra_op.memory.recompute import Segment
+from autopar.planner.intra_op.memory.reshard_needs import shape_in_memory
+from autopar.plans.memory_decisions import (
+    GATHER_AGAIN,
+    KEEP,
+    MAKE_AGAIN,
+    RECOMPUTE,
+    Memory,
+    MemoryDecision,
+    in_order,
+)
+from autopar.plans.plan import route_key, segment_numbers
+from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
+from autopar.rules.aliasing import may_alias
+from autopar.rules.needs import Needs, needs_of
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import call_of
+from autopar.rules.saved import LocalLayout, Saved, Strides, contiguous, saved_by
+from autopar.rules.strategy import Strategy, grads_of
+from autopar.words.graph import Graph, Node, Ref
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import local_shape
+from autopar.words.placements import State
+
+Value = tuple[Ref, State]
+"""A tensor in one state."""
+
+
+class _Memory(NamedTuple):
+    """A storage: ``given`` ones are parameters, buffers and the batch. Made in ``segment`` (-1: in none)."""
+
+    n_bytes: int
+    since: int
+    given: bool
+    segment: int
+
+
+class Walk:
+    """The walk of :func:`ledger`; values are a tensor in one state."""
+
+    def __init__(
+        self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
+        routes: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
+    ) -> None:  # fmt: skip
+        self.graph, self.rules, self.mesh, self.chosen, self.routes = graph, rules, mesh, chosen, routes
+        self.decided = memory
+        recompute = memory.get(RECOMPUTE.name, ())
+        self.segment_of = segment_numbers(graph, recompute)
+        self.segments = tuple(Segment() for _ in recompute)
+        self.copies_again = regathered(
+            graph, mesh, routes, memory.get(GATHER_AGAIN.name, ()), self.segment_of, chosen or {}
+        )
+        self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
+        self.steps_again: dict[int, tuple[Ref, Sequence[tuple[State, State]]]] = {}  # on the way from that piece
+        self.made_again = frozenset(segment_outputs(graph, memory.get(MAKE_AGAIN.name, ()), self.segment_of))
+        self.given_up: dict[int, Ref] = {}  # memory that a segment makes again for its readers outside
+        self.readers: dict[int, list[int]] = {}  # operators whose backward asks for memory that was given up
+        self.waits = waiting(graph, memory, self.segment_of)
+        self.waiting: dict[int, tuple[Ref, MemoryDecision]] = {}  # memory that is given up by a decision about tensors
+        self.may_lie: dict[Value, frozenset[int]] = {}  # memory that a value may be a view of, for the emitted program
+        self.every = every
+        self.reads: dict[int, list[tuple[int, int]]] = {}  # operators and positions, by memory, if all is asked for
+        self.memories: list[_Memory] = []
+        self.lies: dict[Value, tuple[int, Strides]] = {}  # memory number and strides of every value
+        self.before: dict[Ref, dict[State, State]] = {}
+        self.keepers: dict[tuple[int, int | None], list[Keeper]] = {}  # by memory and the segment that runs again
+        self.taken: list[tuple[int, int, Keeper]] = []  # what segments take from outside
+        self.copies: dict[tuple[int, int], int] = {}  # by segment and memory, of buffers that are renewed
+        self.known: dict[object, Saved] = {}
+        self.needed: dict[object, Needs] = {}
+        self.whole: dict[int, Strategy] = {}
+        self.order: list[int | tuple[Ref, State, State]] = []  # operators and steps as the program runs them
+        self.arrived: set[int] = set()  # memory that comes from earlier stages
+        self.made_at: list[int] = []  # by memory, where in that order it is made and read last
+        self.read_at: list[int] = []
+        self.places: dict[int, list[tuple[int, Strides]]] = {}  # of the inputs of operators
+        self.makes: dict[int, int] = {}  # bytes of memory that operators make and leave behind
+        self.entries_of: dict[int, list[Entry]] = {}  # by memory, when all operators were walked through
+
+    def new(self, n_bytes: int, since: int, segment: int, given: bool = False) -> int:
+        self.memories.append(_Memory(n_bytes, since, given, segment))
+        self.made_at.append(len(self.order) - 1)
+        self.read_at.append(len(self.order) - 1)
+        return len(self.memories) - 1
+
+    def keep(self, memory: int, keeper: Keeper, segment: int) -> None:
+        """An operator keeps some memory; one of a segment only its own memory, and only while it runs again."""
+        kept = self.memories[memory]
+        if kept.given and (segment >= 0 or self.graph.nodes[kept.since].kind == "param"):
+            return
+        if segment < 0:
+            self.keepers.setdefault((memory, None), []).append(keeper)
+        elif kept.segment == segment:
+            self.keepers.setdefault((memory, segment), []).append(keeper)
+
+    def place(self, ref: Ref, state: State, segment: int) -> tuple[int, Strides]:
+        """Where a value lies; steps on the way to it are made here."""
+        there_already = self.lies.get((ref, state))
+        if there_already is not None:
+            return there_already
+        before = self.before.get(ref)
+        if before is None:
+            steps = self.routes.get(route_key(self.graph, ref), ())
+            before = self.before[ref] = {dst: src for src, dst in steps}
+        src = before.get(state)
+        spec = self.graph.spec(ref)
+        if src is None:
+            node = self.graph.nodes[ref.node]
+            assert node.kind != "op", f"{node.where}: no way to {state}"
+            shape = local_shape(spec.shape, state, self.mesh)
+            given = node.kind != "input" or node.target not in self.graph.arriving
+            place = self.new(_bytes(shape, spec.item_bytes), ref.node, -1, given), contiguous(shape)
+            if not given:
+                self.arrived.add(place[0])
+        else:
+            memory, strides = self.place(ref, src, segment)
+            self.read_at[memory] = len(self.order)
+            self.order.append((ref, src, state))
+            if segment >= 0:
+                self.segments[segment].steps.append((ref, src, state))
+            if makes_memory(src, state, self.mesh):
+                shape = shape_in_memory(spec.shape, src, state, self.mesh)
+                memory, strides = self.new(_bytes(shape, spec.item_bytes), ref.node, segment), contiguous(shape)
+            if (ref, state) in self.copies_again:
+                piece, steps = self.copies_again[ref, state]
+                self.piece_of[memory] = self.lies[ref, piece][0]
+                self.steps_again[memory] = ref, steps
+            place = memory, strides
+        self.lies[ref, state] = place
+        return place
+
+    def ledger(self) -> Ledger:
+        """Walk over all operators."""
+        for i, node in enumerate(self.graph.nodes):
+            if node.kind == "op":
+                rule = self.rules[i]
+                assert rule is not None
+                self.op(i, node, rule)
+        return self.finish()
+
+    def op(self, i: int, node: Node, rule: Rule) -> None:
+        segment = self.segment_of.get(i, -1)
+        strategy = self.strategy(i, node)
+        if segment >= 0:
+            self.segments[segment].ops.append(i)
+            self.inputs(i, node, strategy, segment)
+        places = [self.place(ref, state, segment) for ref, state in zip(node.refs, strategy.ins, strict=True)]
+        self.places[i] = places
+        for memory, _ in places:
+            self.read_at[memory] = len(self.order)
+        self.order.append(i)
+        for position, (memory, _) in enumerate(places) if self.every else ():
+            self.reads.setdefault(memory, []).append((i, position))
+        saved = self.saved(i, node, rule, strategy, tuple([p[1] for p in places]))
+        fresh = [self.new(n_bytes, i, segment) for n_bytes, _ in saved.memories]
+        self.makes[i] = sum([n_bytes for n_bytes, _ in saved.memories])
+        outs = [k for k, spec in enumerate(node.outs) if spec is not None]
+        for k, state, result in zip(outs, strategy.outs, saved.results, strict=True):
+            memory = fresh[result.memory] if result.source is None else places[result.source][0]
+            self.lies[Ref(i, k), state] = memory, result.strides
+            if result.source is None and Ref(i, k) in self.made_again:
+                self.given_up[memory] = Ref(i, k)
+            if result.source is None and Ref(i, k) in self.waits:
+                self.waiting[memory] = Ref(i, k), self.waits[Ref(i, k)]
+        if self.made_again or self.copies_again or self.waits:
+            self.asks(i, node, strategy)
+        if not node.needs_grad or not saved.keeps:
+            return
+        if segment >= 0:
+            self.segments[segment].active, self.segments[segment].asks = True, i
+        for position in saved.ins:
+            self.keep(places[position][0], Keeper(i, "in", position), segment)
+        for memory, (_, kept), number in zip(fresh, saved.memories, range(len(fresh)), strict=True):
+            if kept:
+                first = next(k for k, r in enumerate(saved.results) if r.source is None and r.memory == number)
+                self.keep(memory, Keeper(i, "out", first), segment)
+        if saved.inside_bytes:
+            self.makes[i] += saved.inside_bytes
+            self.keep(self.new(saved.inside_bytes, i, segment), Keeper(i, "inside"), segment)
+
+    def asks(self, i: int, node: Node, strategy: Strategy) -> None:
+        """Note what the operator's backward asks for of what was given up: as the emitted program does, which follows
+        whatever may be a view to those that read it."""
+        reads = frozenset[int]().union(*map(self.may_be, zip(node.refs, strategy.ins, strict=True)))
+        if may_alias(call_of(node, self.graph.spec)):
+            outs = (k for k, spec in enumerate(node.outs) if spec is not None)
+            for k, state in zip(outs, strategy.outs, strict=True):
+                self.may_lie[Ref(i, k), state] = reads | {self.lies[Ref(i, k), state][0]}
+        elif node.needs_grad:
+            for memory in reads:
+                self.readers.setdefault(memory, []).append(i)
+
+    def may_be(self, value: Value) -> frozenset[int]:
+        """The memory that a value may lie in: its own, or that of what it may be a view of."""
+        if value not in self.may_lie:
+            ref, state = value
+            src = self.way(ref).get(state)
+            if src is not None and not makes_memory(src, state, self.mesh):
+                self.may_lie[value] = self.may_be((ref, src))
+            else:
+                self.may_lie[value] = frozenset([self.lies[value][0]])
+        return self.may_lie[value]
+
+    def inputs(self, i: int, node: Node, strategy: Strategy, segment: int) -> None:
+        """What a segment takes from outside is kept for its second run, as it lies outside."""
+        for position, (ref, state) in enumerate(zip(node.refs, strategy.ins, strict=True)):
+            while (ref, state) not in self.lies and self.way(ref).get(state) is not None:
+                state = self.way(ref)[state]
+            place = self.lies.get((ref, state))
+            memory = place[0] if place is not None else self.place(ref, state, -1)[0]
+            kept, node_of = self.memories[memory], self.graph.nodes[ref.node]
+            if node_of.kind == "buffer" and node_of.target in self.graph.updates:
+                # it gets its new value before the backward: the segment keeps a copy of the old one
+                if (segment, memory) not in self.copies:
+                    self.copies[segment, memory] = self.new(kept.n_bytes, i, -1)
+                self.taken.append((segment, self.copies[segment, memory], Keeper(i, "in", position)))
+            elif not kept.given and kept.segment != segment:
+                self.taken.append((segment, memory, Keeper(i, "in", position)))
+
+    def way(self, ref: Ref) -> dict[State, State]:
+        if ref not in self.before:
+            self.before[ref] = {dst: src for src, dst in self.routes.get(route_key(self.graph, ref), ())}
+        return self.before[ref]
+
+    def strategy(self, i: int, node: Node) -> Strategy:
+        if self.chosen is not None:
+            return self.chosen[i]
+        kind = self.graph.alike[i]
+        if kind not in self.whole:
+            n_outs = sum(spec is not None for spec in node.outs)
+            self.whole[kind] = Strategy((), (State(),) * len(node.refs), (State(),) * n_outs)
+        return self.whole[kind]
+
+    def saved(self, i: int, node: Node, rule: Rule, strategy: Strategy, strides: tuple[Strides, ...]) -> Saved:
+        key = self.graph.alike[i], id(strategy), strides
+        saves = self.known.get(key)
+        if saves is None:
+            asked = self._asked("saved", node, strategy, strides)
+            saves = rule.derived.get(asked)
+            if saves is None:
+                call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
+                saves = rule.derived[asked] = saved_by(call, rule, strategy.options, self.mesh, layouts)
+            self.known[key] = saves
+        return saves
+
+    def _asked(self, what: str, node: Node, strategy: Strategy, strides: tuple[Strides, ...]) -> object:
+        """By what a rule remembers what is found of a call."""
+        grads = node.needs_grad, tuple([self.graph.nodes[ref.node].needs_grad for ref in node.refs])
+        return what, node.target, grads, strategy.names, self.mesh, strides
+
+    def layouts(self, node: Node, strategy: Strategy, strides: Sequence[Strides]) -> list[LocalLayout]:
+        """The inputs of an operator on one rank."""
+        grads, _ = grads_of(self.graph, node)
+        return [
+            LocalLayout(local_shape(spec.shape, state, self.mesh), lies, spec.dtype, grad)
+            for spec, state, lies, grad in zip(
+                map(self.graph.spec, node.refs), strategy.ins, strides, grads, strict=True
+            )
+        ]
+
+    def local_bytes(self, ref: Ref, state: State) -> int:
+        """Bytes of a tensor on one rank."""
+        spec = self.graph.spec(ref)
+        return _bytes(local_shape(spec.shape, state, self.mesh), spec.item_bytes)
+
+    def needs(self, i: int, arriving: tuple[Strides, ...] = ()) -> Needs:
+        """What an operator needs while it runs; ``arriving`` as in :func:`~autopar.rules.needs.needs_of`."""
+        node, rule, strategy = self.graph.nodes[i], self.rules[i], self.strategy(i, self.graph.nodes[i])
+        strides = tuple([lies for _, lies in self.places[i]])
+        key = self.graph.alike[i], id(strategy), strides, arriving
+        needed = self.needed.get(key)
+        if needed is None:
+            assert rule is not None
+            asked = self._asked("needs", node, strategy, strides), arriving
+            needed = rule.derived.get(asked)
+            if needed is None:
+                call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
+                needed = rule.derived[asked] = needs_of(call, rule, strategy.options, self.mesh, layouts, arriving)
+            self.needed[key] = needed
+        return needed
+
+    def finish(self) -> Ledger:
+        """The ledger, when all operators were walked through."""
+        outputs = {*(out for out in self.graph.outputs if isinstance(out, Ref)), *self.graph.updates.values()}
+        for (ref, _), (memory, _) in self.lies.items() if self.given_up or self.waiting else ():
+            if ref in outputs:  # a view of it outlives the forward
+                self.given_up.pop(memory, None)
+                self.waiting.pop(memory, None)
+        keepers = {key: list(kept) for key, kept in self.keepers.items()}
+        for copy, piece in self.piece_of.items():
+            kept = keepers.get((copy, None), [])
+            if not self.memories[piece].given:
+                keepers.setdefault((piece, None), []).extend(kept or [Keeper(self.memories[copy].since, "out")])
+        made_in_segment: dict[int, list[int]] = {}
+        for memory in self.given_up:
+            made_in_segment.setdefault(self.memories[memory].segment, []).append(memory)
+        taken_by: dict[int, list[tuple[int, Keeper]]] = {}
+        for number, memory, keeper in self.taken:
+            taken_by.setdefault(number, []).append((memory, keeper))
+        for number in range(len(self.segments) - 1, -1, -1):  # a segment asks for what earlier ones make
+            segment = self.segments[number]
+            segment.active |= any((memory, None) in keepers for memory in made_in_segment.get(number, ()))
+            for memory, keeper in taken_by.get(number, ()) if segment.active else ():
+                keepers.setdefault((memory, None), []).append(keeper)
+        if self.every:
+            for (ref, _), (memory, _) in self.lies.items():
+                if ref in outputs:
+                    self.reads.setdefault(memory, []).append((len(self.graph.nodes), 0))
+            for memory, is_there in enumerate(self.memories):
+                if not is_there.given:
+                    keepers.setdefault((memory, None), [])
+        entries = []
+        for (memory, of_segment), kept in keepers.items():
+            n_bytes, since, given, made_in = self.memories[memory]
+            decision = RECOMPUTE.name if of_segment is not None else GIVEN if given else KEEP.name
+            decision = GATHER_AGAIN.name if memory in self.piece_of else decision
+            if of_segment is None and memory in self.given_up:
+                decision, of_segment = RECOMPUTE.name, made_in
+            if memory in self.waiting:
+                decision = self.waiting[memory][1].name
+            readers = tuple(self.reads.get(memory, ()))
+            entries.append(Entry(n_bytes, since, tuple(kept), of_segment, decision, readers))
+            self.entries_of.setdefault(memory, []).append(entries[-1])
+        wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
+        again = {
+            (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
+            if self.lies[ref, state][0] in self.readers for a, b in steps
+        }  # fmt: skip
+        remade = tuple(sorted(route_key(self.graph, ref) for ref in wanted.values()))
+        decided: dict[str, tuple[Any, ...]] = {**self.decided, MAKE_AGAIN.name: remade}
+        for record in set(self.waits.values()):
+            refs = [ref for memory, (ref, by) in self.waiting.items() if by is record and (memory, None) in keepers]
+            decided[record.name] = tuple(sorted(route_key(self.graph, ref) for ref in refs))
+        return Ledger(tuple(entries), self.segments, tuple(again), in_order(decided), self.lives(wanted))
+
+    def lives(self, given_up: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """:attr:`Ledger.lives`, where this memory of segments is given up."""
+        copies_of: dict[int, list[int]] = {}
+        for copy, piece in self.piece_of.items():
+            copies_of.setdefault(piece, []).append(copy)
+        takers: dict[int, set[int]] = {}
+        for number, memory, _ in self.taken if given_up else ():
+            if self.segments[number].active:
+                takers.setdefault(memory, set()).add(number)
+        begin = [segment.asks for segment in self.segments]
+        for memory in sorted(given_up, key=lambda m: -self.memories[m].segment):  # of later segments first
+            asked = [begin[number] for number in takers.get(memory, ())]
+            for lies in (memory, *copies_of.get(memory, ())):
+                asked += [i for i in self.readers.get(lies, ()) if i not in self.segment_of]
+            number = self.memories[memory].segment
+            begin[number] = max([begin[number], *asked])
+        last = [segment.ops[-1] if segment.ops else -1 for segment in self.segments]
+        return tuple(
+            (b if b >= 0 else end, s.ops[0] if s.ops else -1)
+            for b, end, s in zip(begin, last, self.segments, strict=True)
+        )  # fmt: skip
+
+
+def _bytes(shape: Sequence[int], item_bytes: int) -> int:
+    n = item_bytes
+    for size in shape:
+        n *= size
+    return n
+
+
+def ledger(
+    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
+    routes: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
+) -> Ledger:  # fmt: skip
+    """The ledger of a graph whose operators are cut as ``chosen``; of whole tensors if that is None.
+
+    Args:
+        routes: reshard steps by :func:`~autopar.plans.plan.route_key`.
+        memory: what is not kept for the backward.
+        every: entries of memory that nobody keeps, too.
+
+    Raises:
+        PlanError: segments are no operators of the graph, or overlap; a decision is made for a tensor for which it
+            cannot be.
+    """
+    mesh = mesh if chosen is not None else Mesh()
+    return Walk(graph, rules, mesh, chosen, routes, memory, every).ledger()
+
+
+__all__ = ["Value", "Walk", "ledger"]

@@ -1,0 +1,345 @@
+"""The bytes that are there at one moment of a step, for every strategy of the integer program.
+
+A plan fits if its fullest moment does. There are as many moments as operators, twice, and nearly all of them say
+nothing that others do not, so the program has the rows of those only that were the fullest of some solution (see
+:mod:`.within_memory`): when all of the forward is kept, when the optimizer steps, and a few more.
+
+What is there at a moment is linear in the choices: stored state, gradients of parameters that are complete by then,
+what autograd keeps and has not let go of yet (:mod:`.kept`), gradients and results on their way, and what the operator
+needs that runs then. Each takes the share that a strategy leaves of the whole tensor. What depends on two choices is
+left out (copies on the way from one layout to another), and so is what runs again beside what it keeps: a row may say
+less than there is, and the finished plan says the rest.
+
+A block that repeats has one choice for all. Of a moment within one of the blocks, this one is taken to be like all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.building.problem import MomentBytes, Problem
+from autopar.planner.intra_op.memory.kept import KeptBytes
+from autopar.planner.intra_op.memory.ledger import Entry
+from autopar.planner.intra_op.memory.memory_walk import Walk
+from autopar.planner.intra_op.memory.moments import MADE, SLOTS, Span, StepMoments
+from autopar.planner.intra_op.memory.reshard_needs import reduction_needs
+from autopar.planner.intra_op.memory.stage_peaks import OPTIMIZER_COPIES, sends_back
+from autopar.plans.memory_decisions import KEEP
+from autopar.plans.plan import ParamChoice
+from autopar.plans.prices import Moment, OnTheirWay, copies_ahead
+from autopar.rules.needs import needs_of
+from autopar.rules.operator_call import call_of
+from autopar.rules.saved import contiguous, saved_of
+from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph, Ref
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import local_shape
+from autopar.words.placements import State
+
+
+class MomentRows:
+    """Rows of moments for one problem.
+
+    Args:
+        kept: what autograd keeps.
+        parameters: item number, node and choices of every parameter (of a class).
+
+    Attributes:
+        at_once: all that runs again of a block is taken to run again at once. Else less is counted: no more than there
+            is, however that is divided.
+    """
+
+    def __init__(
+        self, kept: KeptBytes, fold: Fold, problem: Problem,
+        parameters: Sequence[tuple[int, int, Sequence[ParamChoice]]],
+        optimizer: str, microbatches: int,
+    ) -> None:  # fmt: skip
+        self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
+        self.optimizer, self.microbatches = optimizer, microbatches
+        self.accumulates = microbatches > max(1, kept.in_flight)  # when it is fullest
+        self.at_once = True
+        self.graph: Graph = kept.rows.graph
+        self.pricer: Pricer = kept.rows.pricer
+
+    def stepping(self) -> MomentBytes:
+        """When the optimizer steps: all state, all gradients, and what it makes of the largest parameter."""
+        items = self._state(lambda node: 1.0)
+        nodes = self.graph.nodes
+        trained = [(nodes[i].out.n_bytes, item) for item, i, _ in self.parameters if nodes[i].needs_grad]
+        copies = OPTIMIZER_COPIES.get(self.optimizer, 0)
+        for _, item in sorted(trained)[-1:] if copies else ():
+            items[item] = [n + copies * c.parameter_bytes for n, c in zip(items[item], self._costs[item], strict=True)]
+        return self._of(items, None)
+
+    def at_the_end_of_the_forward(self) -> MomentBytes:
+        """When the last operator has run: all that is kept."""
+        return self.at(Moment(max(i for i, _ in self.graph.of_kind("op")), False, 0))
+
+    def at(self, moment: Moment) -> MomentBytes:
+        """The row of a moment."""
+        return self._of(self._state(lambda node: self._gradient_is_there(node, moment)), moment)
+
+    def _of(self, items: list[list[float]], moment: Moment | None) -> MomentBytes:
+        shared_bytes = (0.0,) * len(self.problem.shared)
+        if moment is not None:
+            at = self.timeline.at(moment)
+
+            def times(entry: Entry) -> float:
+                return self._times(entry, moment, at)
+
+            empty = [replace(item, n_bytes=(0.0,) * len(item.n_bytes)) for item in self.problem.items]
+            for row, item in zip(items, self.kept.added_to(empty, times), strict=True):
+                row[:] = [a + b for a, b in zip(row, item.n_bytes, strict=True)]
+            shared_bytes = tuple(shared.n_bytes for shared in self.kept.shared(times))
+            self._add_made_again(items, moment, at)
+            self._add_waiting(items, at)
+            self._add_passing(items, moment, at)
+            self._add_crossing(items, moment)
+            self._add_needs(items, moment, at)
+            self._add_reductions(items, moment, at)
+        return MomentBytes(tuple(map(tuple, items)), shared_bytes)
+
+    # -- what is stored
+
+    @cached_property
+    def _costs(self) -> dict[int, list[P.ParamCost]]:
+        """Of every parameter's choices, by item."""
+        nodes, optimizer, n, policy = self.graph.nodes, self.optimizer, self.microbatches, self.graph.precision
+        return {
+            item: [P.cost(nodes[i].out, nodes[i].needs_grad, c, self.pricer, optimizer, n, policy) for c in choices]
+            for item, i, choices in self.parameters
+        }
+
+    @cached_property
+    def _nodes_of(self) -> dict[int, list[int]]:
+        """The nodes of every class."""
+        nodes_of: dict[int, list[int]] = {}
+        for i, r in enumerate(self.fold.representative):
+            nodes_of.setdefault(r, []).append(i)
+        return nodes_of
+
+    def _state(self, gradient: Callable[[int], float]) -> list[list[float]]:
+        """Stored state, gathered copies, and gradients of those parameters of a class that have theirs."""
+        items = [[0.0] * len(item.n_bytes) for item in self.problem.items]
+        nodes_of = self._nodes_of
+        for item, i, _ in self.parameters:
+            n = len(nodes_of[i])
+            there = sum(map(gradient, nodes_of[i]))
+            items[item] = [
+                n * (c.parameter_bytes + c.optimizer_bytes + c.gathered_bytes) + there * c.gradient_bytes
+                for c in self._costs[item]
+            ]
+        return items
+
+    def _add_reductions(self, items: list[list[float]], moment: Moment, at: int) -> None:
+        """What it takes to reduce gradients that are complete now to where their parameters are stored."""
+        if not moment.backward or moment.slot != SLOTS - 1:
+            return
+        passing = {self._tensor_of(span) for span in self.timeline.spans if span.first <= at <= span.last}
+        accumulates = self.accumulates
+        nodes_of = self._nodes_of
+        for item, i, choices in self.parameters:
+            spec = self.graph.nodes[i].out
+            for node in nodes_of[i]:
+                readers = [reader for reader, _ in self.graph.consumers.get(Ref(node), ())]
+                if not self.graph.nodes[node].needs_grad or not readers or min(readers) != moment.node:
+                    continue
+                for r, choice in enumerate(choices):
+                    items[item][r] += reduction_needs(spec, choice, self.pricer.mesh, accumulates)
+                    if node not in passing and choice.stored != choice.used:
+                        items[item][r] += self.pricer.local_bytes(spec, choice.used)
+
+    def _gradient_is_there(self, node: int, moment: Moment) -> float:
+        """Whether a parameter's gradient is complete: all its readers are behind in the backward."""
+        if self.accumulates:
+            return 1.0
+        readers = [reader for reader, _ in self.graph.consumers.get(Ref(node), ())]
+        return float(moment.backward and bool(readers) and min(readers) > moment.node)
+
+    # -- what is kept
+
+    @cached_property
+    def timeline(self) -> StepMoments:
+        """Of the whole tensors, nothing run again."""
+        params = {i: ParamChoice(State(), State()) for i, _ in self.graph.of_kind("param")}
+        outputs = [State() if isinstance(out, Ref) else None for out in self.graph.outputs]
+        walk = Walk(self.graph, self.kept.rules, Mesh(), None, {}, {})
+        holds = walk.ledger()
+        return StepMoments(walk, holds, params, outputs, self.accumulates)
+
+    def _times(self, entry: Entry, moment: Moment, at: int) -> float:
+        """How often an entry is there."""
+        timeline = self.timeline
+        made_at = timeline.at_of.get(entry.since, -1)
+        let_go = [timeline.at_of.get(keeper.node, 0) for keeper in entry.keepers]
+        is_there = float(made_at <= at <= timeline.back(min(let_go, default=max(made_at, 0))))
+        if entry.segment is None:
+            if is_there and self._is_counted_by_its_reader(entry, moment, at):
+                is_there = 0.0
+            return self.kept.in_flight - 1 + is_there
+        return is_there * (moment.backward and self.kept.segment_of.get(moment.node) == entry.segment)
+
+    def _is_counted_by_its_reader(self, entry: Entry, moment: Moment, at: int) -> bool:
+        """Whether :meth:`_add_made_again` counts an entry, kept or made again."""
+        may, reader = self.kept.again, self._only_reader_again(entry)
+        if may is None or reader is None or not moment.backward or moment.node not in may.block_of:
+            return False
+        gives_up = self.fold.representative[entry.since] in may.gives_up
+        return gives_up and self._is_made_again(entry, [reader[0]], may.block_of[moment.node], at)
+
+    def _add_made_again(self, items: list[list[float]], moment: Moment, at: int) -> None:
+        """What runs again is there in the backward of its own block until the backward of the first that keeps it; from
+        the begin of the block's backward on if it runs again at once, else from the last on that keeps it: then it is
+        there for certain."""
+        may, rows = self.kept.again, self.kept.rows
+        if may is None or not moment.backward or moment.node not in may.block_of:
+            return
+        block = may.block_of[moment.node]
+
+        def inside_is_there(entry: Entry) -> float:
+            return self._is_made_again(entry, [keeper.node for keeper in entry.keepers], block, at)
+
+        for i in {self.fold.representative[node] for node in may.block_of if may.block_of[node] == block} & may.able:
+            if i in rows.row_of:
+                runs_again = rows.run_again(i)
+                for r, n_bytes in enumerate(self.kept.inside_of(i, inside_is_there) if any(runs_again) else ()):
+                    items[rows.item_of[i]][r] += runs_again[r] * n_bytes
+        for entry in self.kept.whole.entries:
+            maker = self.fold.representative[entry.since]
+            if entry.decision != KEEP.name or entry.segment is not None or maker not in may.gives_up:
+                continue
+            reader = self._only_reader_again(entry)
+            asking = [keeper.node for keeper in entry.keepers] if reader is None else [reader[0]]
+            if not asking or maker not in rows.row_of or not self._is_made_again(entry, asking, block, at):
+                continue
+            if entry.keepers and entry.keepers[0].what == "inside":
+                continue
+            # what only the second run of a reader asks for is there with that, whether it is kept or made again
+            i, position = (maker, MADE) if reader is None else (self.fold.representative[reader[0]], reader[1])
+            shares, runs_again = rows.shares(i, position), rows.run_again(i)
+            for r, again in enumerate(runs_again):
+                items[rows.item_of[i]][r] += again * shares[r] * entry.n_bytes
+
+    def _is_made_again(self, entry: Entry, asking: Sequence[int], block: int, at: int) -> bool:
+        """Whether memory that a block makes again for these operators is there at a moment of the block's backward."""
+        may, timeline = self.kept.again, self.timeline
+        if may is None or may.block_of.get(entry.since) != block or not asking:
+            return False
+        places = [timeline.at_of.get(node, 0) for node in asking]
+        return at <= timeline.back(min(places)) and (self.at_once or at >= timeline.back(max(places)))
+
+    def _only_reader_again(self, entry: Entry) -> tuple[int, int] | None:
+        """The operator and its position that alone reads memory that nobody keeps, in the same block, and may run
+        again, but in another segment: within one, what is read next is not kept for it."""
+        may, graph = self.kept.again, self.graph
+        if may is None or entry.keepers or len(entry.readers) != 1:
+            return None
+        ((reader, position),) = entry.readers
+        if reader >= len(graph.nodes) or may.block_of.get(reader) != may.block_of.get(entry.since):
+            return None
+        i = self.fold.representative[reader]
+        if i not in may.able or i not in self.kept.rows.row_of:
+            return None
+        joins = may.may_join(graph, self.kept.rules, self.fold, entry.since, reader)
+        return None if joins else (reader, position)
+
+    def _add_waiting(self, items: list[list[float]], at: int) -> None:
+        """What is given up by a decision about tensors is there until its last reader has run, and from the backward of
+        that until its maker's."""
+        timeline, rows = self.timeline, self.kept.rows
+        rep = self.fold.representative
+        for entry in self.kept.whole.entries if rows.waits_of else ():
+            maker = rep[entry.since]
+            if entry.decision != KEEP.name or not entry.keepers or entry.keepers[0].what == "inside":
+                continue
+            if maker not in rows.row_of or not any(rows.given_up(maker)):
+                continue
+            made_at = timeline.at_of.get(entry.since, -1)
+            last = max(timeline.at_of.get(keeper.node, 0) for keeper in entry.keepers)
+            if made_at <= at <= last or timeline.back(last, 0) <= at <= timeline.back(made_at, 0):
+                row, shares = items[rows.item_of[maker]], rows.shares(maker, MADE)
+                for r, waits in enumerate(rows.given_up(maker)):
+                    row[r] += waits * shares[r] * entry.n_bytes
+
+    # -- what passes
+
+    def _add_passing(self, items: list[list[float]], moment: Moment, at: int) -> None:
+        """Results and gradients on their way; gradients of what is read now are as large as that."""
+        rep = self.fold.representative
+        for span in self.timeline.spans:
+            if not span.first <= at <= span.last or not span.n_bytes:
+                continue
+            reads_now = span.position != MADE and span.node == moment.node
+            node = span.node if reads_now else self._tensor_of(span)
+            for r, share in enumerate(self._shares(rep[node], span.position if reads_now else MADE)):
+                items[self.kept.rows.item_of[rep[node]]][r] += share * span.n_bytes
+
+    def _add_crossing(self, items: list[list[float]], moment: Moment) -> None:
+        """What a pipeline's stage sends of other microbatches and gets back for it, that is on its way now. What it
+        gets, and sends back for that, is no choice of its own."""
+        graph, microbatches, in_flight = self.graph, self.microbatches, self.kept.in_flight
+        there = OnTheirWay.at(in_flight, microbatches, moment.backward, in_flight >= microbatches)
+        peers = [
+            stages if isinstance(out, Ref) and sends_back(graph, out) else ()
+            for out, stages in zip(graph.outputs, graph.targets, strict=False)
+        ]
+        for out, copies in zip(graph.outputs, copies_ahead(peers, there.backwards), strict=False):
+            assert isinstance(out, Ref), "what is sent is a tensor"
+            node, n_bytes = self.fold.representative[out.node], (there.sent + copies) * graph.spec(out).n_bytes
+            for r, share in enumerate(self._shares(node, MADE)):
+                items[self.kept.rows.item_of[node]][r] += share * n_bytes
+
+    def _tensor_of(self, span: Span) -> int:
+        """The node that makes the tensor as large as a span."""
+        return span.node if span.position == MADE else self.graph.nodes[span.node].refs[span.position].node
+
+    def _shares(self, node: int, position: int) -> Sequence[float]:
+        """Which part of a tensor one rank has, by row of its item; nothing of what is not decided."""
+        if node in self.kept.rows.row_of:
+            return self.kept.rows.shares(node, position)
+        return self._param_shares.get(node, ())
+
+    @cached_property
+    def _param_shares(self) -> Mapping[int, list[float]]:
+        """Of parameters as they are used."""
+        nodes = self.graph.nodes
+        return {
+            i: [self.pricer.local_bytes(nodes[i].out, c.used) / max(1, nodes[i].out.n_bytes) for c in choices]
+            for _, i, choices in self.parameters
+        }
+
+    def _add_needs(self, items: list[list[float]], moment: Moment, at: int) -> None:
+        """What the operator needs that runs now."""
+        node = self.fold.representative[moment.node]
+        if not self.timeline.beside[at] or node not in self.kept.rows.row_of:
+            return
+        rows, k = self.kept.rows.row_of[node]
+        needs_of_names: dict[tuple[str, ...], float] = {}
+        item = items[self.kept.rows.item_of[node]]
+        for r, row in enumerate(rows):
+            strategy = row[k]
+            if strategy.names not in needs_of_names:
+                needs_of_names[strategy.names] = self._needs(node, strategy, moment.backward)
+            item[r] += needs_of_names[strategy.names]
+
+    def _needs(self, i: int, strategy: Strategy, backward: bool) -> float:
+        graph, node, rule, mesh = self.graph, self.graph.nodes[i], self.kept.rules[i], self.pricer.mesh
+        assert rule is not None
+        strides = [
+            contiguous(local_shape(graph.spec(ref).shape, state, mesh))
+            for ref, state in zip(node.refs, strategy.ins, strict=True)
+        ]
+        layouts = Walk(graph, self.kept.rules, mesh, {}, {}, {}).layouts(node, strategy, strides)
+        needs = needs_of(call_of(node, graph.spec), rule, strategy.options, mesh, layouts)
+        if backward:
+            return needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
+        saved = saved_of(graph, i, rule, strategy, mesh)
+        return max(0, needs.forward_bytes - saved.inside_bytes - sum(n_bytes for n_bytes, _ in saved.memories))
+
+
+__all__ = ["MomentRows"]

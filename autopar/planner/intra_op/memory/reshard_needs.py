@@ -1,0 +1,157 @@
+"""What steps of reshards need in memory beside the tensors that they lead from and to, and what reductions of gradients
+need, which are such steps.
+
+A step is what :mod:`autopar.lower.collectives` makes of it: pieces that are not equal are padded to the largest, a
+collective runs, and what was added is cut off by a copy. Each of these makes its result out of that of the one before,
+which is let go of then; the backward makes them in the reverse order. All counts are those of the first rank, whose
+piece is the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from autopar.plans.plan import ParamChoice
+from autopar.words.graph import Spec
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import largest_piece, local_shape
+from autopar.words.placements import INVARIANT, PENDING, Placement, State, Step, path
+
+
+def reduction_needs(spec: Spec, choice: ParamChoice, mesh: Mesh, accumulates: bool) -> int:
+    """The most that is there, beside the gradient as the parameter is used, while that is reduced to where the
+    parameter is stored: the result included, unless it is added to what is there."""
+    needs = reduced = 0
+    for axis, src, dst in reversed(path(choice.stored, choice.used) or ()):
+        if mesh.size(axis) == 1 or (accumulates and choice.lifetime != "use"):
+            continue
+        beside = step_back_needs(spec, src, dst, mesh, is_strided=False, stays=not reduced)
+        result = 0 if is_alias(src, dst, mesh) else prod(local_shape(spec.shape, src, mesh)) * spec.item_bytes
+        needs, reduced = max(needs, reduced + beside + result), result
+    if not accumulates and not needs:
+        return prod(local_shape(spec.shape, choice.stored, mesh)) * spec.item_bytes
+    return needs
+
+
+def is_alias(src: State, dst: State, mesh: Mesh) -> bool:
+    """Whether the gradient of a step's result goes on, in its memory, as that of what the step reads."""
+    axis = Step.between(src, dst).axis
+    return mesh.size(axis) == 1 or {src[axis], dst[axis]} == {PENDING, INVARIANT}
+
+
+def copies_gradient(src: State, dst: State) -> bool:
+    """Whether the backward of a step copies the gradient, which then lies as before: one rank has it, others zeros."""
+    axis = Step.between(src, dst).axis
+    return dst[axis].adjoint.is_whole and src[axis].adjoint.is_pending
+
+
+def step_needs(spec: Spec, src: State, dst: State, mesh: Mesh, is_strided: bool) -> int:
+    """The most bytes that the forward of a step of one axis has at once beside what it reads and its result.
+
+    Args:
+        is_strided: what it reads is not contiguous.
+    """
+    axis = Step.between(src, dst).axis
+    if mesh.size(axis) == 1:
+        return 0
+    padded, moved = _padded_shapes(spec.shape, src, dst, mesh)
+    given, wanted = local_shape(spec.shape, src, mesh), local_shape(spec.shape, dst, mesh)
+    links = [_Link(prod(padded), 0)] if padded != given else []
+    links.append(_moved(padded, moved, src[axis], dst[axis], is_strided and not links))
+    if moved != wanted and not _is_view(moved, wanted):
+        links.append(_Link(prod(wanted), 0))
+    return _most_beside(links) * spec.item_bytes
+
+
+def step_back_needs(spec: Spec, src: State, dst: State, mesh: Mesh, is_strided: bool, stays: bool) -> int:
+    """The same of its backward, beside the gradient of its result, and that of what it reads.
+
+    Args:
+        is_strided: the gradient that arrives is not contiguous.
+        stays: that gradient outlives the step, because somebody else has it, too.
+    """
+    if is_alias(src, dst, mesh):
+        return 0
+    padded, moved = _padded_shapes(spec.shape, src, dst, mesh)
+    given, wanted = local_shape(spec.shape, src, mesh), local_shape(spec.shape, dst, mesh)
+    axis = Step.between(src, dst).axis
+    links = [_Link(prod(moved), 0)] if moved != wanted else []
+    links.append(_moved(moved, padded, dst[axis].adjoint, src[axis].adjoint, is_strided and not links))
+    if padded != given:
+        links.append(_Link(prod(given), 0))
+    return _most_beside(links, 0 if stays else prod(wanted)) * spec.item_bytes
+
+
+class _Link(NamedTuple):
+    """One operator of a step: elements of what it makes, and of what it has beside while it runs."""
+
+    made: int
+    beside: int
+
+
+def _most_beside(links: Sequence[_Link], let_go: int = 0) -> int:
+    """The most elements that a chain of operators has at once beside what the first one reads and the last one makes.
+
+    Args:
+        let_go: elements of what the first one reads that are let go of when it has run.
+    """
+    most = before = 0
+    for number, link in enumerate(links):
+        most = max(most, before + link.beside + link.made - (let_go if number else 0))
+        before = link.made
+    return most - links[-1].made
+
+
+def _padded_shapes(
+    shape: Sequence[int], src: State, dst: State, mesh: Mesh
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Local shapes of what a step's collective reads and of what it makes: pieces as large as the largest one."""
+    axis = Step.between(src, dst).axis
+    size = mesh.size(axis)
+    read, result = list(local_shape(shape, src, mesh)), list(local_shape(shape, dst, mesh))
+    for state, pieces, wholes in ((src, read, result), (dst, result, read)):
+        dim = state[axis].dim
+        if dim is not None:
+            pieces[dim] = largest_piece(wholes[dim], size, state[axis].unit)
+            wholes[dim] = pieces[dim] * size
+    return tuple(read), tuple(result)
+
+
+def shape_in_memory(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of the memory in which a step's result lies on one rank: where what was added can be cut off without a
+    copy, the result is a view, which keeps all of it."""
+    _, padded = _padded_shapes(shape, src, dst, mesh)
+    wanted = local_shape(shape, dst, mesh)
+    return padded if padded != wanted and _is_view(padded, wanted) else wanted
+
+
+def _is_view(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether what is left of a contiguous tensor is contiguous, so that cutting off the rest makes no copy."""
+    dims = [d for d, (n, rest) in enumerate(zip(shape, wanted, strict=True)) if n != rest]
+    return all(n == 1 for n in shape[: dims[-1]])
+
+
+def _moved(read: Sequence[int], made: Sequence[int], src: Placement, dst: Placement, is_strided: bool) -> _Link:
+    """A collective of one tensor. One that is not contiguous is copied first, but by what is none; those along a dim
+    that is not the first are made of pieces that lie one behind the other."""
+    before, after = src.dim, dst.dim
+    if before is not None and after is not None:  # its pieces are copied, unless they are contiguous, and put together
+        return _Link(prod(made), prod(made) + (prod(read) if is_strided or not _leads(read, after) else 0))
+    copied = prod(read) if is_strided else 0
+    if before is not None and dst.is_whole:
+        return _Link(prod(made), copied + (0 if _leads(made, before) else prod(made)))
+    if src.is_pending and after is not None:
+        return _Link(prod(made), copied + (prod(read) if after else 0))
+    return _Link(prod(made), copied if src.is_pending and dst.is_whole else 0)
+
+
+def _leads(shape: Sequence[int], dim: int) -> bool:
+    """Whether a dim is the first that has more than one element, so that parts along it are contiguous."""
+    return all(n == 1 for n in shape[:dim])
+
+
+__all__ = [
+    "copies_gradient", "is_alias", "reduction_needs", "shape_in_memory", "step_back_needs", "step_needs",
+]  # fmt: skip

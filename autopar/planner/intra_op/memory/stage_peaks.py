@@ -1,0 +1,78 @@
+"""The peak of a step on one rank of a stage: that of its microbatches (:mod:`.moments`), with others in flight and what
+crosses to other stages (:mod:`autopar.plans.prices`), or that of the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar.planner.intra_op.memory.ledger import Ledger
+from autopar.planner.intra_op.memory.memory_walk import Walk
+from autopar.planner.intra_op.memory.moments import StepMoments
+from autopar.plans.memory_decisions import KEEP
+from autopar.plans.plan import ParamChoice
+from autopar.plans.prices import Crossed, Price, StagePeaks
+from autopar.words.graph import Graph, Ref
+from autopar.words.placements import State
+
+OPTIMIZER_COPIES = {"adamw": 2, "adam": 2}
+"""Of the largest parameter's piece, that an optimizer makes while it steps, one parameter after the other: Adam the
+root of the second moment and that root over the bias correction. Others work in place, or on something as small. With
+``foreach`` (torch's default for plain tensors on a GPU) it is one more copy of all parameters; activations are gone by
+then, so that this is rarely the fullest moment, and it is not counted."""
+
+
+def with_working_bytes(
+    price: Price, walk: Walk, holds: Ledger, params: Mapping[int, ParamChoice], outputs: Sequence[State | None],
+    optimizer: str, microbatches: int, in_flight: int,
+) -> tuple[Price, StagePeaks]:  # fmt: skip
+    """The price with what the fullest moment of a step needs beside all that it counts, and what it follows from.
+
+    Args:
+        holds: the ledger of ``walk``.
+        params: by parameter node.
+        outputs: placements of the graph's outputs.
+    """
+    first = later = None
+    if in_flight >= microbatches:
+        first = StepMoments(walk, holds, params, outputs, False).peaks()
+    if microbatches > 1:
+        later = StepMoments(walk, holds, params, outputs, True).peaks()
+    trained = (
+        walk.local_bytes(Ref(i), choice.stored) for i, choice in params.items() if walk.graph.nodes[i].needs_grad
+    )
+    in_step = OPTIMIZER_COPIES.get(optimizer, 0) * max(trained, default=0)
+    arrived, sent = _arrived(walk), _sent(walk, outputs)
+    peaks = StagePeaks(first, later, price.gradient_bytes, in_step, holds.kept_bytes, arrived, sent, microbatches)
+    return peaks.added_to(price, in_flight), peaks
+
+
+def _arrived(walk: Walk) -> tuple[Crossed, ...]:
+    """What a pipeline's stage gets from others."""
+    graph = walk.graph
+    crossed = []
+    for memory in sorted((walk.memories[number] for number in walk.arrived), key=lambda memory: memory.since):
+        node = graph.nodes[memory.since]
+        gradient_bytes = memory.n_bytes if node.needs_grad else 0
+        crossed.append(Crossed(memory.n_bytes, gradient_bytes, (graph.arriving[node.target],)))
+    return tuple(crossed)
+
+
+def _sent(walk: Walk, outputs: Sequence[State | None]) -> tuple[Crossed, ...]:
+    """What a pipeline's stage gives to others, placed as the graph's outputs are; what autograd keeps of it is there
+    anyway."""
+    graph = walk.graph
+    sent = []
+    for out, state, targets in zip(graph.outputs, outputs, graph.targets, strict=False):
+        assert isinstance(out, Ref) and state is not None, "what is sent is a tensor"
+        n_bytes = walk.local_bytes(out, state)
+        kept = any(entry.decision == KEEP.name for entry in walk.entries_of.get(walk.lies[out, state][0], ()))
+        sent.append(Crossed(0 if kept else n_bytes, n_bytes if sends_back(graph, out) else 0, targets))
+    return tuple(sent)
+
+
+def sends_back(graph: Graph, sent: Ref) -> bool:
+    """Whether a gradient comes back for what is sent."""
+    return graph.nodes[sent.node].needs_grad and graph.spec(sent).is_float
+
+
+__all__ = ["OPTIMIZER_COPIES", "sends_back", "with_working_bytes"]

@@ -1,0 +1,171 @@
+"""Which pins clash, where no choice of strategies satisfies all of them: for the message only.
+
+A smallest set of pins that leaves no plan is found as in QuickXplain (Junker 2004, AAAI): by halves, with about
+``2 k log2(n / k)`` problems for ``k`` of ``n`` pins. Operators that are decided as one are pinned as one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from autopar.errors import InfeasibleError
+from autopar.planner.intra_op.building.problem import NoChoice
+from autopar.planner.intra_op.mesh_problem import MeshProblem
+from autopar.planner.intra_op.pins.options import Options
+from autopar.planner.intra_op.solving import ilp
+from autopar.rules.option_names import WHOLE, as_written
+from autopar.words.graph import Graph
+from autopar.words.labels import matches, op_labels
+from autopar.words.meshes import Mesh
+from hardware_profiles import Cluster
+
+MOST_TRIALS = 40
+"""Problems that are solved for a message."""
+SHOWN = 8
+"""Pins that it lists."""
+
+
+class PinnedWish(NamedTuple):
+    """One pin: of ``what`` (op, param, input, output), by the names of the nodes (or the output's position)."""
+
+    what: str
+    names: tuple[str | int, ...]
+
+
+def explained(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, error: NoChoice) -> InfeasibleError:
+    """The error of :func:`~autopar.planner.intra_op.mesh_plan.plan_graph` with the pins that clash.
+
+    The same error where the pins are not to blame.
+    """
+    try:
+        return _Clash(MeshProblem(graph, cluster, mesh, options, None)).explained(error)
+    except InfeasibleError:
+        return error
+
+
+class _Clash:
+    def __init__(self, setting: MeshProblem) -> None:
+        self.setting, self.trials = setting, 0
+
+    def explained(self, error: NoChoice) -> InfeasibleError:
+        pins = self._pins()
+        if not pins or not self._has_plan(()):
+            return error
+        clash = smallest_clash(pins, lambda kept: not self._has_plan(kept))
+        shown = "\n  ".join([self._told(pin) for pin in clash[:SHOWN]])
+        more = f"\n  and {len(clash) - SHOWN} more" if len(clash) > SHOWN else ""
+        return InfeasibleError(
+            f"{error}: there is no way to do together what these {len(clash)} pins ask for\n  {shown}{more}\n  "
+            + self._instead(pins, clash)
+        )
+
+    def _pins(self) -> list[PinnedWish]:
+        """All pins; those of nodes that are decided as one are one."""
+        graph, pins, options = self.setting.graph, self.setting.pins, self.setting.options
+        grouped: dict[tuple[str, int], list[str | int]] = {}
+        for i, node in enumerate(graph.nodes):
+            representative = self.setting.folding.representative[i]
+            if node.name in pins.ops:
+                grouped.setdefault(("op", representative), []).append(node.name)
+            elif node.kind == "param" and node.target in pins.params:
+                grouped.setdefault(("param", representative), []).append(node.target)
+        listed = [PinnedWish(what, tuple(names)) for (what, _), names in grouped.items()]
+        listed += [PinnedWish("input", (name,)) for name in options.inputs or {}]
+        return listed + [PinnedWish("output", (number,)) for number in options.outputs or {}]
+
+    def _has_plan(self, kept: Sequence[PinnedWish], whole: PinnedWish | None = None) -> bool:
+        """Whether there is a plan with these pins alone; yes, when too many were asked for already.
+
+        Args:
+            whole: operators of a pin that are replicated instead.
+        """
+        if self.trials >= MOST_TRIALS:
+            return True
+        self.trials += 1
+        named = {what: {n for pin in kept if pin.what == what for n in pin.names} for what in _WHATS}
+        options = self.setting.options
+        trial = copy.copy(self.setting)
+        trial.pins = copy.copy(self.setting.pins)
+        trial.pins.ops = {name: pinned for name, pinned in trial.pins.ops.items() if name in named["op"]}
+        for name in whole.names if whole is not None else ():
+            trial.pins.ops[str(name)] = dict.fromkeys(self.setting.pins.ops[str(name)], WHOLE)
+        trial.pins.params = {name: how for name, how in trial.pins.params.items() if name in named["param"]}
+        trial.options = replace(
+            options, inputs={n: s for n, s in (options.inputs or {}).items() if n in named["input"]},
+            outputs={n: s for n, s in (options.outputs or {}).items() if n in named["output"]},
+        )  # fmt: skip
+        try:
+            problem, _ = trial.problem(False)
+            ilp.program(problem, effort=options.effort()).solve()
+        except NoChoice:
+            return False
+        except InfeasibleError:  # the solver ran out of time
+            return whole is None
+        return True
+
+    def _told(self, pin: PinnedWish) -> str:
+        name, graph, options = pin.names[0], self.setting.graph, self.setting.options
+        more = f", and {len(pin.names) - 1} like it" if len(pin.names) > 1 else ""
+        if pin.what == "output":
+            return f"output {name}: placements asks for {(options.outputs or {})[int(name)].text}"
+        if pin.what == "input":
+            return f"input '{name}': placements asks for {(options.inputs or {})[str(name)].text}"
+        if pin.what == "param":
+            return f"parameter '{name}': params asks for '{self.setting.pins.params[str(name)]}'{more}"
+        node = graph.nodes[graph.index[str(name)]]
+        asked = []
+        for number, factor in self.setting.pins.ops[node.name].items():
+            axis = self._axis(number)
+            pattern = self._pattern(node.name, axis)
+            asked.append(f"'{as_written(factor)}' on axis '{axis}' (constraint '{pattern}')")
+        return f"{node.where}: pinned to {' and '.join(asked)}{more}"
+
+    def _axis(self, number: int) -> str:
+        return self.setting.pins.mesh.name(number)
+
+    def _pattern(self, name: str, axis: str) -> str:
+        """The pattern of constraints that pins an operator on an axis: the last one that matches."""
+        graph = self.setting.graph
+        node, label = graph.nodes[graph.index[name]], op_labels(graph)[name]
+        patterns = (self.setting.options.constraints or {}).items()
+        return [pattern for pattern, asked in patterns if axis in asked and matches(pattern, node, label)][-1]
+
+    def _instead(self, pins: Sequence[PinnedWish], clash: Sequence[PinnedWish]) -> str:
+        """What to change: with one operator whole and all other pins as they are there is a plan, if that is so."""
+        for pin in reversed(clash):
+            others = [p for p in pins if p is not pin]
+            if pin.what == "op" and self.trials < MOST_TRIALS and self._has_plan(others, whole=pin):
+                labels = op_labels(self.setting.graph)
+                axes = [self._axis(axis) for axis in self.setting.pins.ops[str(pin.names[0])]]
+                said = {labels[str(name)]: dict.fromkeys(axes, as_written(WHOLE)) for name in pin.names[:SHOWN]}
+                return f"remove one of them; or end constraints with {str(said)[1:-1]}, with which there is a plan"
+        return "remove or change one of them"
+
+
+_WHATS = ("op", "param", "input", "output")
+
+
+def smallest_clash(pins: Sequence[PinnedWish], clashes: Callable[[Sequence[PinnedWish]], bool]) -> list[PinnedWish]:
+    """Pins that clash, and without any one of which the others of them do not.
+
+    Args:
+        clashes: whether some pins leave no plan. Where it says no for want of time, more pins than needed are given.
+    """
+
+    def search(base: list[PinnedWish], added: bool, candidates: list[PinnedWish]) -> list[PinnedWish]:
+        if added and clashes(base):
+            return []
+        if len(candidates) == 1:
+            return candidates
+        first, second = candidates[: len(candidates) // 2], candidates[len(candidates) // 2 :]
+        of_second = search(base + first, True, second)
+        of_first = search(base + of_second, bool(of_second), first)
+        return of_first + of_second
+
+    return search([], False, list(pins))
+
+
+__all__ = ["explained", "smallest_clash"]

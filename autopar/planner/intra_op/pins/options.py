@@ -1,0 +1,73 @@
+"""What a user may ask of the plan of one mesh, and how much memory there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from autopar.planner.intra_op.solving.effort import PATIENT, Effort, asked_seconds
+from autopar.plans.wishes import MEMORY_FRACTION
+from autopar.words.placements import State
+from hardware_profiles import Cluster
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may ask of the planner.
+
+    Attributes:
+        constraints: ``{pattern: {axis: factor}}``; the pattern (``*`` matches anything) names a module path, or one op
+            as ``module:op``; the factor is one of the op's rule, or ``replicate``.
+        params: ``{pattern: "replicate"}`` keeps parameters whole on every rank; or a stored placement ``"S0,I"``; or
+            one with a lifetime, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).
+        inputs, outputs: pinned placements by input name and output position.
+        memory_limit_bytes: per device; None for nine tenths of the device's memory.
+        optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
+        microbatches: pieces that ``train_step`` cuts the batch into.
+        time_limit_seconds: for one run of the solver, by the clock; None counts its work, as :meth:`effort` says.
+        memory_gap: how far from the proven optimum a plan may be where the memory limit binds (the plan reports its
+            gap); without a binding limit, plans are optimal. 0 asks for the optimum always, which can take minutes.
+        worth_seconds: where memory binds, a plan that is proven to take as long is not searched to its end.
+        fold: decide identical blocks once.
+        in_flight: microbatches whose activations are kept at once: more than one in a stage of a pipeline.
+        recompute: patterns of module paths (``layers.*``); each module that matches keeps only its inputs for the
+            backward, and runs again there. So do the regions that the model itself runs under activation checkpointing.
+        may_recompute: where memory binds, and neither ``recompute`` nor the model says what runs again, operators of
+            any block may.
+        blocks: names of the operators with which blocks begin, for whoever knows them: what runs again does so block
+            by block. By default those of the repeated stretches that folding finds.
+    """
+
+    constraints: Mapping[str, Mapping[str, str]] | None = None
+    params: Mapping[str, str] | None = None
+    inputs: Mapping[str, State] | None = None
+    outputs: Mapping[int, State] | None = None
+    memory_limit_bytes: float | None = None
+    optimizer: str = "adamw"
+    microbatches: int = 1
+    time_limit_seconds: float | None = None
+    memory_gap: float = 0.01
+    worth_seconds: float = inf
+    fold: bool = True
+    in_flight: int = 1
+    recompute: Sequence[str] = ()
+    may_recompute: bool = True
+    blocks: Sequence[str] = ()
+
+    @property
+    def named_axes(self) -> frozenset[str]:
+        """Names of the mesh axes that constraints are about."""
+        return frozenset(axis for wanted in (self.constraints or {}).values() for axis in wanted)
+
+    def effort(self, enough: Effort = PATIENT) -> Effort:
+        """What one run of the solver may take: the seconds that were asked for, else what is enough."""
+        return enough if self.time_limit_seconds is None else asked_seconds(self.time_limit_seconds)
+
+
+def device_limit(cluster: Cluster, devices: Iterable[int], asked: float | None) -> float:
+    """Bytes that may be filled of each of these devices: what was asked for, or nine tenths of the smallest."""
+    return MEMORY_FRACTION * min(cluster.device(d).memory_bytes for d in devices) if asked is None else asked
+
+
+__all__ = ["Options", "device_limit"]

@@ -1,0 +1,222 @@
+"""What pins leave of the choices: strategies of operators, ways to keep parameters, placements of inputs, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from autopar.errors import InfeasibleError, MeshError, PlanError, first_few
+from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.problem import Problem
+from autopar.planner.intra_op.pins.options import Options
+from autopar.planner.intra_op.written import held_whole, holds_whole
+from autopar.plans.plan import LIFETIMES, ParamChoice
+from autopar.rules.experts.expert_load import ROUTED
+from autopar.rules.notation import Rule
+from autopar.rules.option_names import factor_and_block, listed, option_written
+from autopar.rules.strategy import Strategy, options_of, why_not_cut
+from autopar.words.graph import Graph, Node, Ref
+from autopar.words.labels import matches, op_labels
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import fits
+from autopar.words.placements import REPLICATE, State, kinds_listed
+
+SHOWN = 20
+"""Pins that do not fit, that a message lists."""
+
+
+class PinnedChoices:
+    """The user's constraints as predicates over strategies and parameter choices."""
+
+    def __init__(self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, options: Options) -> None:
+        self.graph, self.mesh, self.options = graph, mesh, options
+        self.ops: dict[str, dict[int, str]] = {}
+        self.params: dict[str, str] = {}
+        self.uncut = {graph.nodes[i].name: positions for i, positions in held_whole(graph).items()}
+        self._ops(rules)
+        self._params()
+        self._places()
+
+    def _ops(self, rules: Sequence[Rule | None]) -> None:
+        axes = {name: a for a, (name, _) in enumerate(self.mesh)}
+        labels = op_labels(self.graph) if self.options.constraints else {}
+        for pattern, wanted in (self.options.constraints or {}).items():
+            hit: set[str] = set()
+            offered: dict[str, None] = {}
+            absent: dict[str, str] = {}
+            seen = False
+            for axis, factor in wanted.items():
+                if axis not in axes:
+                    raise PlanError(f"constraint '{pattern}' names axis '{axis}'; the mesh has {', '.join(axes)}")
+                name = option_written(factor)
+                for node, rule in zip(self.graph.nodes, rules, strict=True):
+                    if node.kind != "op" or rule is None or not matches(pattern, node, labels[node.name]):
+                        continue
+                    seen = True
+                    names = list(options_of(self.graph, node, rule, rule.blocks_on(self.mesh)))
+                    offered[f"{labels[node.name]}: {listed(names, ' ')}"] = None
+                    if name in rule.absent:
+                        absent.setdefault(name, rule.absent[name])
+                    if name in names:
+                        size = self.mesh.size_of[axis]
+                        cut, block = factor_and_block(name)
+                        why = why_not_cut(rule, cut, [(size, block)]) if cut in rule.sizes else ""
+                        if why:
+                            raise InfeasibleError(
+                                f"constraint '{pattern}': factor '{name}' of {node.where} {why}, on axis '{axis}'; use "
+                                f"an axis size that divides {rule.sizes[cut]}"
+                            )
+                        self.ops.setdefault(node.name, {})[axes[axis]] = name
+                        hit.add(axis)
+            if not seen:
+                modules = sorted({n.module for n in self.graph.nodes if n.kind == "op" and n.module})
+                routed = [labels[n.name] for n in self.graph.nodes if n.target in ROUTED]
+                one = f"; a loop over experts is one op: {first_few(routed)}" if routed else ""
+                raise PlanError(f"constraint '{pattern}' matches no op; modules are {first_few(modules)}{one}")
+            for axis in wanted:
+                if axis not in hit:
+                    lines = "\n  ".join(list(offered)[:6])
+                    why = f" ({absent[wanted[axis]]})" if wanted[axis] in absent else ""
+                    raise PlanError(
+                        f"constraint '{pattern}': no op there has factor '{wanted[axis]}'{why}; they offer\n  {lines}"
+                    )
+
+    def _params(self) -> None:
+        for pattern, how in (self.options.params or {}).items():
+            matched = [n.target for _, n in self.graph.of_kind("param") if fnmatchcase(n.target, pattern)]
+            if not matched:
+                names = [n.target for _, n in self.graph.of_kind("param")]
+                raise PlanError(f"'{pattern}' matches no parameter; parameters are {first_few(names)}")
+            placement, _ = stored_and_lifetime(how)
+            if how != REPLICATE and not _is_state(placement, self.mesh):
+                raise PlanError(
+                    f"'{pattern}': '{how}' is neither 'replicate' nor a placement with {len(self.mesh)} parts such as "
+                    + State.of("S0", *["I"] * (len(self.mesh) - 1)).text
+                    + ", after which may stand a lifetime, 'step' or 'use'"
+                )
+            self.params.update(dict.fromkeys(matched, how))
+        self._params_large_enough()
+
+    def _params_large_enough(self) -> None:
+        """Name all parameters that cannot be stored as they are pinned, with the sizes that are too small."""
+        lines: list[str] = []
+        names: list[str] = []
+        for _, node in self.graph.of_kind("param"):
+            if node.target not in self.params or self.params[node.target] == REPLICATE:
+                continue
+            placement, _ = stored_and_lifetime(self.params[node.target])
+            left = list(node.out.shape)
+            for p, (axis, size) in zip(State.parse(placement, self.mesh, f"'{node.target}'"), self.mesh, strict=True):
+                d = p.dim
+                if d is None:
+                    continue
+                if d >= len(left) or left[d] < size:
+                    why = f"dim {d} has {left[d]} left for {size} ranks" if d < len(left) else f"it has no dim {d}"
+                    shape = " ".join(map(str, node.out.shape))
+                    lines.append(f"{node.target} [{shape}] as {placement}: on axis '{axis}' {why}")
+                    names.append(node.target)
+                    break
+                left[d] = -(-left[d] // size)
+        if lines:
+            shown = "\n  ".join(lines[:SHOWN]) + (f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
+            raise InfeasibleError(
+                f"{len(lines)} of {len(self.params)} parameters that were pinned are too small\n  {shown}\n  use "
+                "smaller axes, or except them: a later pattern of params= goes before an earlier one, so end "
+                f"it with '{names[0]}': 'replicate' and so on (--keep-replicated '{names[0]}')"
+            )
+
+    def _places(self) -> None:
+        for name, state in (self.options.inputs or {}).items():
+            node = next((n for _, n in self.graph.of_kind("input") if n.target == name), None)
+            if node is None:
+                raise PlanError(
+                    f"no input '{name}'; inputs are {', '.join(n.target for _, n in self.graph.of_kind('input'))}"
+                )
+            self._place(f"input '{name}'", node.out.shape, state, "SI" if node.needs_grad else "SR")
+        for number, state in (self.options.outputs or {}).items():
+            outputs = self.graph.outputs
+            if not 0 <= number < len(outputs):
+                raise PlanError(f"no output {number}; the model has {len(outputs)}, counted from 0")
+            out = outputs[number]
+            if not isinstance(out, Ref):
+                raise PlanError(f"output {number} is no tensor and has no placement")
+            grad = self.graph.nodes[out.node].needs_grad and self.graph.spec(out).is_float
+            self._place(f"output {number}", self.graph.spec(out).shape, state, "SIRP" if grad else "SRP")
+
+    def _place(self, what: str, shape: tuple[int, ...], state: State, kinds: str) -> None:
+        if len(state) != len(self.mesh):
+            raise PlanError(
+                f"{what}: {state.text} has {len(state)} placements, the mesh {len(self.mesh)} axes"
+            )
+        if any(p.kind not in kinds for p in state) or not fits(shape, state, self.mesh):
+            mesh = self.mesh.shown(", ")
+            allowed = kinds_listed(kinds)
+            raise PlanError(
+                f"{what} of shape {shape} cannot be placed as {state.text} on mesh {mesh}; use {allowed}, and "
+                "shards of dims that exist and have something for every rank"
+            )
+
+    def uniform(self, folding: Fold) -> bool:
+        """Whether all nodes of every fold class are pinned alike."""
+        nodes = self.graph.nodes
+        return not (self.ops or self.params or self.uncut) or all(
+            self.uncut.get(nodes[i].name) == self.uncut.get(nodes[r].name)
+            and self.ops.get(nodes[i].name) == self.ops.get(nodes[r].name)
+            and self.params.get(nodes[i].target) == self.params.get(nodes[r].target)
+            for i, r in enumerate(folding.representative)
+        )
+
+    def op(self, node: Node, strategy: Strategy) -> bool:
+        """Whether the pins allow a strategy; without one, whether it keeps whole what other operators write to."""
+        wanted = self.ops.get(node.name)
+        if wanted is None:
+            return holds_whole(strategy, self.uncut.get(node.name, ()))
+        return all(
+            strategy.options[a].name == name or self.mesh.size(a) == 1 for a, name in wanted.items()
+        )
+
+    def param(self, node: Node, choice: ParamChoice) -> bool:
+        """Whether the pins allow a way to keep a parameter."""
+        how = self.params.get(node.target)
+        if how is None:
+            return True
+        if how == REPLICATE:
+            return not choice.stored.is_cut
+        placement, lifetime = stored_and_lifetime(how)
+        gathers = any(a.is_shard and not b.is_shard for a, b in zip(choice.stored, choice.used, strict=True))
+        return choice.stored.text == placement and (not lifetime or not gathers or choice.lifetime == lifetime)
+
+    def require(self, problem: Problem) -> None:
+        """Name the items that the pins leave without a strategy."""
+        empty = [item.name for item in problem.items if not item.seconds]
+        if not empty:
+            return
+        lines = []
+        for name in empty:
+            node = self.graph.nodes[self.graph.index[name]] if name in self.graph.index else None
+            pinned = {self.mesh.name(a): f for a, f in self.ops.get(name, {}).items()}
+            pinned_param = self.params.get(node.target) if node else None
+            where = node.where if node else name
+            lines.append(f"{where}: pinned to {pinned or pinned_param or 'what its neighbours were pinned to'}")
+        raise InfeasibleError(
+            "the pins leave no strategy for\n  " + "\n  ".join(lines) + "\n  remove or change one of them"
+        )
+
+
+def _is_state(text: str, mesh: Mesh) -> bool:
+    """Whether a text names a placement for each axis of a mesh."""
+    try:
+        State.parse(text, mesh, "")
+    except MeshError:
+        return False
+    return True
+
+
+def stored_and_lifetime(how: str) -> tuple[str, str]:
+    """``"S0, I use"`` as ``("S0,I", "use")``; no lifetime is ``""``."""
+    words = how.split()
+    lifetime = words.pop() if words and words[-1] in LIFETIMES else ""
+    return "".join(words), lifetime
+
+
+__all__ = ["PinnedChoices"]

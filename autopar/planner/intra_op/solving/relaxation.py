@@ -1,0 +1,266 @@
+"""The relaxation of an integer program in HiGHS: under a limit of its bytes, or at a price of a byte.
+
+Whole choices are made of it in :mod:`.ilp`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.planner.intra_op.building.problem import ROUGH, ROUNDING, Choice, MomentBytes, NoChoice, Problem
+from autopar.planner.intra_op.solving.effort import Effort
+from autopar.planner.intra_op.solving.matrix import Matrix, matrix
+
+try:
+    import highspy
+except ImportError:  # CBC solves then
+    highspy = None  # type: ignore[assignment]
+
+LARGE = 60_000
+"""Columns from which presolve is worth its time: 11 s without it and 1 s with it at 117,000 (a mesh of three axes); at
+17,000 it takes longer than the solution."""
+NOTHING = 1e-6
+"""A value of the relaxation below this is 0, one as near to 1 is 1: HiGHS's own tolerance."""
+DECIDED = 16
+"""Items that are decided in turn, at most, to come from the relaxation to a whole choice."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A solution, in scaled seconds; ``whole`` if every item picks exactly one strategy. ``n_bytes`` are those of all
+    moments by what a byte of each is worth, ``most_bytes`` those of the fullest one."""
+
+    picked: tuple[int, ...]
+    seconds: float
+    n_bytes: float
+    bound: float
+    whole: bool = True
+    gap: float = 0.0
+    byte_price: float = 0.0  # what one byte more of the limit would save
+    most_bytes: float = 0.0
+    values: Any = None
+
+
+class Relaxation:
+    """A problem in HiGHS whose items may be divided between strategies.
+
+    Without a memory limit that binds, its vertices are almost always whole choices, which are then optimal.
+    """
+
+    def __init__(self, problem: Problem, effort: Effort) -> None:
+        self.problem, self.effort = problem, effort
+        lp = matrix(problem)
+        self.scale, self.lp = lp.scale, lp
+        self.engine = _engine(lp)
+        self.rows = [np.array(picks, dtype=np.int32) for picks in lp.picks]
+        self.lengths = np.array([len(row) for row in self.rows])
+        self.starts = np.concatenate(([0], np.cumsum(self.lengths)[:-1]))
+        self.flat, self.row_of = np.concatenate(self.rows), np.repeat(np.arange(len(self.rows)), self.lengths)
+        self.peak = lp.peak
+        self.moments = list(problem.rows)
+        self.unseen = [0.0] * len(self.moments)  # bytes that plans had at a moment beside those of its row
+        self.memory_rows = lp.memory
+        self.unit = lp.unit
+        self.price, self.peak_share = 0.0, 1.0
+        self._note_moments()
+        self.limit(problem.limit_bytes)
+
+    def add(self, moment: MomentBytes) -> None:
+        """One more moment that must fit; what was solved is gone on from."""
+        self.moments.append(moment)
+        self.unseen.append(0.0)
+        entries = self.lp.memory_row(moment)
+        columns, shares = np.array(list(entries), dtype=np.int32), np.array(list(entries.values()))
+        self.engine.addRow(-math.inf, math.inf, len(columns), columns, shares)
+        self.memory_rows.append(self.engine.getNumRow() - 1)
+        self._note_moments()
+        self.limit(self.room)
+
+    def lower(self, number: int, n_bytes: float) -> None:
+        """Leave so much more of the limit to what the row of a moment does not see."""
+        self.unseen[number] += n_bytes
+        self.limit(self.room)
+
+    @property
+    def end(self) -> Any:
+        """Where the simplex method stands: the basis."""
+        return self.engine.getBasis()
+
+    def begin_at(self, end: Any) -> None:
+        """Let the simplex method begin where it ended in a program of the same columns and rows, with other numbers."""
+        if end is not None and len(end.col_status) == self.engine.getNumCol():
+            if len(end.row_status) == self.engine.getNumRow():
+                self.engine.setBasis(end)
+
+    def _note_moments(self) -> None:
+        """Bytes of all moments by column: of those that have any."""
+        by_moment = [self.lp.bytes_of(moment) for moment in self.moments]
+        columns = sorted({v for entries in by_moment for v in entries})
+        self.columns = np.array(columns, dtype=np.int32)
+        self.by_moment = np.array([[entries.get(v, 0.0) for v in columns] for entries in by_moment])
+        self.costs = np.array(self.lp.cost)[self.columns]
+        self._weigh(np.ones(len(by_moment)))
+
+    def _weigh(self, duals: Any) -> None:
+        """Let bytes be those of all moments, by what a byte of each is worth."""
+        self.weights = duals / duals.sum()
+        self.n_bytes = self.weights @ self.by_moment
+        self._weigh_peak(self.peak_share)
+
+    def _weigh_peak(self, share: float) -> None:
+        """Let that share of the peak's bytes have a price."""
+        self.peak_share = share
+        self.priced = self.n_bytes.copy()
+        if self.peak is not None:
+            self.priced[self.columns == self.peak[0]] *= share
+
+    def limit(self, n_bytes: float | None) -> None:
+        """Another limit; a problem that was given none keeps none."""
+        self.room = math.inf if n_bytes is None else n_bytes
+        self._relaxed: Point | None = None
+        self._bound_memory(self.room)
+
+    def _bound_memory(self, n_bytes: float) -> None:
+        if self.lp.fullest is not None:
+            n_bytes = 0.0  # less than the column
+        for row, unseen in zip(self.memory_rows, self.unseen, strict=False):
+            self.engine.changeRowBounds(row, -math.inf, (n_bytes - unseen) / self.unit)
+
+    def relaxed(self) -> Point | None:
+        """The optimum of the relaxation; None if the solver stopped before it."""
+        engine = self.engine
+        engine.setOptionValue("solve_relaxation", True)
+        engine.setOptionValue("simplex_iteration_limit", self.effort.iterations)
+        self._watch_the_clock()
+        cold = not engine.getBasis().valid  # from what was solved before the simplex goes on
+        engine.setOptionValue("presolve", "on" if cold and engine.getNumCol() > LARGE else "off")
+        engine.run()
+        status = engine.getModelStatus().name
+        if status == "kInfeasible":
+            raise NoChoice("no choice of strategies satisfies the constraints")
+        if status != "kOptimal":
+            return None
+        price = 0.0
+        if self.problem.limit_bytes is not None:
+            duals = np.maximum(0.0, -np.asarray(engine.getSolution().row_dual)[self.memory_rows])
+            price = float(duals.sum()) / self.unit
+            if price:
+                self._weigh(duals)
+        return replace(self._point(engine.getObjectiveValue()), byte_price=price)
+
+    def _relaxed_at(self, price: float) -> Point | None:
+        """The relaxation at a price of a byte: whole, if it is with its peak, or one item's strategy, fixed."""
+        self._charge(price)
+        point = self.relaxed()
+        if point is not None and not point.whole:
+            point = self._below_peak(point.picked) or point
+        if point is not None and not point.whole:
+            point = self._decided_in_turn(point)
+        return point
+
+    def _decided_in_turn(self, point: Point) -> Point:
+        """The relaxation with items that are divided decided as they mostly are, one after the other, until all are
+        whole: of two halves that go together, the rest follows the first."""
+        columns: list[int] = []
+        while not point.whole and len(columns) < DECIDED:
+            shares = np.maximum.reduceat(point.values[self.flat], self.starts)
+            item = int(np.flatnonzero(shares < 1 - NOTHING)[0])
+            columns.append(int(self.rows[item][point.picked[item]]))
+            self.engine.changeColBounds(columns[-1], 1.0, 1.0)
+            try:
+                point = self.relaxed() or point
+            except InfeasibleError:
+                break
+        for column in columns:
+            self.engine.changeColBounds(column, 0.0, 1.0)
+        return point
+
+    def _below_peak(self, picked: tuple[int, ...]) -> Point | None:
+        """The relaxation with no peak above that of a choice: the peak is what makes a vertex not whole, mostly."""
+        items = self.problem.items
+        peaks = [i.peak_bytes or (0.0,) * len(i.n_bytes) for i in items]
+        most = max(of_item[k] for of_item, k in zip(peaks, picked, strict=True))
+        rows = zip(self.rows, peaks, strict=True)
+        above = np.array([row[k] for row, of_item in rows for k, n in enumerate(of_item) if n > most])
+        if self.peak is None or not most:
+            return None
+        column, largest = self.peak
+        engine, zeros, ones = self.engine, np.zeros(len(above)), np.ones(len(above))
+        engine.changeColsBounds(len(above), above, zeros, zeros)
+        engine.changeColBounds(column, most / largest, math.inf)
+        try:
+            return self.relaxed()
+        except InfeasibleError:
+            return None
+        finally:
+            engine.changeColsBounds(len(above), above, zeros, ones)
+            engine.changeColBounds(column, 0.0, math.inf)
+
+    def _watch_the_clock(self) -> None:
+        """Where a user asked for seconds, let the next run end after so many."""
+        if self.effort.clock_seconds < math.inf:
+            limit = self.engine.getRunTime() + self.effort.clock_seconds  # counts all runs
+            self.engine.setOptionValue("time_limit", limit)
+
+    def _charge(self, price: float) -> None:
+        self.price = price
+        self.engine.changeColsCost(len(self.columns), self.columns, self.costs + price * self.priced)
+
+    def _point(self, bound: float) -> Point:
+        values = np.asarray(self.engine.getSolution().col_value)
+        of_moments = self.by_moment @ values[self.columns] + np.array(self.unseen)
+        shares = values[self.flat]
+        most = np.maximum.reduceat(shares, self.starts)
+        largest = np.flatnonzero(shares == np.repeat(most, self.lengths))
+        _, first = np.unique(self.row_of[largest], return_index=True)
+        picked = tuple((largest[first] - self.starts).tolist())
+        whole = bool((most > 1 - NOTHING).all())
+        paid = self.price * float(values[self.columns] @ self.priced)
+        return Point(
+            picked, self.engine.getObjectiveValue() - paid, float(self.weights @ of_moments), bound - paid, whole,
+            values=values, most_bytes=float(of_moments.max()),
+        )  # fmt: skip
+
+    def choice(self, point: Point) -> Choice:
+        """As seconds."""
+        off = point.seconds - point.bound
+        status = "time limit" if point.gap < 0 else "optimal"
+        if point.gap >= 0 and off > ROUNDING * abs(point.seconds):
+            status = "within gap"
+        return Choice(
+            point.picked, point.seconds / self.scale, point.bound / self.scale, status, "highs",
+            self.room < math.inf and not (self._relaxed and self._relaxed.byte_price == 0.0),
+            {"bytes": point.n_bytes},
+        )  # fmt: skip
+
+    def is_rough(self, gap: float) -> bool:
+        """Whether any whole choice near the relaxation will do, for a problem so large and a gap so wide."""
+        return gap >= ROUGH and self.engine.getNumCol() > LARGE
+
+
+def _engine(lp: Matrix) -> Any:
+    """HiGHS with the program."""
+    n, m, kinds = len(lp.cost), len(lp.low), highspy.HighsVarType
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = n, m
+    model.col_cost_, model.col_lower_, model.col_upper_ = np.array(lp.cost), np.zeros(n), np.array(lp.upper)
+    model.integrality_ = [kinds.kInteger if w else kinds.kContinuous for w in lp.whole]
+    model.row_lower_, model.row_upper_ = np.array(lp.low), np.array(lp.high)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.num_col_, model.a_matrix_.num_row_ = n, m
+    model.a_matrix_.start_ = np.array(lp.start, dtype=np.int32)
+    model.a_matrix_.index_ = np.array(lp.columns, dtype=np.int32)
+    model.a_matrix_.value_ = np.array(lp.values, dtype=np.float64)
+    engine = highspy.Highs()
+    for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+        engine.setOptionValue(name, value)
+    engine.passModel(model)
+    return engine
+
+
+__all__ = ["LARGE", "NOTHING", "Point", "Relaxation"]

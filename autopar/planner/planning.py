@@ -1,0 +1,434 @@
+"""From what is asked to a plan: on one mesh, on the best of several, or in stages.
+
+:func:`autopar.plan`, :func:`autopar.parallelize` and ``autopar plan`` all come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import torch
+
+from autopar.capture import Captured, capture
+from autopar.capture.microbatches import (
+    ATTENTION,
+    NotLinear,
+    first_part,
+    numbers_of_parts,
+    resized,
+    rows_of,
+    taken_of_batch,
+)
+from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
+from autopar.planner.inter_op.exact_stages import Exact
+from autopar.planner.inter_op.order import check_name
+from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
+from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, Planned, plan_pipeline
+from autopar.planner.intra_op.building.problem import Beaten, NoChoice
+from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.pins.clashing_pins import explained
+from autopar.plans.asked import Asked
+from autopar.plans.plan import Pins, Plan
+from autopar.rules.discovery import why_not_found
+from autopar.rules.experts.expert_load import notes_on_load, with_load
+from autopar.rules.registry import rules_of, source_of_rule
+from autopar.words.graph import Graph
+from autopar.words.meshes import AXIS_NAMES, Mesh, mesh_shapes
+from autopar.words.texts import show_bytes, show_seconds
+from cost_models.pipeline import Timeline
+from hardware_profiles import Cluster
+
+DEFAULT_SCHEDULES = PipelineOptions(1).schedules
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan, and how it was found.
+
+    Attributes:
+        captured: of one microbatch, for which the plan is.
+        timeline: of a step, where stages were searched for.
+        tried: the best ways that were planned, ``(what, seconds of a step)``, best first.
+        others: all plans in stages that were made exactly, this one first.
+    """
+
+    plan: Plan
+    captured: Captured
+    timeline: Timeline | None = None
+    tried: tuple[tuple[str, float], ...] = ()
+    others: tuple[Exact, ...] = ()
+
+
+ROUNDING = 1e-9
+"""Two sums of the same prices differ by less than this part."""
+BETTER = 1e-6
+"""A shape of the mesh has to be faster by more than this part: of shapes that are as fast the first one is taken."""
+MASK = 3
+"""Position of the mask among the tensors of an attention."""
+LARGE_MASKS_BYTES = 2**28
+"""Masks from which on a plan tells of them: those of 16,384 places."""
+NEXT_BEST = 3
+"""Ways that the notes of a plan name."""
+NEXT_WORDS = "next best"
+"""How notes begin that name the ways that came next."""
+SIMPLER = 0.001
+"""A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
+
+
+def options_of(asked: Asked) -> Options:
+    """What is asked of one mesh, as the planner takes it."""
+    pins = asked.pins
+    return Options(
+        constraints=pins.ops or None, params=pins.params or None, inputs=pins.inputs or None,
+        outputs=pins.outputs or None, memory_limit_bytes=pins.memory_limit_bytes, optimizer=asked.optimizer,
+        microbatches=asked.microbatches, time_limit_seconds=asked.time_limit_seconds, recompute=pins.recompute,
+        may_recompute=asked.may_recompute,
+    )  # fmt: skip
+
+
+def wishes_of(plan: Plan) -> Options:
+    """Options under which a plan, or a stage of it, is solved again as its user wanted it."""
+    return options_of(Asked(plan.pins, plan.optimizer, plan.microbatches))
+
+
+def find(
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
+    name: str = "", runs: bool = True, say: Callable[[str], None] = lambda what: None,
+) -> Outcome:  # fmt: skip
+    """The best plan for ``n`` devices of a cluster that does what is asked.
+
+    Where the number of microbatches is left to the planner, a model that takes something of its batch as a whole (batch
+    norms) is planned with one: with more, training would be another one than on one device.
+
+    Args:
+        captured: of a microbatch; of the batch of a step, where the number of microbatches is to be chosen.
+        example: gives what was captured as ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss
+            function.
+        name: by which the plan finds the cluster again; by default the cluster's own.
+        runs: the plan is for a program that is made now; see :func:`in_parts`.
+        say: told what is being planned.
+
+    Raises:
+        MeshError, PlanError: what is asked cannot be, or not of this model.
+        InfeasibleError: nothing fits.
+    """
+    graph = with_load(captured.graph, asked.pins.expert_load)
+    loaded = captured if graph is captured.graph else replace(captured, graph=graph)
+    outcome = _found(model, loaded, example, cluster, n, asked, name or cluster.name, runs, say)
+    notes = notes_on_load(outcome.captured.graph, outcome.plan)
+    return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, *notes))) if notes else outcome
+
+
+def _found(
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
+    name: str, runs: bool, say: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    """:func:`find`, of a graph that has its experts' loads."""
+    if not asked.piped or not (asked.insisted or can_be_cut(captured.graph, example())):
+        try:
+            return on_best_mesh(captured, cluster, n, asked, name, say)
+        except InfeasibleError as error:
+            if not asked.whole or asked.insisted or not can_be_cut(captured.graph, example()):
+                raise
+            hint = _in_other_ways(model, captured, example(), cluster, n, asked)
+            raise InfeasibleError(f"{error}\n  {hint}") from None
+    if asked.numbers is None:
+        say("stages")
+        planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
+        plan = _with_note_on_statistics(planned.plan, captured.graph)
+        return Outcome(plan, captured, planned.timeline, planned.tried, planned.others)
+    say("meshes, stages, schedules, microbatches")
+    taken = taken_of_batch(captured.graph) if asked.numbers == () and rows_of(example()) > 1 else ""
+    if taken:
+        asked = replace(asked, numbers=(1,))
+    try:
+        outcome = in_parts(model, captured, example(), cluster, n, asked, name, runs)
+    except InfeasibleError as error:
+        if not taken:
+            raise
+        raise InfeasibleError(
+            f"{error}\n  that is for the whole batch at once, because {taken}; give a number of microbatches to train "
+            "with what each microbatch has of its own, as gradient accumulation does"
+        ) from None
+    if taken:
+        said = f"one microbatch, because {taken}: give their number for more, of which each would have its own"
+        outcome = replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, said)))
+    if len(outcome.plan.stages) == 1 and outcome.plan.microbatches > 1 and 1 in (asked.numbers or (1,)):
+        return _simpler(outcome, captured, cluster, asked, name)
+    return outcome
+
+
+def can_be_cut(graph: Graph, example: Any) -> bool:
+    """Whether a model can be trained in stages or microbatches: it returns a loss, and its batch has rows."""
+    try:
+        return graph.loss is not None and rows_of(example) > 0
+    except CaptureError:
+        return False
+
+
+def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, asked: Asked, name: str) -> Outcome:
+    """The plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
+    options = replace(options_of(asked), microbatches=1)
+    try:
+        simple = on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, asked.pins)
+    except InfeasibleError:
+        return outcome
+    if simple.seconds > outcome.plan.seconds * (1 + SIMPLER):
+        return outcome
+    return replace(outcome, plan=simple, captured=captured, timeline=None)
+
+
+def _in_other_ways(
+    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked
+) -> str:
+    """What would fit a model of which the whole batch at once does not."""
+    free = replace(asked, whole=False, piped=True, numbers=())
+    try:
+        outcome = in_parts(model, captured, example, cluster, n, free, cluster.name, runs=False)
+    except (InfeasibleError, PlanError, MeshError) as error:
+        return f"nor in microbatches or stages: {error}"
+    words = "stages='auto'" if len(outcome.plan.stages) > 1 else f"microbatches={outcome.plan.microbatches}"
+    taken = taken_of_batch(captured.graph) if outcome.plan.microbatches > 1 else ""
+    differs = f", by other numbers: {taken}, and each microbatch would have its own" if taken else ""
+    return (
+        f"that is for the whole batch at once, as pm(batch) and loss.backward() run it; {words} would fit "
+        f"({outcome.tried[0][0]}: {show_seconds(outcome.plan.seconds)} a step), and trains by pm.train_step(*batch)"
+        f"{differs}"
+    )
+
+
+# --- on one mesh -----------------------------------------------------------------------------------------------------
+
+
+def on_only_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
+    """:func:`on_mesh`, where no other mesh is looked at.
+
+    Raises:
+        InfeasibleError: there is none; the message names the pins that clash.
+    """
+    try:
+        return on_mesh(graph, cluster, mesh, options, name, pins)
+    except NoChoice as error:
+        raise explained(graph, cluster, mesh, options, error) from None
+
+
+def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
+    """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model."""
+    stage = plan_graph(graph, cluster, mesh, options)
+    return Plan.alone(stage, name, pins, notes_on(graph))
+
+
+def notes_on(graph: Graph) -> tuple[str, ...]:
+    """What the reader of a plan for this model should know."""
+    notes: dict[str, str] = {}
+    for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
+        source = "written" if rule is None else source_of_rule(node, rule)
+        if source == "none":
+            why = f" (it {text})" if (text := why_not_found(node, graph)) else ""
+            notes[node.target] = f"no rule for {node.target}: kept whole on every rank{why}"
+        elif source == "discovered" and node.target not in notes:
+            notes[node.target] = f"no rule for {node.target}: found by trying it on small tensors: {rule}"
+    return (*(notes[target] for target in sorted(notes)), *_note_on_masks(graph))
+
+
+def _note_on_masks(graph: Graph) -> tuple[str, ...]:
+    """Of masks of attention that are computed, as large as all queries by all keys: how much they hold."""
+    masks = {node.refs[MASK] for node in graph.nodes if node.target == ATTENTION and len(node.refs) > MASK}
+    specs = [graph.spec(mask) for mask in masks if graph.nodes[mask.node].kind == "op"]
+    n_bytes = sum(spec.n_bytes for spec in specs)
+    if n_bytes < LARGE_MASKS_BYTES:
+        return ()
+    largest = max(specs, key=lambda spec: spec.n_bytes)
+    return (
+        f"attention: {len(specs)} mask(s) of queries by keys, the largest {list(largest.shape)}, take "
+        f"{show_bytes(n_bytes)} in all, which the memory counts; ranks that cut the sequence make their own rows, and "
+        "nothing that a mask hides is skipped",
+    )
+
+
+def on_best_mesh(
+    captured: Captured, cluster: Cluster, n: int, asked: Asked, name: str,
+    say: Callable[[str], None] = lambda what: None,
+) -> Outcome:  # fmt: skip
+    """The plan on the mesh that is asked for, or the fastest over the mesh shapes of ``n`` devices."""
+    graph, pins, options = captured.graph, asked.pins, options_of(asked)
+    shapes = [pins.mesh] if pins.mesh is not None else mesh_shapes(n, asked.max_axes, options.named_axes)
+    if pins.mesh is None:
+        shapes = [shape for shape in shapes if allows(shape, options)]
+    if not shapes:
+        raise MeshError(
+            f"no mesh shape of {n} devices has the axes that the constraints name "
+            f"({', '.join(sorted(options.named_axes))}) and as many as there are placements; shapes that are chosen "
+            f"have up to {asked.max_axes} axes, with names among {', '.join(AXIS_NAMES)}: name these, or give the mesh "
+            "that you mean"
+        )
+    best: Plan | None = None
+    infeasible: InfeasibleError | None = None
+    failed: Mesh = shapes[0]
+    tried: list[tuple[str, float]] = []
+    for shape in shapes:
+        say(shape.shown())
+        least = best.seconds if best is not None else inf
+        try:
+            plan = on_mesh(graph, cluster, shape, replace(options, worth_seconds=least), name, pins)
+        except Beaten:
+            continue
+        except InfeasibleError as error:
+            if infeasible is None:
+                infeasible, failed = error, shape
+            continue
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            best = replace(best, notes=(*best.notes, INTERRUPTED))
+            break
+        tried.append((shape.shown(), plan.seconds))
+        if plan.seconds < least * (1 - BETTER):
+            best = plan
+    if best is None:
+        assert infeasible is not None
+        if isinstance(infeasible, NoChoice):
+            raise explained(graph, cluster, failed, options, infeasible)
+        raise infeasible
+    return Outcome(best, captured, None, tuple(sorted(tried, key=lambda way: way[1])))
+
+
+# --- in stages -------------------------------------------------------------------------------------------------------
+
+
+def in_stages(
+    graphs: Mapping[int, Graph], cluster: Cluster, n: int, asked: Asked, name: str,
+    wanted: PipelineOptions | None = None,
+) -> Planned:  # fmt: skip
+    """The best plan in stages on ``n`` devices of a cluster.
+
+    Args:
+        graphs: of a microbatch, by the number of them that make up a step.
+        wanted: a layout to be priced, instead of what is asked of stages.
+    """
+    graph, pins = next(iter(graphs.values())), asked.pins
+    if pins.mesh is not None:
+        size = pins.mesh.n_devices
+        if pins.stages == 1 and size < n:  # as without stages: the first devices
+            n = size
+        if pins.stages is not None and size * pins.stages != n:
+            raise MeshError(
+                f"{pins.stages} stages on a mesh of {size} devices each need {pins.stages * size} devices, there are "
+                f"{n}"
+            )
+        if pins.stages is None and n % size:
+            raise MeshError(
+                f"a mesh of {size} devices for every group does not divide {n} devices; use one whose size divides {n}"
+            )
+    if n > cluster.n_devices:
+        raise MeshError(f"{n} devices are wanted, cluster '{cluster.name}' has {cluster.n_devices}")
+    if graph.loss is None:
+        raise PlanError("a pipeline trains a model that returns its loss; give loss_fn= and targets=")
+    schedules = pins.schedules or tuple(DEFAULT_SCHEDULES)
+    for schedule in schedules:
+        check_name(schedule)
+    options = options_of(asked)
+    check(graph, options, pins.mesh)
+    counts = [pins.stages] if pins.stages else [g for g in range(1, n + 1) if n % g == 0]
+    sizes = [m for g in counts for m in mesh_shapes(max(1, n // g), named=options.named_axes)]
+    check_counts(pins.stages, pins.cuts, n, schedules, pins.mesh, options, sizes)
+    starts = starts_of(graph, pins.cuts) if pins.cuts else None
+    wanted = wanted or PipelineOptions(
+        asked.microbatches,
+        pins.stages,
+        schedules,
+        pins.mesh,
+        starts,
+        options,
+        may_recompute=asked.may_recompute,
+        top=asked.top,
+        max_axes=asked.max_axes,
+    )
+    planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
+    notes = (*planned.plan.notes, *notes_on(graph), *_others(planned))
+    return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
+
+
+def _with_note_on_statistics(plan: Plan, graph: Graph) -> Plan:
+    """A plan that says so, where microbatches have what is one thing of the whole batch on one device."""
+    taken = taken_of_batch(graph) if plan.microbatches > 1 else ""
+    if not taken:
+        return plan
+    said = f"{taken}: each of the {plan.microbatches} microbatches has its own; with another number, training differs"
+    return replace(plan, notes=(*plan.notes, said))
+
+
+def _others(planned: Planned) -> list[str]:
+    """What came next, for those who read the plan later."""
+    best = planned.plan.seconds
+    others = dict(reversed([t for t in planned.tried if t[1] > best * (1 + ROUNDING)]))
+    ways = sorted(others.items(), key=lambda t: t[1])[:NEXT_BEST]
+    return [
+        f"{NEXT_WORDS}: {what}, {1e3 * seconds:.4g} ms a step ({seconds / best - 1:+.1%})" for what, seconds in ways
+    ]
+
+
+def part_of(model: torch.nn.Module, captured: Captured, example: Any, parts: int) -> Captured:
+    """One of so many parts of a batch, captured as the whole of it was.
+
+    Args:
+        example: ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss function: the whole batch.
+    """
+    args, kwargs, *targets = first_part(example, parts)
+    loss_fn = captured.example.loss_fn if captured.example is not None else None
+    part = capture(
+        model, args, kwargs, loss_fn=loss_fn, targets=targets[0] if targets else (), precision=captured.graph.precision
+    )  # fmt: skip
+    return replace(part, graph=with_load(part.graph, captured.graph.expert_load))
+
+
+def in_parts(
+    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked, name: str,
+    runs: bool = True, wanted: PipelineOptions | None = None,
+) -> Outcome:  # fmt: skip
+    """The best plan in stages of a batch on ``n`` devices, the number of microbatches chosen too.
+
+    Args:
+        captured: of the whole batch.
+        example: the whole batch, as for :func:`part_of`.
+        runs: the plan is for a program that is made now. A plan for a file is for the graph that follows from two
+            captured ones; whoever runs it captures the model, and a graph that is another one is refused.
+
+    Raises:
+        CaptureError: the rows of the batch do not divide, or there are none.
+    """
+    rows = rows_of(example)
+    counts = sorted(set(asked.numbers or ())) or numbers_of_parts(rows)
+    for m in counts:
+        first_part(example, m)  # refuses what does not divide before anything takes its time
+    captures = {1: captured}
+
+    def part(m: int) -> Captured:
+        if m not in captures:
+            captures[m] = part_of(model, captured, example, m)
+        return captures[m]
+
+    second = next((m for m in counts if m > 1), 1)
+
+    def graph(m: int) -> Graph:
+        if m in (1, second):
+            return part(m).graph
+        try:
+            return resized(captured.graph, part(second).graph, rows, rows // second, rows // m)
+        except NotLinear:
+            return part(m).graph
+
+    graphs = {m: graph(m) for m in counts}
+    planned = in_stages(graphs, cluster, n, asked, name, wanted)
+    one = planned.plan.microbatches
+    chosen = part(one) if runs or one in captures else replace(captured, graph=graphs[one], example=None)
+    if chosen.graph.fingerprint != planned.plan.fingerprint:  # the model treats this size in another way
+        planned = in_stages({planned.plan.microbatches: chosen.graph}, cluster, n, asked, name, wanted)
+    plan = _with_note_on_statistics(planned.plan, chosen.graph)
+    return Outcome(plan, chosen, planned.timeline, planned.tried, planned.others)
+
+
+__all__ = ["Outcome", "find", "in_stages", "on_best_mesh", "on_mesh", "on_only_mesh", "part_of", "wishes_of"]

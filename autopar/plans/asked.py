@@ -1,0 +1,191 @@
+"""From the arguments of a call, or the options of a command, to what is asked of a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.plans.plan import LIFETIMES, Pins
+from autopar.plans.wishes import BY_NAME, MOST_AXES, WISHES
+from autopar.words.load_shares import MEASURED, parse_load
+from autopar.words.meshes import Mesh
+from autopar.words.placements import REPLICATE, State
+from autopar.words.precision import parse_precision
+from autopar.words.texts import mesh_of, parse_bytes
+
+NOTHING = "none"
+"""What is recomputed where nothing may be."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """All wishes of one call, understood.
+
+    Attributes:
+        pins: those that the plan will remember.
+        microbatches: into how many a step's batch is cut, where their number is fixed.
+        numbers: of microbatches, to choose from; none for all that divide the batch; None where the number is fixed.
+        piped: stages are looked at, too; where none are asked for, only of a model that can be trained in stages.
+        insisted: something is asked of stages or microbatches, so a model that cannot have them is refused.
+        whole: the caller runs the batch of a step at once (``pm(batch)``, ``loss.backward()``) unless told otherwise.
+        may_recompute: blocks may run again in the backward, where the planner finds that best.
+        top: how many of the best layouts of a pipeline are planned exactly.
+        measure_load: the load of routed experts is what the model routes of the example batch.
+    """
+
+    pins: Pins = field(default_factory=Pins)
+    optimizer: str = "adamw"
+    microbatches: int = 1
+    numbers: tuple[int, ...] | None = ()
+    time_limit_seconds: float | None = None
+    max_axes: int = MOST_AXES
+    piped: bool = True
+    insisted: bool = False
+    whole: bool = False
+    may_recompute: bool = True
+    top: int = 1
+    measure_load: bool = False
+
+    @property
+    def everything(self) -> bool:
+        """Nothing is asked of meshes, stages and microbatches, so that all that the planner knows is searched."""
+        return self.piped and not self.insisted and self.numbers == () and self.pins.mesh is None
+
+
+Spelled = Callable[..., str]
+"""How a wish was said, for messages: of the wish's name, and of a key of its table if it is one."""
+
+
+def as_argument(name: str, key: Any = None) -> str:
+    """``microbatches``, ``params['*.weight']``."""
+    return name if key is None else f"{name}[{key!r}]"
+
+
+def as_option(name: str, key: Any = None) -> str:
+    """``--microbatches``, ``--pin-param *.weight``."""
+    flags = BY_NAME[name].flags
+    option = flags[0 if isinstance(key, str) and name == "placements" else -1].names[0]
+    return option if key is None else f"{option} {key}"
+
+
+def asked(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = as_argument) -> Asked:
+    """What the arguments of a call ask for; arguments that are no wishes are passed over.
+
+    The batch that was given is that of a step. Where nothing is said of it, and of stages, everything is searched; with
+    a mesh, or for a caller that runs the batch at once, there is one group of devices and one microbatch.
+
+    Args:
+        given: of the right types (:func:`autopar.parallelizing.arguments.check`), the optimizer by name; what is not
+            there was not asked for.
+        whole: the caller runs the batch of a step at once, where nothing is said of stages and microbatches.
+        spelled: how wishes were said.
+
+    Raises:
+        AutoparError: a wish means nothing, with its name, what was given and what to give.
+    """
+    wish = {w.name: given.get(w.name, w.default) for w in WISHES}
+    mesh = mesh_of(wish["mesh"])
+    staged = any(wish[w.name] is not None for w in WISHES if w.pipelines)
+    parts, free = wish["microbatches"], mesh is None and not whole
+    one, numbers = _microbatches(parts if parts is not None else "auto" if staged or free else 1, spelled)
+    chosen = parts is not None and numbers is None  # the caller's own number
+    if wish["max_axes"] < 1:
+        raise MeshError(f"{spelled('max_axes')} is {wish['max_axes']}; give 1 or more")
+    if wish["time_limit"] is not None and wish["time_limit"] <= 0:
+        raise AutoparError(f"{spelled('time_limit')} is {wish['time_limit']:g} s; give more than 0")
+    limit = parse_bytes(wish["memory_limit"])
+    if limit is not None and limit < 1:
+        raise AutoparError(
+            f"{spelled('memory_limit')} is {wish['memory_limit']}; give more than 0 bytes, or nothing for what the "
+            "device has"
+        )
+    groups = None if wish["stages"] == "auto" else wish["stages"]
+    if numbers is not None and not staged and not free:
+        groups = 1  # only their number is to be chosen
+    if groups is not None and groups < 1:
+        raise PlanError(f"{spelled('stages')} is {groups!r}; give a number of groups of devices from 1 on, or 'auto'")
+    _check_tables(wish)
+    if mesh is None and wish["placements"]:
+        said = " and ".join(dict.fromkeys(spelled("placements", key) for key in wish["placements"]))
+        raise MeshError(f"{said}: a placement has one part per mesh axis; give the mesh with it ({spelled('mesh')})")
+    states = {
+        k: State.parse(v, mesh or Mesh(), spelled("placements", k)) for k, v in (wish["placements"] or {}).items()
+    }  # fmt: skip
+    measured = isinstance(wish["expert_load"], str) and wish["expert_load"] == MEASURED
+    load = {} if measured else parse_load(wish["expert_load"], spelled("expert_load"))
+    again = [wish["recompute"]] if isinstance(wish["recompute"], str) else list(wish["recompute"])
+    nothing_again = again == [NOTHING]
+    names = wish["schedule"]
+    pins = Pins(
+        groups, tuple(wish["cuts"] or ()), (names,) if isinstance(names, str) else tuple(names or ()),
+        one if chosen else None, mesh,
+        {pattern: dict(axes) for pattern, axes in (wish["constraints"] or {}).items()},
+        {k: parse_kept(v, mesh, spelled("params", k)) for k, v in (wish["params"] or {}).items()},
+        {k: state for k, state in states.items() if isinstance(k, str)},
+        {k: state for k, state in states.items() if isinstance(k, int)},
+        None if limit is None else int(limit), () if nothing_again else tuple(again),
+        parse_precision(wish["precision"]), load,
+    )  # fmt: skip
+    optimizer = "adamw" if wish["optimizer"] == "adam" else wish["optimizer"]
+    return Asked(
+        pins, optimizer, one, numbers, wish["time_limit"], wish["max_axes"], staged or free or numbers is not None,
+        staged or parts is not None, whole, not nothing_again, measure_load=measured,
+    )  # fmt: skip
+
+
+def _microbatches(given: Any, spelled: Spelled) -> tuple[int, tuple[int, ...] | None]:
+    """The number of microbatches; and where it is to be chosen, from which (none for all that divide the batch)."""
+    if isinstance(given, int):
+        if given < 1:
+            raise AutoparError(f"{spelled('microbatches')} is {given}; give a whole number of 1 or more")
+        return given, None
+    several = isinstance(given, (list, tuple)) and given and all(isinstance(m, int) and m > 0 for m in given)
+    if given != "auto" and not several:
+        raise AutoparError(
+            f"{spelled('microbatches')} is {given!r}; give a whole number of 1 or more, several to choose from, or "
+            "'auto'"
+        )
+    return 1, () if given == "auto" else tuple(given)
+
+
+def _check_tables(wish: Mapping[str, Any]) -> None:
+    """Refuse tables of something else than text."""
+    for name, example in (
+        ("constraints", {"layers.*.up": {"tensor": "n"}}), ("params", {"*.weight": "S0,I"}),
+        ("placements", {"x": "S0,R"}),
+    ):  # fmt: skip
+        for key, value in (wish[name] or {}).items():
+            texts = value.values() if name == "constraints" and isinstance(value, Mapping) else [value]
+            if (name == "constraints") != isinstance(value, Mapping) or not all(isinstance(t, str) for t in texts):
+                raise AutoparError(f"{name}[{key!r}] is {value!r}; give it like {example}")
+
+
+def parse_kept(text: str, mesh: Mesh | None, where: str) -> str:
+    """How a parameter is to be kept: ``replicate``, ``S0,I`` or with a lifetime ``S0,I use``; spelled as here.
+
+    Args:
+        mesh: None if it is still to be chosen; then the number of placements is not checked.
+        where: whose words they are, for messages.
+
+    Raises:
+        PlanError: there is no such lifetime, or too many words.
+        MeshError: one of the placements is none, or there are more or fewer than axes.
+    """
+    words = re.sub(r"\s*,\s*", ",", text.strip()).split()
+    if words == [REPLICATE]:
+        return words[0]
+    if len(words) not in (1, 2):
+        raise PlanError(f"{where}: '{text}' has {len(words)} words; write 'replicate', or like 'S0,I' or 'S0,I use'")
+    if len(words) == 2 and words[1] not in LIFETIMES:
+        raise PlanError(
+            f"{where}: '{words[1]}' is no lifetime; write '{words[0]} step' (gathered once a step), '{words[0]} use' "
+            f"(gathered again for the backward), or '{words[0]}' for whichever is cheaper"
+        )
+    axes = mesh if mesh is not None else Mesh([("", 1)] * (words[0].count(",") + 1))
+    return " ".join([State.parse(words[0], axes, where).text, *words[1:]])
+
+
+__all__ = ["Asked", "as_argument", "as_option", "asked", "parse_kept"]

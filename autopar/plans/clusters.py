@@ -1,0 +1,83 @@
+"""Clusters by name or file, and the names by which plans remember them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopar.errors import ClusterError, MeshError
+from autopar.words.meshes import Mesh
+from hardware_profiles import Cluster, ProfileError, load_cluster
+
+FILES = (".toml", ".json")
+
+
+def get_cluster(cluster: str | Path | Cluster) -> Cluster:
+    """A cluster by name, by file, or as it is.
+
+    Raises:
+        ClusterError: there is none of that name, or the file is malformed or cannot be read. ``hardware_profiles``
+            stands alone and raises its own error, which is no :class:`~autopar.errors.AutoparError`.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    try:
+        return load_cluster(cluster)
+    except ProfileError as error:
+        raise ClusterError(str(error)) from error
+    except OSError as error:
+        raise ClusterError(f"cannot read cluster file {cluster}: {error.strerror}") from error
+
+
+def reference(cluster: str | Path | Cluster) -> str:
+    """What a plan keeps to find the cluster again: its name, or the absolute path of its file.
+
+    Plan files turn the path into one relative to themselves when they are saved.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster.name
+    return Path(cluster).resolve().as_posix() if str(cluster).endswith(FILES) else str(cluster)
+
+
+def profile_of(profile: str | Path, cluster: str | Path | Cluster | None = None) -> str:
+    """The path of a profile file, which is a cluster with measurements, where one may be given beside a cluster.
+
+    Raises:
+        ClusterError: it is no profile, or one of another cluster than the one given.
+    """
+    profiled = get_cluster(profile)
+    if not profiled.is_profile:
+        raise ClusterError(f"{profile} is a cluster without measurements; make a profile with autopar profile")
+    wanted = get_cluster(cluster) if cluster is not None else None
+    if wanted is not None and (wanted.n_devices, kinds(wanted)) != (profiled.n_devices, kinds(profiled)):
+        raise ClusterError(
+            f"profile {profile} is of {profiled.n_devices} devices ({', '.join(sorted(set(kinds(profiled))))}), the "
+            f"cluster given has {wanted.n_devices} ({', '.join(sorted(set(kinds(wanted))))}); leave the cluster out"
+        )
+    return str(profile)
+
+
+def kinds(cluster: Cluster) -> tuple[str, ...]:
+    """Names of a cluster's devices, by rank."""
+    return tuple(device.name for device in cluster.devices)
+
+
+def check_mesh(mesh: Mesh, cluster: Cluster) -> None:
+    """Refuse a mesh that the cluster cannot hold.
+
+    Raises:
+        MeshError: no axes, a size below one, a repeated name, or more devices than the cluster has.
+    """
+    if not mesh:
+        raise MeshError("the mesh has no axes; give at least one, such as data=2")
+    names = [name for name in mesh.names]
+    if len(set(names)) != len(names):
+        raise MeshError(f"the mesh names an axis twice: {', '.join(names)}")
+    for name, size in mesh:
+        if size < 1:
+            raise MeshError(f"axis '{name}' has size {size}; sizes are 1 or more")
+    need = mesh.n_devices
+    if need > cluster.n_devices:
+        raise MeshError(
+            f"the mesh {mesh.shown()} needs {need} devices, cluster '{cluster.name}' has "
+            f"{cluster.n_devices}; use smaller axes or a larger cluster"
+        )

@@ -1,0 +1,127 @@
+"""What is decided about memory between a forward and its backward: one record for every decision that there is.
+
+``keep`` is what happens to memory that nobody decides about. A plan says for what else is done
+(:attr:`autopar.plans.plan.StagePlan.memory`, decision by decision), a plan file says it by the same names, and so do
+the ledger's entries and the reports. What a decision is made for differs:
+
+============ ========================================================================================================
+segments     runs of operators, ``(first, last)``: they keep their inputs only and run again
+results      tensors that a segment makes for others, which are made again with the rest of it
+copies       tensors that are gathered: the copies are freed and gathered again from the piece
+tensors      results of operators: their memory is given up after the last reader and filled before the backward asks
+============ ========================================================================================================
+
+Segments, results and copies are made again by the program itself, so their price is that of its operators and
+collectives. A decision about ``tensors`` says what it costs and how the memory is filled; it is all that somebody who
+adds one has to write (docs/adding.md), and planner, plan files, programs, certificates and reports take it from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.words.graph import Graph, Ref
+from cost_models.costs import Costs
+from hardware_profiles import Device
+
+Memory = Mapping[str, tuple[Any, ...]]
+"""What a plan decides about memory: by decision, segments ``(first operator, last operator)``, or tensors by
+:func:`autopar.plans.plan.route_key`. What nobody decides about is kept."""
+
+SEGMENTS, RESULTS, COPIES, TENSORS = "segments", "results", "copies", "tensors"
+
+
+def every_tensor(graph: Graph, ref: Ref) -> bool:
+    """:attr:`MemoryDecision.may` of a decision that is good for all."""
+    return True
+
+
+@dataclass(frozen=True)
+class MemoryDecision:
+    """One decision about memory.
+
+    Attributes:
+        name: in plans, plan files and the ledger.
+        said: what becomes of the memory, for reports: ``run again in the backward``.
+        of: what it is made for: :data:`SEGMENTS`, :data:`RESULTS`, :data:`COPIES` or :data:`TENSORS`; empty for
+            ``keep``.
+        seconds: what a microbatch waits for a tensor of so many bytes on one rank to leave and to come back, forward
+            and backward together; what runs beside compute is not waited for. Of :data:`TENSORS` only, as what follows.
+        freed: makes of a tensor what gives it up and fills it: an :class:`autopar.lower.freed.Freed`.
+        may: for which tensors of a graph it may be made, of those that may be given up at all
+            (:func:`autopar.plans.regather.may_wait`).
+    """
+
+    name: str
+    said: str
+    of: str = TENSORS
+    seconds: Callable[[Costs, Device, int], float] | None = None
+    freed: Callable[[Any], Any] | None = None
+    may: Callable[[Graph, Ref], bool] = every_tensor
+
+    def __post_init__(self) -> None:
+        if self.of == TENSORS and (self.seconds is None or self.freed is None):
+            raise ValueError(
+                f"memory decision '{self.name}': say what a tensor's way out and back takes (seconds=) and how its "
+                "memory is filled (freed=)"
+            )
+
+    def price(self, costs: Costs, device: Device, n_bytes: int) -> float:
+        """:attr:`seconds`; nothing where the program's own operators and collectives are the price."""
+        return self.seconds(costs, device, n_bytes) if self.seconds is not None else 0.0
+
+
+DECISIONS: dict[str, MemoryDecision] = {}
+"""All decisions, by name."""
+
+
+def decision(record: MemoryDecision) -> MemoryDecision:
+    """Register a decision.
+
+    Raises:
+        ValueError: there is one of that name.
+    """
+    if record.name in DECISIONS:
+        raise ValueError(f"there is a memory decision '{record.name}' already; choose another name")
+    DECISIONS[record.name] = record
+    return record
+
+
+KEEP = decision(MemoryDecision("keep", "kept from forward to backward", ""))
+RECOMPUTE = decision(MemoryDecision("recompute", "run again in the backward", SEGMENTS))
+MAKE_AGAIN = decision(MemoryDecision("make again", "made again with their segment", RESULTS))
+GATHER_AGAIN = decision(MemoryDecision("gather again", "gathered again in the backward", COPIES))
+
+
+def about_tensors() -> list[MemoryDecision]:
+    """The decisions that are made for results of operators."""
+    return [record for record in DECISIONS.values() if record.of == TENSORS]
+
+
+def memory(**decided: Sequence[Any]) -> Memory:
+    """What is decided, by name with ``_`` for a space: ``memory(recompute=segments, gather_again=keys)``."""
+    return in_order({name.replace("_", " "): entries for name, entries in decided.items()})
+
+
+def in_order(decided: Mapping[str, Sequence[Any]]) -> Memory:
+    """Decisions in the order in which they are registered, without those that are made for nothing.
+
+    Raises:
+        PlanError: one is not registered.
+    """
+    for name in decided:
+        if name not in DECISIONS:
+            raise PlanError(
+                f"'{name}' is no decision about memory that is known here ({', '.join(DECISIONS)}); import the module "
+                "that registers it first"
+            )
+    return {name: tuple(decided[name]) for name in DECISIONS if decided.get(name)}
+
+
+__all__ = [
+    "COPIES", "DECISIONS", "GATHER_AGAIN", "KEEP", "MAKE_AGAIN", "RECOMPUTE", "RESULTS", "SEGMENTS", "TENSORS",
+    "Memory", "MemoryDecision", "about_tensors", "decision", "every_tensor", "in_order", "memory",
+]  # fmt: skip

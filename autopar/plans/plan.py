@@ -1,0 +1,424 @@
+"""The plan: every decision, as a value.
+
+A plan is stages, the schedule that orders their work, and what crosses between them; a model that is not cut has one
+stage. A stage says for every op which factor each mesh axis cuts, for every parameter how it is stored and used, for
+every tensor the steps that bring it from the placement its producer gives to those its consumers want, and what all
+that is predicted to cost. A plan holds no tensors and no code.
+
+The schedule's ranks are *groups* of devices: all stages of a group run on the same devices, and groups share none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import PlanError
+from autopar.plans.device_groups import check_places
+from autopar.plans.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE, Memory
+from autopar.plans.prices import Moment, Price, StagePeaks, bytes_together
+from autopar.plans.transfer import Side
+from autopar.words.graph import Graph, Ref, Spec
+from autopar.words.load_shares import Load
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State, whole_state
+from autopar.words.precision import Precision
+from cost_models.pipeline.actions import Action, Schedule
+
+VERSION = 2
+"""Of plan files (:mod:`autopar.planfile`)."""
+LIFETIMES = ("step", "use")
+
+Recompute = tuple[tuple[str, str], ...]
+"""Segments ``(first op, last op)``, runs of operators in execution order that run again in the backward."""
+
+
+@dataclass(frozen=True)
+class ParamChoice:
+    """How one parameter lives.
+
+    Attributes:
+        stored: placement in which the optimizer sees it; made of ``S`` and ``I`` only (``R`` without gradient).
+        used: placement in which the program takes it.
+        lifetime: how long a gathered copy lives: ``step`` (gathered once; ZeRO-1/2) or ``use`` (gathered again for
+            the backward; ZeRO-3).
+    """
+
+    stored: State
+    used: State
+    lifetime: str = "step"
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user asked for, by the names of the whole model; the plan is the fastest that does so.
+
+    What is empty or None was left to the planner. :mod:`autopar.plans.wishes` says how each is written and checked.
+
+    Attributes:
+        stages: groups of devices.
+        cuts: what all stages but the first begin with, as it was given: module paths or operators.
+        schedules: names to choose from.
+        microbatches: of a step.
+        mesh: of every group of devices.
+        ops: ``{pattern: {axis: factor}}``; a later pattern overrides an earlier one.
+        params: ``{pattern: "replicate", a placement "S0,I", or one with a lifetime "S0,I use"}``.
+        inputs, outputs: placements by input name and output position.
+        memory_limit_bytes: per device; None for what the device has.
+        recompute: patterns of module paths that run again in the backward.
+        precision: the policy that the graph was captured for.
+        expert_load: shares of rows of routed experts, by patterns of modules; prices are for them.
+    """
+
+    stages: int | None = None
+    cuts: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+    microbatches: int | None = None
+    mesh: Mesh | None = None
+    ops: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    params: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, State] = field(default_factory=dict)
+    outputs: Mapping[int, State] = field(default_factory=dict)
+    memory_limit_bytes: int | None = None
+    recompute: tuple[str, ...] = ()
+    precision: Precision | None = None
+    expert_load: Mapping[str, Load] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What the solver said.
+
+    ``status`` is ``optimal`` (proven), ``within gap`` (proven to be no further from the optimum than was asked),
+    ``best found`` (further from the bound than that) or ``time limit``; ``gap`` is relative to the bound. ``binds``:
+    with more memory there may be a faster plan; without it, a larger limit would change nothing.
+    """
+
+    solver: str
+    status: str
+    objective_seconds: float
+    gap: float
+    binds: bool = False
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Decisions for one graph on one mesh: a stage, or a model that is not cut into stages.
+
+    Attributes:
+        fingerprint: of the graph that this plan is for.
+        mesh: axis names and sizes.
+        ops: node name -> option name per axis (a factor, ``I``, ``R`` or ``P<group>``).
+        params: qualified name -> how it is stored and used.
+        buffers: qualified name -> placement; ``R`` unless every reader wants the same shard.
+        outputs: placement of each output tensor (None for an output that is no tensor).
+        routes: tensor, by :func:`route_key` -> reshard steps ``(from, to)``, a tree rooted at the producer's state.
+        inputs: placement in which a rank receives an input; inputs not named here arrive whole (``R``).
+        optimizer, microbatches, in_flight: for which the price is counted: ``microbatches`` a step, of which so many
+            keep their activations at once (more than one in a stage of a pipeline).
+        price: of a training step on one rank.
+        solution: what the solver said; None for a plan that was edited by hand.
+        memory: what is not kept for the backward, by decision (:mod:`autopar.plans.memory_decisions`): for each the
+            segments or the tensors, by :func:`route_key`, that it is made for.
+        first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
+            where there is none.
+        devices: ranks, in row-major order of the mesh.
+        fullest: when the peak of the price is reached; None if that is when the optimizer steps, or was not looked for.
+        peaks: what the peak of the price follows from; None of a plan whose price was not made here.
+    """
+
+    fingerprint: str
+    mesh: Mesh
+    ops: Mapping[str, tuple[str, ...]]
+    params: Mapping[str, ParamChoice]
+    buffers: Mapping[str, State]
+    outputs: tuple[State | None, ...]
+    routes: Mapping[str, tuple[tuple[State, State], ...]]
+    inputs: Mapping[str, State] = field(default_factory=dict)
+    optimizer: str = "adamw"
+    microbatches: int = 1
+    price: Price = field(default_factory=Price)
+    solution: Solution | None = None
+    memory: Memory = field(default_factory=dict)
+    in_flight: int = 1
+    first: str = ""
+    devices: tuple[int, ...] = ()
+    fullest: Moment | None = field(default=None, compare=False, repr=False)
+    peaks: StagePeaks | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def recompute(self) -> Recompute:
+        """Segments ``(first op, last op)``, runs of operators in execution order that keep only their inputs and run
+        again in the backward."""
+        return self.memory.get(RECOMPUTE.name, ())
+
+    @property
+    def gather_again(self) -> tuple[str, ...]:
+        """Tensors whose gathered copies are gathered again in the backward."""
+        return self.memory.get(GATHER_AGAIN.name, ())
+
+    @property
+    def make_again(self) -> tuple[str, ...]:
+        """Results of segments that are not kept for those who read them outside either."""
+        return self.memory.get(MAKE_AGAIN.name, ())
+
+    @property
+    def about_tensors(self) -> dict[str, frozenset[str]]:
+        """The decisions that are made for tensors by themselves: all but those of segments and of their results."""
+        of_segments = (RECOMPUTE.name, MAKE_AGAIN.name)
+        return {name: frozenset(keys) for name, keys in self.memory.items() if name not in of_segments}
+
+    @property
+    def whole_backward(self) -> bool:
+        """Whether the backward is not split into that of the inputs and that of the weights: what is brought back for
+        it would have to be brought back for both."""
+        return bool(self.memory)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What one microbatch keeps from its forward to its backward."""
+        return (self.price.activation_bytes - self.price.again_bytes) // self.in_flight
+
+    @property
+    def passing_bytes(self) -> int:
+        """What the fullest moment has beside what is stored and what all microbatches in flight keep, at most, however
+        many those are."""
+        passing = self.price.passing_bytes
+        return passing if self.peaks is None else max(passing, self.peaks.passing_bytes())
+
+    def with_in_flight(self, n: int) -> StagePlan:
+        """The same decisions where ``n`` microbatches are in flight."""
+        if n == self.in_flight:
+            return self
+        if self.peaks is not None:
+            return replace(self, in_flight=n, price=self.peaks.added_to(self.price, n), fullest=self.peaks.fullest(n))
+        activation_bytes = n * self.kept_bytes + self.price.again_bytes
+        working_bytes = max(self.price.working_bytes, -activation_bytes)  # when the optimizer steps, none is there
+        price = replace(self.price, activation_bytes=activation_bytes, working_bytes=working_bytes)
+        return replace(self, in_flight=n, price=price)
+
+    @property
+    def n_devices(self) -> int:
+        return self.mesh.n_devices
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that one stage makes and later stages read.
+
+    Attributes:
+        tensor: its name, as plans have it (:func:`route_key` of the whole graph): the readers have an input of that
+            name.
+        spec: of one microbatch, whole.
+        needs_grad: whether a gradient comes back.
+        source: number of the stage that makes it.
+        output: its position among the outputs of that stage.
+        targets: numbers of the stages that read it.
+    """
+
+    tensor: str
+    spec: Spec
+    needs_grad: bool
+    source: int
+    output: int
+    targets: tuple[int, ...]
+
+    def sides(self, stages: Sequence[StagePlan], target: int) -> tuple[Side, Side]:
+        """Where it is at the stage that makes it, and at one that reads it."""
+        maker, reader = stages[self.source], stages[target]
+        made_as = maker.outputs[self.output]
+        assert made_as is not None
+        wanted = reader.inputs.get(self.tensor, whole_state(reader.mesh, self.needs_grad))
+        return Side(made_as, maker.mesh, maker.devices), Side(wanted, reader.mesh, reader.devices)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for one model.
+
+    Of a plan of one stage, what it decides is found on the plan itself too: ``plan.mesh``, ``plan.ops``,
+    ``plan.params``, ``plan.price`` and so on. With several stages that is an error that says where to look.
+
+    Attributes:
+        fingerprint: of the whole graph, at the size of one microbatch.
+        cluster: name or path of the hardware profile.
+        stages: in execution order.
+        schedule: what each group of devices does in which order; its number of microbatches is that of a step.
+        crossings: what stages take from each other.
+        seconds: of a training step, simulated.
+        notes: for the reader.
+        pins: what the user asked for, so that the plan can be solved again with the same wishes.
+    """
+
+    fingerprint: str
+    cluster: str
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule
+    crossings: tuple[Crossing, ...] = ()
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    pins: Pins = field(default_factory=Pins)
+
+    @classmethod
+    def alone(cls, stage: StagePlan, cluster: str = "", pins: Pins | None = None, notes: tuple[str, ...] = ()) -> Plan:
+        """The plan of a model that is not cut: one stage, whose microbatches follow each other."""
+        schedule = one_stage(stage.microbatches)
+        return cls(stage.fingerprint, cluster, (stage,), schedule, (), stage.price.seconds, notes, pins or Pins())
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+        return self.schedule.n_microbatches
+
+    @property
+    def optimizer(self) -> str:
+        """For which the stages' memory is counted."""
+        return self.stages[0].optimizer
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """First operators of all stages but the first, as :func:`autopar.plans.staging.cut` takes them."""
+        return tuple(s.first for s in self.stages[1:])
+
+    @property
+    def n_devices(self) -> int:
+        return len({d for s in self.stages for d in s.devices})
+
+    @property
+    def memory_bytes(self) -> int:
+        """The peak on a device: of the group of devices that holds most."""
+        return max(bytes_together([self.stages[s].price for s in group]) for group in self.schedule.stages_of_rank)
+
+    def only(self, what: str = "decisions") -> StagePlan:
+        """The stage of a plan that has one.
+
+        Raises:
+            PlanError: there are several; it says how to come at ``what`` of each.
+        """
+        if len(self.stages) != 1:
+            last = len(self.stages) - 1
+            raise PlanError(
+                f"the plan has {len(self.stages)} stages, each with {what} of its own: see plan.stages[0] to "
+                f"plan.stages[{last}]"
+            )
+        return self.stages[0]
+
+    @property
+    def mesh(self) -> Mesh:
+        """Axis names and sizes."""
+        return self.only("a mesh").mesh
+
+    @property
+    def ops(self) -> Mapping[str, tuple[str, ...]]:
+        return self.only("ops").ops
+
+    @property
+    def params(self) -> Mapping[str, ParamChoice]:
+        return self.only("parameters").params
+
+    @property
+    def buffers(self) -> Mapping[str, State]:
+        return self.only("buffers").buffers
+
+    @property
+    def inputs(self) -> Mapping[str, State]:
+        return self.only("inputs").inputs
+
+    @property
+    def outputs(self) -> tuple[State | None, ...]:
+        return self.only("outputs").outputs
+
+    @property
+    def routes(self) -> Mapping[str, tuple[tuple[State, State], ...]]:
+        return self.only("routes").routes
+
+    @property
+    def memory(self) -> Memory:
+        return self.only("decisions about memory").memory
+
+    @property
+    def recompute(self) -> Recompute:
+        return self.only("recomputed segments").recompute
+
+    @property
+    def gather_again(self) -> tuple[str, ...]:
+        return self.only("tensors that are gathered again").gather_again
+
+    @property
+    def make_again(self) -> tuple[str, ...]:
+        return self.only("tensors that are made again").make_again
+
+    @property
+    def price(self) -> Price:
+        """Of a step; of several stages see ``plan.seconds`` and ``plan.memory_bytes``."""
+        return self.only("a price").price
+
+    @property
+    def solution(self) -> Solution | None:
+        return self.only("a solution").solution
+
+    def of_graphs(self, fingerprint: str, of_stages: Sequence[str]) -> Plan:
+        """The same decisions for a model with the same operators, such as one in another precision.
+
+        Args:
+            of_stages: fingerprints of the stages' graphs.
+        """
+        stages = (replace(stage, fingerprint=new) for stage, new in zip(self.stages, of_stages, strict=True))
+        return replace(self, fingerprint=fingerprint, stages=tuple(stages))
+
+    def of_graph(self, fingerprint: str) -> Plan:
+        """:meth:`of_graphs` for a plan of one stage."""
+        return self.of_graphs(fingerprint, [fingerprint])
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from autopar.plans.plan_table import plan_table
+
+        return plan_table(self)
+
+    def validate(self) -> Plan:
+        """Itself.
+
+        Raises:
+            PlanError: stages and schedule do not agree, a mesh does not have as many devices as it names or names one
+                twice, stages of a group are on different devices, or groups share a device.
+        """
+        check_places(self.schedule, [s.mesh for s in self.stages], [s.devices for s in self.stages])
+        return self
+
+
+def one_stage(microbatches: int) -> Schedule:
+    """No pipeline: forward and backward of each microbatch in turn."""
+    row = tuple(Action(0, kind, k) for k in range(microbatches) for kind in "FB")
+    return Schedule("none", 1, microbatches, ((0,),), (row,))
+
+
+def route_key(graph: Graph, ref: Ref) -> str:
+    """How a plan names a tensor: ``node`` for the first output of a node, ``node#1`` for the second, and so on."""
+    name = graph.nodes[ref.node].name
+    return f"{name}#{ref.out}" if ref.out else name
+
+
+def segment_numbers(graph: Graph, recompute: Recompute) -> dict[int, int]:
+    """``{operator: number of its segment}``.
+
+    Raises:
+        PlanError: a name is no operator, a segment ends before it begins, or segments overlap or are out of order.
+    """
+    numbers: dict[int, int] = {}
+    end = -1
+    for number, (first, last) in enumerate(recompute):
+        for name in (first, last):
+            if name not in graph.index or graph.nodes[graph.index[name]].kind != "op":
+                raise PlanError(f"recompute[{number}]: '{name}' is no operator of the model; see autopar show --code")
+        a, b = graph.index[first], graph.index[last]
+        if b < a:
+            raise PlanError(f"recompute[{number}]: '{last}' runs before '{first}'; exchange the two")
+        if a <= end:
+            raise PlanError(
+                f"recompute[{number}]: '{first}' does not come after the segment before, which ends with "
+                f"'{recompute[number - 1][1]}'; segments stand in execution order and do not overlap"
+            )
+        numbers.update((i, number) for i in range(a, b + 1) if graph.nodes[i].kind == "op")
+        end = b
+    return numbers

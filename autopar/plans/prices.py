@@ -1,0 +1,241 @@
+"""What a stage is predicted to cost: seconds and bytes; and the peak of its memory, for so many microbatches in flight.
+
+A stage of a pipeline is at its fullest with as many microbatches between forward and backward as the schedule lets it
+have. All but one of them keep what autograd saved. One runs, its forward or its backward, with all that operators need
+beside. And tensors of others are on their way: received before they are asked for, or sent and not taken yet.
+
+Two steps matter, because gradients of parameters are there from the first backward on. The *first* backward has most
+microbatches in flight if all of them are then; where a step has more, the forward and the backward behind it are as
+full, and the gradients are there, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autopar.plans.transfer import RECEIVED_AHEAD
+
+
+@dataclass(frozen=True)
+class Price:
+    """Predicted cost of one training step on one rank.
+
+    Attributes:
+        compute_seconds: forward and backward of the ops.
+        activation_seconds: collectives on activations, forward and backward, those inside distributed ops included.
+        parameter_seconds: gradient reductions and parameter gathers.
+        parameter_bytes, gradient_bytes, optimizer_bytes: stored state of one rank; exact.
+        gathered_bytes: copies of parameters (and their gradients) in the used placement, alive at once.
+        activation_bytes: what autograd keeps for the backward of all microbatches in flight; of recomputed segments
+            their inputs, and the rest of the largest one while it lives again.
+        again_bytes: of these, the rest of that largest segment: there once, however many microbatches are in flight.
+        working_bytes: what operators need while they run, at the fullest moment of the step: gradients of what they
+            make and read, copies on their way. Of what is counted above, gradients and activations are not all there at
+            once; what is not there at that moment is taken off here, so this can be negative.
+    """
+
+    compute_seconds: float = 0.0
+    activation_seconds: float = 0.0
+    parameter_seconds: float = 0.0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    gathered_bytes: int = 0
+    activation_bytes: int = 0
+    again_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.compute_seconds + self.activation_seconds + self.parameter_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most that lives at once on one rank, at the fullest moment of a step: what limits are held against."""
+        return self.stored_bytes + self.activation_bytes + self.working_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """What does not grow with the microbatches in flight."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
+
+    @property
+    def passing_bytes(self) -> int:
+        """What the fullest moment has beside what is stored, and what all microbatches in flight keep: of the stages on
+        one device, one at a time."""
+        return self.again_bytes + self.working_bytes
+
+
+def bytes_together(prices: Sequence[Price]) -> int:
+    """The most that lives at once on a rank of several stages."""
+    return sum(p.memory_bytes - p.passing_bytes for p in prices) + max(p.passing_bytes for p in prices)
+
+
+class Moment(NamedTuple):
+    """A moment of a step: operator ``node`` runs, forward or backward; ``slot`` says what of its backward it is
+    (:data:`autopar.planner.intra_op.memory.moments.SLOTS`)."""
+
+    node: int
+    backward: bool
+    slot: int
+
+
+class Crossed(NamedTuple):
+    """A tensor that a pipeline's stage gets from another one or gives to others, of one microbatch on one rank.
+
+    Attributes:
+        gradient_bytes: of what goes the other way for it, to or from each peer; 0 where nothing does.
+        peers: the stage that it comes from, or those that it goes to.
+    """
+
+    n_bytes: int
+    gradient_bytes: int
+    peers: tuple[int, ...]
+
+
+class OnTheirWay(NamedTuple):
+    """Of how many other microbatches tensors are there beside those of the one that runs, where a stage is fullest.
+
+    Attributes:
+        forwards: their forwards are still to come: of these activations are received ahead.
+        backwards: their backwards are: of these gradients are received ahead.
+        sent: activations sent and not taken yet.
+        sent_back: gradients sent and not taken yet.
+    """
+
+    forwards: int
+    backwards: int
+    sent: int
+    sent_back: int
+
+    @staticmethod
+    def at(in_flight: int, microbatches: int, backward: bool, is_first: bool) -> OnTheirWay:
+        """What was sent stays until the peer has taken it, which it says with what it sends next: under 1F1B of an
+        activation the gradient that comes next but one, of a gradient the activation that comes next but one.
+
+        Args:
+            in_flight: microbatches between forward and backward, that which runs among them.
+            backward: it runs its backward; else its forward.
+            is_first: no backward was before.
+        """
+        forwards = microbatches - in_flight - (not is_first)
+        if is_first:
+            sent = int(in_flight > 1) if backward else min(RECEIVED_AHEAD, in_flight - 1)
+        else:
+            sent = int(in_flight > 1 and forwards >= 0)
+        return OnTheirWay(max(0, forwards), microbatches - backward - (not is_first), sent, int(not is_first))
+
+
+def copies_ahead(peers: Sequence[Sequence[int]], microbatches: int) -> list[int]:
+    """How often each tensor is received before it is asked for: of every peer the next messages, whatever they are. On
+    GPUs it is one fewer: there this is a little more than there is.
+
+    Args:
+        peers: of each tensor, in the order in which they are sent.
+        microbatches: whose messages are still to come.
+    """
+    copies = [0] * len(peers)
+    for peer in {peer for of_tensor in peers for peer in of_tensor}:
+        messages = [number for number, of_tensor in enumerate(peers) if peer in of_tensor]
+        for number in (messages * min(RECEIVED_AHEAD, max(0, microbatches)))[:RECEIVED_AHEAD]:
+            copies[number] += 1
+    return copies
+
+
+class MicrobatchPeaks(NamedTuple):
+    """The most that a microbatch has on one rank while its forward runs, and its backward, in bytes, and when; moments
+    are None where nothing runs."""
+
+    forward_bytes: int
+    backward_bytes: int
+    forward: Moment | None
+    backward: Moment | None
+
+
+@dataclass(frozen=True)
+class StagePeaks:
+    """What the peak of a stage follows from.
+
+    Attributes:
+        first: of a microbatch whose backward makes the gradients of parameters; None if there never are all
+            microbatches in flight.
+        later: of one whose backward adds to them; None if a step has one microbatch.
+        gradient_bytes: of parameters, as they are stored.
+        optimizer_bytes: what the optimizer needs beside its state while it steps.
+        kept_bytes: of every microbatch in flight.
+        arrived, sent: what the stage gets from others, and what it gives.
+    """
+
+    first: MicrobatchPeaks | None
+    later: MicrobatchPeaks | None
+    gradient_bytes: int
+    optimizer_bytes: int
+    kept_bytes: int
+    arrived: tuple[Crossed, ...]
+    sent: tuple[Crossed, ...]
+    microbatches: int
+
+    def added_to(self, price: Price, in_flight: int) -> Price:
+        """The price where so many microbatches are in flight."""
+        activation_bytes = in_flight * self.kept_bytes + price.again_bytes
+        always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes
+        most = always + self._fullest(in_flight)[0]
+        working_bytes = most - price.stored_bytes - activation_bytes
+        return replace(price, activation_bytes=activation_bytes, working_bytes=working_bytes)
+
+    def fullest(self, in_flight: int) -> Moment | None:
+        """The fullest moment; None if that is when the optimizer steps."""
+        return self._fullest(in_flight)[1]
+
+    def _fullest(self, in_flight: int) -> tuple[int, Moment | None]:
+        """The most beside parameters, their copies and the optimizer's state, and when."""
+        in_step = self.gradient_bytes + self.optimizer_bytes
+        in_microbatch, moment = self._fullest_of_microbatches(in_flight)
+        return (in_microbatch, moment) if moment is not None and in_microbatch >= in_step else (in_step, None)
+
+    def passing_bytes(self) -> int:
+        """The most that there is at once beside what is stored and what all microbatches in flight keep, whatever their
+        number, while they run: a schedule that is searched keeps to a limit with this."""
+        last = range(max(1, self.microbatches - RECEIVED_AHEAD - 1), self.microbatches + 1)
+        numbers = {1, min(2, self.microbatches), *last}  # between them nothing changes but what is kept
+        of_number = ((n, self._fullest_of_microbatches(n)[0]) for n in sorted(numbers))
+        return max(n_bytes - n * self.kept_bytes for n, n_bytes in of_number) - self.gradient_bytes
+
+    def _fullest_of_microbatches(self, in_flight: int) -> tuple[int, Moment | None]:
+        """The same while microbatches run, the optimizer's step apart."""
+        most: tuple[int, Moment | None] = 0, None
+        all_at_once = in_flight >= self.microbatches
+        moments = []
+        if self.first is not None and all_at_once:
+            moments += [(self.first, in_flight, False), (self.first, in_flight, True)]
+        if self.later is not None:
+            if not all_at_once:
+                moments += [(self.later, in_flight, False)]
+            moments += [(self.later, max(1, in_flight - all_at_once), True)]
+        for peaks, n, backward in moments:
+            moment = peaks.backward if backward else peaks.forward
+            if moment is None:
+                continue
+            is_first = peaks is self.first
+            n_bytes = peaks.backward_bytes if backward else peaks.forward_bytes
+            n_bytes += (n - 1) * self.kept_bytes + (not is_first) * self.gradient_bytes
+            n_bytes += self._crossing(OnTheirWay.at(n, self.microbatches, backward, is_first))
+            if n_bytes >= most[0]:
+                most = n_bytes, moment
+        return most
+
+    def _crossing(self, there: OnTheirWay) -> int:
+        """Bytes of what is on its way."""
+        arrived, sent = self.arrived, self.sent
+        gradients = [crossed for crossed in sent if crossed.gradient_bytes]
+        ahead = copies_ahead([crossed.peers for crossed in arrived], there.forwards)
+        gradients_ahead = copies_ahead([crossed.peers for crossed in gradients], there.backwards)
+        return (
+            sum(n * crossed.n_bytes for n, crossed in zip(ahead, arrived, strict=True))
+            + sum(n * crossed.gradient_bytes for n, crossed in zip(gradients_ahead, gradients, strict=True))
+            + there.sent * sum(crossed.n_bytes for crossed in sent)
+            + there.sent_back * sum(crossed.gradient_bytes for crossed in arrived)
+        )

@@ -1,0 +1,399 @@
+"""What a user may ask of a plan: one record for each wish.
+
+From these records come the checks of arguments (:mod:`autopar.parallelizing.arguments`), the docstrings of
+:func:`autopar.plan` and :func:`autopar.parallelize`, the options of ``autopar plan`` with their help, the ``pins`` of
+plan files (:mod:`autopar.planfile.pins`), what each stage of a pipeline gets of them, and how a plan is said to have
+been asked for. A new wish is a record here, an argument in both signatures (a test compares them), a field of
+:class:`~autopar.plans.plan.Pins` if a plan remembers it, and whatever honours it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from autopar.errors import AutoparError
+from autopar.plans.plan import Pins
+from autopar.words.load_shares import MEASURED, UNIFORM
+from autopar.words.precision import PRESETS, Precision
+from autopar.words.texts import show_bytes
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
+MOST = 1 << 24
+"""No count of ranks, stages or microbatches is larger: it would only take time."""
+MOST_AXES = 3
+"""Axes of the mesh shapes that are tried, at most, unless told otherwise."""
+MEMORY_FRACTION = 0.9
+"""Of a device's memory a plan may fill, unless told otherwise: the rest is for the allocator's gaps, the libraries'
+buffers and what prices do not count."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of the command line that says a wish, or a part of one.
+
+    Attributes:
+        names: ``--mesh``, and a short form if there is one.
+        read: from the text (of a repeatable option: the texts) to the argument's value; of several options for one
+            wish to tables, which are joined.
+        kind: what the text is before it is read.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    read: Callable[[Any], Any] = lambda text: text
+    repeatable: bool = False
+    kind: type = str
+
+    @property
+    def parameter(self) -> str:
+        """``pin_param`` of ``--pin-param``."""
+        return self.names[0].removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A field of :class:`~autopar.plans.plan.Pins`.
+
+    Attributes:
+        form: how it is written in a plan file, a key of ``autopar.planfile.pins.FORMS``.
+        stages: what a stage of a pipeline gets: nothing, because it concerns the ``pipeline``; the ``same``; or its
+            ``part`` (``autopar.planner.inter_op.stage_pins.PARTS``).
+        words: what is said of it where a plan is described; one entry for each thing that was asked for.
+    """
+
+    name: str
+    form: Literal["count", "texts", "mesh", "ops", "kept", "inputs", "outputs", "precision", "loads"]
+    stages: Literal["pipeline", "same", "part"]
+    words: Callable[[Any], list[str]]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One thing that can be asked for.
+
+    Attributes:
+        name: of the argument of ``plan`` and ``parallelize``.
+        default: its value where nothing is asked.
+        right, wanted: whether a value has the right type, and what one is, for messages.
+        told: what docstrings say of it.
+        flags: the options of ``autopar plan`` that say it.
+        pins: what a plan remembers of it.
+        pipelines: it can only be asked of a pipeline, so it asks for one.
+    """
+
+    name: str
+    default: Any
+    right: Callable[[Any], bool]
+    wanted: str
+    told: str
+    flags: tuple[Flag, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    pipelines: bool = False
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+
+def is_whole(value: Any) -> bool:
+    """A whole number that counts something."""
+    return isinstance(value, int) and not isinstance(value, bool) and value <= MOST
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
+
+
+def is_table(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def optional(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Also None."""
+    return lambda value: value is None or right(value)
+
+
+def _is_mesh(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, str):
+        return True
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str) and is_whole(pair[1])
+        for pair in value
+    )
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _are_counts(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(is_whole(m) for m in value)
+    return is_whole(value) or _is_auto(value)
+
+
+# --- texts of the command line ---------------------------------------------------------------------------------------
+
+
+def parse_choices(text: str) -> dict[str, str] | None:
+    """``tensor=k,data=b``; None if it is nothing like that."""
+    wanted = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\w+)\s*", part)
+        if match is None or match[1] in wanted:
+            return None
+        wanted[match[1]] = match[2]
+    return wanted
+
+
+def _pins_of_ops(texts: list[str]) -> dict[str, dict[str, str]]:
+    """``layers.*.mlp.up:tensor=n`` -> pattern and ``{axis: factor}``."""
+    table: dict[str, dict[str, str]] = {}
+    for text in texts:
+        pattern, colon, rest = text.rpartition(":")
+        wanted = parse_choices(rest) if colon and pattern else None
+        if wanted is None:
+            raise AutoparError(f"pin '{text}' is no PATTERN:axis=factor; write it like 'layers.*.mlp.up:tensor=n'")
+        table.setdefault(pattern, {}).update(wanted)
+    return table
+
+
+def _named(option: str, example: str) -> Callable[[list[str]], dict[str, str]]:
+    """``NAME=VALUE`` -> name and value."""
+
+    def read(texts: list[str]) -> dict[str, str]:
+        table = {}
+        for text in texts:
+            name, equals, value = text.partition("=")
+            if not equals or not name:
+                raise AutoparError(f"{option} '{text}' is no {example.partition(' ')[0]}; write it like {option} "
+                                   f"{example.partition(' ')[2]}")  # fmt: skip
+            table[name] = value
+        return table
+
+    return read
+
+
+def _numbered(option: str, example: str) -> Callable[[list[str]], dict[int, str]]:
+    def read(texts: list[str]) -> dict[int, str]:
+        table = _named(option, example)(texts)
+        for name in table:
+            if not name.isdigit():
+                raise AutoparError(f"{option} '{name}={table[name]}': '{name}' is no output number; outputs count from "
+                                   "0")  # fmt: skip
+        return {int(name): value for name, value in table.items()}
+
+    return read
+
+
+def _counts(text: str) -> int | str | list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if text == "auto":
+        return text
+    if not all(part.isdigit() for part in parts):
+        raise AutoparError(f"--microbatches is '{text}'; give a number, several such as 4,8,16, or auto")
+    numbers = list(dict.fromkeys(map(int, parts)))
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _groups(text: str) -> int | str:
+    if text != "auto" and not text.isdigit():
+        raise AutoparError(f"--stages is '{text}'; give a number of groups of devices, or auto")
+    return text if text == "auto" else int(text)
+
+
+# --- the wishes ------------------------------------------------------------------------------------------------------
+
+
+def _plural(n: int, what: str) -> str:
+    return f"{n} {what}{'s' if n > 1 else ''}"
+
+
+WISHES: tuple[Wish, ...] = (
+    Wish(
+        "mesh", None, optional(_is_mesh), "axes and their sizes, such as 'data=2,tensor=4' or {'data': 8}",
+        '``{"data": 2, "tensor": 4}`` or ``"data=2,tensor=4"``; None tries every shape of up to ``max_axes`` axes. Of '
+        "a pipeline, of every group of devices.",
+        (Flag(("--mesh", "-m"), "Axes and sizes: data=8,tensor=8. Default: the fastest of several."),),
+        (Pin("mesh", "mesh", "pipeline", lambda mesh: [f"mesh {mesh.shown()}"]),),
+    ),
+    Wish(
+        "constraints", None, optional(is_table), "a dict such as {'layers.*.up': {'tensor': 'n'}}",
+        "``{module pattern: {axis: factor}}`` pins how ops are cut.",
+        (Flag(("--pin",), "PATTERN:axis=factor: how ops are cut, such as 'layers.*.mlp.up:tensor=n'. Repeatable.",
+              _pins_of_ops, True),),
+        (Pin("ops", "ops", "part", lambda ops: [
+            f"{pattern}: " + " ".join(f"{axis}={factor}" for axis, factor in axes.items())
+            for pattern, axes in ops.items()]),),
+    ),
+    Wish(
+        "params", None, optional(is_table), "a dict such as {'*.weight': 'S0,I'}",
+        '``{parameter pattern: how}`` pins how parameters are stored: ``"replicate"``, placements ``"S0,I"``, or '
+        'placements with the lifetime of the gathered copy, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).',
+        (Flag(("--keep-replicated",), "Pattern of parameters that stay whole on every rank. Repeatable.",
+              lambda texts: dict.fromkeys(texts, "replicate"), True),
+         Flag(("--pin-param",), "How parameters are stored: 'PATTERN=S0,I', with 'S0,I step' (gathered once a step) or "
+              "'S0,I use' (gathered again for the backward). Repeatable.",
+              _named("--pin-param", "PATTERN=PLACEMENT '*.weight=S0,I use'"), True)),
+        (Pin("params", "kept", "part", lambda params: [f"{pattern}: {how}" for pattern, how in params.items()]),),
+    ),
+    Wish(
+        "placements", None, optional(lambda v: is_table(v) and all(isinstance(k, str) or is_whole(k) for k in v)),
+        "a dict such as {'x': 'S0,R'}, by names of inputs or numbers of outputs",
+        '``{input name or output number: placements}``, such as ``{"x": "S0,R"}``.',
+        (Flag(("--pin-input",), "How an input arrives: NAME=S0,R. Repeatable.",
+              _named("--pin-input", "NAME=PLACEMENT x=S0,R"), True),
+         Flag(("--pin-output",), "How an output comes out: NUMBER=S0,I. Repeatable.",
+              _numbered("--pin-output", "NUMBER=PLACEMENT 0=I,I"), True)),
+        (Pin("inputs", "inputs", "part",
+             lambda states: [f"input {name}: {states[name].text}" for name in sorted(states)]),
+         Pin("outputs", "outputs", "part",
+             lambda states: [f"output {number}: {states[number].text}" for number in sorted(states)])),
+    ),
+    Wish(
+        "recompute", (), lambda v: are_texts(v) or (isinstance(v, str) and v == "none"),
+        "a list of patterns of module paths, such as ['layers.*'], or 'none'",
+        'patterns of module paths, such as ``["layers.*"]``; each module that matches keeps only its inputs for the '
+        'backward, and runs again there (activation checkpointing). ``"none"``: nothing runs again. By default the '
+        "planner chooses.",
+        (Flag(("--recompute",), "Modules that keep only their inputs and run again in the backward: a pattern of "
+              "paths. Repeatable. none: nothing runs again. Default: the planner chooses.", list, True),),
+        (Pin("recompute", "texts", "same", lambda patterns: [f"{pattern}: recompute" for pattern in patterns]),),
+    ),
+    Wish(
+        "memory_limit", None, optional(lambda v: isinstance(v, str) or (is_number(v) and v < math.inf)),
+        "bytes, or such as '40GiB'",
+        'per device, in bytes or as ``"40GiB"``; None for nine tenths of the device\'s memory.',
+        (Flag(("--memory-limit",), f"Bytes per device: 70GiB. Default: {MEMORY_FRACTION:g} of its memory."),),
+        (Pin("memory_limit_bytes", "count", "same", lambda n: [f"at most {show_bytes(n)} per device"]),),
+    ),
+    Wish(
+        "optimizer", "adamw", lambda v: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
+        "``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state; or an optimizer, whose class says which.",
+        (Flag(("--optimizer",), "adamw, sgd or sgd_momentum."),),
+    ),
+    Wish(
+        "precision", None, optional(lambda v: isinstance(v, (str, Precision))),
+        f"{', '.join(PRESETS)}, or autopar.Precision(...)",
+        "what is kept and computed in which format: ``bf16-mixed`` computes in bfloat16 on casts of float32 masters, "
+        "which the module's parameters are; or an :class:`autopar.Precision`. None: as the model is.",
+        (Flag(("--precision",), f"{', '.join(PRESETS)}, or fields such as params=bfloat16,reduce=bfloat16. bf16-mixed: "
+              "bfloat16 compute on float32 masters and moments."),),
+        (Pin("precision", "precision", "same", lambda policy: [f"precision {policy}"]),),
+    ),
+    Wish(
+        "expert_load", None, optional(lambda v: isinstance(v, (str, Path, list, tuple)) or is_table(v)),
+        f"'{UNIFORM}', '{MEASURED}', one number for each expert such as [3, 1, 1, 1], a dict of these by patterns of "
+        "modules, or the path of a JSON file that holds one",
+        "how rows spread over routed experts, for prices alone: rows or shares of each expert, a dict of these by "
+        'patterns of modules, such as ``{"layers.0.*": [3, 1, 1, 1]}``, the path of a JSON file that holds one, '
+        '``"measured"``: what the model routes of the example batch, or ``"uniform"``. The rank whose experts have '
+        "most is the one that is priced, and a note of the plan names it.",
+        (Flag(("--expert-load",), "How rows spread over routed experts, for prices: a JSON file of rows or shares, "
+              "measured (with the model's values, on its example batch) or uniform, which is the default."),),
+        (Pin("expert_load", "loads", "same", lambda loads: [
+            f"{pattern}: load of {len(load)} experts, {max(load):.1%} for the fullest"
+            for pattern, load in loads.items()]),),
+    ),
+    Wish(
+        "microbatches", None, optional(_are_counts), "a whole number of 1 or more, several to choose from, or 'auto'",
+        'into how many microbatches the batch of a step, which the example inputs are, is cut: a number, several to '
+        'choose from, or ``"auto"`` for the best of those that divide it (1 with batch norms, which else train '
+        'otherwise).',
+        (Flag(("--microbatches",), "Into how many pieces the batch of a step, which the example is, is cut: a number, "
+              "several such as 4,8,16 to choose from, or auto (1 with batch norms). Default: auto; 1 with --mesh and "
+              "no stages.",
+              _counts),),
+        (Pin("microbatches", "count", "pipeline", lambda n: [_plural(n, "microbatch").replace("hs", "hes")]),),
+    ),
+    Wish(
+        "stages", None, optional(lambda v: is_whole(v) or _is_auto(v)),
+        "a number of groups of devices from 1 on, or 'auto'",
+        'pipeline over so many groups of devices (``"auto"``: the best number; 1: none); ``mesh`` is then that of a '
+        "group, and the plan has several :attr:`~autopar.plans.plan.Plan.stages`, if that is best.",
+        (Flag(("--stages",), "Pipeline over so many groups of devices, or auto. Default: auto; 1 group with --mesh.",
+              _groups),),
+        (Pin("stages", "count", "pipeline", lambda n: [_plural(n, "group")]),), True,
+    ),
+    Wish(
+        "schedule", None, optional(lambda v: isinstance(v, str) or (are_texts(v) and len(v) > 0)),
+        "a schedule's name, or several to choose from",
+        "the pipeline's: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-v``, ``dualpipe-v``, ``searched`` "
+        "(an order found for the stages' own times, within the memory), or several to choose from.",
+        (Flag(("--schedule",), "gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, dualpipe-v, searched. Repeatable", list,
+              True),),
+        (Pin("schedules", "texts", "pipeline", lambda names: [f"schedule {' or '.join(names)}"]),), True,
+    ),
+    Wish(
+        "cuts", None, optional(are_texts), "a list of what stages begin with, such as ['layers.12']",
+        'where the pipeline is cut: what all stages but the first begin with, such as ``["layers.12"]`` (the path of a '
+        "module, or an operator as ``module:op``); by default the planner cuts.",
+        (Flag(("--cut",), "What a stage begins with: path of a module, or module:op. Once for every stage but the "
+              "first.", list, True),),
+        (Pin("cuts", "texts", "pipeline", lambda cuts: [f"cut at {', '.join(cuts)}"]),), True,
+    ),
+    Wish(
+        "max_axes", MOST_AXES, is_whole, "a whole number of 1 or more",
+        "of the mesh shapes that are tried where none is given.",
+    ),
+    Wish(
+        "time_limit", None, optional(is_number), "seconds, more than 0",
+        "seconds of the clock for one run of the solver; by default its work is counted, so that plans do not depend "
+        "on how busy the machine is.",
+        (Flag(("--time-limit",), "Seconds of the clock for one run of the solver; by default its work is counted: "
+              "about two minutes, or a few seconds where memory binds.", kind=float),),
+    ),
+)  # fmt: skip
+"""In the order in which options are listed."""
+BY_NAME = {wish.name: wish for wish in WISHES}
+_FIRST = ("stages", "mesh", "cuts", "schedules", "microbatches")
+PINS = tuple(
+    sorted(
+        (pin for wish in WISHES for pin in wish.pins),
+        key=lambda pin: (_FIRST.index(pin.name) if pin.name in _FIRST else len(_FIRST), pin.name.startswith("memory")),
+    )
+)
+"""What plans remember: first of the pipeline, then of what is in it, last of the device."""
+
+
+def pin_words(pins: Pins) -> list[str]:
+    """What was asked for, one entry for each thing: ``2 groups``, ``layers.*.up: tensor=n``."""
+    return [words for pin in PINS if (value := getattr(pins, pin.name)) for words in pin.words(value)]
+
+
+def documented(function: Callable[..., Any]) -> Any:
+    """The function; in its docstring, a line ``{wishes}`` or ``{name}`` is replaced by what is told of the wishes.
+
+    A name stands for one wish; ``{wishes}`` for all that are not named.
+    """
+    import textwrap
+
+    text = function.__doc__ or ""
+    named = set(re.findall(r"^ *\{(\w+)\}$", text, re.M)) - {"wishes"}
+    every = [wish for wish in WISHES if wish.name not in named]
+
+    def told(match: re.Match[str]) -> str:
+        chosen = every if match[2] == "wishes" else [BY_NAME[match[2]]]
+        return "\n".join(
+            textwrap.fill(f"{wish.name}: {wish.told}", 119, initial_indent=match[1],
+                          subsequent_indent=match[1] + "    ", break_long_words=False)
+            for wish in chosen
+        )  # fmt: skip
+
+    function.__doc__ = re.sub(r"^( *)\{(\w+)\}$", told, text, flags=re.M)
+    return function
+
+
+__all__ = [
+    "BY_NAME", "OPTIMIZERS", "PINS", "WISHES", "Flag", "Pin", "Wish", "documented", "parse_choices", "pin_words",
+]  # fmt: skip

@@ -1,0 +1,98 @@
+"""The load of routed experts, measured: what a model's routers do with a batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx
+
+from autopar.capture import Captured
+from autopar.comparison.sides import Sides
+from autopar.errors import PlanError
+from autopar.plans.asked import Asked
+from autopar.rules.experts.expert_load import ROUTED, experts_of
+from autopar.torch_private import pytree
+from autopar.words.graph import Graph
+from autopar.words.load_shares import Load
+
+
+def with_measured_load(asked: Asked, captured: Captured, model: torch.nn.Module, example: Any) -> Asked:
+    """What is asked, with the load of each operator of routed experts, where it is to be measured.
+
+    Args:
+        example: what was captured, with its values: ``(args, kwargs)``, or ``(args, kwargs, targets)``.
+
+    Raises:
+        PlanError: the model or the batch has no values.
+    """
+    if not asked.measure_load:
+        return asked
+    args, kwargs, *targets = example
+    loads = measured_load(captured, model, args, kwargs, targets[0] if targets else ())
+    return replace(asked, pins=replace(asked.pins, expert_load=loads), measure_load=False)
+
+
+def measured_load(
+    captured: Captured, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], targets: Any = ()
+) -> dict[str, Load]:
+    """The share of rows that each routed expert gets of a batch, by the name of the operator.
+
+    The graph runs once, forward; rows of no expert count for none. Operators to which nothing is routed are left out.
+
+    Raises:
+        PlanError: the model or the batch has no values, or no routed experts.
+    """
+    routed = {node.name for node in captured.graph.nodes if node.target in ROUTED}
+    if not routed:
+        raise PlanError("expert_load='measured': the model has no routed experts; leave expert_load out")
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named |= {f"input {k}": x for k, x in enumerate(pytree.tree_leaves((args, kwargs, targets)))}
+    missing = next((name for name, x in named.items() if getattr(x, "is_meta", False)), None)
+    if missing is not None:
+        raise PlanError(
+            f"expert_load='measured' runs the model, and '{missing}' is on the meta device, without values; give a "
+            "model and a batch with values, or shares of rows as numbers"
+        )
+    policy = captured.graph.precision
+    with torch.no_grad(), policy.of_model(model) if policy is not None else contextlib.nullcontext():
+        loads: dict[str, Load] = {}
+        _Forward(captured, model, args, kwargs, targets).graph(lambda module: _Routed(module, captured.graph, loads))
+    return loads
+
+
+class _Forward(Sides):
+    """Runs the graph without its backward."""
+
+    def _gradients(self, outputs: Any, params: Any, inputs: Any) -> Any:
+        return {}
+
+
+class _Routed(torch.fx.Interpreter):
+    """Runs a program of one device, and notes the share of rows that each expert has.
+
+    Args:
+        into: by the names of operators.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule, graph: Graph, into: dict[str, Load]) -> None:
+        super().__init__(module)
+        self.source, self.into = graph, into
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        name = (n.meta.get("autopar") or {}).get("node")
+        node = self.source.nodes[self.source.index[name]] if name is not None else None
+        if node is not None and n.op == "call_function" and node.target in ROUTED:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            expert = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)][-1]
+            n_experts = experts_of(self.source, node)
+            rows = expert[(expert >= 0) & (expert < n_experts)].bincount(minlength=n_experts).tolist()
+            if total := sum(rows):
+                self.into[node.name] = tuple(n / total for n in rows)
+        return super().run_node(n)
+
+
+__all__ = ["measured_load", "with_measured_load"]

@@ -1,0 +1,120 @@
+"""How one call of attention goes on, on a rank: which queries and keys are here, where they stand in the sequence,
+which of them meet, and how dropout is drawn for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.rules.attention.attention_kernels import Dropping, PartOfAttention
+from autopar.rules.attention.attention_pairs import Met, Stretch, in_blocks, joined, mask_of, pairs, zigzag_stretches
+from autopar.rules.families.random import Shards, dropping, hashes_at, threshold_of
+from autopar.words.pieces import nested_piece_of
+
+Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of queries and of keys; None where there is no dropout."""
+
+
+class Draw(NamedTuple):
+    """How the dropout of a call is drawn.
+
+    Attributes:
+        p: the probability to be dropped.
+        site: number of the call.
+        shape: of the scores of all ranks.
+        shards: of their leading dims, the axes that cut each.
+    """
+
+    p: float
+    site: int
+    shape: tuple[int, ...]
+    shards: Shards
+
+
+@dataclass(frozen=True, eq=False)
+class Going:
+    """How a call of attention goes on.
+
+    Attributes:
+        ring: the axis that keys and values travel round; None where a rank has them all.
+        group: the process group of that axis.
+        number, pieces: of this rank on it, and how many ranks it has.
+        row_cuts: ``(size, unit)`` of the axes that cut the queries.
+        row_numbers: this rank's number on each of them.
+        n_rows: queries of all ranks.
+        causal, scale: of the operator.
+        zigzag: ranks exchange halves first.
+        mask_learns: whether the gradient of the mask is asked for.
+        draw: of dropout; None where there is none.
+        steps: of the ring: as many as pieces where values count; then the second one stands for those left out.
+    """
+
+    ring: str | None
+    group: Any
+    number: Any
+    pieces: int
+    row_cuts: tuple[tuple[int, int], ...]
+    row_numbers: tuple[Any, ...]
+    n_rows: int
+    causal: bool
+    scale: float | None
+    zigzag: bool = False
+    mask_learns: bool = False
+    draw: Draw | None = None
+    steps: int = 1
+
+    def rows(self, numbers: Sequence[int], length: int) -> list[Stretch]:
+        """The queries of a rank.
+
+        Args:
+            numbers: ``row_numbers``, of one rank where this process plays many.
+            length: how many it has.
+        """
+        if self.zigzag:
+            return zigzag_stretches(numbers[0], self.pieces, length)
+        return [Stretch(nested_piece_of(self.n_rows, self.row_cuts, numbers)[0], length, 0)]
+
+    def keys(self, number: int, length: int) -> list[Stretch]:
+        """The keys of piece ``number`` of the ring; all of them where there is none."""
+        if self.zigzag:
+            return zigzag_stretches(number, self.pieces, length)
+        return [Stretch(number * length, length, 0)]
+
+    def parts(
+        self, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        mask: torch.Tensor | None, hashes: Hashes,
+    ) -> Iterator[tuple[Met, PartOfAttention]]:  # fmt: skip
+        """The calls of kernels in which a rank's queries meet piece ``source`` of the keys."""
+        rows, keys = self.rows(numbers, q.shape[-2]), self.keys(source, k.shape[-2])
+        meeting = joined(pairs(rows, keys, self.causal))
+        for pair in meeting if self.draw is None else in_blocks(meeting):
+            yield pair, PartOfAttention(
+                q[..., pair.rows, :], k[..., pair.keys, :], v[..., pair.keys, :], scale=self.scale,
+                diagonal=pair.diagonal, mask=mask_of(mask, pair), mask_learns=self.mask_learns,
+                dropping=self._dropping(pair, *hashes),
+            )  # fmt: skip
+
+    def hashes(self, numbers: Sequence[int], seed: torch.Tensor, length: int, *lead: torch.Tensor) -> Hashes:
+        """Those of a rank's queries [.. h q] and of all keys [k], of which bits are drawn.
+
+        Args:
+            length: how many queries it has.
+            lead: where it is along the leading dims of the scores.
+        """
+        assert self.draw is not None
+        device = seed.device
+        places = [torch.arange(row.start, row.end, device=device) for row in self.rows(numbers, length)]
+        keys = torch.arange(self.draw.shape[-1], device=device)
+        return hashes_at(seed, self.draw.site, self.draw.shape, (*lead, torch.cat(places), keys))
+
+    def _dropping(self, pair: Met, row: torch.Tensor | None, column: torch.Tensor | None) -> Dropping | None:
+        if self.draw is None or row is None or column is None:
+            return None
+        drop = dropping(row[..., pair.rows], column[pair.places], threshold_of(self.draw.p))
+        return Dropping(drop, 1 / (1 - self.draw.p) if self.draw.p < 1 else 0.0)
+
+
+__all__ = ["Draw", "Going", "Hashes"]

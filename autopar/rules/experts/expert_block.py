@@ -1,0 +1,442 @@
+"""Routed experts as one operator: all that happens to a row between its way to an expert and its way back.
+
+``autopar.expert_block(tensors, body)`` computes, row by row, what a short program says: products with the matrices of
+the row's expert and, between them, operators that work on each row by itself. Tensors are rows ``[rows ...]``, what
+every expert has of its own ``[experts ...]``, what all have in common, and last the expert of each row, int [rows].
+On one device it is the sequence of these operators. Its reason are the ways to cut it:
+
+* ``s``: every rank has all experts and computes its rows;
+* ``e``: every rank has some experts and all rows, and a term of the result, which is zero for rows of other experts;
+* ``travel``: every rank has some experts and some rows; rows travel to their expert and back, once each way
+  (:mod:`autopar.rules.experts.travelling`);
+* ``ffn``: every rank has the same piece of the features between the products
+  (:mod:`autopar.rules.experts.expert_features`), of all its experts, and a term of the result; also beside ``e`` or
+  ``travel`` on other axes.
+
+Capture finds such blocks (:mod:`autopar.capture.graph.expert_blocks`) and writes the program down as text, so that a
+plan, a fingerprint and a printed program have it like any other argument.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import prod
+from typing import Any
+
+import spmd_types as spmd
+import torch
+
+from autopar.rules.experts.expert_by_expert import Matrices, in_turn, one_after_the_other
+from autopar.rules.experts.expert_features import LOOKUP, SPLIT, features_of
+from autopar.rules.experts.experts import EXPERTS, most_rows
+from autopar.rules.experts.stacked_columns import own_parts
+from autopar.rules.experts.travelling import Passage, Trip, untyped
+from autopar.rules.local import resolve
+from autopar.rules.lowerings.distributed import axes_of, first, n_pieces, pending
+from autopar.rules.notation import CallPart, Comm, Lowering, Parts, Rule, line
+from autopar.rules.operator_call import Call
+from autopar.rules.registry import T, rule, sample
+from autopar.words.load_shares import way_to_busiest
+from autopar.words.placements import PENDING, REPLICATED, Placement, shard
+
+BLOCK = "autopar.expert_block.default"
+
+ROW, EXPERT, COMMON = "row", "expert", "common"
+"""What a tensor of a block is: of rows, of experts, or the same for all."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Stands for a tensor in a step: one of the block's, then the results of its steps, counted on."""
+
+    number: int
+    out: int = 0
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a block computes.
+
+    Attributes:
+        roles: of the block's tensors, the expert of each row not counted.
+        steps: ``(operator, args, kwargs)`` in order; the last one makes the result. The expert of each row is the
+            :class:`Value` behind those with roles.
+    """
+
+    roles: tuple[str, ...]
+    steps: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...]
+
+    @property
+    def text(self) -> str:
+        """As it stands in a call."""
+        return repr((self.roles, _written(self.steps)))
+
+
+def _written(value: Any) -> Any:
+    """A literal of Python's: tensors and dtypes are dicts of one entry, which nothing else is."""
+    if isinstance(value, Value):
+        return {VALUE: (value.number, value.out)}
+    if isinstance(value, torch.dtype):
+        return {DTYPE: str(value).removeprefix("torch.")}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_written, value))
+    return {name: _written(x) for name, x in value.items()} if isinstance(value, dict) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_read, value))
+    if not isinstance(value, dict):
+        return value
+    if VALUE in value:
+        return Value(*value[VALUE])
+    return getattr(torch, value[DTYPE]) if DTYPE in value else {name: _read(x) for name, x in value.items()}
+
+
+VALUE, DTYPE = "$", "torch"
+
+
+@lru_cache(maxsize=1024)
+def body_of(text: str) -> Body:
+    """The inverse of :attr:`Body.text`."""
+    roles, steps = ast.literal_eval(text)
+    return Body(roles, _read(steps))
+
+
+def in_double_precision(text: str) -> str:
+    """The same block in float64, casts to less included."""
+    for low in ("float32", "bfloat16", "float16"):
+        text = text.replace(repr({DTYPE: low}), repr({DTYPE: "float64"}))
+    return text
+
+
+def computed(tensors: Sequence[torch.Tensor], body: Body, axis: str | None = None) -> torch.Tensor:
+    """What a block computes, [rows features]: rows are brought in the order of their experts once, and back.
+
+    Args:
+        tensors: as the block has them, the expert of each row last; rows of an expert below 0, or of the number of
+            experts and above, take part in no product, and become zero.
+    """
+    *given, expert = tensors
+    weight = given[body.roles.index(EXPERT)]
+    order, ends, expert = torch.ops.autopar.by_expert(expert, weight.detach())
+    if axis is None and in_turn(given, expert.shape[0], weight.shape[0]):
+        made = _in_turn(given, body, order, ends)
+        if made is not None:
+            return torch.ops.autopar.in_order_of_rows(made, order)  # type: ignore[no-any-return]
+    values: list[Any] = [
+        torch.ops.autopar.in_order_of_experts(x, order) if role == ROW else x
+        for x, role in zip(given, body.roles, strict=True)
+    ]
+    values.append(expert)
+    value = partial(_value, values)
+    for target, args, kwargs in body.steps:
+        if target == SPLIT and (x := value(args[0])).shape[args[2]] != sum(args[1]):
+            assert axis is not None
+            values.append(own_parts(x, len(args[1]), args[2] % x.dim(), axis))
+        elif target == EXPERTS:
+            rows, weight, _ = args
+            values.append(torch.ops.autopar.expert_linear_in_order(value(rows), value(weight), ends))
+        else:
+            values.append(resolve(target)(*map(value, args), **{k: value(x) for k, x in kwargs.items()}))
+    return torch.ops.autopar.in_order_of_rows(values[-1], order)  # type: ignore[no-any-return]
+
+
+def _in_turn(given: Sequence[Any], body: Body, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor | None:
+    """The same, of rows in the order of their experts, expert by expert."""
+    products = [step[1][1].number for step in body.steps if step[0] == EXPERTS]
+    others = [step[1:] for step in body.steps if step[0] not in (EXPERTS, LOOKUP)]
+    if any(number >= len(given) for number in products) or _reads(others, len(given)):
+        return None
+    matrices = {k: Matrices(given[k]) for k in products if products.count(k) == 1}
+    own = {k: x.unbind(0) for k, x in enumerate(given) if body.roles[k] == EXPERT and k not in matrices}
+    of_rows = [k for k, role in enumerate(body.roles) if role == ROW]
+    in_order = [torch.ops.autopar.in_order_of_experts(given[k], order) for k in of_rows]
+
+    def of_expert(rows: Sequence[torch.Tensor], e: int) -> torch.Tensor:
+        values: list[Any] = [
+            None if k in matrices else own[k][e] if k in own else x for k, x in enumerate(given)
+        ]  # fmt: skip
+        for k, part in zip(of_rows, rows, strict=True):
+            values[k] = part
+        values.append(None)  # the expert of each row
+        value = partial(_value, values)
+        for target, args, kwargs in body.steps:
+            if target == EXPERTS:
+                k = args[1].number
+                left = value(args[0])
+                values.append(matrices[k].product(left, e) if k in matrices else torch.mm(left, own[k][e]))
+            elif target == LOOKUP:
+                values.append(value(args[0]).unsqueeze(0).expand(len(rows[0]), -1))
+            else:
+                values.append(resolve(target)(*map(value, args), **{k: value(x) for k, x in kwargs.items()}))
+        return values[-1]  # type: ignore[no-any-return]
+
+    return one_after_the_other(in_order, ends, of_expert)
+
+
+def _value(values: Sequence[Any], x: Any) -> Any:
+    """An argument of a step, with what steps before it have given."""
+    if isinstance(x, Value):
+        result = values[x.number]
+        return result[x.out] if isinstance(result, (tuple, list)) else result
+    return type(x)(_value(values, each) for each in x) if isinstance(x, (list, tuple)) else x
+
+
+def _reads(value: Any, number: int) -> bool:
+    """Whether arguments have a value."""
+    if isinstance(value, Value):
+        return value.number == number
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(_reads(x, number) for x in inside)
+
+
+_library = torch.library.Library("autopar", "FRAGMENT")
+_library.define("expert_block(Tensor[] tensors, str body) -> Tensor")
+_library.impl("expert_block", lambda tensors, body: computed(tensors, body_of(body)), "CompositeImplicitAutograd")
+
+
+def own_experts_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
+    """With the experts cut: rows of another rank's experts are zeros, and the sum is pending."""
+    if FFN in cut and spmd.is_type_checking():
+        with spmd.no_typecheck():
+            made = _of_own_experts(tensors, body, cut, sizes)
+        made = untyped(_multiplied(tensors), made)
+    else:
+        made = _of_own_experts(tensors, body, cut, sizes)
+    return pending(made, axes_of(cut, "e", FFN))
+
+
+def _of_own_experts(tensors: Any, body: str, cut: Any, sizes: Any) -> torch.Tensor:
+    program, given, axis = body_of(body), list(tensors), _axis_of_features(cut)
+    if "e" not in cut:
+        return computed(given, program, axis)
+    weight = given[program.roles.index(EXPERT)]
+    local = given[-1] - first(cut, sizes, "e", weight, 0)
+    mine = (local >= 0) & (local < weight.shape[0])
+    made = computed([*given[:-1], local], program, axis)
+    return torch.where(mine.reshape(-1, *[1] * (made.dim() - 1)), made, 0)
+
+
+def _axis_of_features(cut: Any) -> str | None:
+    """The axis along which features are exchanged, if any cuts them."""
+    return next(iter(axes_of(cut, FFN)), None)
+
+
+def _multiplied(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """For the type checker, the tensors of a block that the result is a product of: terms of a sum are added to it."""
+    if not spmd.is_type_checking():
+        return []
+    floats = [x for x in tensors if x.is_floating_point()]
+    return [x for x in floats if spmd.P not in spmd.get_local_type(x).values()]
+
+
+def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
+    """With rows and experts cut by the same axes: rows travel to their expert and back, one axis after the other.
+
+    Args:
+        load: of the experts, for runs on tensors without values, which are of the rank that gets most rows.
+    """
+    of_experts = tensors[body_of(body).roles.index(EXPERT)]
+    n_experts = of_experts.shape[0] * n_pieces(axes_of(cut, TRAVEL))
+    begin, compute, end = travelling_in_parts(n_experts, (tensors, body), {"cut": cut, "load": load})
+    leaving = begin.function(*begin.args, **begin.kwargs)
+    computing = compute.function(leaving, *compute.args, **compute.kwargs)
+    return end.function(computing, *end.args, **end.kwargs)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Travelling:
+    """A block whose rows are on their way, to their experts or back.
+
+    Attributes:
+        expert: int [received rows], of this rank's experts, behind the last trip.
+        multiplied: for the type checker, tensors of which the result is a product (:func:`_multiplied`).
+        trips: one for each axis, in order.
+        under_way: of the last axis, tensors of rows by their number among those of the block, and in the end the
+            result on the first axis.
+    """
+
+    expert: torch.Tensor
+    multiplied: list[torch.Tensor]
+    trips: list[Trip]
+    under_way: dict[int, Passage]
+
+
+def travelling_in_parts(n_experts: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
+    """:func:`travelling_block` as three calls, between which others may be computed. Matrices of experts are read by
+    the second alone: where they are gathered for their use, it is that which waits for them.
+
+    Args:
+        n_experts: of all ranks.
+        args, kwargs: of the block on one rank, whatever stands there for tensors.
+    """
+    (*given, expert), body = args
+    roles = body_of(body).roles
+    rows = [x if role == ROW else None for x, role in zip(given, roles, strict=True)]
+    others = [None if role == ROW else x for x, role in zip(given, roles, strict=True)]
+    cut = {"cut": kwargs["cut"]}
+    with_load = {"load": kwargs["load"]} if kwargs.get("load") else {}
+    return (
+        CallPart(rows_leave, (rows, expert, n_experts), {**cut, **with_load}),
+        CallPart(rows_computed, (others, body), cut),
+        CallPart(rows_return, (), cut),
+    )
+
+
+def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut: Any, load: Any = ()) -> Travelling:
+    """Rows set out to the ranks of their experts.
+
+    Args:
+        rows: the block's tensors that are rows, None in the places of the others.
+        n_experts: of all ranks.
+    """
+    tensors = {k: x for k, x in enumerate(rows) if x is not None}
+    travelling = Travelling(expert, _multiplied(tensors.values()), [], {})
+    with _untyped():
+        axes = axes_of(cut, TRAVEL)
+        way = way_to_busiest(load, [n_pieces([axis]) for axis in axes]) if load else [None] * len(axes)
+        for axis, part_of_way in zip(axes, way, strict=True):
+            tensors |= {k: passage.arrived() for k, passage in travelling.under_way.items()}
+            trip = Trip(travelling.expert, n_experts, axis, part_of_way)
+            travelling.under_way = {k: trip.there(x) for k, x in tensors.items()}
+            travelling.expert, n_experts = trip.expert, n_experts // n_pieces([axis])
+            travelling.trips.append(trip)
+    return travelling
+
+
+def rows_computed(travelling: Travelling, others: Sequence[Any], body: str, *, cut: Any) -> Travelling:
+    """Rows that have arrived are computed by their experts, and the results set out.
+
+    Args:
+        others: the block's tensors that are no rows, None in the places of those.
+    """
+    multiplied = [*travelling.multiplied, *_multiplied([x for x in others if x is not None])]
+    with _untyped():
+        arrived = {k: passage.arrived() for k, passage in travelling.under_way.items()}
+        given = [arrived[k] if x is None else x for k, x in enumerate(others)]
+        made = computed([*given, travelling.expert], body_of(body), _axis_of_features(cut))
+        *inner, first_trip = reversed(travelling.trips)
+        for trip in inner:
+            made = trip.back(made).arrived()
+        return Travelling(travelling.expert, multiplied, travelling.trips, {0: first_trip.back(made)})
+
+
+def rows_return(travelling: Travelling, *, cut: Any) -> torch.Tensor:
+    """What has become of the rows, where they came from: the block's result."""
+    with _untyped():
+        made = travelling.under_way[0].arrived()
+    if not spmd.is_type_checking():
+        return made
+    return pending(untyped(travelling.multiplied, made), axes_of(cut, FFN))
+
+
+def _untyped() -> AbstractContextManager[Any]:
+    """In here the type checker looks at nothing."""
+    return spmd.no_typecheck() if spmd.is_type_checking() else nullcontext()
+
+
+TRAVEL, FFN, COLUMNS = "travel", "ffn", "columns"
+
+_SAMPLE = Body(
+    (ROW, EXPERT, EXPERT),
+    (
+        (EXPERTS, (Value(0), Value(1), Value(3)), {}),
+        ("aten.silu.default", (Value(4),), {}),
+        (EXPERTS, (Value(5), Value(2), Value(3)), {}),
+    ),
+).text
+
+_GATED = Body(
+    (ROW, EXPERT, EXPERT, EXPERT),
+    (
+        (EXPERTS, (Value(0), Value(1), Value(4)), {}),
+        (SPLIT, (Value(5), [4, 4], 1), {}),
+        ("aten.silu.default", (Value(6),), {}),
+        ("aten.mul.Tensor", (Value(7), Value(6, 1)), {}),
+        (EXPERTS, (Value(8), Value(2), Value(4)), {}),
+        ("aten.embedding.default", (Value(3), Value(4)), {}),
+        ("aten.add.Tensor", (Value(9), Value(10)), {}),
+    ),
+).text
+
+
+@rule(
+    BLOCK,
+    samples=[
+        sample([T((8, 4)), T((4, 4, 6)), T((4, 6, 2)), T((8,), "int64", 4)], _SAMPLE),
+        sample([T((12, 4)), T((6, 4, 2)), T((6, 2, 4)), T((12,), "int64", 2)], _SAMPLE),
+        sample([T((8, 4)), T((4, 4, 8)), T((4, 4, 2)), T((4, 2)), T((8,), "int64", 4)], _GATED),
+    ],
+)  # fmt: skip
+def expert_block(call: Call) -> Rule:
+    program = body_of(call.args[1])
+    weight = program.roles.index(EXPERT)
+    experts = call.ins[weight].shape[0]
+    terms, whole, arrivals = [], [], []
+    for k, (spec, role) in enumerate(zip(call.ins, (*program.roles, ROW), strict=True)):
+        lead = {ROW: ["s"], EXPERT: ["e"], COMMON: []}[role]
+        own = [f"f{k}{d}" for d in range(len(spec.shape) - len(lead))]
+        terms.append([*lead, *own])
+        whole += own
+        if role == ROW and k < len(program.roles):
+            arrivals.append((("s", *own), spec.item_bytes, spec.is_float))
+    results = [f"o{d}" for d in range(1, len(call.out.shape))]
+    features = features_of(program.steps, call.ins)
+    text = ", ".join(" ".join(term) for term in terms) + " -> " + " ".join(["s", *results])
+    comm = [Comm(TRAVEL, "all_to_all", ("e",), 8)]
+    for over, item_bytes, _ in arrivals:
+        comm.append(Comm(TRAVEL, "all_to_all", over, item_bytes, load=call.load, when="first"))
+    back = Comm(TRAVEL, "all_to_all", ("s", *results), call.out.item_bytes, load=call.load, when="last")
+    comm += [back, replace(back, backward=True)]
+    comm += [
+        Comm(TRAVEL, "all_to_all", over, item_bytes, backward=True, load=call.load, when="first")
+        for over, item_bytes, is_float in arrivals if is_float
+    ]  # fmt: skip
+    sizes, together, states = {TRAVEL: experts}, {TRAVEL: frozenset("se")}, dict[str, tuple[Placement, ...]]()
+    exchanges: list[Comm] = []
+    if features is not None:
+        sizes |= {FFN: features.size, COLUMNS: call.ins[weight].shape[-1]}
+        together[FFN] = frozenset([COLUMNS] if features.dims.get(weight) == 2 else [])
+        states[FFN] = tuple(
+            shard(features.dims[k]) if k in features.dims else PENDING if k in features.additive else REPLICATED
+            for k in range(len(call.ins))
+        )
+        for size, item_bytes in features.splits:
+            over = "s", f"{COLUMNS}{size}"
+            exchange = Comm(FFN, "all_to_all", over, item_bytes, load=call.load, load_of=TRAVEL)
+            sizes[f"{COLUMNS}{size}"] = size
+            together[FFN] |= {f"{COLUMNS}{size}"}
+            exchanges += [exchange, replace(exchange, backward=True)]
+    made = line(
+        text, call, sizes=sizes, whole=" ".join((*whole, *results)), even=f"{TRAVEL} {FFN}", kind="matmul",
+        saves=tuple(range(len(call.ins))),
+        additive=[k for k, role in enumerate(program.roles) if role == EXPERT and k != weight],  # one is priced
+    )  # fmt: skip
+    if any(target == LOOKUP for target, _, _ in program.steps):  # torch looks nothing up in a table without rows
+        made = replace(made, needs_some=frozenset("e"))
+    matrices = [call.ins[args[1].number].shape for target, args, _ in program.steps if target == EXPERTS]
+    flops = sum(2.0 * call.out.shape[0] * k * n for _, k, n in matrices)
+    return replace(
+        made, flops=flops / max(1, prod(made.sizes.values())), together=together, in_as=states,
+        out_as={} if features is None else {FFN: (PENDING,)},
+        gemm=("s", f"f{weight}1" if features is None else COLUMNS, f"f{weight}0", "e"),
+        lowerings=(
+            Lowering(
+                own_experts_block, frozenset(["e", *states]), tuple(exchanges), uneven=True,
+                most_work=most_rows(call, "e", experts), on_one_axis=frozenset(states),
+            ),
+            Lowering(
+                travelling_block, frozenset([TRAVEL, *states]), tuple(comm + exchanges),
+                most_work=most_rows(call, TRAVEL, experts), on_one_axis=frozenset(states),
+                in_parts=partial(travelling_in_parts, experts),
+            ),
+        ),
+    )  # fmt: skip
+
+
+__all__ = ["BLOCK", "COMMON", "EXPERT", "ROW", "Body", "Value", "body_of", "expert_block", "in_double_precision"]

@@ -1,0 +1,243 @@
+"""The products of routed experts: every row is multiplied by the matrix of the expert that it is routed to.
+
+Models write this in many ways (rows sorted by expert and a grouped product, matrices gathered row by row, a loop over
+the experts); capture makes one operator of them, in which rows stay where they are. So rows are cut like any batch, the
+matrices by expert, by input or by output features; on its rank each call sorts its rows by expert, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from autopar.rules.lowerings.distributed import axes_of, first, pending
+from autopar.rules.notation import Lowering, Rule, line
+from autopar.rules.operator_call import Call
+from autopar.rules.registry import T, rule, sample
+from autopar.torch_private import below_autograd
+from autopar.words.load_shares import busiest
+
+EXPERTS = "autopar.expert_linear.default"
+
+_library = torch.library.Library("autopar", "FRAGMENT")
+_library.define("expert_linear(Tensor x, Tensor weight, Tensor expert) -> Tensor")
+_library.define("by_expert(Tensor expert, Tensor weight) -> (Tensor, Tensor, Tensor)")
+_library.define("in_order_of_experts(Tensor rows, Tensor order) -> Tensor")
+_library.define("in_order_of_rows(Tensor rows, Tensor order) -> Tensor")
+_library.define("expert_linear_in_order(Tensor x, Tensor weight, Tensor ends) -> Tensor")
+_library.define(
+    "expert_linear_in_order_backward("
+    "Tensor grad, Tensor x, Tensor weight, Tensor ends, bool[2] wanted) -> (Tensor, Tensor)"
+)
+_library.define(
+    "expert_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor expert, bool[2] wanted) -> (Tensor, Tensor)"
+)
+
+
+class _Sorted:
+    """Rows that stand in the order of their experts.
+
+    Args:
+        ends: int [experts], behind which row each expert's rows end; rows behind the last end have no expert.
+    """
+
+    def __init__(self, ends: torch.Tensor) -> None:
+        self.ends = ends
+
+    def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """Each row by the matrix of its expert: [rows k], [experts k n] to [rows n]; zero for rows of no expert."""
+        if _grouped(rows):
+            made = torch.nn.functional.grouped_mm(rows, matrices, offs=self.ends.to(torch.int32))
+            there = torch.arange(len(rows), device=rows.device) < self.ends[-1]
+            return torch.where(there.unsqueeze(1), made, 0)
+        made = rows.new_empty(len(rows), matrices.shape[2])
+        end = 0
+        for expert, begin, end in self._parts():
+            torch.mm(rows[begin:end], matrices[expert], out=made[begin:end])
+        made[end:].zero_()
+        return made
+
+    def outer(self, rows: torch.Tensor, grads: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """For each expert ``rows.T @ grads`` of its rows: [rows k] and [rows n] to [experts k n], which lies in memory
+        as ``like`` does."""
+        if _grouped(rows):
+            return torch.nn.functional.grouped_mm(rows.t(), grads, offs=self.ends.to(torch.int32))
+        made, parts = torch.empty_like(like), self._parts()
+        for expert, begin, end in parts:
+            torch.mm(rows[begin:end].t(), grads[begin:end], out=made[expert])
+        for expert in set(range(len(made))) - {expert for expert, _, _ in parts}:
+            made[expert].zero_()
+        return made
+
+    def _parts(self) -> list[tuple[int, int, int]]:
+        """Each expert that has rows, from which one on, and to which."""
+        ends = self.ends.tolist()
+        return [(e, begin, end) for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)) if begin < end]
+
+
+def _grouped(rows: torch.Tensor) -> bool:
+    """Whether torch has a kernel that need not know on the host where each expert's rows end."""
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+def _by_expert(expert: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In which order rows stand by expert, int [rows]; behind which row of that order each expert's end, int
+    [experts]; and the experts in that order, int [rows].
+
+    Rows of an expert below 0, or of the number of experts and above, stand behind all others, as of the last expert.
+
+    Args:
+        weight: [experts ...], which says how many there are.
+    """
+    n = len(weight)
+    key = torch.where((expert >= 0) & (expert < n), expert, n)
+    in_order, order = torch.sort(key, stable=True)
+    ends = torch.searchsorted(in_order, torch.arange(n, device=expert.device), right=True)
+    return order, ends, in_order.clamp(max=max(n - 1, 0))
+
+
+def _put(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(rows).index_copy_(0, order, rows)
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+    order, ends, _ = _by_expert(expert, weight)
+    return _put(_Sorted(ends).product(x[order], weight), order)
+
+
+def _backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, wanted: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    order, ends, _ = _by_expert(expert, weight)
+    of_x, of_weight = _in_order_backward(grad[order], x[order], weight, ends, wanted)
+    return _put(of_x, order) if wanted[0] else of_x, of_weight
+
+
+def _in_order(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return _Sorted(ends).product(x, weight)
+
+
+def _in_order_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, wanted: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = _Sorted(ends)
+    of_x = rows.product(grad, weight.transpose(1, 2)) if wanted[0] else x.new_empty(0)
+    return of_x, rows.outer(x, grad, weight) if wanted[1] else weight.new_empty(0)
+
+
+def _differentiable(name: str) -> Any:
+    """The autograd kernel of a product: ``name`` computes it, ``<name>_backward`` its gradients."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight, where)
+            with below_autograd():
+                return getattr(torch.ops.autopar, name)(x, weight, where)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            wanted = list(ctx.needs_input_grad[:2])
+            backward = getattr(torch.ops.autopar, f"{name}_backward")
+            of_x, of_weight = backward(grads[0], *ctx.saved_tensors, wanted)
+            return of_x if wanted[0] else None, of_weight if wanted[1] else None, None
+
+    return lambda *args: Product.apply(*args)
+
+
+def _permutation(forth: str, back: str) -> Any:
+    """The autograd kernel of one that takes rows in another order, whose backward is the ``back`` of it."""
+
+    class Permuted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(order)
+            with below_autograd():
+                return getattr(torch.ops.autopar, forth)(rows, order)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return getattr(torch.ops.autopar, back)(grads[0], *ctx.saved_tensors), None
+
+    return lambda *args: Permuted.apply(*args)
+
+
+def _gradients_without_values(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, where: torch.Tensor, wanted: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    of_x, of_weight = x if wanted[0] else x.new_empty(0), weight if wanted[1] else weight.new_empty(0)
+    return torch.empty_like(of_x), torch.empty_like(of_weight)
+
+
+_KERNELS = {
+    "expert_linear": _forward, "expert_linear_backward": _backward, "expert_linear_in_order": _in_order,
+    "expert_linear_in_order_backward": _in_order_backward, "by_expert": _by_expert,
+    "in_order_of_experts": lambda rows, order: rows.index_select(0, order), "in_order_of_rows": _put,
+}  # fmt: skip
+_WITHOUT_VALUES = {
+    "expert_linear": lambda x, weight, where: x.new_empty(x.shape[0], weight.shape[2]),
+    "expert_linear_in_order": lambda x, weight, where: x.new_empty(x.shape[0], weight.shape[2]),
+    "expert_linear_backward": _gradients_without_values,
+    "expert_linear_in_order_backward": _gradients_without_values,
+    "by_expert": lambda expert, weight: (
+        torch.empty_like(expert), expert.new_empty(weight.shape[0]), torch.empty_like(expert)
+    ),
+    "in_order_of_experts": lambda rows, order: rows.new_empty(rows.shape),
+    "in_order_of_rows": lambda rows, order: torch.empty_like(rows),
+}
+for _name, _kernel in _KERNELS.items():
+    _library.impl(_name, _kernel, "CPU")
+    _library.impl(_name, _kernel, "CUDA")
+    _library.impl(_name, _WITHOUT_VALUES[_name], "Meta")
+for _name in ("expert_linear", "expert_linear_in_order"):
+    _library.impl(_name, _differentiable(_name), "Autograd")
+_library.impl("in_order_of_experts", _permutation("in_order_of_experts", "in_order_of_rows"), "Autograd")
+_library.impl("in_order_of_rows", _permutation("in_order_of_rows", "in_order_of_experts"), "Autograd")
+
+
+def expert_product(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+    """Row by row ``x[i] @ weight[expert[i]]``: [rows k], [experts k n] and int [rows] to [rows n]."""
+    return torch.ops.autopar.expert_linear(x, weight, expert)  # type: ignore[no-any-return]
+
+
+def own_experts(x: Any, weight: Any, expert: Any, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
+    """With the experts cut: rows of another rank's experts are zeros, and the sum is pending."""
+    # x [s k], weight [e k n], expert [s] -> [s n]; local e
+    local = expert - first(cut, sizes, "e", weight, 0)
+    return pending(torch.ops.autopar.expert_linear(x, weight, local), axes_of(cut, "e", "k"))
+
+
+def most_rows(call: Call, name: str, n_experts: int) -> Callable[[Mapping[str, int | Fraction]], float] | None:
+    """What the rank with most rows computes, as a multiple of the part of the experts that it has; None where the load
+    says nothing, or experts have the same.
+
+    Args:
+        name: of the option that cuts experts.
+    """
+    if not call.load:
+        return None
+
+    def most(pieces: Mapping[str, int | Fraction]) -> float:
+        each = -(-n_experts // pieces.get(name, 1))
+        return busiest(call.load, -(-n_experts // int(each)))[1] * n_experts / each
+
+    return most
+
+
+@rule(
+    EXPERTS,
+    samples=[
+        sample(T((8, 4)), T((4, 4, 6)), T((8,), "int64", 4)), sample(T((6, 8)), T((2, 8, 2)), T((6,), "int64", 2)),
+    ],
+)  # fmt: skip
+def expert_linear(call: Call) -> Rule:
+    made = line("s k, e k n, s -> s n", call, linear=[{0}, {1}], saves=(0, 1, 2), kind="matmul")
+    lowering = Lowering(own_experts, frozenset("e"), uneven=True, most_work=most_rows(call, "e", made.sizes["e"]))
+    return replace(made, flops=2.0 / max(made.sizes["e"], 1), lowerings=(lowering,), gemm=("s", "n", "k", "e"))
+
+
+__all__ = ["EXPERTS", "expert_linear", "expert_product", "most_rows"]

@@ -1,0 +1,261 @@
+"""Batches of which every rank has its own rows, as with DistributedDataParallel (``parallelize(..., batch="local")``).
+
+The batch of a step is all ranks' rows, one rank after the other in the order of the mesh. A rank's rows go in as they
+lie: where the program cuts them over all ranks they are its piece already, and on an axis along which ranks compute
+together with the same rows they are gathered. What a call gives is the rank's own rows again; scalars, such as the
+loss, are those of the whole batch. Where ranks have not equally many rows the batch is put together
+(:mod:`.uneven_rows`).
+
+A loss that the script computes of a rank's own rows counts as it does there: gradients are those of the mean of the
+ranks' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from autopar.capture.microbatches import part_of_batch, rows_of
+from autopar.errors import CaptureError, RunError
+from autopar.runtime.batches.outputs import CollectiveLog
+from autopar.runtime.batches.uneven_rows import Exchange, OwnOfUneven, put_together
+from autopar.runtime.parameters.state import as_dtensor, torch_placements
+from autopar.runtime.ranks.agree import mesh_group
+from autopar.runtime.ranks.groups import groups_on
+from autopar.torch_private import pytree
+from autopar.words.placements import State, shard
+
+COPIED_BYTES = 1 << 28
+"""Bytes up to which the rows of one rank are repeated for an example of the whole batch; larger ones are one row."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def as_whole(example: Any, ranks: int) -> Any:
+    """An example of the batch of all ranks, from that of one: its rows over and over.
+
+    Args:
+        example: arguments of a call; tensors with as many rows as the first one has are cut among the ranks.
+    """
+    rows = rows_of(example)
+
+    def whole(leaf: Any) -> Any:
+        has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
+        return widened(leaf, ranks) if has_rows else leaf
+
+    return pytree.tree_map(whole, example)
+
+
+def widened(rows: torch.Tensor, ranks: int, copied_bytes: int = COPIED_BYTES) -> torch.Tensor:
+    """A tensor with the rows of so many ranks, from those of one: these over and over.
+
+    Args:
+        copied_bytes: up to which they are copied; of a larger one the first row stands for all.
+    """
+    if rows.is_meta or rows.numel() * rows.element_size() * ranks <= copied_bytes:
+        return torch.cat([rows.detach()] * ranks).requires_grad_(rows.requires_grad)
+    wide = rows.detach()[:1].expand(ranks * rows.shape[0], *rows.shape[1:])
+    return wide.requires_grad_(rows.requires_grad)
+
+
+def rows_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Rows of a call; None of one with DTensors, or in which nothing has rows."""
+    plain = [x for x in pytree.tree_leaves((args, dict(kwargs))) if type(x) is not DTensor]
+    try:
+        return rows_of(plain)
+    except CaptureError:
+        return None
+
+
+class RowsOfRanks:
+    """Who has which rows of a batch.
+
+    Attributes:
+        ranks: how many parts it has.
+        place: which of them this rank's is.
+        exchange: tells before each call how many rows each rank has; None where all have equally many.
+        counts: rows of each part in the last call, where they were not equally many.
+    """
+
+    def __init__(self, ranks: int, place: int, everyone: Sequence[int]) -> None:
+        """All ranks call it.
+
+        Args:
+            everyone: these ranks, in the order of their mesh.
+        """
+        self.ranks, self.place = ranks, place
+        self.exchange = Exchange.of(everyone)
+        self.counts: list[int] | None = None
+
+    def uneven_counts(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog]
+    ) -> list[int] | None:
+        """How many rows each rank is called with, where these are not equally many; None where they are, or where the
+        call has DTensors or nothing with rows. All ranks call it before each call."""
+        self.counts = None
+        rows = rows_in(args, kwargs)
+        if self.exchange is None or rows is None:
+            return None
+        counts = [n for n, _ in self.exchange(rows, 0, logs)]
+        return counts if len(set(counts)) > 1 else None
+
+    def sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int, drop_last: bool) -> DistributedSampler[Any]:
+        """Draws the rows of a data set that this rank loads."""
+        return DistributedSampler(dataset, self.ranks, self.place, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+class OwnRows(RowsOfRanks):
+    """How the batches of one module lie on its ranks, each of which has a part."""
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        """All ranks of the module call it.
+
+        Args:
+            device_mesh: of these ranks.
+        """
+        ranks = [int(rank) for rank in device_mesh.mesh.flatten()]
+        super().__init__(len(ranks), ranks.index(dist.get_rank()), ranks)
+        self.device_mesh = device_mesh
+        self.state = State([shard(0)] * device_mesh.ndim)
+
+    def put_together(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog]
+    ) -> Call | None:
+        """The call with all rows of all ranks, where these have not equally many; None where they have.
+
+        All ranks call it before each call that is not of DTensors.
+
+        Raises:
+            RunError: the ranks' calls differ in more than their rows.
+        """
+        counts = self.uneven_counts(args, kwargs, logs)
+        if counts is None or self.exchange is None:
+            return None
+        self.counts = counts
+        in_order = sorted(int(rank) for rank in self.device_mesh.mesh.flatten())
+        groups = groups_on(self.device_mesh)
+        group = groups.of(in_order) if groups.possible else mesh_group(self.device_mesh)
+        call = tuple(args), dict(kwargs)
+        return put_together(call, counts, counts, self.place, group, self.exchange.order, self.exchange)
+
+    def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """The call with the whole batch, of which this rank has its rows: DTensors in the tensors' place.
+
+        Tensors with as many rows as the first one has are cut among the ranks; DTensors say themselves how they lie.
+        """
+        rows = rows_in(args, kwargs)
+        if rows is None:
+            return args, dict(kwargs)
+
+        def joined(leaf: Any) -> Any:
+            cut = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
+            if not (cut and leaf.shape[0] == rows):
+                return leaf
+            shape = (self.ranks * rows, *leaf.shape[1:])
+            return as_dtensor(leaf, self.state, shape, self.device_mesh)
+
+        positional, by_name = pytree.tree_map(joined, (tuple(args), dict(kwargs)))
+        return positional, by_name
+
+    def parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[Call]:
+        """The calls of a step in ``count`` microbatches, each with rows of every rank.
+
+        Raises:
+            CaptureError: the rows do not divide.
+        """
+        batch = tuple(args), dict(kwargs)
+        return [self.whole(*part_of_batch(batch, count, number)) for number in range(count)]
+
+    def of_output(self, value: torch.Tensor, state: State, shape: tuple[int, ...]) -> torch.Tensor:
+        """This rank's rows of an output.
+
+        Args:
+            value: this rank's piece of it, in ``state``; ``shape`` is that of the whole.
+        """
+        rows_here: torch.Tensor
+        if self.counts is None:
+            rows_here = _OwnRows.apply(value, state, shape, self)
+        else:
+            rows_here = OwnOfUneven.apply(value, state, shape, self.device_mesh, self.counts, self.place)
+        return rows_here
+
+
+class TakesRows:
+    """What a parallel module tells of the rows that it is called with."""
+
+    _own_rows: RowsOfRanks | None = None
+
+    def sampler(
+        self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> DistributedSampler[Any]:
+        """Draws the rows that this rank loads: its own with ``batch="local"``, else all, the same on every rank.
+
+        Call ``set_epoch`` before each epoch, as of any ``DistributedSampler``, which this is: where rows do not divide
+        among the ranks, the last ones are filled up with the first, unless ``drop_last``.
+        """
+        if self._own_rows is None:
+            return DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return self._own_rows.sampler(dataset, shuffle, seed, drop_last)
+
+    def shard(self, loader: DataLoader[Any], seed: int = 0) -> DataLoader[Any]:
+        """A loader of whole batches as one that gives what this rank is called with; ``loader.sampler`` is
+        :meth:`sampler`'s.
+
+        Raises:
+            RunError: its batches do not divide among the ranks, or it draws rows in a way of its own.
+        """
+        return _sharded(loader, partial(self.sampler, seed=seed), 1 if self._own_rows is None else self._own_rows.ranks)
+
+
+class _OwnRows(torch.autograd.Function):
+    """A piece of an output becomes this rank's rows; their gradient becomes that piece's, of the mean over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, state: State, shape: tuple[int, ...], own_rows: OwnRows) -> torch.Tensor:
+        ctx.state, ctx.shape, ctx.own_rows = state, shape, own_rows
+        whole = as_dtensor(value, state, shape, own_rows.device_mesh)
+        rows: torch.Tensor = whole.redistribute(placements=torch_placements(own_rows.state)).to_local()
+        return rows.clone() if rows is value or rows._base is not None else rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        own_rows = ctx.own_rows
+        rows = grad.contiguous() / own_rows.ranks
+        whole = as_dtensor(rows, own_rows.state, ctx.shape, own_rows.device_mesh)
+        return whole.redistribute(placements=torch_placements(ctx.state)).to_local(), None, None, None
+
+
+def _sharded(loader: DataLoader[Any], sampler: Callable[..., DistributedSampler[Any]], ranks: int) -> DataLoader[Any]:
+    """The loader of whole batches as one that gives this rank's rows of each.
+
+    Args:
+        sampler: makes one of a data set.
+
+    Raises:
+        RunError: its batches cannot be cut, or it draws in a way of its own.
+    """
+    kinds = torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler
+    if loader.batch_size is None or not isinstance(loader.sampler, kinds):
+        raise RunError(
+            "shard: the loader draws rows in a way of its own (a batch_sampler, a sampler, or an iterable data set); "
+            "make one with sampler=pm.sampler(dataset), which gives this rank's rows"
+        )
+    if loader.batch_size % ranks:
+        raise RunError(f"shard: batches of {loader.batch_size} rows do not divide among {ranks} ranks")
+    shuffled = isinstance(loader.sampler, torch.utils.data.RandomSampler)
+    return DataLoader(
+        loader.dataset, loader.batch_size // ranks, num_workers=loader.num_workers, collate_fn=loader.collate_fn,
+        sampler=sampler(loader.dataset, shuffle=shuffled, drop_last=loader.drop_last), pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last, timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
+    )  # fmt: skip
+
+
+__all__ = ["OwnRows", "RowsOfRanks", "TakesRows", "as_whole", "rows_in", "widened"]

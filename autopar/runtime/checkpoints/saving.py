@@ -1,0 +1,103 @@
+"""``autopar.save``: a script's ``torch.save``, on every rank.
+
+A script of one process saves ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}``. On
+several ranks these hold DTensors, each rank's own pieces, and every rank would write the same file. Here they are put
+together one after the other, rank 0 writes the file as one device would have written it, and the others wait until it
+is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import RunError
+from autopar.runtime.as_module.spread import SpreadModule
+from autopar.runtime.as_module.spread_state import EXTRA
+from autopar.runtime.checkpoints.checkpoint import OnFirstRank, full_state_dict
+from autopar.runtime.checkpoints.durable_files import on_disk
+from autopar.runtime.parameters.dtensor_fixes import meet_at
+from autopar.runtime.ranks.agree import everywhere
+
+
+def save(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
+    """``torch.save`` of what one device would have, by rank 0; every rank must call it.
+
+    Args:
+        state: what ``torch.save`` takes: a state dict of a parallel module or of its optimizer, or anything with such
+            inside of dicts, lists and tuples. DTensors in it are gathered, one at a time; a parallel module stands for
+            its :func:`~autopar.runtime.checkpoints.checkpoint.full_state_dict`. Where dropout stands (``_extra_state``)
+            is left
+            out, so that the model on one device loads it: :class:`autopar.Checkpoint` keeps that.
+        file: a path, which gets the whole file at once, or a file that is open on every rank, into which rank 0 writes.
+
+    Raises:
+        RunError: a tensor is on some ranks only, as those of a pipeline's stages are; or not all ranks call it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        torch.save(_whole(state, True), file)
+        return
+    tensors = list(_dtensors(state))
+    for mesh in {tensor.device_mesh for tensor in tensors}:
+        if mesh.size() != dist.get_world_size():
+            raise RunError(
+                f"autopar.save: the state has tensors on {mesh.size()} of {dist.get_world_size()} ranks, as a stage of "
+                "a pipeline has: save autopar.full_state_dict(pm) and "
+                "autopar.full_optimizer_state_dict(pm, optimizer), or use autopar.Checkpoint"
+            )
+        meet_at(mesh, "saves", f"a state of {len(tensors)} tensors in pieces")
+    first = dist.get_rank() == 0
+    gathered = _whole(state, first)
+    with everywhere(dist.group.WORLD):
+        if first and isinstance(file, str | os.PathLike):
+            path = Path(file)
+            beside = path.with_name(f".{path.name}.{os.getpid()}")
+            with on_disk(beside) as opened:
+                torch.save(gathered, opened)
+            os.replace(beside, path)
+        elif first:
+            assert not isinstance(file, str | os.PathLike)
+            torch.save(gathered, file)
+            file.flush()
+
+
+def _dtensors(value: Any) -> Iterator[DTensor]:
+    """The DTensors in a state, in its order."""
+    if isinstance(value, DTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _dtensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _dtensors(item)
+
+
+def _whole(value: Any, keep: bool) -> Any:
+    """A state with plain tensors; without them where it is not kept."""
+    if isinstance(value, SpreadModule):
+        return full_state_dict(value)
+    if isinstance(value, DTensor):
+        detached: Any = value.detach()
+        whole: torch.Tensor = detached.full_tensor()
+        return whole.to("cpu", copy=True) if keep else None
+    if isinstance(value, OnFirstRank):
+        return {}
+    if isinstance(value, Mapping):
+        items = {key: _whole(item, keep) for key, item in value.items() if key != EXTRA}
+        return OrderedDict(items) if isinstance(value, OrderedDict) else items
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_whole(item, keep) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_whole(item, keep) for item in value)
+    return value
+
+
+__all__ = ["save"]

@@ -1,0 +1,94 @@
+"""Which tensors the gradient of the loss reaches, where random numbers choose between the sides of branches.
+
+Within one program autograd knows it: nothing behind a side that was not taken is in its graph. Between the stages of a
+pipeline gradients are messages, which are always sent; so each stage works out which of them eager mode would not have.
+The conditions of branches follow from random numbers alone, and so from the seed, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from autopar.lower.emit import lower
+from autopar.planner.intra_op.single import one_device
+from autopar.plans.plan import route_key
+from autopar.rules.families.branch import BRANCH
+from autopar.words.graph import Graph, Node, Ref
+
+Reached = frozenset[str]
+"""Tensors by their names in plans, and parameters by their own."""
+ReachedBy = Callable[[int], Reached]
+"""Of the seed of a forward: what the gradient of the loss reaches in it."""
+
+
+def reached_by(graph: Graph, device: torch.device) -> ReachedBy | None:
+    """Of the seed of a forward in training mode: what the gradient of the loss reaches in it.
+
+    None where it is the same in all forwards, because the graph has no branches on random numbers.
+    """
+    conditions = tuple(dict.fromkeys(node.refs[0] for node in graph.nodes if is_open(node)))
+    if not conditions or graph.loss is None:
+        return None
+    loss = graph.outputs[graph.loss]
+    drawn = part_for(graph, conditions)
+    program = lower(drawn, one_device(drawn), device)
+
+    @torch.no_grad()
+    def reached(seed: int) -> Reached:
+        values = program.module(*(torch.tensor(seed, dtype=torch.int64, device=device) for _ in program.slots))
+        answers = torch.stack([value.reshape(()) for value in values]).tolist()  # read once
+        return _reached(graph, [loss], dict(zip(conditions, answers, strict=True)))
+
+    return reached
+
+
+def is_open(node: Node) -> bool:
+    """Whether a node is a branch that its number decides."""
+    return node.target == BRANCH and len(node.args) == 3
+
+
+def part_for(graph: Graph, outputs: Sequence[Ref]) -> Graph:
+    """The part of a graph that makes these tensors; random operators draw what they draw in the whole."""
+    wanted = {ref.node for ref in outputs}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        if i in wanted:
+            wanted.update(ref.node for ref in graph.nodes[i].refs)
+    new = {old: k for k, old in enumerate(sorted(wanted))}
+
+    def move(ref: Ref) -> Ref:
+        return Ref(new[ref.node], ref.out)
+
+    nodes = tuple(
+        replace(graph.nodes[i].moved(move), site=i if graph.nodes[i].site < 0 else graph.nodes[i].site)
+        for i in sorted(wanted)
+    )
+    return Graph(nodes, tuple(map(move, outputs)), precision=graph.precision)
+
+
+def reached_whatever_is_drawn(graph: Graph) -> Reached:
+    """What the gradient of the outputs reaches without passing a branch on a random number."""
+    return _reached(graph, [out for out in graph.outputs if isinstance(out, Ref)], {})
+
+
+def _reached(graph: Graph, outputs: Sequence[Ref], answers: Mapping[Ref, bool]) -> Reached:
+    """What the gradient of the outputs reaches; nothing behind a branch whose answer is not given."""
+    refs = set(outputs)
+    nodes = {ref.node for ref in refs}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        if i not in nodes or not node.needs_grad:
+            continue
+        read = node.refs
+        if is_open(node):
+            answer = answers.get(node.refs[0])
+            read = () if answer is None else (node.refs[1 if answer else 2],)
+        refs.update(read)
+        nodes.update(ref.node for ref in read)
+    params = {graph.nodes[i].target for i in nodes if graph.nodes[i].kind == "param"}
+    return frozenset(params | {route_key(graph, ref) for ref in refs})
+
+
+__all__ = ["Reached", "ReachedBy", "part_for", "reached_by", "reached_whatever_is_drawn"]

@@ -1,0 +1,136 @@
+"""Which parameters took part in the calls of a step: others have no gradient, where a program makes zeros.
+
+An expert without rows is not run in eager mode, so its parameters' ``grad`` stays as it was (None, if it is fresh), and
+an optimizer with momentum or weight decay leaves them alone. A program computes all experts as one, and writes to
+buffers which of them had rows (:attr:`~autopar.words.graph.Graph.parts`), the same on all ranks of its mesh.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from autopar.words.graph import Graph
+from autopar.words.placements import State
+
+Buffers = Mapping[str, tuple[torch.Tensor, State]]
+
+
+class Took:
+    """What took part in one call: a copy of the buffers, which the next call overwrites.
+
+    Args:
+        parts: of the program that was called.
+        flags: bool [n], those of all its buffers; on an accelerator a copy in the host's memory that is on its way.
+        arrived: the event after which it is there.
+    """
+
+    def __init__(self, parts: TakingPart, flags: torch.Tensor, arrived: torch.Event | None) -> None:
+        self._parts, self._flags, self._arrived = parts, flags, arrived
+
+    @property
+    def conditional(self) -> frozenset[str]:
+        """The parameters that may not take part in a call."""
+        return frozenset(self._parts.elements)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The parameters that took part, of those that may not."""
+        if self._arrived is not None:
+            self._arrived.synchronize()  # the forward is over by the time its backward hands gradients over
+        up = self._flags.tolist()  # on the host
+        return frozenset(name for name, elements in self._parts.elements.items() if any(up[e] for e in elements))
+
+
+class TakingPart:
+    """The parameters of a program that may not take part in a call.
+
+    Attributes:
+        elements: for each of them the flags, in the row of all buffers, one of which is up where it does.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.elements: dict[str, list[int]] = {}
+        self._buffers: list[str] = []
+        begins = 0
+        here = {node.target for _, node in graph.of_kind("param")}
+        for node in graph.parts:
+            if node.target in graph.updates:
+                self._buffers.append(node.target)
+                for name, element in node.kwargs["parameters"]:
+                    if name in here:
+                        self.elements.setdefault(name, []).append(begins + element)
+                begins += node.out.n_elements
+
+    def always(self, names: Iterable[str]) -> None:
+        """From now on these parameters always take part."""
+        for name in names:
+            self.elements.pop(name, None)
+
+    def look(self, buffers: Buffers) -> Took | None:
+        """What took part in the call that was just made; None where everything always does."""
+        if not self.elements:
+            return None
+        flags = torch.cat([buffers[name][0] for name in self._buffers])
+        if flags.device.type == "cpu":
+            return Took(self, flags, None)
+        on_host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=flags.device.type == "cuda")
+        on_host.copy_(flags, non_blocking=True)
+        arrived = torch.get_device_module(flags.device).Event()
+        arrived.record()
+        return Took(self, on_host, arrived)
+
+
+class InStep:
+    """What took part in the forwards of a step whose gradients are not handed over yet."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Took] = {}
+
+    def add(self, took: Took | None) -> None:
+        """A forward whose backward counts in the step; the same one twice is one."""
+        if took is not None:
+            self._calls[id(took)] = took
+
+    def idle(self) -> frozenset[str]:
+        """The parameters that took part in none of them, which is over with that."""
+        calls = list(self._calls.values())
+        self.forget()
+        conditional: frozenset[str] = frozenset().union(*(took.conditional for took in calls))
+        return conditional.difference(*(took.names for took in calls))
+
+    def forget(self) -> None:
+        """A step begins."""
+        self._calls.clear()
+
+
+def told_elsewhere(graphs: Sequence[Graph]) -> list[str]:
+    """Parameters of the stages of a pipeline whose part another stage than their own knows, or one of several.
+
+    They are taken to have a part in every step, which a warning says.
+    """
+    holders: dict[str, set[int]] = {}
+    for s, graph in enumerate(graphs):
+        for _, node in graph.of_kind("param"):
+            holders.setdefault(node.target, set()).add(s)
+    names = {
+        name for s, graph in enumerate(graphs) for node in graph.parts if node.target in graph.updates
+        for name, _ in node.kwargs["parameters"] if holders.get(name, {s}) != {s}
+    }  # fmt: skip
+    if names and not (dist.is_initialized() and dist.get_rank()):
+        shown = sorted(names)
+        warnings.warn(
+            f"{len(shown)} parameters ({', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''}) belong to experts "
+            "whose rows another stage of the pipeline counts: where they have no rows in a step their gradients are "
+            "zeros, where the model leaves them None, and an optimizer with momentum or weight decay steps them; "
+            "choose cuts= that leave the experts of a layer in one stage, at modules in front of and behind it",
+            stacklevel=3,
+        )
+    return sorted(names)
+
+
+__all__ = ["InStep", "TakingPart", "Took", "told_elsewhere"]

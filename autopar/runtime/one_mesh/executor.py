@@ -1,0 +1,400 @@
+"""The executor: a program with its parameters, called like the model.
+
+``pm(*batch)`` takes the whole batch on every rank and returns the model's own output structure; ``loss.backward()``
+leaves reduced gradients in ``param.grad``, placed as the parameters are; any ``torch.optim`` optimizer updates the
+stored parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.capture import Captured
+from autopar.capture.evaluation import Skeleton
+from autopar.errors import RunError
+from autopar.lower.program import Program
+from autopar.plans.plan import Plan
+from autopar.runtime.as_module.copied import copied
+from autopar.runtime.as_module.spread import SpreadModule
+from autopar.runtime.as_module.statistics_anew import taken_anew
+from autopar.runtime.batches.batch import Batch
+from autopar.runtime.batches.calls import without_inference_mode
+from autopar.runtime.batches.loss_counts import Count, count_of
+from autopar.runtime.batches.outputs import CollectiveLog
+from autopar.runtime.batches.own_rows import Call, OwnRows, TakesRows
+from autopar.runtime.batches.same_batch import Calls, Seen, first_readers
+from autopar.runtime.one_mesh.crossing import crossed
+from autopar.runtime.one_mesh.mesh_outputs import outputs_of
+from autopar.runtime.one_mesh.mesh_step import parts_of_step, trained
+from autopar.runtime.optimizers import scaled_steps
+from autopar.runtime.parameters.registering import Placing
+from autopar.runtime.parameters.state import HeldParam
+from autopar.runtime.ranks.agree import mesh_group
+from autopar.runtime.ranks.failures import Failures
+from autopar.runtime.ranks.groups import Groups, groups_on
+from autopar.runtime.ranks.plan_groups import check_device_mesh, mesh_of_own
+from autopar.runtime.stages.compiled import compiled_as_callers
+from autopar.runtime.stages.seeds import agreed_seed, mixed_seed
+from autopar.runtime.stages.stage import Stage, device_of
+from autopar.runtime.variants.module_calls import ModuleCall
+from autopar.runtime.variants.programs import AllWell, Fields, PlanAgain
+from autopar.runtime.variants.recaptured import fields_of, resume, take
+from autopar.runtime.variants.values import check_values
+
+MOVED = (
+    "backward() of a call before the last one, and the last one's bucket has parameters in other pieces, in which they "
+    "are now: call backward() before the next bucket's forward, or give params= with which all buckets store them alike"
+)
+
+
+class ParallelModule(TakesRows, SpreadModule):
+    """What :func:`autopar.parallelize` returns: the model, spread over a mesh.
+
+    Parameters are DTensors under the names that they have in the model; on a mesh of one device plain tensors, for
+    which optimizers take half the time. :attr:`plan` and :attr:`program` are for reading.
+    """
+
+    _mesh: DeviceMesh
+    _signature: inspect.Signature
+    _given: Plan
+    _stage: Stage
+    _batch: Batch
+    _seed: int
+    _calls: int
+    _compared: Calls
+    _meeting: CollectiveLog | None
+    _failures: Failures | None
+    _groups: Groups | None
+    _generation: int
+    _own_rows: OwnRows | None = None
+    _planned: Captured
+    _count: tuple[Count | None] | None = None
+
+    def __init__(
+        self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
+        values: Callable[[str], torch.Tensor] | None = None, *, seed: int | None = None,
+    ) -> None:  # fmt: skip
+        """Spread ``model`` over ``device_mesh`` as ``plan`` says, which has one stage.
+
+        Args:
+            values: gives the whole value of a parameter or buffer by name; by default the model's own. Only this
+                rank's slice is kept.
+            seed: of random ops; by default rank 0's ``torch.initial_seed()``.
+        """
+        super().__init__()
+        check_device_mesh(device_mesh, plan.mesh)
+        ranks = [int(r) for r in device_mesh.mesh.flatten()]
+        groups = groups_on(device_mesh) if len(ranks) > 1 and groups_on(device_mesh).possible else None
+        if groups is not None:
+            device_mesh = mesh_of_own(captured.graph, plan.only(), device_mesh.device_type, ranks)
+        self._mesh, self._groups = device_mesh, groups
+        self._generation = groups.generation if groups is not None else 0
+        self._world = dist.group.WORLD if len(ranks) > 1 else None
+        self._device = torch.device(device_of(device_mesh))
+        self._signature = inspect.signature(model.forward)
+        self._captured, self._captured_training = captured, model.training
+        self._planned = captured
+        self._skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
+        self._meeting = None
+        abort = groups.abort if groups is not None else None
+        self._failures = Failures(ranks, abort, stays_armed=True) if len(ranks) > 1 else None
+        self._seed = agreed_seed(device_mesh, self._device) if seed is None else seed
+        self._calls = 0
+        readers = first_readers([captured.graph])
+        compared_in = groups.of(ranks) if groups is not None else mesh_group(device_mesh)
+        self._compared = Calls(compared_in, device_mesh, len(ranks) == 1, [device_mesh], readers)
+        self._given = plan
+        placing = Placing(self, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
+        placing.parameters()
+        self._set_mode_of(model)
+        self.run_stage(captured, Stage(captured.graph, plan.only(), device_mesh, self, placing.registered_buffers()))
+
+    def run_stage(self, captured: Captured, stage: Stage) -> None:
+        """Run another program from now on.
+
+        Args:
+            captured: what the stage is of.
+        """
+        self._captured, self._stage, self._count = captured, stage, None
+        self._batch = Batch(captured, self._signature, self._device, self._pieces(stage))
+        cut_outputs = [
+            i for i, state in enumerate(stage.program.outputs)
+            if state is not None and i not in self._given.pins.outputs and state.in_pieces
+        ]  # fmt: skip
+        if cut_outputs and self._mesh.size() > 1 and self._meeting is None:
+            self._meeting = CollectiveLog([int(r) for r in self._mesh.mesh.flatten()])
+
+    def _pieces(self, stage: Stage) -> dict[str, tuple[int, ...]]:
+        """Shapes of this rank's pieces of the inputs whose placement was asked for, where they are cut."""
+        pinned = [name for name in self._given.pins.inputs if name in stage.inputs]
+        return {name: stage.part_shape(name) for name in pinned if stage.inputs[name].state.is_cut}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this module runs."""
+        stage = self._stage.plan
+        if stage is self._given.stages[0]:
+            return self._given
+        return replace(self._given, fingerprint=stage.fingerprint, stages=(stage,), seconds=stage.price.seconds)
+
+    @property
+    def count(self) -> Count | None:
+        """Of how many things the loss of a call is the mean; None where that is in proportion to its rows."""
+        if self._count is None:
+            self._count = (count_of(self._captured.graph, self._device),)
+        return self._count[0]
+
+    def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of a call of the program that runs now, by input name."""
+        return self._batch.tensors(args, kwargs)
+
+    @property
+    def program(self) -> Program:
+        """The rewritten model; ``print(pm.program.code)``."""
+        return self._stage.program
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks."""
+        return self._mesh
+
+    def take_own_rows(self) -> None:
+        """From now on every rank is called with its own rows."""
+        self._own_rows = OwnRows(self._mesh)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the program that runs now has one of eval mode beside it."""
+        return self._stage.evaluation is not None
+
+    def _prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        self._stage.prepare_evaluation(sides)
+
+    def _position(self) -> tuple[int, int]:
+        return self._seed, self._calls
+
+    def _set_position(self, seed: int, calls: int) -> None:
+        self._seed, self._calls = seed, calls
+
+    def _draws(self) -> bool:
+        return self._stage.draws
+
+    def _ranks(self) -> tuple[Any, int]:
+        return mesh_group(self._mesh), int(self._mesh.mesh.flatten()[0])
+
+    def _kept_program(self) -> Fields:
+        return fields_of(self)
+
+    def _resume_program(self, fields: Fields) -> None:
+        resume(self, fields)
+
+    def _take_program(self, new: Captured, call: ModuleCall, plan_again: PlanAgain | None, all_well: AllWell) -> None:
+        take(self, new, plan_again, all_well)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Another one, with the values that this one has now; every rank copies. Values that ``forward`` reads stay
+        those of the program that runs now, so a copy does not follow changes (``on_change="recapture"``).
+        """
+        captured, seed = self._captured, self._seed
+        new: ParallelModule = copied(
+            self, memo, lambda values: ParallelModule(self, captured, self.plan, self._mesh, values, seed=seed)
+        )  # it has all that is asked of a model here: names, shapes and classes
+        new._planned = self._planned
+        return new
+
+    def _in_step(self) -> bool:
+        return self._stage.gradients.accumulating or self._stage.gradients.defer
+
+    # -- running
+
+    @compiled_as_callers
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a whole batch, which every rank passes alike.
+
+        Args:
+            args, kwargs: what the model is called with: tensors of global shape on this rank's device (with
+                ``batch="local"`` this rank's rows: :mod:`~autopar.runtime.batches.own_rows`), or DTensors of any
+                placement. Of an input whose placement was asked for (``placements=``), a tensor that has the shape of
+                this rank's piece is that piece.
+
+        Returns:
+            The model's output, of global shapes and in the model's dtypes.
+
+        All outputs are plain and whole, the same on all ranks, and any of them, or a sum of them, can be called
+        ``backward`` on. Large ones beside a loss are put together when their values are first used, on every rank.
+        Outputs that were pinned to pieces (``placements={1: "S0"}``) are DTensors.
+
+        Raises:
+            RunError: the call is not one that was captured; or ranks were called with different batches, or hold
+                different copies of a parameter, which they compare in the first three calls and now and then
+                (:mod:`autopar.runtime.batches.same_batch`).
+        """
+        if self.buckets is None:
+            return self.run_call(args, kwargs)
+        (args, kwargs), padding = self.buckets.padded(args, kwargs)
+        return self.buckets.cut(self.run_call(args, kwargs), padding)
+
+    def run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool = False) -> Any:
+        """:meth:`forward` of a call that is of its bucket's shape, where there are buckets.
+
+        Args:
+            of_step: it is a microbatch of a step.
+        """
+        with without_inference_mode():
+            return self._run(args, kwargs, of_step)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool) -> Any:
+        call = self._calls + 1
+        failures = self._failures
+        if failures is None:  # one device: the program runs in the caller's own autograd graph
+            check_values(self, ModuleCall(args, kwargs, of_step=of_step))
+            with taken_anew(self):
+                return outputs_of(self, self._call(call, args, kwargs), call, of_step)
+        self.check_world()
+        failures.settle()
+        with failures.during(f"the forward of call {call}"):
+            if self._groups is not None:
+                self._groups.check(self._generation)
+            if self._own_rows is not None and not of_step:
+                together = self.rows_of_all(args, kwargs)
+                args, kwargs = self._own_rows.whole(args, kwargs) if together is None else together
+            check_values(self, ModuleCall(args, kwargs, of_step=of_step))
+            meeting = self._meeting
+            if meeting is not None:
+                meeting.note(f"the forward of call {call}")
+            with taken_anew(self):
+                return outputs_of(self, self._call(call, args, kwargs), call, of_step)
+
+    def rows_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """A call with the rows of all ranks, where each has its own and not equally many; else None."""
+        if self._own_rows is None or self.buckets is not None or self._programs is None or not self._programs.shapes:
+            return None
+        logs = [log for log in (self._meeting, self._programs.meeting) if log is not None]
+        return self._own_rows.put_together(args, kwargs, logs)
+
+    def fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
+        """Around a part of a step: what fails in it on one rank ends the step on all."""
+        return self._failures.during(where) if self._failures is not None else contextlib.nullcontext()
+
+    def _call(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if torch.jit.is_tracing():
+            raise RunError(
+                "torch.jit.trace of a parallel module: it computes with this rank's pieces and collectives; trace the "
+                "model itself, on one rank, with the weights that autopar.full_state_dict(pm) gives"
+            )
+        stage, meeting = self._stage, self._meeting
+        mixed = mixed_seed(self._seed, self._calls)
+        self._calls = call
+        stage.bind()
+        inputs = self._compared.inputs(lambda seen: self._inputs(args, kwargs, seen), self.named_parameters())
+
+        def run(inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+            same_step = stage.gradients.accumulating
+            flat = stage.run(inputs, mixed, same_step=same_step, evaluating=not self.training)
+            return flat[: len(stage.plan.outputs)]
+
+        if stage.direct:
+            return run(inputs)
+
+        layout = self.layout
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            self.check_world()
+            if self.layout != layout:
+                raise RunError(MOVED)
+            if meeting is not None:
+                meeting.note(f"the backward of call {call}")
+            with self.fails_everywhere(f"the backward of call {call}"):
+                yield
+
+        return crossed(stage.gradients, stage.probe, inputs, run, around)
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None) -> dict[str, torch.Tensor]:
+        """Local inputs by name; what ranks are to compare goes into ``seen``."""
+        stage, batch = self._stage, self._batch
+        local_inputs: dict[str, torch.Tensor] = {}
+        tensors = batch.tensors(args, kwargs)
+        batch.check_one(tensors, self._given.microbatches)
+        for name, leaf in tensors.items():
+            local_inputs[name] = stage.local_input(name, leaf, batch.shown[name], name in batch.pieces)
+            if seen is not None and not isinstance(leaf, DTensor):
+                slot = stage.inputs[name]
+                seen.add(batch.shown[name], name, leaf, None if tuple(leaf.shape) == slot.shape else slot.state)
+        return local_inputs
+
+    @property
+    def stage(self) -> Stage:
+        """The program that runs now, with what it reads."""
+        return self._stage
+
+    @property
+    def held_params(self) -> Mapping[str, HeldParam]:
+        """The parameters that the program reads, by name."""
+        return self._stage.held_params
+
+    @compiled_as_callers
+    def train_step(
+        self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None,
+        scaler: torch.amp.GradScaler | None = None, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """One training step on a batch of one or more microbatches.
+
+        A microbatch has the shapes of the example inputs. An input whose first dim is ``microbatches`` times as long
+        is cut there; one with exactly the captured shape goes into every microbatch. Each loss counts by its
+        microbatch's part of the rows, or of the labels that count (:mod:`~autopar.runtime.batches.loss_counts`), so
+        that the loss and the gradients are those of the whole batch at once.
+
+        Args:
+            optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.
+            args, kwargs: the batch, of global shapes, the same on every rank.
+            microbatches: how many; by default found from the shapes.
+            scaler: multiplies the gradients (:mod:`~autopar.runtime.optimizers.scaled_steps`); with ``optimizer``,
+                ``step()`` and ``update()`` of it follow, else ``unscale_``, clipping and these are the caller's.
+
+        Returns:
+            The loss of the batch, a tensor of shape [] and of the loss's dtype, the same on every rank.
+            Gradients in ``param.grad`` are added to those that are there, as ``loss.backward()`` adds them.
+
+        Raises:
+            RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
+        """
+        if self.buckets is not None:
+            (args, kwargs), _ = self.buckets.padded(args, kwargs)
+        parts = parts_of_step(self, args, kwargs, microbatches)
+        loss = trained(self, parts, scaled_steps.scale_of(scaler, self._device))
+        if optimizer is not None:
+            with self.fails_everywhere(f"the optimizer's step after call {self._calls}"):
+                scaled_steps.step(optimizer, scaler)
+            optimizer.zero_grad()
+        return loss
+
+    def check_step(self, call: ModuleCall) -> None:
+        """Before a step begins: within it, another program would be refused."""
+        with self.all_in_step("the step"):
+            check_values(self, call)
+
+    @contextlib.contextmanager
+    def all_in_step(self, what: str) -> Iterator[None]:
+        """Around what all ranks do before a step begins, after all have broken off one that failed."""
+        self.check_world()
+        if self._failures is not None:
+            self._failures.settle()
+        with self.fails_everywhere(f"{what} of call {self._calls + 1}"):
+            yield
+
+    def __repr__(self) -> str:
+        mesh = self.plan.mesh.shown()
+        return f"ParallelModule({mesh}, {len(self.held_params)} parameters, {len(self._captured.graph.nodes)} nodes)"
+
+
+__all__ = ["ParallelModule"]

@@ -1,0 +1,50 @@
+"""What a call of a program on one mesh gives: the model's outputs, whole, in pieces, or a rank's own rows of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from autopar.runtime.as_module.left_attributes import leave
+from autopar.runtime.batches.outputs import IN_PIECES, unread, with_pending
+from autopar.runtime.parameters.state import as_dtensor
+from autopar.runtime.variants.module_calls import batch_rows
+from autopar.torch_private import pytree
+
+
+def outputs_of(module: Any, flat: tuple[Any, ...], call: int, of_step: bool) -> Any:
+    """The structure that the model gives, from the program's flat outputs.
+
+    Args:
+        module: the :class:`~autopar.runtime.one_mesh.executor.ParallelModule`.
+        call: its number.
+        of_step: it is a microbatch of a step, of which nothing but the loss is read.
+    """
+    graph, plan = module._captured.graph, module._stage.plan
+    results: list[Any] = []
+    own_rows = None if of_step else module._own_rows
+    rows = batch_rows(module._captured) if own_rows is not None else 0
+    for i, (value, state) in enumerate(zip(flat, plan.outputs, strict=True)):
+        if state is None or not isinstance(value, torch.Tensor):
+            results.append(value)
+            continue
+        value = with_pending(value, state, module._mesh)
+        if own_rows is not None and (shape := graph.spec(graph.outputs[i]).shape) and shape[0] == rows:
+            results.append(own_rows.of_output(value, state, shape))
+            continue
+        if any(not p.is_whole and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
+            shape = graph.spec(graph.outputs[i]).shape
+            if module._meeting is None or i in module._given.pins.outputs:
+                value = as_dtensor(value, state, shape, module._mesh)
+            else:
+                meet = partial(module._meeting.meet, "reads", f"output {i} of call {call}", IN_PIECES)
+                value = unread(value, state, shape, module._mesh, meet)
+        results.append(value)
+    n_outputs = module._captured.out_spec.num_leaves
+    leave(module, results[n_outputs:], of_step)
+    return pytree.tree_unflatten(results[:n_outputs], module._captured.out_spec)
+
+
+__all__ = ["outputs_of"]

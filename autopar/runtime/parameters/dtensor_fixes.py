@@ -1,0 +1,327 @@
+"""Where torch's DTensor is wrong in silence, made right for all DTensors of the process, when a module is parallelized.
+
+Parameters of a parallel module, and their gradients, are DTensors, and training scripts compute with them out of
+habits that stem from plain tensors. Some of these habits give other numbers, or others on each rank, so that weights
+drift apart:
+
+* ``p.grad.norm().item()``, ``float(p.sum())``, ``if (p > 1).any():`` read this rank's part of a number that is still to
+  be reduced. They read the number: all ranks reduce it, as with every other operator of a DTensor. A rank that is alone
+  with it (``if rank == 0: print(p.grad.norm().item())``) would pair its collective with another one of the others, so
+  ranks of parallel modules tell each other first that they read. Of a pipeline it is the number of one stage.
+* ``GradScaler`` looks for infinite gradients, and reduces what was found by the placement of the first gradient alone:
+  where that is whole, an overflow in a piece of another one is seen by the rank that has the piece, which skips the
+  step alone. It is reduced over every axis along which one of the gradients is in pieces.
+* ``torch.stack([p.grad.norm() for p in ...]).sum()`` adds up parts of norms as if they were parts of sums. Norms are
+  put together first.
+* ``torch.isnan(p.grad).any().float()`` counts the ranks that have one. It is one or zero.
+* ``dist.all_reduce(p.grad)``, DDP by hand, runs on a copy, so that the division after it gives gradients that are too
+  small; ``dist.broadcast(p.data, 0)`` sends nothing. Collectives that are called with DTensors are refused.
+  torch's dispatcher does not look into lists of lists, so those of ``dist.reduce_scatter(out, [p.grad, ...])``, whose
+  missing memory the process group would read, are found where torch checks its lists.
+* ``p.amax()``, ``p.norm(inf)`` and ``p.sum(())`` name no dim and reduce over all. DTensor reduces over none, and the
+  gradient of such a maximum is NaN on each rank that does not have it.
+* ``f"{p.grad.norm():.4f}"`` and ``p.grad.norm().tolist()`` read the number, as ``item()`` does. Of ``p.numpy()`` and
+  ``p.tolist()`` torch says only that it does not support them, here the error says what does.
+* ``p.data_ptr()`` is 0 for all of them, so that scripts that tell tied parameters by their addresses take all
+  parameters for one. It is that of the local piece; empty pieces have no address, and get one of their own.
+* ``p.data = value`` changes nothing: the local tensor, which operators read, stays. It becomes the value's own, or
+  this rank's piece of it: ``vector_to_parameters`` assigns so.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.errors import RunError
+from autopar.runtime.batches.outputs import CollectiveLog
+from autopar.runtime.parameters.mixed import mixes_on
+from autopar.runtime.parameters.stagewise import of_a_stage, watch_norms
+from autopar.runtime.parameters.state import placed_as
+from autopar.torch_private import (
+    DTENSOR_HANDLERS,
+    DTENSOR_REDUCED_DIMS,
+    DTENSOR_STRATEGIES,
+    LINEAR_REDUCTION_OP_MAP,
+    TENSOR_LIST_CHECK,
+    DTensorSpec,
+    NormPartial,
+    OpSchema,
+    OpStrategy,
+    data_of_tensors,
+    found_inf_reduce_handler,
+    generate_redistribute_costs,
+)
+
+_READ = torch.ops.aten._local_scalar_dense.default
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
+_ANYS = (torch.ops.aten.any.default, torch.ops.aten.any.dim, torch.ops.aten.any.dims)
+_Strategy = Callable[[OpSchema], OpStrategy]
+
+
+ALONE = (
+    "it is in pieces on the ranks, or still to be added up, so all ranks must read it, at the same place in the "
+    "program (.item(), float(), bool(), an if): read it on every rank, outside of `if rank == 0`, and print it on one"
+)
+STAGE = (
+    "a number of a pipeline's parameter or gradient is read: it is that of this rank's stage, and a sum over "
+    "pm.parameters() is one over this rank's stages, another one on every rank. pm.clip_grad_norm_(float('inf')) gives "
+    "the norm of all gradients; other sums need torch.distributed.all_reduce over one rank of each stage"
+)
+REDUCED = (
+    "gradients of a parallel module are already reduced over its ranks; remove the {call} (and the division by the "
+    "number of ranks)"
+)
+EQUAL = (
+    "all ranks have the same parameters already: those of a parallel module come from rank 0; remove the {call}, or "
+    "put other values in with load_state_dict"
+)
+PIECE = (
+    "a collective cannot know which piece of the tensor it is to take; call it on x.full_tensor(), which all ranks "
+    "have, or on x.to_local(), this rank's piece"
+)
+WHOLE = (
+    "{call}() of a DTensor, which holds this rank's piece only; x.full_tensor().{call}() has all of it, and every rank "
+    "must call full_tensor(); x.to_local().{call}() has the piece"
+)
+_COLLECTIVES = {
+    "allreduce_": ("all_reduce", REDUCED),
+    "allreduce_coalesced_": ("all_reduce", REDUCED),
+    "reduce_": ("reduce", REDUCED),
+    "reduce_scatter_": ("reduce_scatter", REDUCED),
+    "_reduce_scatter_base_": ("reduce_scatter", REDUCED),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", REDUCED),
+    "broadcast_": ("broadcast", EQUAL),
+    "allgather_": ("all_gather", PIECE),
+    "_allgather_base_": ("all_gather", PIECE),
+    "allgather_coalesced_": ("all_gather", PIECE),
+    "allgather_into_tensor_coalesced_": ("all_gather", PIECE),
+    "gather_": ("gather", PIECE),
+    "scatter_": ("scatter", PIECE),
+    "alltoall_": ("all_to_all", PIECE),
+    "alltoall_base_": ("all_to_all", PIECE),
+    "send": ("send", PIECE),
+    "recv_": ("recv", PIECE),
+}
+"""torch's operators of collectives that take tensors: how scripts call them, and what is to be done instead."""
+_meetings: dict[tuple[int, ...], tuple[Any, CollectiveLog]] = {}
+"""By the ranks of a mesh, with the group of all ranks in whose store they meet."""
+_ranks_of: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
+_said: set[str] = set()
+
+
+def _ranks(device_mesh: DeviceMesh) -> tuple[int, ...]:
+    if device_mesh not in _ranks_of:
+        _ranks_of[device_mesh] = tuple(device_mesh.mesh.flatten().tolist())
+    return _ranks_of[device_mesh]
+
+
+def meet_on(device_mesh: DeviceMesh) -> None:
+    """Have the ranks of a parallel module's mesh see whether all of them read a number; all of them call it."""
+    ranks, world = _ranks(device_mesh), dist.group.WORLD
+    if len(ranks) > 1 and _meetings.get(ranks, (None,))[0] is not world:
+        meeting = CollectiveLog(ranks)
+        after = ranks.index(dist.get_rank()) + 1
+        meeting.others = [ranks[after % len(ranks)]]  # of those who read without all, one's neighbour does not
+        _meetings[ranks] = world, meeting
+
+
+def note_on(device_mesh: DeviceMesh, what: str) -> None:
+    """This rank comes to something else than a number, and so do all ranks of the mesh."""
+    if mesh_and_meeting := _meetings.get(_ranks(device_mesh)):
+        mesh_and_meeting[1].note(what)
+
+
+def meet_at(device_mesh: DeviceMesh, verb: str, what: str) -> None:
+    """Wait until all ranks of the mesh come to something in which each has its part.
+
+    Raises:
+        RunError: another rank comes to something else.
+    """
+    if mesh_and_meeting := _meetings.get(_ranks(device_mesh)):
+        mesh_and_meeting[1].meet(verb, what, "all ranks must do it: call it outside of `if rank == 0`")
+
+
+def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The number that a DTensor of one element holds, on every rank.
+
+    Raises:
+        RunError: another rank does not read it.
+    """
+    number: DTensor = args[0]
+    if of_a_stage(number) and "stage" not in _said:
+        _said.add("stage")
+        warnings.warn(STAGE, stacklevel=3)
+    mesh_and_meeting = _meetings.get(_ranks(number.device_mesh))
+    if mesh_and_meeting and not all(isinstance(p, Replicate) for p in number.placements):
+        mesh_and_meeting[1].meet("reads", "a number of a parameter or gradient", ALONE)
+    with torch.no_grad():
+        return op(args[0].detach().full_tensor())
+
+
+def _unscaled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Gradients by placement, so that each kind of placement has what it found reduced as it needs."""
+    kinds: dict[Any, list[DTensor]] = {}
+    for grad in args[0]:
+        kinds.setdefault((grad.device_mesh, tuple(type(p) for p in grad.placements)), []).append(grad)
+    for grads in kinds.values():
+        found_inf_reduce_handler(op, (grads, *args[1:]), kwargs)
+
+
+def _refused(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A collective of torch.distributed, called with a DTensor.
+
+    Raises:
+        RunError: always.
+    """
+    raise _refusal(*_COLLECTIVES[op._schema.name.removeprefix("c10d::")])
+
+
+def _refusal(call: str, instead: str) -> RunError:
+    return RunError(f"torch.distributed.{call} of a DTensor: {instead.format(call=call)}")
+
+
+def _lists_looked_into(check: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """torch's check of a collective's list of tensors, which refuses a list with a DTensor.
+
+    Raises:
+        RunError: there is one.
+    """
+
+    def looked_into(tensors: Any, argument: str) -> None:
+        if isinstance(tensors, list) and any(isinstance(tensor, DTensor) for tensor in tensors):
+            call = sys._getframe(1).f_code.co_name
+            raise _refusal(call, dict(_COLLECTIVES.values()).get(call, PIECE))
+        check(tensors, argument)
+
+    return looked_into
+
+
+def _all_dims(infer: Callable[[Any, int], list[int] | None]) -> Callable[[Any, int], list[int] | None]:
+    """Which dims a reduction is over, None for all: of no dims that are named, all."""
+    return lambda dims, ndim: infer(None if isinstance(dims, list | tuple) and not dims else dims, ndim)
+
+
+def _of_no_dims(strategy: _Strategy) -> _Strategy:
+    """How ``any`` is cut: over no dims it is no reduction, unlike all others, and runs on the whole tensor."""
+
+    def of(schema: OpSchema) -> OpStrategy:
+        if len(schema.args_schema) > 1 and schema.args_schema[1] in ([], ()):
+            raise NotImplementedError("any() over no dims")
+        return strategy(schema)
+
+    return of
+
+
+def _formatted(tensor: DTensor, spec: str) -> str:
+    """``f"{tensor:.4f}"``: as of a plain tensor, of a number the number in that format."""
+    return format(tensor.item(), spec) if tensor.ndim == 0 and spec else object.__format__(tensor, spec)
+
+
+def _listed(tensor: DTensor) -> Any:
+    """``tensor.tolist()``: a number is read.
+
+    Raises:
+        RunError: it is more than a number.
+    """
+    if tensor.ndim == 0:
+        return tensor.item()
+    raise RunError(WHOLE.format(call="tolist"))
+
+
+def _as_numpy(tensor: DTensor, *, force: bool = False) -> Any:
+    """``tensor.numpy()``.
+
+    Raises:
+        RunError: always.
+    """
+    raise RunError(WHOLE.format(call="numpy"))
+
+
+def _address(tensor: DTensor) -> int:
+    """``tensor.data_ptr()``: where this rank's piece lies; of an empty one, which lies nowhere, what no other has.
+
+    torch itself tells tensors that wrap others by an address of zero: its ``deepcopy`` does.
+    """
+    if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+        return 0
+    return tensor._local_tensor.data_ptr() or id(tensor._local_tensor)
+
+
+def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
+    """``tensor.data = value``: on the meshes of parallel modules it is placed as the tensor is, a plain one too.
+
+    Raises:
+        RunError: the value is a plain tensor, of which a rank cannot know whether it is whole or its piece.
+    """
+    if mixes_on(tensor.device_mesh) and value.shape == tensor.shape:
+        placed = placed_as(tensor, value)
+        assert isinstance(placed, DTensor)
+        value = placed
+    if not isinstance(value, DTensor):
+        raise RunError(
+            f"p.data = value: the parameter is a DTensor of shape {tuple(tensor.shape)}, and the value a plain tensor "
+            f"of shape {tuple(value.shape)}, so this rank's piece of it is not known; copy a whole one with "
+            "torch.distributed.tensor.distribute_tensor(value, p.device_mesh, p.placements), or use load_state_dict"
+        )
+    data_of_tensors.__set__(tensor, value)
+    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
+
+
+def _of_whole_norms(strategy: _Strategy) -> _Strategy:
+    """How sums are cut: of norms only where these are put together."""
+
+    def of(schema: OpSchema) -> OpStrategy:
+        choices = strategy(schema)
+        for choice in choices.strategies:
+            for spec in choice.input_specs or ():
+                if any(isinstance(p, NormPartial) for p in spec.placements):
+                    before = schema.args_schema[0]
+                    assert isinstance(before, OpStrategy)
+                    choice.input_specs = [_without_norms(spec)]
+                    choice.output_specs = _without_norms(choice.output_spec)
+                    choice.redistribute_cost = [generate_redistribute_costs(before, choice.input_specs[0])]
+                    break
+        return choices
+
+    return of
+
+
+def _without_norms(spec: DTensorSpec) -> DTensorSpec:
+    placements = tuple(Replicate() if isinstance(p, NormPartial) else p for p in spec.placements)
+    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+
+
+def correct() -> None:
+    """Have the numbers, overflows and assignments of DTensors be right from now on; a second call changes nothing."""
+    handlers: dict[Any, Any] = DTENSOR_HANDLERS.get()
+    if handlers.get(_READ) is _number:
+        return
+    handlers[_READ], handlers[_UNSCALE] = _number, _unscaled
+    for name in _COLLECTIVES:
+        if (collective := getattr(torch.ops.c10d, name, None)) is not None:
+            handlers[collective.default] = _refused
+    watch_norms()
+    strategies: dict[Any, Any] = DTENSOR_STRATEGIES.get()
+    for op in _SUMS:
+        strategies[op] = _of_whole_norms(strategies[op])
+    strategies[_ANYS[-1]] = _of_no_dims(strategies[_ANYS[-1]])
+    LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys(_ANYS, "max"))
+    DTENSOR_REDUCED_DIMS.set(_all_dims(DTENSOR_REDUCED_DIMS.get()))
+    TENSOR_LIST_CHECK.set(_lists_looked_into(TENSOR_LIST_CHECK.get()))
+    methods = {"__format__": _formatted, "tolist": _listed, "numpy": _as_numpy, "data_ptr": _address}
+    for method, ours in methods.items():
+        setattr(DTensor, method, ours)
+    DTensor.data = property(data_of_tensors.__get__, _set_data)  # type: ignore[assignment,method-assign]
+
+
+__all__ = ["correct", "meet_at", "meet_on", "note_on"]

@@ -1,0 +1,159 @@
+"""Parameters that are gathered together, and when their gathered copies have memory.
+
+:mod:`autopar.runtime.parameters.prefetch` says when each unit is started, needed and done with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from autopar.runtime.parameters.hops import Hop, all_gather_flat, apply, padded_to, stacked, unstack
+from autopar.runtime.parameters.state import HeldParam
+from autopar.torch_private import preserve_version_counter
+
+UNIT_BYTES = 8 << 20
+"""Small parameters are gathered together up to this size."""
+
+
+class Unit:
+    """Parameters that are gathered together, in one collective where each needs just one over the same ranks."""
+
+    def __init__(self, held_params: Sequence[HeldParam]) -> None:
+        self.held_params = list(held_params)
+        self.per_use = held_params[0].per_use
+        self.together = coalesces(held_params[0]) and all(same_gather(held_params[0], h) for h in held_params)
+        alone = gather_of(held_params[0]) if self.together and len(held_params) == 1 else None
+        self.direct = alone is not None and alone.cut.is_first_and_even(alone.n)
+        self.work: Any = None
+        self.flat: torch.Tensor | None = None
+        self.ready = False
+        self.waiting = 0
+        for held_param in self.held_params:
+            held_param.unit = self
+
+    def expire(self) -> None:
+        """What was gathered may no longer equal what is stored (in-place updates of a DTensor leave no trace)."""
+        if self.ready or self.work is not None:
+            self.finish_work()
+            self.ready = False
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to gather, unless that is done or under way."""
+        if self.ready or self.work is not None:
+            return
+        if self.per_use:
+            for held_param in self.held_params:
+                n = prod(held_param.used_shape) * held_param.leaf.element_size()
+                held_param.leaf.untyped_storage().resize_(n)
+        if not self.together:
+            return
+        hop = gather_of(self.held_params[0])
+        if self.direct:
+            # .data has a version counter of its own: a backend may write, and count, at any time until it is waited for
+            out, piece = self.held_params[0].leaf.data, self.held_params[0].piece
+            self.work = all_gather_flat(out, piece.contiguous(), group=hop.group, async_op=True)
+            return
+        pieces = torch.cat([padded_to(h.piece, h.padded_shape).reshape(-1) for h in self.held_params])
+        self.flat = pieces.new_empty(hop.n, pieces.numel())
+        self.work = all_gather_flat(self.flat.view(-1), pieces, group=hop.group, async_op=True)
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Have the gathered values in the leaves."""
+        if self.ready:
+            return
+        self.start()
+        if not self.together:
+            for held_param in self.held_params:
+                x = held_param.piece
+                for hop in held_param.hops:
+                    x = apply(hop.forward, x, hop)
+                with preserve_version_counter(held_param.leaf):
+                    held_param.leaf.copy_(x)
+            self.ready = True
+            return
+        flat = self.flat
+        self.finish_work()
+        if flat is not None:
+            offset = 0
+            for held_param in self.held_params:
+                hop = gather_of(held_param)
+                m = prod(held_param.padded_shape)
+                part = flat[:, offset : offset + m].view(hop.n, *held_param.padded_shape)
+                offset += m
+                with preserve_version_counter(held_param.leaf):
+                    if hop.cut.size % hop.n:
+                        held_param.leaf.copy_(unstack(part, hop.cut.dim).narrow(hop.cut.dim, 0, hop.cut.size))
+                    else:
+                        stacked(held_param.leaf, hop.cut.dim, hop.n).copy_(part)
+        self.ready = True
+
+    def finish_work(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.work, self.flat = None, None
+
+    def drop(self) -> None:
+        """Wait for a gather under way, and forget it with what it gathered."""
+        with contextlib.suppress(RuntimeError):  # it may have failed
+            self.finish_work()
+        self.work, self.flat, self.ready = None, None, False
+        self._empty()
+
+    def free(self) -> None:
+        """Give the gathered memory back (lifetime ``use`` only)."""
+        if self.per_use and (self.ready or self.work is not None):
+            self.finish_work()
+            self.ready = False
+            self._empty()
+
+    def _empty(self) -> None:
+        """Without memory for values that are gathered for one use."""
+        for held_param in self.held_params if self.per_use else ():
+            held_param.leaf.untyped_storage().resize_(0)
+
+
+def coalesces(held_param: HeldParam) -> bool:
+    """One gather and nothing else that changes values."""
+    kinds = [hop.forward for hop in held_param.hops if hop.forward != "none"]
+    return kinds == ["gather"]
+
+
+def gather_of(held_param: HeldParam) -> Hop:
+    """The hop that gathers a parameter that :func:`coalesces`."""
+    return next(hop for hop in held_param.hops if hop.forward == "gather")
+
+
+def same_gather(a: HeldParam, b: HeldParam) -> bool:
+    """Whether two parameters may share a gather."""
+    if not (coalesces(a) and coalesces(b)) or a.choice.lifetime != b.choice.lifetime:
+        return False
+    ga, gb = gather_of(a), gather_of(b)
+    dtypes = [held_param.dtype for held_param in (a, b)]
+    return ga.group is gb.group and dtypes[0] == dtypes[1]
+
+
+def make_units(held_params: Sequence[HeldParam]) -> list[Unit]:
+    """Units of the gathered parameters, given in order of first use."""
+    units: list[Unit] = []
+    run: list[HeldParam] = []
+    n_bytes = 0
+    for held_param in held_params:
+        n = prod(held_param.used_shape) * held_param.dtype.itemsize
+        if run and not (same_gather(run[0], held_param) and n_bytes + n <= UNIT_BYTES):
+            units.append(Unit(run))
+            run, n_bytes = [], 0
+        run.append(held_param)
+        n_bytes += n
+    if run:
+        units.append(Unit(run))
+    return units
+
+
+__all__ = ["UNIT_BYTES", "Unit", "make_units"]

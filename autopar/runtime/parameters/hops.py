@@ -1,0 +1,248 @@
+"""Hops: a parameter's way from its stored to its used placement, and its gradient's way back.
+
+They are the plan's steps, neighbouring axes merged into one collective over their common group. Collectives want pieces
+of one size: pieces that are not equal are padded to the largest one, and what was added is cut off afterwards. Pieces
+are those of ``torch.chunk``, so all that is added stands at the end of the whole dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import PlanError
+from autopar.plans.plan import ParamChoice
+from autopar.runtime.ranks.groups import groups_on
+from autopar.torch_private import compiler_traces, functional_collectives
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import cut_extent, largest_piece, local_shape, piece_of
+from autopar.words.placements import REPLICATED, Placement, State, path
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Their names changed in torch 2.13."""
+
+
+_SENT_AS_BYTES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""What neither NCCL nor gloo takes. Complex numbers, which they do not take either, torch sends as pairs."""
+
+
+def as_sent(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a collective takes it that moves values and does not compute: a view where it must be."""
+    return x.view(-1).view(torch.uint8) if x.dtype in _SENT_AS_BYTES else x
+
+
+def all_gather_flat(out: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
+    """``out`` gets the tensors of all ranks, one after the other along the first dim."""
+    return _all_gather(as_sent(out), as_sent(x), **options)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim that the ranks of a hop cut, how many elements of it they have together, and the pieces' unit."""
+
+    dim: int = 0
+    size: int = 0
+    unit: int = 1
+
+    def largest(self, n: int) -> int:
+        """Elements of the largest of ``n`` pieces."""
+        return largest_piece(self.size, n, self.unit)
+
+    def piece(self, n: int, at: int) -> tuple[int, int]:
+        """``(start, length)`` of piece number ``at`` of ``n``."""
+        return piece_of(self.size, n, at, self.unit)
+
+    def is_first_and_even(self, n: int) -> bool:
+        """Whether ``n`` pieces, one after the other, are the whole tensor."""
+        return self.dim == 0 and self.size % (n * self.unit) == 0
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One change of placement on the ``n`` ranks of ``group``, of which this is number ``index``.
+
+    ``forward`` is done to values (stored -> used), ``backward`` to gradients (used -> stored): ``none gather slice swap
+    all_reduce reduce_scatter``. ``cut`` is the dim in pieces; ``other`` the target dim of a swap.
+    """
+
+    forward: str
+    backward: str
+    group: Any
+    n: int
+    index: int
+    cut: Cut = Cut()
+    other: Cut = Cut()
+
+
+_KINDS = {
+    ("S", "R"): ("gather", "reduce_scatter"), ("S", "I"): ("gather", "slice"), ("I", "R"): ("none", "all_reduce"),
+    ("I", "S"): ("slice", "gather"), ("R", "S"): ("slice", "none"), ("S", "S"): ("swap", "swap"),
+    ("R", "I"): ("none", "none"), ("R", "R"): ("none", "none"),
+}  # fmt: skip
+
+
+def hops(
+    name: str, choice: ParamChoice, shape: Sequence[int], device_mesh: DeviceMesh, mesh: Mesh
+) -> tuple[Hop, ...]:
+    """The hops from stored to used of a parameter of global ``shape``.
+
+    Raises:
+        PlanError: there is no such path.
+    """
+    result = []
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    for a, b, axes, state in _merged(name, choice, shape, mesh):
+        forward, backward = _KINDS[a.kind, b.kind]
+        index = 0
+        for axis in axes:
+            index = index * mesh.size(axis) + coordinate[axis]
+        n = prod(mesh.size(axis) for axis in axes)
+        whole = State(REPLICATED if axis in axes else p for axis, p in enumerate(state))
+        sizes = local_shape(shape, whole, mesh, coordinate)
+        cuts = [Cut(d, sizes[d], p.unit) for p in (a, b) if (d := p.dim) is not None] or [Cut()]
+        result.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, cuts[0], cuts[-1]))
+    return tuple(result)
+
+
+def hop_axes(name: str, choice: ParamChoice, shape: Sequence[int], mesh: Mesh) -> list[tuple[int, ...]]:
+    """The axes over whose common groups the hops of a parameter go.
+
+    Raises:
+        PlanError: there is no path from stored to used.
+    """
+    return [tuple(axes) for _, _, axes, _ in _merged(name, choice, shape, mesh)]
+
+
+def _merged(
+    name: str, choice: ParamChoice, shape: Sequence[int], mesh: Mesh
+) -> list[tuple[Placement, Placement, list[int], State]]:
+    """The steps that communicate or cut: from, to, the axes that go together, and the state before."""
+    steps = path(choice.stored, choice.used)
+    legal = steps is not None and all((a[i].kind, b[i].kind) in _KINDS for i, a, b in steps)
+    if steps is None or not legal:
+        raise PlanError(
+            f"parameter '{name}': stored as {choice.stored.text} it cannot be used as "
+            f"{choice.used.text}; store it so that only whole axes are gathered, such as the used placement"
+        )
+    merged: list[tuple[Placement, Placement, list[int], State]] = []
+    for axis, src, dst in steps:
+        if mesh.size(axis) == 1:
+            continue
+        a, b = src[axis], dst[axis]
+        last = merged[-1] if merged else None
+        if last is not None and last[:2] == (a, b) and not b.is_shard and _as_one(shape, src, mesh, axis, last[2]):
+            last[2].insert(0, axis)
+        else:
+            merged.append((a, b, [axis], src))
+    return [each for each in merged if _KINDS[each[0].kind, each[1].kind] != ("none", "none")]
+
+
+def _as_one(shape: Sequence[int], state: State, mesh: Mesh, axis: int, inner: Sequence[int]) -> bool:
+    """Whether ``axis`` and the ``inner`` axes may go together: the pieces of pieces are the pieces of one cut."""
+    if not state[axis].is_shard:
+        return True
+    extent, earlier, _ = cut_extent(shape, state, mesh, axis)
+    return extent % prod(mesh.size(a) for a in (*earlier, axis, *inner)) == 0
+
+
+def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
+    """The process group over several axes; every rank must ask for the same ones in the same order."""
+    names = tuple(mesh.name(axis) for axis in axes)
+    if len(names) == 1:
+        return device_mesh.get_group(names[0])
+    return groups_on(device_mesh).along(device_mesh, axes)
+
+
+def padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """``x`` with zeros behind it, up to ``size`` elements of ``dim``; ``x`` itself where it has as many."""
+    missing = size - x.shape[dim]
+    if not missing:
+        return x
+    return torch.nn.functional.pad(x, [*[0, 0] * (x.dim() - 1 - dim), 0, missing])
+
+
+def padded_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``x`` with zeros behind it in every dim, up to ``shape``."""
+    for dim, size in enumerate(shape):
+        x = padded(x, dim, size)
+    return x
+
+
+def gather(x: torch.Tensor, hop: Hop) -> torch.Tensor:
+    """Concatenate the ranks' pieces."""
+    x = padded(x, hop.cut.dim, hop.cut.largest(hop.n)).contiguous()
+    if compiler_traces():
+        out = functional_collectives.all_gather_tensor(x, 0, hop.group).unflatten(0, (hop.n, x.shape[0]))
+    else:
+        out = x.new_empty(hop.n, *x.shape)
+        all_gather_flat(out.flatten(0, 1), x, group=hop.group)
+    return _without_padding(unstack(out, hop.cut.dim), hop.cut)
+
+
+def _without_padding(x: torch.Tensor, cut: Cut) -> torch.Tensor:
+    return x if x.shape[cut.dim] == cut.size else x.narrow(cut.dim, 0, cut.size)
+
+
+def own_part(x: torch.Tensor, cut: Cut, hop: Hop) -> torch.Tensor:
+    """This rank's piece without what it was padded with."""
+    length = cut.piece(hop.n, hop.index)[1]
+    return x if x.shape[cut.dim] == length else x.narrow(cut.dim, 0, length)
+
+
+def of_its_own(x: torch.Tensor) -> torch.Tensor:
+    """``x``, in memory that holds nothing else: a copy where it is a part of a larger tensor, else ``x`` itself."""
+    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
+
+
+def unstack(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """[n, ..., k, ...] -> [..., n * k, ...]"""
+    return x.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def stacked(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """[..., n * k, ...] -> [n, ..., k, ...], a view if it divides; else padded."""
+    x = padded(x, dim, -(-x.shape[dim] // n) * n)
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+
+
+def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch.Tensor:
+    """Do one hop and wait for it. Those of values go into the graph of a compiler that traces (functional ones)."""
+    from_cut, to_cut = (hop.other, hop.cut) if backward else (hop.cut, hop.other)
+    if kind == "gather":
+        return gather(x, hop)
+    if kind == "slice":
+        return x.narrow(hop.cut.dim, *hop.cut.piece(hop.n, hop.index))
+    if kind == "all_reduce":
+        x = x.contiguous()
+        dist.all_reduce(x, group=hop.group)
+        return x
+    if kind == "reduce_scatter":
+        parts = stacked(x, hop.cut.dim, hop.n).contiguous()
+        out = torch.empty_like(parts[0])
+        reduce_scatter_flat(out, parts.flatten(0, 1), group=hop.group)
+        return own_part(out, hop.cut, hop)
+    if kind == "swap":
+        x = padded(x, from_cut.dim, from_cut.largest(hop.n))
+        x = padded(x, to_cut.dim, to_cut.largest(hop.n) * hop.n)
+        parts = stacked(x, to_cut.dim, hop.n).contiguous()
+        if compiler_traces():
+            out = functional_collectives.all_to_all_single(parts, None, None, hop.group)
+        else:
+            out = torch.empty_like(parts)
+            dist.all_to_all_single(out, parts, group=hop.group)
+        return own_part(_without_padding(unstack(out, from_cut.dim), from_cut), to_cut, hop)
+    return x
+
+
+__all__ = [
+    "Cut", "Hop", "all_gather_flat", "apply", "as_sent", "gather", "group_of", "hop_axes", "hops", "of_its_own",
+    "own_part", "padded", "padded_to", "reduce_scatter_flat", "stacked", "unstack",
+]  # fmt: skip

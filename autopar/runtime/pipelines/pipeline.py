@@ -1,0 +1,405 @@
+"""The pipeline: every group of ranks holds its stages and does what the schedule says, action by action.
+
+A stage is a :class:`~autopar.runtime.stages.stage.Stage` on the group's own mesh, so parameters, gathers and gradient
+reductions are those of a plan without pipeline; what is in flight through it, and its messages, are
+:mod:`autopar.runtime.pipelines.flight`. This file is the module that people hold: a step of all stages, and what
+crosses them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.capture import Captured
+from autopar.capture.evaluation import Skeleton
+from autopar.errors import RunError
+from autopar.plans.plan import Plan
+from autopar.plans.staging import StageGraph, cut
+from autopar.rules.registry import rules_of
+from autopar.runtime.as_module.copied import copied
+from autopar.runtime.as_module.spread import SpreadModule
+from autopar.runtime.batches.batch import Batch
+from autopar.runtime.batches.batch_statistics import tell_of_statistics
+from autopar.runtime.batches.calls import without_inference_mode
+from autopar.runtime.batches.loss_counts import Count, count_of
+from autopar.runtime.batches.own_rows import TakesRows
+from autopar.runtime.batches.own_rows_in_stages import RowsInStages
+from autopar.runtime.batches.same_batch import Calls, first_readers
+from autopar.runtime.checkpoints.checkpoint import full_state_dict, load_full_state_dict
+from autopar.runtime.gradients.reached import ReachedBy, reached_by
+from autopar.runtime.optimizers import scaled_steps
+from autopar.runtime.parameters.registering import Placing
+from autopar.runtime.parameters.stagewise import flat_optimizer_states, scaled, squared_norm
+from autopar.runtime.pipelines import pipeline_programs
+from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
+from autopar.runtime.pipelines.pipeline_programs import Lines
+from autopar.runtime.pipelines.pipeline_runs import forwards, ready_runs, shares_in_loss
+from autopar.runtime.pipelines.pipeline_start import begun, check_fits, take_values, unread_in
+from autopar.runtime.pipelines.schedule_check import check_buffers, check_rows
+from autopar.runtime.pipelines.ties import Tied
+from autopar.runtime.pipelines.work import Span, Unfinished, Work
+from autopar.runtime.ranks.agree import Meeting, first_seed
+from autopar.runtime.ranks.failures import Failures
+from autopar.runtime.ranks.groups import Groups
+from autopar.runtime.stages.compiled import compiled_as_callers
+from autopar.runtime.stages.seeds import mixed_seed
+from autopar.runtime.stages.stage import Stage, device_of
+from autopar.runtime.variants.buckets import Padding
+from autopar.runtime.variants.module_calls import ModuleCall
+from autopar.runtime.variants.programs import AllWell, Fields
+from autopar.torch_private import pytree
+
+
+class PipelineModule(TakesRows, SpreadModule):
+    """A model in stages on several groups of ranks. Every rank holds the parameters of its own stages.
+
+    Names of parameters are those of the model. ``train_step(*batch)`` takes the whole batch on every rank, cuts it into
+    microbatches (:mod:`~autopar.runtime.batches.runs`), returns the loss of the batch on every rank and leaves
+    gradients in ``param.grad``.
+    """
+
+    _plan: Plan
+    _rank: int
+    _signature: inspect.Signature
+    _parts: tuple[StageGraph, ...]
+    _batch: Batch
+    _compared: Calls
+    _seed: int
+    _steps: int
+    _drawn: int
+    _planned: tuple[Captured, int]
+    _random: bool
+    _none: torch.nn.Parameter
+    _evaluates: bool
+    _reached_by: ReachedBy | None
+    _count: Count | None
+    _stages: dict[int, Stage]
+    _lines: Lines
+    _first_tied: tuple[Tied, ...]
+    _works: dict[int, Work]
+    _work: Work
+    _unfinished: Unfinished
+    _spans: list[Span] | None
+    _own_rows: RowsInStages | None = None
+    _failures: Failures
+    _groups: Groups
+    _generation: int
+    _order: tuple[str, ...]
+    _padding: Padding
+
+    def __init__(
+        self, model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",
+        values: Callable[[str], torch.Tensor] | None = None, seed: int | None = None, meeting: Meeting | None = None,
+    ) -> None:  # fmt: skip
+        """Every rank calls this with the same arguments.
+
+        Args:
+            model: with its values, or on the meta device with ``values``.
+            captured: of one microbatch.
+            values: gives the whole value of a parameter or buffer by name; called on every rank for every name in the
+                same order, so it may communicate.
+            seed: of random ops, the same on all ranks; by default rank 0's ``torch.initial_seed()``.
+            meeting: where ranks hear of one that fails here; whoever gives it closes it.
+
+        Raises:
+            PlanError: the plan is for another model. RunError: not as many ranks as devices in the plan.
+        """
+        super().__init__()
+        check_fits(plan, captured)
+        self._plan, self._rank, self._world = plan, dist.get_rank(), dist.group.WORLD
+        self._order = (
+            model._parameter_order() if isinstance(model, PipelineModule)
+            else tuple(name for name, _ in model.named_parameters())
+        )  # fmt: skip
+        self._signature = inspect.signature(model.forward)
+        self._captured, self._captured_training = captured, model.training
+        self._skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
+        self._evaluates = False
+        self._steps = self._drawn = 0
+        self._planned = captured, plan.microbatches
+        self._parts = cut(captured.graph, plan.starts)
+        check_rows(plan.schedule, self._parts)
+        check_buffers(plan, {name for name, _ in model.named_buffers(remove_duplicate=False)})
+        well = meeting.tell if meeting is not None else lambda: None
+        well()
+        here = begun(self._parts, plan, device_type)  # all groups, before ranks go different ways
+        groups, mine, meshes = here.groups, here.mine, here.meshes
+        self._groups, self._generation = groups, groups.generation
+        if len({s.devices for s in plan.stages}) > 1:
+            flat_optimizer_states(PipelineModule)
+        shared: dict[str, torch.nn.Parameter] = {}
+        unread = unread_in(model, captured, self._parts)
+        placings = {
+            s: Placing(
+                self, model, self._parts[s].graph, captured.constants, plan.stages[s], meshes[s], shared=shared,
+                unread=unread if s == 0 else None,
+            )
+            for s in mine
+        }  # fmt: skip
+        take_values(model, here, values, placings.values())
+        self._seed = first_seed(dist.group.WORLD) if seed is None else seed
+        well()
+        self._random = any(rule is not None and rule.random for rule in rules_of(captured.graph))
+        self._device = torch.device(device_of(meshes[mine[0]]))
+        self._none = torch.nn.Parameter(torch.empty(0, device=self._device))
+        self._batch = Batch(captured, self._signature, self._device)
+        self._reached_by = reached_by(captured.graph, self._device)
+        self._count = count_of(captured.graph, self._device)
+        readers = first_readers([captured.graph])
+        self._compared = Calls(here.everyone, None, False, list(meshes.values()), readers)
+        self._failures = Failures(range(dist.get_world_size()), groups.abort, stays_armed=self._device.type != "cpu")
+        self.leads = self._rank == plan.stages[mine[0]].devices[0]
+        for placing in placings.values():
+            placing.parameters()
+        self._stages = {
+            s: Stage(self._parts[s].graph, plan.stages[s], meshes[s], self, placing.registered_buffers())
+            for s, placing in placings.items()
+        }
+        self._set_mode_of(model)
+        self._lines, self._first_tied = (here.wires, here.tied), here.tied
+        self._works, self._unfinished, self._spans = {}, Unfinished(), None
+        self._work = pipeline_programs.work_of(self, plan.microbatches)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this module runs."""
+        return self._plan
+
+    def take_own_rows(self) -> None:
+        """From now on every rank is called with its own rows."""
+        self._own_rows = RowsInStages([(s.mesh, s.devices) for s in self._plan.stages], self._rank)
+
+    @property
+    def _rows(self) -> RowsInStages | None:
+        """How this step's rows lie on the ranks; None where each of them has all of them."""
+        return self._own_rows if self._own_rows is not None and self._own_rows.counts is None else None
+
+    def _position(self) -> tuple[int, int]:
+        return self._seed, self._drawn
+
+    def _set_position(self, seed: int, calls: int) -> None:
+        self._seed, self._drawn = seed, calls
+
+    def _draws(self) -> bool:
+        return self._random
+
+    def _ranks(self) -> tuple[Any, int]:
+        return dist.group.WORLD, 0
+
+    def _parameter_order(self) -> tuple[str, ...]:
+        return self._order
+
+    def _tied_names(self) -> dict[str, str]:
+        return {alias: name for part in self._parts for alias, name in part.graph.tied.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
+        """Another one, with the values that this one has now, on the same ranks; every rank copies. Values that
+        ``forward`` reads stay those of the program that runs now."""
+        captured, plan, kind = self._captured, self._plan, self._device.type
+        new: PipelineModule = copied(
+            self, memo, lambda values: PipelineModule(self, captured, plan, kind, values, seed=self._seed)
+        )
+        new._planned, new._first_tied = self._planned, self._first_tied
+        return new
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """Those of this rank's stages; if they have none, one without elements and without a name, because optimizers
+        refuse an empty list."""
+        params = list(super().parameters(recurse))
+        yield from params or [self._none]
+
+    # -- a step
+
+    @compiled_as_callers
+    def train_step(
+        self, *args: Any, optimizer: torch.optim.Optimizer | None = None, scaler: torch.amp.GradScaler | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """One training step on a batch of any number of rows, in microbatches of at most as many as are planned.
+
+        Inputs that have the rows of the batch are cut; others go into every microbatch. Each loss counts by its
+        microbatch's part of the rows, or of the labels that count (:mod:`~autopar.runtime.batches.loss_counts`). With
+        ``shapes="fixed"`` the batch is ``plan.microbatches`` microbatches, and inputs of the captured shape go into
+        every one.
+
+        Inputs that require grad (in the example inputs of ``parallelize``, too) get their gradients in this call, since
+        it runs the backward: a leaf in ``x.grad``, on every rank and whole; of any other tensor the parameters that it
+        was made with, such as those of a layer in front. Its graph is freed, as after ``loss.backward()``.
+
+        Args:
+            args, kwargs: the batch, of global shapes, the same on every rank.
+            optimizer: if given, ``step()`` and ``zero_grad()`` follow.
+            scaler: multiplies the gradients (:mod:`~autopar.runtime.optimizers.scaled_steps`); with ``optimizer``,
+                ``step()`` and ``update()`` of it follow, else ``unscale_``, clipping and these are the caller's.
+
+        Returns:
+            The loss of the batch, a tensor of shape [] and of the loss's dtype, the same on every rank.
+
+        Raises:
+            RunError: an input requires grad, and the example did not, so that its gradient was not planned.
+        """
+        self.check_trains()
+        with self._step(f"train_step {self._steps}"):
+            scale = scaled_steps.scale_of(scaler, self._device)
+            ready = ready_runs(self, args, kwargs, "to train on")
+            if not self.told_of_statistics:
+                microbatches = sum(each.run.microbatches for each in ready)
+                self.told_of_statistics = tell_of_statistics([each.captured.graph for each in ready], microbatches)
+            losses: list[torch.Tensor] = []
+            drawn = 0
+            for each, shares in zip(ready, shares_in_loss(self, ready), strict=True):
+                seeds = self._seeds(drawn, each.run.microbatches)
+                each.batch.check_planned(each.callers)
+                reached = each.reached(seeds)
+                losses.append(
+                    each.work.train(each.batches, shares, seeds, each.batch.shown, each.callers, reached, scale)
+                )
+                drawn += each.run.microbatches
+            for each in ready:
+                each.work.give()
+            given = [pair for each in ready for pair in each.work.input_gradients.taken()]
+            if given:
+                torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
+            self._steps, self._drawn = self._steps + 1, self._drawn + drawn
+            if scale is not None:
+                scaled_steps.share_overflows(self.parameters(), self._device, self._work.everyone)
+            if optimizer is not None:
+                scaled_steps.step(optimizer, scaler)
+        if optimizer is not None:
+            optimizer.zero_grad()
+        return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
+
+    @contextlib.contextmanager
+    def _step(self, where: str) -> Iterator[None]:
+        """Around all that ranks do together in a step, or in forwards: what fails on one of them ends it on all."""
+        self.check_world()
+        self._failures.settle()
+        with self._failures.during(where), without_inference_mode():
+            self._groups.check(self._generation)
+            yield
+
+    def _seeds(self, before: int, count: int) -> list[int]:
+        """Of random operators in so many microbatches of the next step, behind those of its runs before."""
+        first = self._drawn + before
+        return [mixed_seed(self._seed, first + i) for i in range(count)]
+
+    # -- programs of eval mode and of other values
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the program that runs now has one of eval mode beside it."""
+        return self._evaluates
+
+    def _prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        for stage in self._stages.values():
+            stage.prepare_evaluation(sides)
+        self._evaluates = True
+
+    def _kept_program(self) -> Fields:
+        return pipeline_programs.fields_of(self)
+
+    def _resume_program(self, fields: Fields) -> None:
+        pipeline_programs.resume(self, fields)
+
+    def _take_program(self, new: Captured, call: ModuleCall, plan_again: Any, all_well: AllWell) -> None:
+        pipeline_programs.take(self, new, call.parts or self._plan.microbatches, plan_again, all_well)
+
+    # -- without gradients
+
+    @compiled_as_callers
+    def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The mean loss of a batch without gradients, in the mode (:meth:`train`, ``eval()``) that is set.
+
+        In training mode buffers that a forward changes are changed, as the model would.
+
+        Args:
+            args, kwargs: the batch, as for :meth:`train_step`.
+
+        Returns:
+            A tensor of shape [] and of the loss's dtype, the same on every rank.
+
+        Raises:
+            RunError: the model has no scalar loss, or the shapes are not those of whole microbatches.
+        """
+        with self._step("a forward without gradients"):
+            ready = ready_runs(self, args, kwargs, "to evaluate")
+            losses = [loss for loss, _ in forwards(self, ready)]
+            return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
+
+    @compiled_as_callers
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In eval mode, the model's output for a whole batch on every rank, without gradients: the mean loss, and of
+        other tensors those of all microbatches one after the other (of scalars the mean).
+
+        Raises:
+            RunError: in training mode; it says what to call.
+        """
+        if self.training:
+            raise RunError(
+                "a pipelined model trains in whole steps: call train_step(*batch); for outputs call eval() first, for "
+                "a loss without gradients evaluate(*batch)"
+            )
+        with self._step("a forward without gradients"):
+            ready = ready_runs(self, args, kwargs)
+            for each in ready:
+                for name, x in each.callers.items():
+                    if x.requires_grad and torch.is_grad_enabled():
+                        raise RunError(
+                            f"input {each.batch.shown[name]} requires grad, and outputs of a pipelined model have no "
+                            "gradients: call it under torch.no_grad(), or detach() this input; train_step(*batch) "
+                            "gives inputs their gradients"
+                        )
+            of_runs = [
+                of_run(each, loss, parts) for each, (loss, parts) in zip(ready, forwards(self, ready), strict=True)
+            ]
+            of_all = of_batch(ready[0], of_runs, self._own_rows)
+            spec = ready[0].captured.out_spec
+            outputs = pytree.tree_unflatten(of_all[: spec.num_leaves], spec)
+            return outputs if self.buckets is None else self.buckets.cut(outputs, self._padding)
+
+    def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:
+        """Start to record what the next steps do on this rank (or stop): ``(action, kind, start, end)`` in seconds of
+        ``time.perf_counter``. On an accelerator these are the times of the launches."""
+        spans: list[Span] = []
+        self._spans = spans if on else None
+        return spans
+
+    # -- of all stages
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients of all stages so that their norm is at most ``max_norm``; returns the norm before.
+
+        Every rank must call it. A parameter that several stages hold counts once.
+        """
+        if norm_type != 2.0:
+            raise RunError(f"clip_grad_norm_: norm_type is {norm_type}; a pipeline knows 2")
+        with self._step("clip_grad_norm_"):
+            squared = squared_norm(self, {each.name: each.stages[0] for each in self._first_tied})
+            dist.all_reduce(squared, group=self._work.everyone)
+        return scaled(self.parameters(), squared.sqrt(), max_norm)
+
+    def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers by the model's names, on rank 0; empty elsewhere.
+
+        Args:
+            all_ranks: give it to every rank.
+        """
+        return full_state_dict(self, all_ranks=all_ranks)
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
+        """Load a state dict of the model on one device, as :func:`autopar.load_full_state_dict` does."""
+        load_full_state_dict(self, state, strict=strict)
+
+    def __repr__(self) -> str:
+        s = self._plan.schedule
+        here = list(self._stages)
+        return f"PipelineModule({s.name}, {s.n_stages} stages, {s.n_microbatches} microbatches, here {here})"
+
+
+__all__ = ["PipelineModule"]

@@ -1,0 +1,128 @@
+"""Which device is this rank's: chosen before anything is put there, one for each rank, and one for model and batch.
+
+CUDA has a *current device* for each thread of Python, on which ``cuda`` without a number is, and with it what is made
+for a collective. Scripts often put a model on ``cuda:1`` and leave the current device at ``cuda:0``; all ranks would
+then meet on the first GPU of their machine. So where the model is says which device is current.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import MeshError, first_few
+from autopar.runtime.batches.calls import is_host_number
+from autopar.runtime.ranks.store_meeting import from_all
+from autopar.torch_private import pytree
+
+META = torch.device("meta")
+
+
+def choose_device(model: torch.nn.Module | None = None) -> None:
+    """Have CUDA's current device be this rank's own: that of the model; else the one of the rank's number, unless the
+    process uses one already.
+
+    Raises:
+        MeshError: there are more ranks on this machine than GPUs that they see.
+    """
+    if not torch.cuda.is_available():
+        return
+    of_model = {t.device.index for t in model.parameters() if t.device.type == "cuda"} if model is not None else set()
+    if len(of_model) == 1:  # several are refused by check_one_device, on all ranks
+        (index,) = of_model
+        if index is not None and index != torch.cuda.current_device():
+            torch.cuda.set_device(index)
+        return
+    if torch.cuda.is_initialized():
+        return
+    visible, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 1 < visible < ranks:
+        raise MeshError(
+            f"{ranks} ranks are on this machine, and they see {visible} GPUs (CUDA_VISIBLE_DEVICES is "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): start one rank for each, with torchrun "
+            f"--nproc-per-node {visible}"
+        )
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % visible)  # each may see only one, its own
+
+
+def check_one_device(model: torch.nn.Module, example: Mapping[str, Any]) -> None:
+    """Refuse a model whose parameters are on several devices, and an example batch that is not where the model is.
+
+    Args:
+        example: by argument, nested tensors. What is on the meta device has no values, and may be anywhere, and so may
+            numbers of the host.
+
+    Raises:
+        MeshError: with a name of each device.
+    """
+    where: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        if param.device.type != "meta":
+            where.setdefault(param.device, name)
+    if len(where) > 1:
+        shown = ", ".join(f"'{name}' on {device}" for device, name in where.items())
+        raise MeshError(
+            f"the model's parameters are on {len(where)} devices: {shown}. Each rank has one: move the whole model to "
+            "the rank's own, with model.to(), or leave it on the CPU or on meta"
+        )
+    if not where:
+        return
+    (home,) = where
+    wrong = [
+        f"{argument}{pytree.keystr(path)} on {leaf.device}"
+        for argument, value in example.items()
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.device not in (home, META) and not is_host_number(leaf)
+    ]
+    if wrong:
+        raise MeshError(
+            f"the model is on {home}, and not all of the example batch is there: {first_few(wrong)}. Move it with "
+            f".to('{home}')"
+        )
+
+
+def check_own_gpus(group: Any, device_type: str) -> None:
+    """Refuse two ranks on one GPU, which NCCL would refuse with less to say, or wait for; every rank of ``group`` calls
+    it.
+
+    Raises:
+        MeshError: with two ranks and what they share.
+    """
+    if device_type != "cuda" or dist.get_world_size(group) == 1:
+        return
+    check_different(dict(zip(dist.get_process_group_ranks(group), from_all(group, gpu_here()), strict=True)))
+
+
+def gpu_here() -> str:
+    """The current GPU by what no other one is called, and where it is."""
+    index = torch.cuda.current_device()
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return f"{uuid or index}|cuda:{index} of machine '{socket.gethostname()}'"
+
+
+def check_different(gpus: Mapping[int, str]) -> None:
+    """Refuse ranks with the same one.
+
+    Args:
+        gpus: by rank what :func:`gpu_here` gives.
+
+    Raises:
+        MeshError: with the first two.
+    """
+    first: dict[str, int] = {}
+    for rank, gpu in gpus.items():
+        before = first.setdefault(gpu, rank)
+        if before != rank:
+            raise MeshError(
+                f"ranks {before} and {rank} are both on {gpu.partition('|')[2]}, and NCCL has one rank on each GPU: "
+                "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before anything is put on a GPU, or put the "
+                "model on the rank's own, model.to(f'cuda:{local_rank}')"
+            )
+
+
+__all__ = ["check_different", "check_one_device", "check_own_gpus", "choose_device"]

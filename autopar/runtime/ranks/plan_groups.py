@@ -1,0 +1,98 @@
+"""Which process groups a plan needs: the same list on every rank, since it follows from the plan alone; and whether a
+device mesh is the plan's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import MeshError
+from autopar.plans.plan import Plan, StagePlan
+from autopar.plans.staging import StageGraph
+from autopar.runtime.parameters.hops import hop_axes
+from autopar.runtime.pipelines.ties import Tied
+from autopar.runtime.pipelines.wires import Wire, pairs_of
+from autopar.runtime.ranks.groups import Wanted, blocks, channel, groups_for
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
+
+
+def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
+    """The plan's mesh and the device mesh must have the same axes.
+
+    Raises:
+        MeshError: names or sizes differ.
+    """
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("the DeviceMesh has no axis names; make it with mesh_dim_names=('data', ...)")
+    have = Mesh((name, device_mesh.size(i)) for i, name in enumerate(names))
+    if have != mesh:
+        show = [m.shown() for m in (mesh, have)]
+        raise MeshError(f"the plan is for mesh {show[0]}, the DeviceMesh is {show[1]}; plan again for this mesh")
+
+
+def groups_of(parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], tied: Sequence[Tied]) -> list[Wanted]:
+    """All groups of a pipeline, in the order in which they are made.
+
+    One of all ranks, for what is the same everywhere (the loss); of each stage one along each axis of its mesh, and
+    over several axes where a parameter is gathered over them at once; the holders of tied parameters; and a channel for
+    each ordered pair of ranks that talks.
+
+    Args:
+        wires: of what crosses between stages, and of tied parameters that are not stored alike.
+    """
+    wanted = [Wanted(tuple(range(plan.n_devices)))]
+    for part in parts:
+        stage = plan.stages[part.number]
+        wanted += _of_stage(part.graph, stage, stage.devices)
+    wanted += [Wanted(ranks) for each in tied for ranks in each.rank_sets(plan)]
+    wanted += [channel(source, target) for source, target in pairs_of(wires)]
+    return list(dict.fromkeys(wanted))
+
+
+def mesh_of_own(graph: Graph, stage: StagePlan, device_type: str, devices: Sequence[int]) -> DeviceMesh:
+    """A mesh of groups that autopar makes, for a model on one mesh; all ranks of ``devices`` call it alike.
+
+    The groups of a caller's mesh are the caller's: what waits in them cannot be aborted without breaking what else they
+    are used for. torch makes their communicators only when they are used, so they cost nothing beside these.
+
+    Args:
+        devices: ranks, in row-major order of the plan's mesh.
+
+    Raises:
+        MeshError: as for :meth:`~autopar.runtime.ranks.groups.Groups.make`.
+    """
+    groups = groups_for(torch.device(device_type), devices)
+    everyone = Wanted(tuple(sorted(devices)))
+    groups.make([everyone, *_of_stage(graph, stage, devices)])
+    return groups.mesh(stage.mesh, devices)
+
+
+def group_of_own(group: Any, device: torch.device) -> Any:
+    """A group of autopar's with the ranks of ``group``, which all call it; ``group`` itself where there can be none."""
+    ranks = dist.get_process_group_ranks(group)
+    groups = groups_for(device, ranks)
+    if len(ranks) == 1 or not groups.possible:
+        return group
+    groups.make([Wanted(groups.ranks)])
+    return groups.of(ranks)
+
+
+def axes_together(graph: Graph, stage: StagePlan) -> list[tuple[int, ...]]:
+    """The sets of several axes of a stage's mesh over which parameters are gathered, or their gradients summed."""
+    shapes = {node.target: node.out.shape for _, node in graph.of_kind("param")}
+    axes = {a for name, choice in stage.params.items() for a in hop_axes(name, choice, shapes[name], stage.mesh)}
+    return sorted(each for each in axes if len(each) > 1)
+
+
+def _of_stage(graph: Graph, stage: StagePlan, devices: Sequence[int]) -> Iterator[Wanted]:
+    for axes in [*((axis,) for axis in range(len(stage.mesh))), *axes_together(graph, stage)]:
+        yield from map(Wanted, blocks(stage.mesh, devices, axes))
+
+
+__all__ = ["check_device_mesh", "group_of_own", "groups_of", "mesh_of_own"]

@@ -1,0 +1,177 @@
+"""Ranks that are within one call together, such as ``parallelize``: each shows that it is alive, and hears who is gone.
+
+A launcher such as torchrun ends all ranks when one of them dies. Without one, nobody tells the others: they wait for it
+in the process group's store, or in a collective, until a time-out of half an hour. So while a rank is within such a
+call, a thread of its own counts up in the store every :data:`BEAT_SECONDS`, and looks whether the next rank's count
+goes on (each looks at one other rank alone, so that the store serves thousands). A count that does not is that of a
+process that was killed, or hangs; a rank that leaves by an exception says so itself; and ranks of one machine see at
+once which process is gone (:mod:`autopar.runtime.ranks.ended`). Any of it is written down as *news*, which all who wait
+in the store look for, and the groups that autopar made are aborted for those who wait in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.errors import RunError
+from autopar.runtime.ranks.ended import killed, say_at_exit
+from autopar.runtime.ranks.failures import SHOWN, is_of_another_rank
+from autopar.runtime.ranks.threads import StoreThread
+from autopar.torch_private import default_store
+
+BEAT_SECONDS = 1.0
+RANKS_OF_A_SECOND = 1000
+"""How many ranks may count up in the store in one second; where there are more, each does so less often."""
+SILENCE_SECONDS = 60.0
+"""How long a count may stand still: a rank's threads do not run while a library keeps Python's lock."""
+BEATS_AFTER_LOSS = 4
+"""How many beats it may stand still where some rank has lost a connection, so that one is known to be gone."""
+GRACE_SECONDS = 2.0
+"""How long a rank may go on after the news before its groups are aborted: most hear it by themselves."""
+
+_calls: dict[tuple[int, ...], Iterator[int]] = {}
+_within: dict[tuple[int, ...], Presence] = {}
+_world: dict[str, Any] = {}
+
+
+def name_of(ranks: Sequence[int]) -> str:
+    """What stands for these ranks in the store."""
+    return "-".join(map(str, ranks)) if len(ranks) < 9 else f"{len(ranks)} {zlib.crc32(repr(tuple(ranks)).encode())}"
+
+
+class Presence:
+    """This rank's, in one call."""
+
+    def __init__(self, ranks: tuple[int, ...], number: int, what: str, abort: Callable[[], None]) -> None:
+        """
+        Args:
+            number: of the call, the same on all ranks.
+            what: the call's name.
+            abort: has what waits in a collective end with an error; called from another thread.
+        """
+        self.ranks, self.what, self.abort = ranks, what, abort
+        self.rank = dist.get_rank()
+        self.next = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
+        self.store = dist.PrefixStore(f"autopar/presence/{name_of(ranks)}/{number}", default_store())
+        self.beat = max(BEAT_SECONDS, len(ranks) / RANKS_OF_A_SECOND)
+        self.done = threading.Event()
+        say_at_exit()
+        self.store.set(str(self.rank), "0")
+        self.thread = StoreThread(self._beats, (), self.done)
+        self.thread.start()
+
+    def _beats(self) -> None:
+        at, since = "", time.monotonic()
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone
+            for count in itertools.count(1):
+                if self.done.wait(self.beat):
+                    return
+                self.store.set(str(self.rank), str(count))
+                if self.news():
+                    if not self.done.wait(GRACE_SECONDS):
+                        self.abort()
+                    return
+                for rank, how in killed(self.ranks).items():
+                    self.tell(f"rank {rank}, within {self.what} or before it, {how}")
+                now, before = time.monotonic(), at
+                at = self._count_of(self.next)
+                since = now if at != before or not at.isdigit() else since
+                lost = self.store.check(["lost"])
+                if now - since > (BEATS_AFTER_LOSS * self.beat if lost else SILENCE_SECONDS):
+                    self.tell(
+                        f"rank {self.next} has ended within {self.what}: nothing has been heard of it for "
+                        f"{now - since:.0f} s; its own output, or the system's log, says why"
+                    )
+
+    def _count_of(self, rank: int) -> str:
+        """Its count as a text; empty where it has not come to this call, and ``done`` where it has left it."""
+        return self.store.get(str(rank)).decode() if self.store.check([str(rank)]) else ""
+
+    def tell(self, news: str) -> None:
+        """Write down why this call cannot end well; the first one that does counts."""
+        self.store.compare_set("news", "", news)
+
+    def news(self) -> str:
+        """Why this call cannot end well; empty where nothing is known."""
+        return self.store.get("news").decode() if self.store.check(["news"]) else ""
+
+    def after_loss(self) -> str:
+        """What is known of a rank to which the connection was lost, as soon as something is."""
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            self.store.set("lost", "")
+            end = time.monotonic() + (BEATS_AFTER_LOSS + 4) * self.beat
+            while time.monotonic() < end:
+                if news := self.news():
+                    return news
+                time.sleep(self.beat / 10)
+            return f"a rank has ended within {self.what}; its own output says why"
+        return f"rank 0, which has the store of the process group, has ended within {self.what}; its output says why"
+
+    def end(self, error: BaseException | None) -> None:
+        """This rank leaves the call."""
+        self.done.set()
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if error is not None:
+                self.tell(f"rank {self.rank} left {self.what} by {type(error).__name__}: {str(error)[:SHOWN]}")
+            self.store.set(str(self.rank), "done")
+        self.thread.end(self.beat)
+
+
+@contextlib.contextmanager
+def alive(group: Any, what: str = "parallelize", abort: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Around what all ranks of a group do together, outside of a step; within another one of the same ranks it is part
+    of that.
+
+    Raises:
+        RunError: a connection was lost here, because another rank has ended; it says which one, as far as that is
+            known.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if _world.get("last") is not dist.group.WORLD:
+        _world["last"] = dist.group.WORLD
+        _calls.clear()
+        _within.clear()
+    if len(ranks) == 1 or ranks in _within:
+        yield
+        return
+    here = _within[ranks] = Presence(ranks, next(_calls.setdefault(ranks, itertools.count())), what, abort)
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        if is_of_another_rank(raised):
+            error = RunError(f"{here.after_loss()}\n  rank {here.rank} waited for it: {str(raised)[:SHOWN]}")
+            raise error from raised
+        raise
+    finally:
+        del _within[ranks]
+        here.end(error)
+
+
+def within(ranks: tuple[int, ...]) -> bool:
+    """Whether this rank is within such a call of these ranks."""
+    return ranks in _within
+
+
+def news_of(ranks: tuple[int, ...]) -> str:
+    """Why one of these ranks, which are within a call together, comes no more; empty where nothing is known."""
+    here = _within.get(ranks)
+    return here.news() if here is not None else ""
+
+
+def after_loss(ranks: tuple[int, ...]) -> str:
+    """What is known of the rank to which a connection was lost; empty outside of such a call."""
+    here = _within.get(ranks)
+    return here.after_loss() if here is not None else ""
+
+
+__all__ = ["Presence", "after_loss", "alive", "name_of", "news_of", "within"]

@@ -1,0 +1,178 @@
+"""Ranks that meet in the process group's store, where waiting costs nothing and no collective's time runs out.
+
+While one rank plans or captures for minutes, the others must not wait in a collective: NCCL ends the job when its
+time-out (600 seconds by default) is over, and its kernel spins on the GPU until then. In the store a rank looks now and
+then whether what it waits for is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.errors import RunError, first_few
+from autopar.runtime.ranks.ended import WITHOUT_A_WORD, ended, say_at_exit
+from autopar.runtime.ranks.presence import name_of, news_of, within
+from autopar.torch_private import default_store, timeout_of_world
+
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.002, 0.25
+"""How long a waiting rank sleeps between two looks: little at first, then longer and longer."""
+LEAST_SECONDS = 1800.0
+"""How long ranks wait for each other at least, whatever the time-out of collectives is."""
+TOLD_AFTER_SECONDS = 60.0
+"""After how long a rank that waits says for whom."""
+ON_ALL_RANKS = "call the same functions of autopar on all ranks, at the same places"
+PIECE_BYTES = 1 << 22
+"""Bytes of one entry of the store, which takes 8 MiB at most; longer texts have several entries."""
+
+_worlds: dict[str, Any] = {}
+_numbers: dict[tuple[int, ...], Iterator[int]] = {}
+
+
+def _store(ranks: Sequence[int]) -> dist.Store:
+    """The part of the store where these ranks meet."""
+    return dist.PrefixStore(f"autopar/meeting/{name_of(ranks)}", default_store())
+
+
+def _place(ranks: tuple[int, ...]) -> tuple[dist.Store, int]:
+    """Where these ranks meet next: a part of the store, and the number of the meeting."""
+    if _worlds.get("last") is not dist.group.WORLD:
+        _worlds["last"] = dist.group.WORLD
+        _numbers.clear()
+    say_at_exit()
+    return _store(ranks), next(_numbers.setdefault(ranks, itertools.count()))
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def meet(group: Any) -> None:
+    """Wait until every rank of the group is here.
+
+    Raises:
+        RunError: some did not come in time.
+    """
+    said_by(_ranks_of(group), None)
+
+
+def any_of(ranks: tuple[int, ...], says: bool) -> bool:
+    """Whether one of these ranks says so; all of them call it, and wait until every one is here.
+
+    Raises:
+        RunError: as for :func:`said_by`.
+    """
+    return bool(said_by(ranks, "so" if says else None))
+
+
+def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
+    """What these ranks say, of those that say something; all of them call it, and wait until every one is here.
+
+    Raises:
+        RunError: some did not come in time; or one has ended.
+    """
+    store, number = _place(ranks)
+    rank = dist.get_rank()
+    if len(ranks) == 1:
+        return {} if text is None else {rank: text}
+    if text is not None:
+        store.set(f"{number}/text {rank}", text)
+        store.set(f"{number}/says", "so")
+    store.set(f"{number}/{rank}", "here")
+    if store.add(f"{number}/count", 1) == len(ranks):
+        store.set(f"{number}/all", "here")
+    began, told = time.monotonic(), False
+    most = max(LEAST_SECONDS, timeout_of_world().total_seconds())
+    for _ in looks():
+        news = news_of(ranks)  # before the next look: who left because of what was said here, left after that
+        how_ended = ended(ranks) if time.monotonic() - began > LONGEST_LOOK_SECONDS else {}
+        if store.check([f"{number}/all"]):
+            break
+        if news:
+            raise RunError(news)
+        for each, how in how_ended.items():
+            if not store.check([f"{number}/{each}"]):
+                raise RunError(_gone(each, how))
+        waited = time.monotonic() - began
+        if waited > most or (waited > TOLD_AFTER_SECONDS and not told):
+            told, missing = True, [each for each in ranks if not store.check([f"{number}/{each}"])]
+            named = f"{'rank' if len(missing) == 1 else 'ranks'} {first_few([*map(str, missing)])}"
+            if waited > most:
+                raise RunError(
+                    f"rank {rank} waited for {named}, which did not come: {ON_ALL_RANKS}"
+                )
+            if missing and rank == next(each for each in ranks if each not in missing):
+                print(
+                    f"autopar: rank {rank} has waited {waited:.0f} s for {named}; it goes on for {most - waited:.0f} s",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+    if not store.check([f"{number}/says"]):
+        return {}
+    speaking = [each for each in ranks if store.check([f"{number}/text {each}"])]
+    return {each: store.get(f"{number}/text {each}").decode() for each in speaking}
+
+
+def _gone(rank: int, how: str) -> str:
+    text = f"rank {dist.get_rank()} waited for rank {rank}, which {how}"
+    return text if how == WITHOUT_A_WORD else f"{text}: {ON_ALL_RANKS}"
+
+
+def from_all(group: Any, text: str) -> list[str]:
+    """The texts of all ranks of the group, in their order, on every one.
+
+    Raises:
+        RunError: some did not come in time.
+    """
+    ranks = _ranks_of(group)
+    said = said_by(ranks, text)
+    return [said[rank] for rank in ranks]
+
+
+def from_first(group: Any, text: str | None) -> str:
+    """The first rank's text on every rank of the group, however long the first rank takes to come here.
+
+    Raises:
+        RunError: the first rank has ended, or has not come in time. Within a call of all of them
+            (:func:`~autopar.runtime.ranks.presence.alive`) it has all the time that it lives.
+    """
+    ranks = _ranks_of(group)
+    store, number = _place(ranks)
+    if dist.get_rank() == ranks[0]:
+        assert text is not None
+        data = zlib.compress(text.encode(), 1)
+        pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
+        for i, piece in enumerate(pieces):
+            store.set(f"{number}/piece {i}", piece)  # type: ignore[arg-type]
+        store.set(f"{number}/pieces", str(len(pieces)))
+        return text
+    end = time.monotonic() + max(LEAST_SECONDS, timeout_of_world().total_seconds())
+    for _ in looks():
+        news, how_ended = news_of(ranks), ended(ranks[:1])
+        if store.check([f"{number}/pieces"]):
+            break
+        if news:
+            raise RunError(news)
+        if how_ended:
+            raise RunError(_gone(ranks[0], how_ended[ranks[0]]))
+        if time.monotonic() > end and not within(ranks):
+            raise RunError(f"rank {ranks[0]} decides for all ranks, and has not come to it in time")
+    count = int(store.get(f"{number}/pieces"))
+    return zlib.decompress(b"".join(store.get(f"{number}/piece {i}") for i in range(count))).decode()
+
+
+def looks() -> Iterator[None]:
+    """Between two looks, sleep; longer and longer."""
+    seconds = FIRST_LOOK_SECONDS
+    while True:
+        yield
+        time.sleep(seconds)
+        seconds = min(1.3 * seconds, LONGEST_LOOK_SECONDS)
+
+
+__all__ = ["any_of", "from_all", "from_first", "looks", "meet", "said_by"]

@@ -1,0 +1,294 @@
+"""A program on one mesh with the parameters and buffers that it reads: a whole model, or one stage of a pipeline.
+
+Two faces run stages: :class:`~autopar.runtime.one_mesh.executor.ParallelModule` has one, which runs as a node of the
+caller's autograd graph; :class:`~autopar.runtime.pipelines.pipeline.PipelineModule` has those of its rank, and runs the
+parts of a step itself. What is stored is registered in the face; a stage follows it there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.evaluation import evaluated
+from autopar.lower.emit import lower
+from autopar.lower.program import Program
+from autopar.lower.segments import on_mesh
+from autopar.plans.plan import StagePlan
+from autopar.runtime.as_module.spread import SpreadModule
+from autopar.runtime.batches.batch import local_part, part_shape
+from autopar.runtime.gradients.step_gradients import Gradients
+from autopar.runtime.gradients.taking_part import TakingPart
+from autopar.runtime.parameters import prefetch
+from autopar.runtime.parameters.gathering import Unit, make_units
+from autopar.runtime.parameters.state import Followed, HeldParam, joined, note_write
+from autopar.runtime.stages.compiled import CompileArguments, compiled
+from autopar.runtime.stages.compiled_order import OneOrder
+from autopar.runtime.stages.renewed import outliving
+from autopar.runtime.stages.streams import StepStream
+from autopar.runtime.stages.ways_taken import WaysTaken
+from autopar.words.autocasting import without_autocast
+from autopar.words.graph import Graph
+from autopar.words.placements import State
+
+Buffers = dict[str, tuple[torch.Tensor, State]]
+"""This rank's part of each buffer and constant, and how it is placed, by name."""
+
+
+class Stage:
+    """One program, and what it needs to run.
+
+    Attributes:
+        held_params: the parameters that the program reads, by name.
+        gradients: those of the step that is under way.
+        direct: nothing is gathered or reduced, so the program reads the stored parameters themselves.
+        probe: an empty leaf that wants a gradient, for :mod:`autopar.runtime.one_mesh.crossing`.
+    """
+
+    def __init__(
+        self, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, home: SpreadModule, buffers: Buffers,
+        compile_args: CompileArguments | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            home: where parameters and buffers are registered.
+            compile_args: the program is to be compiled with these.
+        """
+        self.graph, self.plan, self.device_mesh, self.home = graph, plan, device_mesh, home
+        self.device = torch.device(device_of(device_mesh))
+        self.buffers, self.compile_args = buffers, compile_args
+        self.program: Program = lower(graph, plan, self.device)
+        self.held_params = self._hold_parameters()
+        self.stream = StepStream(self.device, self._kept)
+        self.schedule = prefetch.GatherOrder(self._units(), self.stream)
+        self.run_program = self._runnable(self.program)
+        self.evaluation: tuple[Program, Any] | None = None
+        on_meshes = any(isinstance(held_param.param, DTensor) for held_param in self.held_params.values())
+        casts = any(held_param.casts for held_param in self.held_params.values())
+        self.direct = device_mesh.size() == 1 and not (on_meshes or casts or graph.parts)
+        self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
+        self.probe = torch.empty(0, requires_grad=True)
+        self.seeds: Callable[[int], torch.Tensor] | None = None  # where a recorded step reads them
+        self.ways, self.parts = WaysTaken(graph), TakingPart(graph)
+        self.distributed = any(size > 1 for size in self.program.mesh.sizes)
+        slots = self.program.slots
+        self.template: list[Any] = [None] * len(slots)
+        self.inputs = {slot.name: slot for slot in slots if slot.kind == "input"}
+        self.input_slots = {slot.name: i for i, slot in enumerate(slots) if slot.kind == "input"}
+        self.seed_slot = next((i for i, slot in enumerate(slots) if slot.kind == "seed"), None)
+        self.param_slots = [(i, self.held_params[slot.name]) for i, slot in enumerate(slots) if slot.kind == "param"]
+        copied = outliving(graph)
+        self.copied = [i for i, slot in enumerate(slots) if slot.kind == "buffer" and slot.name in copied]
+        for i, held_param in self.param_slots:
+            self.template[i] = held_param.leaf
+            self.gradients.listen(held_param)
+        self.followed: list[tuple[int, Followed]] = []
+        self.follow_buffers()
+
+    def _hold_parameters(self) -> dict[str, HeldParam]:
+        held_params: dict[str, HeldParam] = {}
+        nodes = {node.target: node for _, node in self.graph.of_kind("param")}
+        for name, _ in self.home.named_parameters(remove_duplicate=False):
+            source = self.graph.tied.get(name, name)
+            if source in nodes and source not in held_params:
+                owner, key = self.home.owner_of(name)
+                held_params[source] = HeldParam(
+                    source, owner, key, self.plan.params[source], self.device_mesh, self.plan.mesh,
+                    nodes[source].out.shape, nodes[source].needs_grad, getattr(torch, nodes[source].out.dtype),
+                )  # fmt: skip
+                held_params[source].bind()
+        return held_params
+
+    def _units(self) -> list[Unit]:
+        order = [self.held_params[self.program.slots[i].name] for i in prefetch.order_of_use(self.program)]
+        gathered = [held_param for held_param in order if not held_param.alias]
+        stored = [held_param for held_param in self.held_params.values() if not held_param.alias]
+        idle = [held_param for held_param in stored if held_param not in gathered]
+        units = make_units([*gathered, *idle])
+        for unit in units:
+            for held_param in unit.held_params:
+                held_param.bind()
+        return units
+
+    def follow_buffers(self) -> None:
+        """Read the buffers that are registered now, and the constants of the model's code."""
+        registered = self.home.registered()
+        self.followed = []
+        for i, slot in enumerate(self.program.slots):
+            if slot.kind == "buffer":
+                self.template[i] = self.buffers[slot.name][0]
+                if slot.name in registered:
+                    self.followed.append((i, Followed(slot.name, *self.home.owner_of(slot.name))))
+        self.renewed = [each for _, each in self.followed if each.is_param]
+
+    # -- other programs over the same parameters
+
+    def prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        """Make the program of eval mode, which reads the same parameters and buffers.
+
+        Args:
+            sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`).
+        """
+        graph = evaluated(self.graph, sides)
+        plan = replace(self.plan, fingerprint=graph.fingerprint, memory={})
+        program = lower(graph, plan, self.device)
+        assert program.slots == self.program.slots[: len(program.slots)]
+        self.evaluation = program, self._runnable(program)
+
+    def with_other_literals(self, graph: Graph) -> Stage:
+        """The same stage with a graph that differs in nothing but literals; both share parameters and gradients."""
+        twin = copy.copy(self)
+        twin.graph, twin.plan = graph, replace(self.plan, fingerprint=graph.fingerprint)
+        twin.program = lower(graph, twin.plan, self.device)
+        twin.run_program = self._runnable(twin.program)
+        twin.evaluation = None
+        return twin
+
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile the programs with ``torch.compile``."""
+        self.schedule.drop()
+        self.compile_args = args, kwargs
+        self.run_program = self._runnable(self.program)
+        if self.evaluation is not None:
+            self.evaluation = self.evaluation[0], self._runnable(self.evaluation[0])
+
+    def _runnable(self, program: Program) -> Any:
+        """What runs a program: its modules, or what the compiler makes of it."""
+        if self.compile_args is None:
+            return prefetch.with_gathers(program, self.schedule)
+        order = OneOrder(self.device_mesh, self._heard) if self.device_mesh.size() > 1 else None
+        with on_mesh(self.device_mesh):
+            return compiled(program, self.gathered_inside, self.compile_args, order)
+
+    def _heard(self) -> str:
+        """What is known of another rank's failure in a step that is under way; empty where nothing is."""
+        failures = self.home._failures
+        return failures.news() if failures is not None else ""
+
+    @property
+    def gathered_inside(self) -> list[HeldParam]:
+        """The parameters that a compiled program gathers itself, for each use."""
+        return [held_param for held_param in self.held_params.values() if held_param.per_use]
+
+    # -- running
+
+    @property
+    def draws(self) -> bool:
+        """Whether the program has random operators."""
+        return self.seed_slot is not None
+
+    def bind(self) -> None:
+        """Follow the parameters and buffers that are registered now."""
+        for slot, held_param in self.param_slots:
+            if held_param.bind():
+                self.template[slot] = held_param.leaf
+                self.gradients.listen(held_param)
+        for slot, buffer in self.followed:
+            if buffer.replaced():
+                self.template[slot] = buffer.local
+                self.buffers[buffer.name] = buffer.local, self.buffers[buffer.name][1]
+
+    def local_input(self, name: str, leaf: torch.Tensor, shown: str, in_pieces: bool = False) -> torch.Tensor:
+        """This rank's part of an input of the model.
+
+        Args:
+            shown: what messages call the input.
+            in_pieces: every rank may pass its own piece.
+        """
+        return local_part(self.inputs[name], leaf, shown, self.device_mesh, self.plan.mesh, in_pieces)
+
+    def part_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this rank's part of an input."""
+        return part_shape(self.inputs[name], self.device_mesh, self.plan.mesh)
+
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], seed: int, *, same_step: bool, evaluating: bool = False
+    ) -> tuple[Any, ...]:
+        """Outputs and new buffers of the program, local as it makes them, from local inputs by name; the stage is
+        bound.
+
+        Args:
+            same_step: parameters have not changed since the last call, so gathered copies may be used again.
+            evaluating: the program of eval mode is meant.
+        """
+        try:
+            with without_autocast():  # its casts are in the program
+                return self._run(inputs, seed, same_step, evaluating)
+        except BaseException:
+            self.schedule.drop()
+            raise
+        finally:
+            for i in self.input_slots.values():
+                self.template[i] = None
+
+    def _run(self, inputs: Mapping[str, torch.Tensor], seed: int, same_step: bool, evaluating: bool) -> tuple[Any, ...]:
+        program, run, template = self.program, self.run_program, self.template
+        for name, value in inputs.items():
+            template[self.input_slots[name]] = value
+        if self.seed_slot is not None:
+            if self.seeds is not None:
+                template[self.seed_slot] = self.seeds(seed)
+            else:
+                template[self.seed_slot] = torch.full((), seed, dtype=torch.int64, device=self.device)  # written there
+        self.stream.begin(same_step)
+        if self.compile_args is None:
+            self.schedule.begin(same_step=same_step)
+        else:
+            self.schedule.begin_whole(same_step=same_step)
+        if evaluating and self.evaluation is not None:
+            program, run = self.evaluation
+        given = template[: len(program.slots)]
+        for slot in self.copied if program.updates else ():
+            given[slot] = given[slot].clone()
+        if self.compile_args is not None:
+            values = [*(held_param.local for held_param in self.gathered_inside), *given]
+        else:
+            values = [self.schedule, *given] if self.schedule.units else given
+        if self.distributed:
+            with on_mesh(self.device_mesh):
+                flat: tuple[Any, ...] = run(*values)
+        else:
+            flat = run(*values)
+        with torch.no_grad():
+            for name, new in zip(program.updates, flat[len(program.outputs) :], strict=True):
+                kept = self.buffers[name][0]
+                if new is not kept:
+                    kept.copy_(new)
+            for renewed in self.renewed if program.updates else ():
+                note_write(renewed.param)
+            self.ways.look(self.buffers)
+            self.gradients.took = self.parts.look(self.buffers)
+        return flat
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The used parameters that want gradients."""
+        return [held_param.leaf for held_param in self.held_params.values() if held_param.leaf.requires_grad]
+
+    def joined_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """The whole gradient of an input, from the ranks' pieces; every rank of the mesh calls it."""
+        slot = self.inputs[name]
+        return joined(grad, slot.state, slot.shape, self.device_mesh)
+
+    def _kept(self) -> list[torch.Tensor]:
+        """What stays in memory from step to step: pieces and gathered copies of parameters, and buffers."""
+        of_params = [x for held_param in self.held_params.values() for x in (held_param.local, held_param.leaf)]
+        return [*(x for x in of_params if x is not None), *(buffer for buffer, _ in self.buffers.values())]
+
+    def free(self) -> None:
+        """Nothing gathered for one use stays."""
+        self.schedule.end()
+
+
+def device_of(device_mesh: DeviceMesh) -> str:
+    """This rank's device, as torch calls it."""
+    kind = device_mesh.device_type
+    return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
+
+
+__all__ = ["Buffers", "Stage", "device_of"]

@@ -1,0 +1,82 @@
+"""One call of a module, as far as it says which program it needs: the batch that a program for it is captured from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.capture import Captured, Example
+from autopar.capture.microbatches import first_part, rows_of
+from autopar.runtime.batches.calls import call_text
+from autopar.words.autocasting import autocast_now, shown
+
+MOST_SHOWN = 500
+"""Characters of a call that a message shows."""
+
+Batch = tuple[tuple[Any, ...], Mapping[str, Any], tuple[Any, ...]]
+"""Positional and keyword arguments of the model, and targets of its loss function."""
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """How a module is called.
+
+    Attributes:
+        in_parts: with a batch of several microbatches (``train_step``), each of which is a call of the program.
+        parts: how many the caller says; None where the shapes say it.
+        one: positional and keyword arguments of the first microbatch, where it is known what is cut; whole, also where
+            the call has one rank's rows.
+        of_step: it is one microbatch of a step that was looked at as a whole.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    in_parts: bool = False
+    parts: int | None = None
+    one: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+    of_step: bool = False
+
+    def of(self, example: Example, rows: int) -> tuple[Batch, Any]:
+        """The call that a program for this one is captured from, and its loss function, unless the call leaves out the
+        targets that it takes.
+
+        Args:
+            example: how the model was called at first.
+            rows: of the program that there is: no microbatch is to be larger.
+        """
+        n = len(example.args)
+        args, kwargs = self.one or (self.args, self.kwargs)
+        targets = args[n:] if example.loss_fn is not None else ()
+        batch: Batch = args[: n if targets else None], dict(kwargs), targets
+        if self.in_parts and self.one is None:
+            have = rows_of(batch)
+            batch = first_part(batch, self.parts or parts_of(have, rows))
+        return batch, example.loss_fn if targets or not example.targets else None
+
+    def parts_of(self, captured: Captured) -> int | None:
+        """Of how many microbatches a step is, of the program that was captured; None of a call that is no step."""
+        if self.parts is not None or not self.in_parts or captured.example is None:
+            return self.parts
+        have, rows = rows_of((self.args, dict(self.kwargs))), batch_rows(captured)
+        return have // rows if have % rows == 0 else None
+
+    def shown(self) -> str:
+        """The call in words, for messages."""
+        text = call_text(self.args, self.kwargs) + (f" {shown(on)}" if (on := autocast_now()) else "")
+        return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def parts_of(rows: int, most: int) -> int:
+    """Into how many equal microbatches of at most ``most`` rows a batch is cut: as few as can be."""
+    return next(k for k in range(1, max(rows, 1) + 1) if rows % k == 0 and rows // k <= most)
+
+
+def batch_rows(captured: Captured) -> int:
+    """Rows of what a program was captured with."""
+    assert captured.example is not None
+    example = captured.example
+    return rows_of((example.args, dict(example.kwargs), example.targets))
+
+
+__all__ = ["Batch", "ModuleCall", "batch_rows", "parts_of"]

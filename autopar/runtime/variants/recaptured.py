@@ -1,0 +1,271 @@
+"""How a module takes another capture of its model (:mod:`autopar.runtime.variants.programs` says when).
+
+Parameters and buffers stay where they are; another :class:`~autopar.runtime.stages.stage.Stage` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from autopar.capture import Captured
+from autopar.capture.evaluation import Skeleton
+from autopar.errors import RunError
+from autopar.plans.plan import StagePlan
+from autopar.rules.notation import Rule
+from autopar.rules.registry import rules_of
+from autopar.runtime.parameters.relayout import relaid
+from autopar.runtime.parameters.state import as_dtensor, joined, local_of, local_piece, mesh_of, torch_placements
+from autopar.runtime.stages.stage import Buffers, Stage
+from autopar.runtime.variants.programs import AllWell, Fields, PlanAgain
+from autopar.words.graph import Graph
+from autopar.words.placements import State, whole_placement, whole_state
+
+Planner = TypeVar("Planner")
+"""Of a mesh's program, or of a pipeline's."""
+PROGRAM = ("_captured", "_stage", "_skeleton", "_batch", "_count", "_trained")
+"""What of a module without pipeline is another with other values."""
+
+
+def differs(old: Captured, new: Captured) -> str:
+    """In what two captures differ beside literals; empty where it is nothing."""
+    a, b = old.graph, new.graph
+    if len(a.nodes) != len(b.nodes):
+        return f"{len(b.nodes)} operators and inputs, and had {len(a.nodes)}"
+    for x, y in zip(a.nodes, b.nodes, strict=True):
+        if (x.name, x.kind, x.target, x.outs, x.needs_grad, x.refs, x.again) != (
+            y.name, y.kind, y.target, y.outs, y.needs_grad, y.refs, y.again,
+        ):  # fmt: skip
+            return f"{y.where} for {x.where}"
+    rules = zip(rules_of(a), rules_of(b), strict=True)
+    for x, y, (mine, theirs) in zip(a.nodes, b.nodes, rules, strict=True):
+        if (x.args, x.kwargs) != (y.args, y.kwargs) and _cuts(mine) != _cuts(theirs):
+            return f"{y.where} can be cut in other ways"
+    if _told(a) != _told(b) or old.out_spec != new.out_spec:
+        return "outputs, or buffers that change"
+    for name, value in new.constants.items():
+        before = old.constants.get(name)
+        if before is None or before.shape != value.shape or not torch.equal(before, value):
+            return f"the tensor {name} that its code makes"
+    return ""
+
+
+def _cuts(rule: Rule | None) -> Any:
+    """What a plan knows of an operator."""
+    if rule is None:
+        return None
+    return (
+        rule.sizes, rule.inputs, rule.outputs, rule.whole, rule.linear, rule.additive, rule.shape_arg, rule.random,
+        [lowering.factors for lowering in rule.lowerings], rule.out_as, rule.in_as, rule.whole_gradients,
+    )  # fmt: skip
+
+
+def _told(graph: Graph) -> tuple[Any, ...]:
+    return graph.outputs, graph.loss, graph.tied, graph.updates
+
+
+def fields_of(pm: Any) -> Fields:
+    """What makes up the program that a module runs now."""
+    return {name: pm.__dict__[name] for name in PROGRAM}
+
+
+def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
+    """Have a module run ``new``: under the plan that it has, if that fits, else under a new one."""
+    reason = differs(pm._captured, new)
+    plan: StagePlan | None = None
+    if reason:
+        with all_well():
+            planner = planner_for(reason, plan_again, "state_dict()")
+        with all_well():  # rank 0's error is raised on all ranks
+            plan = planner(new, _stored(pm, new.graph))
+    with all_well():
+        stage = pm.stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
+        pm.run_stage(new, stage)
+        pm._skeleton = skeleton_of(pm)
+
+
+def planner_for(reason: str, plan_again: Planner | None, state_dict: str) -> Planner:
+    """That which plans the model anew.
+
+    Args:
+        reason: in what the model is another one.
+        state_dict: how the parameters are read that the model would have to be loaded with.
+
+    Raises:
+        RunError: there is none, for the plan was given.
+    """
+    if plan_again is None:
+        raise RunError(
+            f"with the values that it has now the model is another one ({reason}), for which the plan does not hold; "
+            f"parallelize it again, and load this {state_dict}"
+        )
+    return plan_again
+
+
+def skeleton_of(pm: Any) -> Skeleton | None:
+    """What eval mode is seen from, with the values that the model has now."""
+    model = pm._model_ref()
+    if pm._skeleton is None or model is None or pm._programs is None or not pm._programs.values:
+        return pm._skeleton  # type: ignore[no-any-return]
+    return Skeleton(model)
+
+
+def _stored(pm: Any, graph: Graph) -> dict[str, str]:
+    """How the parameters are stored, as pins; none on one device, where nothing is placed.
+
+    Args:
+        graph: that is to be planned. A parameter that the module has frozen since (an average of it, say) wants a
+            gradient there, and the pin of a whole one says which of them does.
+    """
+    pins = {}
+    wanted = {node.target: node.needs_grad for _, node in graph.of_kind("param")}
+    renewed = {node.target for _, node in graph.of_kind("buffer")}
+    for name, param in pm.named_parameters(remove_duplicate=False):
+        if isinstance(param, DTensor) and name not in renewed:
+            whole = whole_placement(wanted.get(name, param.requires_grad))
+            pins[name] = ",".join(f"S{p.dim}" if isinstance(p, Shard) else whole for p in param.placements)
+    return pins
+
+
+def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
+    """A stage that runs ``new`` under a plan of its own, with the parameters and buffers that ``pm`` has.
+
+    Raises:
+        RunError: the plan stores a parameter in another way, or the model has another one.
+    """
+    move_to_layout_of(pm, plan)
+    check_stored(pm, plan)
+    return Stage(
+        new.graph, plan, pm._mesh, pm, buffers_for(pm, new, new.graph, plan, pm._mesh, pm._stage.buffers),
+        pm._stage.compile_args,
+    )  # fmt: skip
+
+
+def move_to_layout_of(pm: Any, plan: StagePlan) -> None:
+    """Store parameters as ``plan`` does, where buckets have layouts of their own; a backward of an earlier forward is
+    refused then."""
+    if pm.layouts_change and relaid(dict(pm.named_parameters(remove_duplicate=False)), plan.params):
+        pm.layout += 1
+
+
+def check_stored(pm: Any, plan: StagePlan) -> None:
+    """Refuse a plan that stores parameters in another way than ``pm`` does.
+
+    Raises:
+        RunError: with their names; or there is no such parameter here.
+    """
+    registered = dict(pm.named_parameters(remove_duplicate=False))
+    wrong = []
+    for name, choice in plan.params.items():
+        param = registered.get(name)
+        if param is None:
+            where = "" if pm.leads is None else ", or that is on the ranks of another stage"
+            raise RunError(
+                f"the model reads a parameter '{name}' now that it did not have when it was parallelized{where}"
+            )
+        if isinstance(param, DTensor) and tuple(param.placements) != tuple(torch_placements(choice.stored)):
+            wrong.append(f"'{name}' as {choice.stored.text}")
+    if wrong:
+        raise RunError(f"no plan with these values keeps parameters where they are; it would store {', '.join(wrong)}")
+
+
+def buffers_for(
+    pm: Any, new: Captured, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, before: Buffers
+) -> Buffers:
+    """The buffers that another program reads: those that ``pm`` has, and constants of the model's code.
+
+    Args:
+        graph: of the program, or of one stage of it.
+        before: of the program that ran last.
+
+    Raises:
+        RunError: there is one that the model did not have.
+    """
+    registered = pm.registered()
+    of_the_code = [n.target for n in graph.nodes if n.kind == "buffer" and n.target not in registered]
+    unknown = [name for name in of_the_code if name not in new.constants]
+    if unknown:
+        raise RunError(f"the model reads buffers now that it did not have when it was parallelized: {unknown}")
+    wanted = {name: plan.buffers.get(name, state) for name, (_, state) in before.items()}
+    placed = _placed_again(pm, before, wanted, device_mesh)
+    for name in of_the_code:
+        state = plan.buffers.get(name, whole_state(plan.mesh))
+        local = local_piece(new.constants[name].detach(), state, device_mesh)
+        placed[name] = local.to(pm._device, copy=True).contiguous(), state
+    for _, node in graph.of_kind("buffer"):
+        if node.target not in placed:  # a frozen parameter that only this program writes
+            placed[node.target] = _renewed_from_now_on(node.target, registered[node.target])
+    return placed
+
+
+def _renewed_from_now_on(name: str, param: torch.Tensor) -> tuple[torch.Tensor, State]:
+    """A parameter that a program renews, as buffers are.
+
+    Raises:
+        RunError: it is stored in pieces.
+    """
+    if isinstance(param, DTensor) and any(isinstance(p, Shard) for p in param.placements):
+        raise RunError(
+            f"forward writes parameter '{name}' now, which it did not when the model was parallelized, and its pieces "
+            "are on several ranks; parallelize the model as it is when it writes it, and load this state_dict()"
+        )
+    local = local_of(param)
+    return local, whole_state(mesh_of(param.device_mesh)) if isinstance(param, DTensor) else State()
+
+
+def resume(pm: Any, fields: Fields) -> None:
+    """Have ``pm`` run a program that was kept, with the buffers as they are by now."""
+    now = pm._stage.buffers
+    for name, value in fields.items():
+        setattr(pm, name, value)
+    move_to_layout_of(pm, pm._stage.plan)
+    with_buffers_of(pm, pm._stage, now)
+
+
+def with_buffers_of(pm: Any, stage: Stage, now: Buffers) -> None:
+    """Have a stage that was kept read the buffers of the one that ran last."""
+    if stage.buffers is not now:
+        wanted = {name: state for name, (_, state) in stage.buffers.items()}
+        stage.buffers.update(_placed_again(pm, now, wanted, stage.device_mesh))
+        stage.follow_buffers()
+
+
+def _placed_again(
+    pm: Any, now: Mapping[str, tuple[torch.Tensor, State]], wanted: Mapping[str, State], device_mesh: DeviceMesh
+) -> dict[str, tuple[torch.Tensor, State]]:
+    """The module's own buffers in the placements that a program wants: mostly those that they have.
+
+    Args:
+        now: of the program that ran last; tensors that its code made stay out.
+    """
+    names: dict[str, list[tuple[torch.nn.Module, str]]] = {}
+    for name in pm.registered():
+        source = pm._captured.graph.tied.get(name, name)
+        names.setdefault(source if source in now else name, []).append(pm.owner_of(name))
+    placed: dict[str, tuple[torch.Tensor, State]] = {}
+    for name, owners in names.items():
+        if name not in now:
+            continue
+        owner, key = owners[0]
+        shown, state = owner._buffers.get(key, owner._parameters.get(key)), now[name][1]
+        assert shown is not None
+        local = local_of(shown)
+        if wanted.get(name, state) != state:
+            whole = joined(local, state, shown.shape, device_mesh)
+            shape, state = tuple(whole.shape), wanted[name]
+            local = local_piece(whole, state, device_mesh).clone(memory_format=torch.contiguous_format)
+            value = as_dtensor(local, state, shape, device_mesh) if state.is_cut else local
+            for owner, key in owners:
+                owner._buffers[key] = value
+        placed[name] = local, state
+    return placed
+
+
+__all__ = [
+    "buffers_for", "check_stored", "differs", "fields_of", "planner_for", "resume", "skeleton_of", "take",
+    "under_another_plan", "with_buffers_of",
+]  # fmt: skip

@@ -1,0 +1,329 @@
+"""The graph of a model: what it computes, with nothing about devices.
+
+A :class:`Graph` is a list of nodes in execution order. Parameters, buffers and inputs come first. Arguments of an
+operator are plain Python values in which a :class:`Ref` stands for a tensor. Multi-output operators have several
+``outs``; a ``Ref`` names the output by number, so there are no tuple-unpacking nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+from autopar.words.load_shares import Load
+from autopar.words.precision import Precision
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "complex32": 4, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+WAY = "autopar_way."
+"""How the names of flags begin: buffers ``bool [ ]`` that become true at a call in which Python would have gone another
+way than the one that the graph follows. Their nodes say where (``source``), which ``answer`` was followed, and whether
+it is that numbers are those of the example (``pinned``)."""
+
+PART = "autopar_part."
+"""How the names of buffers ``bool [n]`` begin that say, after a call, which parameters took part in it: their nodes
+have ``parameters``, pairs of a name and the element that is true where it did. A parameter that stands in none always
+does; one that stands in several, if any says so."""
+
+NORMS = ("aten.batch_norm.default", "aten.instance_norm.default")
+"""Operators that write to inputs of theirs, the running statistics, though their schema does not say so."""
+RUNNING, TRAINING = 3, 5
+"""Positions of their arguments: of the first of two running statistics, and of whether the batch's are taken."""
+
+
+class Spec(NamedTuple):  # a tuple is hashed and compared without Python code: blocks are found by it
+    """Global shape and dtype (``"float32"``) of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def n_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{' '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Ref:
+    """Output ``out`` of node number ``node``."""
+
+    node: int
+    out: int = 0
+
+    def __hash__(self) -> int:  # planning looks up a hundred thousand of these
+        return self.node << 6 ^ self.out
+
+    def __repr__(self) -> str:  # as a dataclass would, at a third of the time: fingerprints are made of these
+        return f"Ref(node={self.node}, out={self.out})"
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Every :class:`Ref` in nested tuples, lists and dicts, in order."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from refs_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from refs_in(item)
+
+
+def map_refs(value: Any, fn: Callable[[Ref], Any]) -> Any:
+    """``value`` with every :class:`Ref` replaced by ``fn(ref)``; tuples, lists and dicts keep their type."""
+    if isinstance(value, Ref):
+        return fn(value)
+    if isinstance(value, tuple):
+        return tuple(map_refs(item, fn) for item in value)
+    if isinstance(value, list):
+        return [map_refs(item, fn) for item in value]
+    if isinstance(value, dict):
+        return {key: map_refs(item, fn) for key, item in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class Node:
+    """One parameter, buffer, input or operator.
+
+    Attributes:
+        kind: ``param``, ``buffer``, ``input`` or ``op``.
+        target: operator name such as ``aten.linear.default``; for other kinds the qualified name in the model.
+        outs: one :class:`Spec` per output tensor (None for an output that is no tensor).
+        module: path of the module whose code made this node, such as ``layers.0.mlp.up``.
+        source: the user's source line, ``file.py:12``, where known.
+        needs_grad: gradients flow through this node's outputs.
+        hot: the value depends on a parameter, or on an input that wants a gradient. Only hot nodes are planned by the
+            ILP; the others follow demand.
+        site: number of the node in the model's graph, where this one is part of a stage: random ops draw by it.
+        again: number of the region under activation checkpointing whose code made it; -1 for none.
+        load: of routed experts, the share of rows that each has; empty where all have the same. For prices alone: a
+            plan is for any load.
+    """
+
+    name: str
+    kind: str
+    target: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outs: tuple[Spec | None, ...] = ()
+    module: str = ""
+    source: str = ""
+    needs_grad: bool = False
+    hot: bool = False
+    site: int = -1
+    again: int = -1
+    load: Load = ()
+
+    @cached_property
+    def refs(self) -> tuple[Ref, ...]:
+        """Tensor inputs in argument order; a tensor used twice stands twice."""
+        refs: list[Ref] = []
+        for value in self.args:
+            if isinstance(value, Ref):
+                refs.append(value)
+            elif isinstance(value, (tuple, list, dict)):
+                refs.extend(refs_in(value))
+        return (*refs, *refs_in(self.kwargs)) if self.kwargs else tuple(refs)
+
+    def moved(self, fn: Callable[[Ref], Ref]) -> Node:
+        """The node with other tensor inputs."""
+        node = replace(self, args=map_refs(self.args, fn), kwargs=map_refs(self.kwargs, fn))
+        node.__dict__["refs"] = tuple(map(fn, self.refs))  # it need not be searched for them again
+        return node
+
+    @property
+    def out(self) -> Spec:
+        """The first output."""
+        spec = self.outs[0]
+        assert spec is not None
+        return spec
+
+    @property
+    def where(self) -> str:
+        """For messages: name, module and source line."""
+        return f"{self.name} ({self.target}) in '{self.module or '<model>'}'" + (
+            f" at {self.source}" if self.source else ""
+        )
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a model computes.
+
+    Attributes:
+        nodes: parameters, buffers and inputs first, then operators in execution order.
+        outputs: flat outputs of the model; a :class:`Ref`, or a plain value for an output that is no tensor.
+        loss: position in ``outputs`` of the scalar loss, or None.
+        tied: other qualified names of a parameter, ``{alias: name in the graph}``.
+        updates: buffers that the forward changes, ``{buffer name: new value}``.
+        sends: how many of the first outputs are tensors for later pipeline stages.
+        targets: of each of these, the stages that read it.
+        arriving: inputs that are tensors of earlier pipeline stages, by name, and the stage that each comes from.
+        precision: the policy for which it was captured: its parameters are stored in another format than it reads.
+        expert_load: what its nodes have their loads from, by patterns of modules.
+    """
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[Any, ...]
+    loss: int | None = None
+    tied: dict[str, str] = field(default_factory=dict)
+    updates: dict[str, Ref] = field(default_factory=dict)
+    sends: int = 0
+    targets: tuple[tuple[int, ...], ...] = ()
+    arriving: Mapping[str, int] = field(default_factory=dict)
+    precision: Precision | None = None
+    expert_load: Mapping[str, Load] = field(default_factory=dict)
+
+    def spec(self, ref: Ref) -> Spec:
+        """Spec of the tensor that ``ref`` names."""
+        spec = self.nodes[ref.node].outs[ref.out]
+        assert spec is not None, f"{self.nodes[ref.node].where}: output {ref.out} is no tensor"
+        return spec
+
+    def stored(self, param: Node) -> Spec:
+        """Of a parameter as it is stored, which under a policy is another format than that of the graph."""
+        spec = param.out
+        return spec if self.precision is None else spec._replace(dtype=self.precision.stored(spec.dtype))
+
+    def moments(self, param: Node) -> Spec:
+        """Of an optimizer's state of a parameter's shape."""
+        spec = param.out
+        return spec if self.precision is None else spec._replace(dtype=self.precision.kept(spec.dtype))
+
+    def of_kind(self, kind: str) -> list[tuple[int, Node]]:
+        """``(number, node)`` of every node of a kind."""
+        return [(i, node) for i, node in enumerate(self.nodes) if node.kind == kind]
+
+    @cached_property
+    def ways(self) -> tuple[Node, ...]:
+        """The flags of branches on data."""
+        return tuple(node for _, node in self.of_kind("buffer") if node.name.startswith(WAY))
+
+    @cached_property
+    def parts(self) -> tuple[Node, ...]:
+        """The buffers that say which parameters took part in a call."""
+        return tuple(node for _, node in self.of_kind("buffer") if node.name.startswith(PART))
+
+    @cached_property
+    def written(self) -> tuple[str, ...]:
+        """The model's own buffers that a call writes, without those in which a program notes how the call went."""
+        return tuple(name for name in self.updates if not name.startswith((WAY, PART)))
+
+    @cached_property
+    def statistics(self) -> frozenset[str]:
+        """The running statistics: buffers that norms in training write, of which the graph has no new value."""
+        return frozenset(
+            self.nodes[ref.node].target
+            for node in self.nodes if node.target in NORMS and node.args[TRAINING]
+            for ref in node.args[RUNNING:TRAINING] if isinstance(ref, Ref) and self.nodes[ref.node].kind == "buffer"
+        )  # fmt: skip
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Node number by name."""
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+    @cached_property
+    def from_inputs(self) -> frozenset[int]:
+        """Nodes whose value depends on an input of the model: activations, as opposed to functions of parameters."""
+        activations: set[int] = set()
+        for i, node in enumerate(self.nodes):
+            if node.kind == "input" or not activations.isdisjoint([ref.node for ref in node.refs]):
+                activations.add(i)
+        return frozenset(activations)
+
+    @cached_property
+    def derived(self) -> dict[object, Any]:
+        """What others derive of the graph, by what they ask: many times in a search."""
+        return {}
+
+    @cached_property
+    def consumers(self) -> dict[Ref, list[tuple[int, int]]]:
+        """``{tensor: [(node, position in node.refs), ...]}`` in execution order; outputs are not listed."""
+        users: dict[Ref, list[tuple[int, int]]] = {}
+        for i, node in enumerate(self.nodes):
+            for position, ref in enumerate(node.refs):
+                users.setdefault(ref, []).append((i, position))
+        return users
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For every node the number of the first that makes the same call: operator, literals, load, specs of its
+        tensors, whether gradients flow into and out of it, and whether it is hot. A node that is no operator is like no
+        other.
+        """
+        first: dict[object, int] = {}
+        return tuple([first.setdefault(self._call(n) if n.kind == "op" else i, i) for i, n in enumerate(self.nodes)])
+
+    def _call(self, node: Node) -> object:
+        nodes, args, plain = self.nodes, [], 0
+        for value in node.args:  # most arguments are tensors: no text is made of these
+            if isinstance(value, Ref):
+                args.append(nodes[value.node].outs[value.out])
+                plain += 1
+            else:
+                args.append(value)
+        nested = plain < len(node.refs)
+        texts = [
+            value if isinstance(value, Spec) else repr(map_refs(value, self.spec) if nested else value)
+            for value in args
+        ]
+        kwargs = repr(map_refs(node.kwargs, self.spec)) if node.kwargs else ""
+        grads = tuple([nodes[r.node].needs_grad for r in node.refs])
+        return node.target, tuple(texts), kwargs, node.outs, node.hot, node.needs_grad, grads, node.load
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of everything that decides whether a plan fits: operators, arguments, shapes, names."""
+        digest = hashlib.sha256()
+        for node in self.nodes:
+            digest.update(f"{node.name}|{node.kind}|{node.target}|{node.args}|{node.kwargs}|{node.outs}\n".encode())
+            if node.kind == "input" and node.needs_grad:
+                digest.update(b"and its gradient\n")
+        digest.update(f"{self.outputs}|{sorted(self.tied.items())}|{sorted(self.updates.items())}".encode())
+        if self.precision is not None:
+            digest.update(self.precision.text.encode())
+        return digest.hexdigest()[:16]
+
+    def __str__(self) -> str:
+        def show(value: Any) -> str:
+            if isinstance(value, Ref):
+                return f"%{self.nodes[value.node].name}" + (f".{value.out}" if value.out else "")
+            if isinstance(value, (tuple, list)):
+                return "[" + ", ".join(map(show, value)) + "]"
+            return repr(value)
+
+        lines = []
+        for node in self.nodes:
+            outs = ", ".join(str(o) for o in node.outs)
+            if node.kind == "op":
+                args = ", ".join([*map(show, node.args), *(f"{k}={show(v)}" for k, v in node.kwargs.items())])
+                lines.append(f"%{node.name}: {outs} = {node.target}({args})  # {node.module} {node.source}")
+            else:
+                lines.append(f"%{node.name}: {outs} = {node.kind} {node.target}")
+        lines.append("return " + ", ".join(map(show, self.outputs)))
+        return "\n".join(lines)

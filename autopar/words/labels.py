@@ -1,0 +1,25 @@
+"""The names of operators, as plan files, pins and reports write them."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from autopar.words.graph import Graph, Node
+
+
+def op_labels(graph: Graph) -> dict[str, str]:
+    """``{node name: label}`` of every op; a label is ``module:op``, with a number where a module has several."""
+    seen: dict[str, int] = {}
+    labels: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.kind == "op":
+            base = f"{node.module}:{node.target.split('.')[1]}"
+            count = seen.get(base, 0)
+            seen[base] = count + 1
+            labels[node.name] = base if count == 0 else f"{base}.{count}"
+    return labels
+
+
+def matches(pattern: str, node: Node, label: str) -> bool:
+    """Whether a pattern names an op: by label, by the path of its module, or by node name."""
+    return fnmatchcase(label, pattern) or fnmatchcase(node.module, pattern) or node.name == pattern

@@ -1,0 +1,156 @@
+"""Pieces: which part of a tensor each rank of a mesh has, in a state.
+
+Pieces are those of ``torch.chunk``, as in DTensor: equal where the axis divides the dim, else the later ones are
+smaller or empty. With a unit they are pieces of whole blocks of so many elements. Prices and memory count the largest
+piece, which is that of the first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from autopar.errors import MeshError
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State, Step
+
+
+def piece_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
+    """``(start, length)`` of piece number ``at`` of ``n`` elements over ``size`` ranks, as ``torch.chunk`` cuts them.
+
+    All pieces have ``ceil(n / size)`` elements, but for later ones, which are smaller or empty where ``size`` does not
+    divide ``n``. With a unit, which divides ``n``, the same is true of blocks of so many elements.
+    """
+    length = largest_piece(n, size, unit)
+    start = min(at * length, n)
+    return start, min(length, n - start)
+
+
+def nested_piece_of(n: int, cuts: Sequence[tuple[int, int]], at: Sequence[int]) -> tuple[int, int]:
+    """``(start, length)`` of the piece of ``n`` elements that axes of these ``(size, unit)`` cut one after the other,
+    by its number on each of them."""
+    start = 0
+    for (size, unit), number in zip(cuts, at, strict=True):
+        before, n = piece_of(n, size, number, unit)
+        start += before
+    return start, n
+
+
+def largest_piece(n: int, size: int, unit: int = 1) -> int:
+    """Elements of the first of the pieces (:func:`piece_of`), which is the largest."""
+    return -(-n // (size * unit)) * unit
+
+
+def lengths_of(n: int, cuts: Sequence[tuple[int, int]]) -> set[int]:
+    """The lengths of all pieces of ``n`` elements that axes of these ``(size, unit)`` cut one after the other."""
+    lengths = {n}
+    for size, unit in cuts:
+        shorter = set()
+        for length in lengths:
+            largest = largest_piece(length, size, unit)
+            full = length // largest if largest else 0
+            shorter |= {largest, *([length - full * largest] if full < size else []), *([0] if full + 1 < size else [])}
+        lengths = shorter
+    return lengths
+
+
+def local_shape(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Shape on one rank of a tensor of global ``shape`` in ``state``.
+
+    Args:
+        at: the rank's coordinate; without one, the shape is that of the first rank, whose piece is the largest.
+
+    Raises:
+        MeshError: a placement names a dim that the tensor does not have.
+    """
+    local = list(shape)
+    for axis, (placement, (name, size)) in enumerate(zip(state, mesh, strict=True)):
+        d = placement.dim
+        if d is None:
+            continue
+        if d >= len(local):
+            raise MeshError(f"placement {placement} on axis '{name}' names dim {d} of a tensor with {len(local)} dims")
+        unit = placement.unit
+        local[d] = largest_piece(local[d], size, unit) if at is None else piece_of(local[d], size, at[axis], unit)[1]
+    return tuple(local)
+
+
+Box = tuple[tuple[int, int], ...]
+"""``(start, length)`` per dim: a part of a tensor."""
+
+
+def box_of(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int]) -> Box:
+    """The part of a tensor of global ``shape`` in ``state`` that the rank at coordinate ``at`` holds."""
+    box = [(0, n) for n in shape]
+    for placement, size, c in zip(state, mesh.sizes, at, strict=True):
+        d = placement.dim
+        if d is not None:
+            start, length = box[d]
+            inner, n = piece_of(length, size, c, placement.unit)
+            box[d] = (start + inner, n)
+    return tuple(box)
+
+
+def cut_extent(shape: Sequence[int], state: State, mesh: Mesh, axis: int) -> tuple[int, tuple[int, ...], bool]:
+    """How ``axis`` cuts its dim: ``(elements on all ranks, earlier axes that cut it, whether pieces are equal)``."""
+    d = state[axis].dim
+    assert d is not None
+    earlier = tuple(a for a in range(axis) if state[a].dim == d and mesh.size(a) > 1)
+    pieces = prod(mesh.size(a) * state[a].unit for a in (*earlier, axis))
+    return shape[d], earlier, shape[d] % pieces == 0
+
+
+def elements_moved(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> int:
+    """Elements of the buffer of the collective of one step on one rank, pieces padded to the largest one.
+
+    Of a gather or a reduce-scatter that is the whole of the axis, of an all-to-all what one rank sends.
+    """
+    step = Step.between(src, dst)
+    size, d = mesh.size(step.axis), step.after.dim
+    before = local_shape(shape, src, mesh)
+    if d is None:
+        return prod(before) * (size if step.before.is_shard else 1)
+    after = local_shape(shape, dst, mesh)
+    if not step.before.is_shard:
+        return prod(after) * size
+    return prod(before[:d]) * prod(before[d + 1 :]) * after[d] * size
+
+
+def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
+    """Whether a tensor can be in a state: the dims exist, and no axis cuts a dim into more pieces than it has elements.
+
+    Pieces need not be equal, and the last ones may be empty (6 elements over 4 ranks are 2, 2, 2 and 0). Whether an
+    operator may run on an empty one says its rule (``Rule.needs_some``).
+    """
+    local = list(shape)
+    for placement, size in zip(state, mesh.sizes, strict=True):
+        d, unit = placement.dim, placement.unit
+        if d is not None:
+            if d >= len(local) or local[d] < size * unit:
+                return False
+            local[d] = largest_piece(local[d], size, unit)
+    return not state.has_units or _units_are_needed(shape, state, mesh)
+
+
+def _units_are_needed(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
+    """Whether the units of a state can be, and none of them says what the placement without it says."""
+    for axis, (placement, size) in enumerate(zip(state, mesh.sizes, strict=True)):
+        d, unit = placement.dim, placement.unit
+        if d is not None and unit > 1:
+            before = [(mesh.size(a), state[a].unit) for a in range(axis) if state[a].dim == d]
+            lengths = lengths_of(shape[d], before)
+            if any(n % unit for n in lengths) or all(n % (size * unit) == 0 for n in lengths):
+                return False
+    return True
+
+
+def divides(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
+    """Whether every dim divides by the axes that shard it, so that all pieces are equal."""
+    local = list(shape)
+    for placement, size in zip(state, mesh.sizes, strict=True):
+        d, unit = placement.dim, placement.unit
+        if d is not None:
+            if d >= len(local) or local[d] % (size * unit):
+                return False
+            local[d] //= size
+    return True
