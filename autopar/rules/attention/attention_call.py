@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.rules.attention.attention_kernels import Dropping, PartOfAttention
-from autopar.rules.attention.attention_pairs import Met, Stretch, in_blocks, joined, mask_of, pairs, zigzag_stretches
+from autopar.rules.attention.attention_pairs import (
+    Met,
+    Stretch,
+    in_blocks,
+    joined,
+    mask_of,
+    own,
+    pairs,
+    zigzag_stretches,
+)
 from autopar.rules.families.random import Shards, dropping, hashes_at, threshold_of
 from autopar.words.pieces import nested_piece_of
 
@@ -89,7 +98,9 @@ class Going:
     ) -> Iterator[tuple[Met, PartOfAttention]]:  # fmt: skip
         """The calls of kernels in which a rank's queries meet piece ``source`` of the keys."""
         rows, keys = self.rows(numbers, q.shape[-2]), self.keys(source, k.shape[-2])
-        meeting = joined(pairs(rows, keys, self.causal))
+        meeting = [own(rows)] if self.causal and self.draw is None and keys == rows else None
+        if meeting is None:
+            meeting = joined(pairs(rows, keys, self.causal))
         for pair in meeting if self.draw is None else in_blocks(meeting):
             yield pair, PartOfAttention(
                 q[..., pair.rows, :], k[..., pair.keys, :], v[..., pair.keys, :], scale=self.scale,

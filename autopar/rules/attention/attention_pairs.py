@@ -59,6 +59,13 @@ def pairs(rows: Sequence[Stretch], keys: Sequence[Stretch], causal: bool) -> Ite
             yield _pair(q, k, last, q.end, first, last)
 
 
+def own(stretches: Sequence[Stretch]) -> Met:
+    """Queries and keys of the same places, under a causal mask: however many stretches there are, each place sees those
+    that lie before it, so one call with a diagonal does for all. The places it names are none of the whole sequence."""
+    length = sum(x.length for x in stretches)
+    return Met(slice(0, length), slice(0, length), slice(0, length), diagonal=True)
+
+
 def _pair(q: Stretch, k: Stretch, first: int, last: int, key: int, last_key: int, diagonal: bool = False) -> Met:
     rows = slice(q.at + first - q.start, q.at + max(first, last) - q.start)
     keys = slice(k.at + key - k.start, k.at + max(key, last_key) - k.start)
@@ -113,4 +120,4 @@ def mask_of(mask: torch.Tensor | None, pair: Met) -> torch.Tensor | None:
     return mask[..., pair.places] if mask.shape[-1] > 1 else mask
 
 
-__all__ = ["Met", "Stretch", "in_blocks", "joined", "mask_of", "pairs", "zigzag_stretches"]
+__all__ = ["Met", "Stretch", "in_blocks", "joined", "mask_of", "own", "pairs", "zigzag_stretches"]
