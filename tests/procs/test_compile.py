@@ -94,7 +94,8 @@ def test_features():
             assert graphs and bool(broken) == (name == "branches"), (name, broken, graphs)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_stages_of_a_pipeline(backend: str):
     for worst, (broken, graphs) in run_local(in_stages, 2, "zb-h1", backend, timeout=1500):
         assert worst < 1e-12 and not broken and graphs == 2  # training and eval mode

@@ -27,6 +27,7 @@ def test_trains_as_one_process(name: str) -> None:
         assert all(worst < 1e-6 for worst in rank[name].values())  # losses are computed in single precision
 
 
+@pytest.mark.slow
 def test_experts_without_rows_have_no_gradient() -> None:
     cuts = {
         "rows travel": CUTS["rows travel"],

@@ -61,6 +61,7 @@ OWN_ROWS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ranks_with_rows_of_their_own() -> None:
     for rank in run_local(several, 4, "other_shapes_in_stages", OWN_ROWS):
         differ, auto = rank["refused"]

@@ -31,6 +31,7 @@ def test_the_numbers_of_one_device(found: list[dict[str, Any]], how: str) -> Non
     assert all(rank[how] < 1e-9 for rank in found)
 
 
+@pytest.mark.slow
 def test_on_two_axes() -> None:
     on_two_axes((("trained", "tensor"), ("uneven", "tensor")))
 

@@ -61,6 +61,7 @@ def test_two_ranks() -> None:
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_recompute() -> None:
     """Blocks that run again, in whole and split backwards, cut anywhere; gathered again where parameters are; stretches
     of operators whose results nobody keeps."""
@@ -99,6 +100,7 @@ def test_copies_gathered_again_on_groups() -> None:
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_eval_mode() -> None:
     """Dropout off, running statistics used and left alone; the model's outputs whole on every rank."""
     ranks = run_local(evaluates, 2, [
@@ -138,6 +140,7 @@ rank 1 holds 1: 1F0 1B0 1F1 1I1 1F2 1I2 1W1 1F3 1W2 1B3
 """
 
 
+@pytest.mark.slow
 def test_rows_of_actions() -> None:
     """Searched ones, and any written by hand: whole and split backwards may stand in one row."""
     check(2, [
@@ -149,6 +152,7 @@ def test_rows_of_actions() -> None:
     assert "stage 0 runs microbatches [1, 0] forward and changes buffers" in disordered
 
 
+@pytest.mark.slow
 def test_searched_from_a_script() -> None:
     plain, name, error = run_local(searched_from_a_script, 2, (), timeout=300)[0]
     again, _, _ = run_local(searched_from_a_script, 2, ("*.h.*",), timeout=300)[1]
@@ -171,6 +175,7 @@ def test_a_rank_that_fails_ends_the_job() -> None:
     assert time.monotonic() - start < 60, "the other rank waited for its timeout"
 
 
+@pytest.mark.slow
 def test_three_ranks_from_a_script() -> None:
     ranks = run_local(planned_on_three, 3, timeout=300)
     assert ranks[0] == ranks[1] == ranks[2]

@@ -37,6 +37,7 @@ def test_one_rank_equals_eager() -> None:
     check(1, [of(name, ONE, eager=True) for name in ("mlp", "gpt2", "resnet")])
 
 
+@pytest.mark.slow
 def test_eval_mode() -> None:
     """Dropout off, running statistics instead of the batch's; then training again."""
     for worst in run_local(eval_modes, 2, ["gpt2", "resnet", "mlp"], timeout=300):
@@ -57,6 +58,7 @@ def test_two_ranks() -> None:
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_ranks_that_recompute() -> None:
     blocks = {"recompute": ["*.h.*"]}
     check(2, [
@@ -75,6 +77,7 @@ def test_recomputing_gathers_again(frozen: str, seed: int) -> None:
         assert found["gradient"][0] < TOLERANCE, found
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     check(4, [
         of("mlp", GRID, options={"constraints": {"*:linear*": {"data": "b", "tensor": "n"}}}, clip=0.1),

@@ -78,6 +78,7 @@ def test_more_random_plans() -> None:
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_uneven_pieces_is_read_on_another_mesh(tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     calls = {"save": ("save", path, "gpt2", THREE, 4), "round trip": ("full_round_trip", "gpt2", THREE, 4)}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from procs.in_turn import marked
 from torch import nn
 
 import autopar
@@ -61,7 +62,11 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout")
-@pytest.mark.parametrize("name", [*MODELS, "dropout after the only layer"])
+@pytest.mark.parametrize("name", marked(
+    [*MODELS, "dropout after the only layer"],
+    ("lstm of two layers both ways", "gru", "rnn", "lstm with dropout between its layers",
+     "batch norm without statistics"),
+))  # fmt: skip
 def test_eval_mode_is_the_models(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]() if name in MODELS else Recurrent("LSTM", 1, dropout=0.5)

@@ -82,6 +82,7 @@ def test_the_price_is_less_by_what_is_hidden(mesh: str, monkeypatch: pytest.Monk
     assert report.kept_bytes == recounted.kept_bytes
 
 
+@pytest.mark.slow
 def test_what_runs_again_takes_its_own_beside_it_alone() -> None:
     """A region under activation checkpointing has the whole layer, and its second forward hides as much as the first;
     where it has the experts alone, the shared one runs at another time."""

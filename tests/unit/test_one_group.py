@@ -79,6 +79,7 @@ def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.Mon
             assert least_seconds(search) < min(before), "what the bound excludes is not planned"
 
 
+@pytest.mark.slow
 def test_no_plan_is_faster_than_the_bound() -> None:
     cluster = load_cluster("dgx-h100")
     least = []

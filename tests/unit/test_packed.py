@@ -67,8 +67,8 @@ def tagger(net: nn.RNNBase, form: str) -> Tagger:
     "form, net",
     [
         ("unsorted", nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True)),
-        ("sorted", nn.LSTM(WIDTH, WIDTH, proj_size=4, bias=False)),
-        ("list", nn.GRU(WIDTH, WIDTH, bidirectional=True)),
+        pytest.param("sorted", nn.LSTM(WIDTH, WIDTH, proj_size=4, bias=False), marks=pytest.mark.slow),
+        pytest.param("list", nn.GRU(WIDTH, WIDTH, bidirectional=True), marks=pytest.mark.slow),
         ("longer", nn.RNN(WIDTH, WIDTH, bidirectional=True)),
         ("rows", nn.LSTM(WIDTH, WIDTH)),
     ],

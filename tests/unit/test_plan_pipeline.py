@@ -245,6 +245,7 @@ def test_recompute_shrinks_what_is_in_flight() -> None:
         planned("1f1b", "blocks")
 
 
+@pytest.mark.slow
 def test_searched_schedules() -> None:
     """The quickest of all on the same stages; less memory leaves fewer microbatches in flight."""
     graph, cluster = graph_of("gpt2"), load_cluster("local-x4")

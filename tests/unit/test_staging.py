@@ -149,6 +149,7 @@ def test_wrong_problems_are_refused_all_at_once() -> None:
         stage(chain(2, (pool(2),)), 0)
 
 
+@pytest.mark.slow
 def test_large_clusters_are_proved_optimal_in_seconds() -> None:
     pools = (pool(*[8] * 2048, memory=1.0),)
     best = stage(chain(126, pools, submeshes=submeshes(pools, rule=alpa_sizes), recompute="blocks"), 64)[0]

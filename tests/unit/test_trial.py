@@ -131,6 +131,7 @@ def test_plans_priced_at_another_size_run_the_same_again() -> None:
         assert again.price.seconds == pytest.approx(plan.price.seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_plans_of_few_rows_do_not_serve_where_more_rows_can_be_cut() -> None:
     """Four rows cannot be cut over 32 devices; what is best for them says nothing of 32 rows, which can."""
     cluster, mesh, decided = load_cluster("dgx-h100-x4"), Mesh.of(data=32), BlockPlans()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from eager import train_eager
 from kept import kept_bytes
+from procs.in_turn import marked
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
@@ -111,7 +112,9 @@ def alone(captured: Captured, again: tuple[tuple[str, str], ...]) -> StagePlan:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "name", marked(CASES, ("reentrant", "arguments", "in sequence", "wrapped"))
+)
 def test_regions_run_again(name: str) -> None:
     torch.manual_seed(0)
     captured, weights, buffers, inputs = captured_of(CASES[name]())
@@ -131,6 +134,7 @@ def test_regions_run_again(name: str) -> None:
     assert check(plan, double.graph, CLUSTER).ok
 
 
+@pytest.mark.slow
 def test_as_in_eager_mode() -> None:
     """Gradients of the model itself, checkpointing and all; where eager mode has none, there are none."""
     for name in CASES:
@@ -204,7 +208,8 @@ def test_in_a_plan_file_and_in_eval_mode(tmp_path: Any) -> None:
         assert not plan_graph(captured_of(model)[0].graph, CLUSTER, MESH).recompute
 
 
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_transformers(reentrant: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -73,30 +73,33 @@ def check(
     assert found.worst < 1e-9, (config, found)
 
 
-@pytest.mark.parametrize("name", marked(MODELS, ("t5", "llama", "vit")))
+@pytest.mark.parametrize("name", marked(MODELS, ("t5", "llama", "vit", "unet", "resnet")))
 def test_two_unequal_groups(name: str) -> None:
     check(name, "2+1", "1f1b", 2, 0)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", marked(SCHEDULES, ("interleaved-1f1b:3", "zb-h1:2")))
 def test_schedules(schedule: str) -> None:
     check("gpt2", "2+1", schedule, 4, 1, steps=1)
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "unet"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
 def test_sixteen_ranks(name: str) -> None:
     check(name, "16", "1f1b", 2, 1, even=True)
 
 
+@pytest.mark.slow
 def test_groups_of_three_and_one() -> None:
     check("gpt2", "3+1", "zb-v", 2, 2, steps=1)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("transformer_encoder", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "transformer_encoder"])
 def test_dropout_does_not_depend_on_the_cut(name: str) -> None:
     check(name, "2+1", "1f1b", 2, 3, dropout=0.1)
 
 
+@pytest.mark.slow
 def test_both_ways_of_a_branch_on_a_random_number() -> None:
     """Stages that read one draw agree on it, forward and backward, in every microbatch."""
     check("opt", "2+1", "1f1b", 4, 3, layerdrop=0.5)

@@ -40,14 +40,9 @@ def captured_of(name: str, **options: float) -> tuple[Captured, torch.nn.Module,
     return V.promoted(captured), case.model, V.inputs_of(captured, case.args, case.kwargs)
 
 
-SLOW = tuple(
-    pytest.param(n, 2, marks=pytest.mark.slow)
-    for n in ("gpt2", "gpt2 with dropout", "opt with layerdrop", "llama", "t5", "resnet")
-)
-
-
-@pytest.mark.parametrize("name, seeds", [("gpt2 with dropout", 1), *SLOW])
-def test_same_numbers(name: str, seeds: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "gpt2 with dropout", "opt with layerdrop", "llama", "t5", "resnet"])
+def test_same_numbers(name: str) -> None:
     """Random plans; buffers are compared too, so a batch norm that counts its batch twice would show."""
     dropout = {"dropout": 0.1} if "dropout" in name else {"layerdrop": 0.5} if "layerdrop" in name else {}
     name = name.split()[0]
@@ -58,7 +53,7 @@ def test_same_numbers(name: str, seeds: int) -> None:
     again = segments_of(graph, rules, [BLOCKS[name]])
     assert len(again) == {"t5": 4}.get(name, 2)
     reference = V.train(captured, V.one_device(graph), *state)
-    for seed in range(seeds):
+    for seed in range(2):
         plan = random_plan(graph, rules, priced, seed, recompute=again)
         report, plain = check(plan, graph, CLUSTER), check(replace(plan, memory={}), graph, CLUSTER)
         assert report.ok, report.failures

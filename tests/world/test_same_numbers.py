@@ -35,7 +35,7 @@ MESHES = {
     "2x4": Mesh.of(data=2, tensor=4),
 }
 MODELS = sorted(ZOO)
-SIMILAR = ("unet_upsample", "bert_masked", "whisper", "mistral", "opt", "vit", "llama")
+SIMILAR = ("bert", "transformer_encoder", "unet_upsample", "bert_masked", "whisper", "mistral", "opt", "vit", "llama")
 """To others, which are tried every time."""
 
 
@@ -102,7 +102,7 @@ def test_on_2x2(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet", "llama", "t5"))]
+    "name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "resnet", "llama", "t5"))]
 )
 def test_on_8_ranks(name: str) -> None:
     _check(name, "2x2x2", range(1), optimal=False)
@@ -146,6 +146,7 @@ def test_dropout_does_not_depend_on_the_mesh(name: str, seeds: int) -> None:
         assert found.worst < 1e-9, found
 
 
+@pytest.mark.slow
 def test_dropout_of_attention_that_is_cut_along_the_sequence() -> None:
     """Queries, the ring, and both, draw what one device draws."""
     case = ZOO["gpt2"](dropout=0.1)

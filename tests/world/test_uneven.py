@@ -57,7 +57,13 @@ ONE = {"layers": 1}
 
 
 @pytest.mark.parametrize(
-    "name, mesh, zoo", [("mlp", "2x3", {}), ("gpt2", "3", ONE), ("llama", "2x3", ONE), ("resnet", "5", {})]
+    "name, mesh, zoo",
+    [
+        ("mlp", "2x3", {}),
+        ("gpt2", "3", ONE),
+        pytest.param("llama", "2x3", ONE, marks=pytest.mark.slow),
+        ("resnet", "5", {}),
+    ],
 )
 def test_numbers(name: str, mesh: str, zoo: dict[str, int]) -> None:
     _check(name, mesh, 1, **zoo)
