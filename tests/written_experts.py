@@ -258,6 +258,61 @@ class GatheredForOne(Layer):
         return torch.matmul(middle, self.down[picked].transpose(-2, -1)).squeeze(1) * weights.unsqueeze(-1)
 
 
+class ScatteredSums(Layer):
+    """Rows are added by an index for each of their elements, to a new tensor in every turn."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows, which = torch.where(picked == e)
+            done = expert(x[rows]) * weights[rows, which, None]
+            out = out.scatter_add(0, rows.unsqueeze(-1).expand_as(done), done)
+        return out
+
+
+class AddedAtOnce(Layer):
+    """The results of all experts, one behind the other, are added up by the places of all their rows."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        places, done = [], []
+        for e, expert in enumerate(self.experts):
+            rows, which = torch.where(picked == e)
+            places.append(rows)
+            done.append(expert(x[rows]) * weights[rows, which, None])
+        index = torch.cat(places)
+        return torch.zeros_like(x).scatter_add_(0, index[:, None].expand(-1, HIDDEN), torch.cat(done))
+
+
+class MaskedScatter(Layer):
+    """One expert for each token, put in the places of a mask of elements."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, _, _ = self.routed(x)
+        best, picked = logits.softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            mask = picked == e
+            if mask.any():
+                out = out.masked_scatter(mask[:, None], expert(x[mask]))
+        return out * best[:, None]
+
+
+class Gates(Layer):
+    """Weights for all experts, zeros but for those of a top-k: the rows of an expert are those of its column."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, weights, picked = self.routed(x)
+        gates = torch.zeros_like(logits).scatter_(1, picked, weights)
+        gates = gates / gates.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = (gates[:, e] > 0).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, gates[rows, e, None] * expert(x[rows]))
+        return out
+
+
 class SharedExpert(TransposedMatrices):
     """An expert of all tokens beside the routed ones (as in DeepSeek-V3)."""
 
@@ -284,7 +339,7 @@ class SharedExpertFirst(SharedExpert):
 LAYERS: dict[str, Callable[[], Layer]] = {
     cls.__name__: cls for cls in (
         Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked,
-        RunningSlices, HitExperts, HitNumbers, Grouped, GatheredMatrices, GatheredForOne, SharedExpert,
-        SharedExpertFirst,
+        RunningSlices, HitExperts, HitNumbers, Grouped, GatheredMatrices, GatheredForOne, ScatteredSums,
+        AddedAtOnce, MaskedScatter, Gates, SharedExpert, SharedExpertFirst,
     )
 }  # fmt: skip

@@ -63,6 +63,28 @@ def test_slices_are_written_by_running_counts() -> None:
         assert row.worst < 1e-9, row
 
 
+class GatesOfOthers(Layer):
+    """Gates that something is written to behind the top-k, so that more experts have rows than it picked."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, weights, picked = self.routed(x)
+        gates = torch.zeros_like(logits).scatter_(1, picked, weights)
+        gates[:, 1] = 0.5
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = (gates[:, e] > 0).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, gates[rows, e, None] * expert(x[rows]))
+        return out
+
+
+def test_gates_that_are_written_later_are_not_those_of_a_top_k() -> None:
+    model = GatesOfOthers().double()
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    pm = autopar.parallelize(model, 1, (x, y))
+    assert torch.allclose(pm(x, y), model(x, y), rtol=1e-12)
+    assert torch.allclose(pm(2 * x, y), model(2 * x, y), rtol=1e-12)
+
+
 class MoreInATurn(Layer):
     """A loop over the experts that were hit, which counts them, too."""
 

@@ -17,7 +17,8 @@ import linecache
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "masked_scatter", "index_fill", "masked_fill"}
+ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "scatter_reduce", "masked_scatter",
+            "index_fill", "masked_fill"}  # fmt: skip
 """Methods that change rows of a tensor; in place with a ``_`` behind."""
 FIND_ROWS = {"where", "nonzero"}
 PLACES = {"nonzero", "argwhere"}

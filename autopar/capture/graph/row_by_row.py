@@ -24,7 +24,7 @@ WITH_DIMS = {
 DEFAULT_DIM = {"aten.slice.Tensor": 0, "aten.chunk.default": 0, "aten.split.Tensor": 0, "aten.glu.default": -1,
                "aten.split_with_sizes.default": 0}  # fmt: skip
 VIEWS = ("reshape", "view", "unsqueeze", "squeeze", "select", "slice", "chunk", "split", "split_with_sizes", "expand",
-         "permute", "transpose", "to")  # fmt: skip
+         "expand_as", "permute", "transpose", "to")  # fmt: skip
 BY_ELEMENT = {"aten.to.dtype", "aten.dropout.default", "aten.clone.default", "aten.contiguous.default",
               "aten.type_as.default", "aten.detach.default", "aten.silu.default", "aten.gelu.default",
               "aten.where.ScalarOther", "aten.where.ScalarSelf"}  # fmt: skip
@@ -53,7 +53,7 @@ def check(node: Node, args: Sequence[Node], taken: Sequence[Rows], dim: int, ref
         given, out = args[0].meta["val"].shape, node.meta["val"].shape
         if prod(given[: taken[0].dim]) == prod(out[:dim]):
             return
-    elif name in ("aten.expand.default", "aten.permute.default", "aten.transpose.int"):
+    elif name in ("aten.expand.default", "aten.expand_as.default", "aten.permute.default", "aten.transpose.int"):
         return  # the dim of the rows is found by its size in the result
     elif name == "aten.cat.default":
         along = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]

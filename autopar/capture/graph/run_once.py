@@ -99,11 +99,12 @@ class TurnBody:
         whole, val = sources[0], nodes[0].meta["val"]
         if any(x is not whole for x in sources):
             whole = _columns_of(sources)
-            if whole is None or val.dim() != 1:
+            if whole is None or list(val.shape[1:]) not in ([], [1]):
                 raise NotAlikeError
             table = self.emit(aten.reshape.default, (whole, [val.shape[0], len(nodes)]))
             column = self.emit(aten.reshape.default, (self.expert, [val.shape[0], self.each]))
-            return self.emit(aten.reshape.default, (self.emit(aten.gather.default, (table, 1, column)), [-1]))
+            of_expert = self.emit(aten.gather.default, (table, 1, column))
+            return self.emit(aten.reshape.default, (of_expert, [-1, *val.shape[1:]]))
         rows = self.emit(aten.unsqueeze.default, (nodes[0].args[0], 1))
         rows = self.emit(aten.expand.default, (rows, [val.shape[0], self.each, *val.shape[1:]]))
         return self.emit(aten.reshape.default, (rows, [val.shape[0] * self.each, *val.shape[1:]]))
@@ -263,16 +264,25 @@ def _parts_of(tensors: Sequence[Any]) -> Any:
 
 
 def _columns_of(tensors: Sequence[Any]) -> Any:
-    """The tensor of which these are all the parts along its last dim, in order; None of others."""
-    first = tensors[0]
-    if first.target is not aten.select.int:
-        return None
-    whole, n = first.args[0], first.args[0].meta["val"].dim()
-    same = all(
-        x.target is aten.select.int and x.args[0] is whole and int(x.args[1]) % n == n - 1 and x.args[2] == k
-        for k, x in enumerate(tensors)
-    )
+    """The tensor of which these are all the columns, its last dim, in order, with or without a dim of size 1 for it;
+    None of others."""
+    found = [_column_of(x) for x in tensors]
+    whole: Any = found[0][0] if found[0] is not None else None
+    same = whole is not None and found == [(whole, k) for k in range(len(tensors))]
     return whole if same and whole.meta["val"].shape[-1] == len(tensors) else None
+
+
+def _column_of(tensor: Any) -> tuple[Any, int] | None:
+    """The tensor that one is a column of, and which."""
+    last = tensor.meta["val"].dim() - 1
+    if tensor.target is aten.slice.Tensor and tensor.args[1:] and int(tensor.args[1]) % (last + 1) == last:
+        begin, end, *step = (*tensor.args[2:], None, None)[:3]
+        return (tensor.args[0], begin) if end == begin + 1 and step in ([], [None], [1]) else None
+    if tensor.target is aten.unsqueeze.default and int(tensor.args[1]) % (last + 1) == last:
+        tensor, last = tensor.args[0], last - 1
+    if tensor.target is not aten.select.int or int(tensor.args[1]) % (last + 2) != last + 1:
+        return None
+    return tensor.args[0], tensor.args[2]
 
 
 __all__ = ["Emit", "NotAlikeError", "TakenRows", "TurnBody", "is_pointwise"]
