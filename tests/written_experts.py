@@ -226,6 +226,30 @@ class HitNumbers(Layer):
         return out
 
 
+class DistinctExperts(Layer):
+    """A loop over the numbers that occur."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e in picked.unique():
+            rows, which = (picked == e).nonzero(as_tuple=True)
+            out[rows] += self.experts[e](x[rows]) * weights[rows, which, None]
+        return out
+
+
+class DistinctNumbers(Layer):
+    """The same of a list."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e in torch.unique(picked).tolist():
+            rows, which = torch.where(picked == e)
+            out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, which, None])
+        return out
+
+
 class Grouped(Layer):
     """Products by the ends of groups (``F.grouped_mm``, of which torch has no float64)."""
 
@@ -339,7 +363,7 @@ class SharedExpertFirst(SharedExpert):
 LAYERS: dict[str, Callable[[], Layer]] = {
     cls.__name__: cls for cls in (
         Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked,
-        RunningSlices, HitExperts, HitNumbers, Grouped, GatheredMatrices, GatheredForOne, ScatteredSums,
-        AddedAtOnce, MaskedScatter, Gates, SharedExpert, SharedExpertFirst,
+        RunningSlices, HitExperts, HitNumbers, DistinctExperts, DistinctNumbers, Grouped, GatheredMatrices,
+        GatheredForOne, ScatteredSums, AddedAtOnce, MaskedScatter, Gates, SharedExpert, SharedExpertFirst,
     )
 }  # fmt: skip

@@ -35,7 +35,7 @@ def test_is_one_operator(name: str, way: str) -> None:
         assert row.worst < (1e-9 if dtype == torch.float64 else 1e-5), row
 
 
-@pytest.mark.parametrize("name", ["RunningSlices", "HitExperts", "HitNumbers"])
+@pytest.mark.parametrize("name", ["RunningSlices", "HitExperts", "HitNumbers", "DistinctNumbers"])
 def test_experts_without_rows_have_no_gradient(name: str) -> None:
     """A loop that passes over them leaves None, as in eager mode, whichever they are."""
     model = LAYERS[name]().double()
@@ -102,6 +102,34 @@ def test_a_loop_over_hit_experts_that_does_more_is_refused() -> None:
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
     with pytest.raises(CaptureError, match=r"test_experts_as_written.py:\d+"):
         autopar.capture(MoreInATurn().double(), (x, y))
+
+
+class NumberOfExperts(Layer):
+    """How many experts have rows is computed with."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out, hit = torch.zeros_like(x), picked.unique().tolist()
+        for e in hit:
+            rows, which = torch.where(picked == e)
+            out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, which, None])
+        return out / len(hit)
+
+
+class CountsOfExperts(Layer):
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, _, picked = self.routed(x)
+        hit, counts = picked.unique(return_counts=True)
+        return x * counts.max() + hit.sum()
+
+
+@pytest.mark.parametrize(
+    ("layer", "advice"), [(NumberOfExperts, "in its turn"), (CountsOfExperts, "minlength=4")]
+)  # fmt: skip
+def test_how_many_experts_have_rows_is_no_number(layer: type[Layer], advice: str) -> None:
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    with pytest.raises(CaptureError, match=r"test_experts_as_written.py:\d+[\s\S]*" + advice):
+        autopar.capture(layer().double(), (x, y))
 
 
 class OtherCounts(Layer):
