@@ -337,6 +337,21 @@ class Gates(Layer):
         return out
 
 
+class SortedGates(Layer):
+    """The places of gates that are not zero, sorted by expert (as by the dispatcher of the first sparse experts)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, weights, picked = self.routed(x)
+        gates = torch.zeros_like(logits).scatter(1, picked, weights)
+        found, order = torch.nonzero(gates).sort(0)
+        _, columns = found.split(1, dim=1)
+        rows = torch.nonzero(gates)[order[:, 1], 0]
+        parts = torch.split(x[rows], (gates > 0).sum(0).tolist(), dim=0)
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)], 0)
+        weighted = done.mul(torch.gather(gates[rows], 1, columns))
+        return torch.zeros(x.shape, dtype=x.dtype, requires_grad=True).index_add(0, rows, weighted)
+
+
 class SharedExpert(TransposedMatrices):
     """An expert of all tokens beside the routed ones (as in DeepSeek-V3)."""
 
@@ -364,6 +379,7 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     cls.__name__: cls for cls in (
         Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked,
         RunningSlices, HitExperts, HitNumbers, DistinctExperts, DistinctNumbers, Grouped, GatheredMatrices,
-        GatheredForOne, ScatteredSums, AddedAtOnce, MaskedScatter, Gates, SharedExpert, SharedExpertFirst,
+        GatheredForOne, ScatteredSums, AddedAtOnce, MaskedScatter, Gates, SortedGates, SharedExpert,
+        SharedExpertFirst,
     )
 }  # fmt: skip

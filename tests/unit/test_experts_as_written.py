@@ -132,6 +132,21 @@ def test_how_many_experts_have_rows_is_no_number(layer: type[Layer], advice: str
         autopar.capture(layer().double(), (x, y))
 
 
+class OtherOrder(Layer):
+    """The order of places by column is computed with."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, weights, picked = self.routed(x)
+        found, order = torch.nonzero(torch.zeros_like(logits).scatter(1, picked, weights)).sort(0)
+        return x[found[:, 0]] * order.sum()
+
+
+def test_an_order_of_places_is_no_number() -> None:
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    with pytest.raises(CaptureError, match=r"test_experts_as_written.py:\d+[\s\S]*rows of each column by itself"):
+        autopar.capture(OtherOrder().double(), (x, y))
+
+
 class OtherCounts(Layer):
     """A branch by counts that are not those of the rows in it."""
 

@@ -128,6 +128,8 @@ class TurnBody:
             return self._dropout(nodes)
         if "dropout" in str(first.target):
             raise NotAlikeError  # of whole features: every turn draws for itself
+        if first.target is aten.full_like.default and [x.args[1] for x in nodes] == list(range(len(nodes))):
+            return self._number_of_expert(nodes)
         one = self._beside_rows if is_pointwise(first) else self.of
         args = [one([x.args[k] for x in nodes]) for k in range(len(first.args))]
         kwargs = {name: self.of([x.kwargs[name] for x in nodes]) for name in first.kwargs}
@@ -189,6 +191,15 @@ class TurnBody:
         val = rows.meta["val"]
         ones = self.emit(aten.full.default, (list(val.shape), 1.0), {"dtype": val.dtype, "device": val.device})
         return self.emit(aten.mul.Tensor, (rows, self.emit(aten.dropout.default, (ones, p, True))))
+
+    def _number_of_expert(self, nodes: Sequence[Any]) -> Any:
+        """Of rows that are filled with the number of the turn, that of the expert of each."""
+        val = nodes[0].meta["val"]
+        if self.taken is None or any(x.args[0] not in self.taken.positions for x in nodes):
+            self.of([x.args[0] for x in nodes])
+        if val.dim() != 1 or val.shape[0] * self.each != self.expert.meta["val"].shape[0]:
+            raise NotAlikeError
+        return self.emit(aten.to.dtype, (self.expert, val.dtype))
 
     def _beside_rows(self, nodes: Sequence[Any]) -> Any:
         """An argument of what works on each element: rows, or what each expert has of its own."""
