@@ -186,8 +186,50 @@ class Capacity(Layer):
         return torch.einsum("sec,ecm->sm", combine, made)
 
 
-def test_experts_with_a_capacity_are_cut_as_a_batch() -> None:
-    model, cluster = Capacity().double(), load_cluster("local-x2")
+def classes_of(places: torch.Tensor, n: int) -> torch.Tensor:
+    """As ``one_hot``, with zeros for numbers beyond ``n``, which it would refuse."""
+    return F.one_hot(places, max(places.max() + 1, n))[..., :n]
+
+
+class CapacityInClasses(Layer):
+    """The same, where what does not fit is dropped by cutting off its place (as in code that comes from Mesh
+    TensorFlow)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        hits = F.one_hot(picked, EXPERTS).permute(1, 0, 2)
+        place = (hits.reshape(-1, EXPERTS).cumsum(0) - 1).reshape(hits.shape)
+        at = classes_of((hits * place).sum(-1), ROWS // 2)
+        combine = (weights.t()[:, :, None, None] * hits.unsqueeze(3) * at.unsqueeze(2)).sum(0)
+        rows = torch.einsum("sec,sm->ecm", combine.bool().to(x.dtype), x)
+        made = torch.bmm(F.gelu(torch.bmm(rows, self.up)), self.down.transpose(1, 2))
+        return torch.einsum("sec,ecm->sm", combine, made)
+
+
+def test_classes_that_do_not_fit_are_cut_off_in_every_batch() -> None:
+    """How many classes there are in eager mode depends on data: in the first batch none is cut off."""
+    model = CapacityInClasses().double()
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    pm = autopar.parallelize(copy.deepcopy(model), 1, (0.01 * x, y))
+    for inputs in (x, 30 * x):
+        assert torch.allclose(pm(inputs, y), model(inputs, y), rtol=1e-12)
+
+
+class AllClasses(Layer):
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, _, picked = self.routed(x)
+        return x * F.one_hot(picked, max(picked.max() + 1, 2)).sum()
+
+
+def test_all_of_a_number_of_classes_that_depends_on_data_are_refused() -> None:
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    with pytest.raises(CaptureError, match=r"number of classes.*\n?.*test_experts_as_written.py:\d+"):
+        autopar.capture(AllClasses().double(), (x, y))
+
+
+@pytest.mark.parametrize("layer", [Capacity, CapacityInClasses])
+def test_experts_with_a_capacity_are_cut_as_a_batch(layer: type[Layer]) -> None:
+    model, cluster = layer().double(), load_cluster("local-x2")
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
     captured = autopar.capture(model, (x, y))
     plan = autopar.plan(

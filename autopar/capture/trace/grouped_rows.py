@@ -23,6 +23,7 @@ from autopar.capture.graph.counted import counted_numbers, element_of
 from autopar.capture.trace.constants import depends_on_data, node_of
 from autopar.capture.trace.dispatched import Dispatched
 from autopar.capture.trace.hit_experts import HitExperts
+from autopar.capture.trace.one_hot_sizes import hot_of
 from autopar.capture.trace.running_counts import RunningCounts, as_numbers, summed
 from autopar.torch_private import grouped_product
 
@@ -48,6 +49,7 @@ class GroupedRows(TorchFunctionMode):
         self.running.note(func, args)
         answer: Any = self.hit.called(func, args, kwargs)
         answer = self.dispatched.called(func, args, kwargs) if answer is None else answer
+        answer = hot_of(func, args, kwargs) if answer is None else answer
         if answer is not None:
             return answer
         if func in GROUPED:
