@@ -171,6 +171,33 @@ def test_counts_that_are_not_of_the_rows_are_heard_of() -> None:
         pm(x + 1e3, y)
 
 
+class EnoughRows(Layer):
+    """An expert with few rows is passed over."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        weights, picked = x[:, :EXPERTS].topk(1, -1)
+        out = torch.zeros_like(x)
+        counts = torch.bincount(picked.flatten(), minlength=EXPERTS).tolist()
+        for e in range(EXPERTS):
+            if counts[e] > 2:
+                rows, which = torch.where(picked == e)
+                out[rows] += self.experts[e](x[rows]) * weights[rows, which, None]
+        return out
+
+
+def test_an_expert_with_few_rows_is_heard_of() -> None:
+    """That experts with any rows have more than two is checked at every call."""
+    model = EnoughRows().double()
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    of_tokens = torch.arange(ROWS).view(4, -1) % 3  # none for the last expert
+    many = x + 9 * F.one_hot(of_tokens, HIDDEN)
+    pm = autopar.parallelize(model, 1, (many, y))
+    assert torch.allclose(pm(many.flip(0), y), model(many.flip(0), y), rtol=1e-12)
+    of_tokens[0, 0] = EXPERTS - 1  # one row
+    with pytest.raises(RunError, match=r"test_experts_as_written.py:\d+"):
+        pm(x + 9 * F.one_hot(of_tokens, HIDDEN), y)
+
+
 class Capacity(Layer):
     """As many places for each expert; what does not fit is dropped (as in GShard and nanoMoE)."""
 
