@@ -375,6 +375,30 @@ class SharedExpertFirst(SharedExpert):
         return shared + TransposedMatrices.mixed(self, x)
 
 
+class SomeExperts(nn.Module):
+    """A layer with any number of experts, behind a product so that rows have gradients; the first has no rows."""
+
+    def __init__(self, experts: int, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.gate = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, experts, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(experts, *shape)) for shape in ((HIDDEN, 16), (16, HIDDEN)))
+        self.bias = nn.Parameter(torch.randn(experts, 16)) if bias else None
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        tokens = self.before(x).view(-1, HIDDEN)
+        experts = len(self.up)
+        skewed = torch.where(torch.arange(experts) > 0, torch.arange(experts).to(x.dtype), -100)
+        weights, picked = (self.gate(tokens) + skewed).softmax(-1).topk(OF_EACH, -1)
+        out = torch.zeros_like(tokens)
+        for e in range(experts):
+            rows, which = torch.where(picked == e)
+            middle = tokens[rows] @ self.up[e]
+            middle = F.silu(middle if self.bias is None else middle + self.bias[e])
+            out.index_add_(0, rows, middle @ self.down[e] * weights[rows, which, None])
+        return F.mse_loss(x + out.view_as(x), y)
+
+
 LAYERS: dict[str, Callable[[], Layer]] = {
     cls.__name__: cls for cls in (
         Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked,

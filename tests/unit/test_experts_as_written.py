@@ -4,13 +4,15 @@ mode where its rows travel to their experts, some of which have none."""
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from written_experts import EXPERTS, HIDDEN, LAYERS, ROWS, Counts, Layer, Norms, WrittenSlices
+from written_experts import EXPERTS, HIDDEN, LAYERS, ROWS, Layer, Norms, SomeExperts, WrittenSlices
 
 import autopar
+from autopar.certificate.recount import check
 from autopar.errors import CaptureError, InfeasibleError, PlanError, RunError
 from autopar.rules.expert_block import BLOCK
 from autopar.verify import verify
@@ -268,13 +270,37 @@ def test_experts_with_a_capacity_are_cut_as_a_batch(layer: type[Layer]) -> None:
         autopar.plan(model, cluster, (x, y), captured=captured, expert_load={"*": [1, 2, 3, 4]})
 
 
-def test_rows_travel_to_equal_numbers_of_experts() -> None:
-    model, cluster = Counts().double(), load_cluster("local-x3")
-    x, y = (torch.randn(3, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+def uneven(model: torch.nn.Module, mesh: str, devices: int) -> tuple[Any, list[float]]:
+    """The certificate of a plan whose rows travel along all axes named so, and how far it is from one device."""
+    cluster = load_cluster(f"local-x{devices}")
+    x, y = (torch.randn(12, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
     captured = autopar.capture(model, (x, y))
-    pins = {"*expert_block*": {"expert": "travel"}}
-    with pytest.raises(InfeasibleError, match=r"size 4, which does not divide over 3 ranks.*axis size that divides 4"):
-        autopar.plan(model, cluster, (x, y), captured=captured, mesh="expert=3", constraints=pins)
+    axes = {axis.partition("=")[0]: "travel" for axis in mesh.split(",")} | {"tensor": "ffn"}
+    pins = {"*expert_block*": {axis: how for axis, how in axes.items() if f"{axis}=" in mesh}}
+    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh=mesh, constraints=pins)
+    [stage] = plan.stages
+    return check(stage, captured.graph, cluster, types=True), [
+        row.worst for row in verify(captured, model, (x, y), {}, stage.mesh, cluster, plan=plan)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("experts", "bias", "mesh"),
+    [(6, False, "expert=4"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (5, True, "expert=3"), (7, True, "expert=2,tensor=2"), (6, True, "a=2,b=2"),
+    ])],
+)  # fmt: skip
+def test_rows_travel_to_unequal_numbers_of_experts(experts: int, bias: bool, mesh: str) -> None:
+    """As ``torch.chunk`` cuts them: 6 over 4 are 2, 2, 2 and none."""
+    devices = 3 if mesh == "expert=3" else 4
+    report, worst = uneven(SomeExperts(experts, bias).double(), mesh, devices)
+    assert report.ok, report.failures
+    assert max(worst) < 1e-9, worst
+
+
+def test_a_rank_without_experts_looks_up_no_bias() -> None:
+    with pytest.raises(InfeasibleError, match="size 6: cut over 4 ranks, it leaves some without any"):
+        uneven(SomeExperts(6, True).double(), "expert=4", 4)
 
 
 def test_dropout_inside_experts_is_the_same_wherever_rows_are() -> None:
