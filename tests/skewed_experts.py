@@ -24,6 +24,15 @@ def mixtral() -> tuple[torch.nn.Module, dict[str, Any]]:
     return skewed(case.model), {**case.kwargs}
 
 
+def switch() -> tuple[torch.nn.Module, dict[str, Any]]:
+    """One expert for each token, in double precision, the routers too."""
+    case = WIDE["switch"]()
+    for part in case.model.modules():
+        if type(part).__name__.endswith("Router"):
+            part.dtype = torch.float64
+    return skewed(case.model.double()), {**case.kwargs}
+
+
 def deepseek() -> tuple[torch.nn.Module, dict[str, Any]]:
     """A shared expert and 64 routed ones, of which each token has 8, as in DeepSeek-V3."""
     torch.manual_seed(0)
@@ -39,4 +48,4 @@ def deepseek() -> tuple[torch.nn.Module, dict[str, Any]]:
     return skewed(model), {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-MODELS = {"mixtral": mixtral, "deepseek": deepseek}
+MODELS = {"mixtral": mixtral, "switch": switch, "deepseek": deepseek}

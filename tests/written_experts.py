@@ -226,6 +226,30 @@ class HitNumbers(Layer):
         return out
 
 
+class DistinctExperts(Layer):
+    """A loop over the numbers that occur."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e in picked.unique():
+            rows, which = (picked == e).nonzero(as_tuple=True)
+            out[rows] += self.experts[e](x[rows]) * weights[rows, which, None]
+        return out
+
+
+class DistinctNumbers(Layer):
+    """The same of a list."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e in torch.unique(picked).tolist():
+            rows, which = torch.where(picked == e)
+            out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, which, None])
+        return out
+
+
 class Grouped(Layer):
     """Products by the ends of groups (``F.grouped_mm``, of which torch has no float64)."""
 
@@ -258,6 +282,76 @@ class GatheredForOne(Layer):
         return torch.matmul(middle, self.down[picked].transpose(-2, -1)).squeeze(1) * weights.unsqueeze(-1)
 
 
+class ScatteredSums(Layer):
+    """Rows are added by an index for each of their elements, to a new tensor in every turn."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows, which = torch.where(picked == e)
+            done = expert(x[rows]) * weights[rows, which, None]
+            out = out.scatter_add(0, rows.unsqueeze(-1).expand_as(done), done)
+        return out
+
+
+class AddedAtOnce(Layer):
+    """The results of all experts, one behind the other, are added up by the places of all their rows."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        places, done = [], []
+        for e, expert in enumerate(self.experts):
+            rows, which = torch.where(picked == e)
+            places.append(rows)
+            done.append(expert(x[rows]) * weights[rows, which, None])
+        index = torch.cat(places)
+        return torch.zeros_like(x).scatter_add_(0, index[:, None].expand(-1, HIDDEN), torch.cat(done))
+
+
+class MaskedScatter(Layer):
+    """One expert for each token, put in the places of a mask of elements."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, _, _ = self.routed(x)
+        best, picked = logits.softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            mask = picked == e
+            if mask.any():
+                out = out.masked_scatter(mask[:, None], expert(x[mask]))
+        return out * best[:, None]
+
+
+class Gates(Layer):
+    """Weights for all experts, zeros but for those of a top-k: the rows of an expert are those of its column."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, weights, picked = self.routed(x)
+        gates = torch.zeros_like(logits).scatter_(1, picked, weights)
+        gates = gates / gates.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = (gates[:, e] > 0).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, gates[rows, e, None] * expert(x[rows]))
+        return out
+
+
+class SortedGates(Layer):
+    """The places of gates that are not zero, sorted by expert (as by the dispatcher of the first sparse experts)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, weights, picked = self.routed(x)
+        gates = torch.zeros_like(logits).scatter(1, picked, weights)
+        found, order = torch.nonzero(gates).sort(0)
+        _, columns = found.split(1, dim=1)
+        rows = torch.nonzero(gates)[order[:, 1], 0]
+        parts = torch.split(x[rows], (gates > 0).sum(0).tolist(), dim=0)
+        done = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)], 0)
+        weighted = done.mul(torch.gather(gates[rows], 1, columns))
+        return torch.zeros(x.shape, dtype=x.dtype, requires_grad=True).index_add(0, rows, weighted)
+
+
 class SharedExpert(TransposedMatrices):
     """An expert of all tokens beside the routed ones (as in DeepSeek-V3)."""
 
@@ -281,10 +375,35 @@ class SharedExpertFirst(SharedExpert):
         return shared + TransposedMatrices.mixed(self, x)
 
 
+class SomeExperts(nn.Module):
+    """A layer with any number of experts, behind a product so that rows have gradients; the first has no rows."""
+
+    def __init__(self, experts: int, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.gate = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, experts, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(experts, *shape)) for shape in ((HIDDEN, 16), (16, HIDDEN)))
+        self.bias = nn.Parameter(torch.randn(experts, 16)) if bias else None
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        tokens = self.before(x).view(-1, HIDDEN)
+        experts = len(self.up)
+        skewed = torch.where(torch.arange(experts) > 0, torch.arange(experts).to(x.dtype), -100)
+        weights, picked = (self.gate(tokens) + skewed).softmax(-1).topk(OF_EACH, -1)
+        out = torch.zeros_like(tokens)
+        for e in range(experts):
+            rows, which = torch.where(picked == e)
+            middle = tokens[rows] @ self.up[e]
+            middle = F.silu(middle if self.bias is None else middle + self.bias[e])
+            out.index_add_(0, rows, middle @ self.down[e] * weights[rows, which, None])
+        return F.mse_loss(x + out.view_as(x), y)
+
+
 LAYERS: dict[str, Callable[[], Layer]] = {
     cls.__name__: cls for cls in (
         Norms, StackedMatrices, TransposedMatrices, AnyOfSeveral, MasksTwice, Counts, Parts, PartsOfStacked,
-        RunningSlices, HitExperts, HitNumbers, Grouped, GatheredMatrices, GatheredForOne, SharedExpert,
+        RunningSlices, HitExperts, HitNumbers, DistinctExperts, DistinctNumbers, Grouped, GatheredMatrices,
+        GatheredForOne, ScatteredSums, AddedAtOnce, MaskedScatter, Gates, SortedGates, SharedExpert,
         SharedExpertFirst,
     )
 }  # fmt: skip

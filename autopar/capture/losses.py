@@ -77,6 +77,7 @@ def check_loss(graph: Graph, module: torch.nn.Module, of_loss_fn: bool) -> None:
         return
     called = getattr(module, "_called", type(module).__name__)
     end = _where_it_ends(graph, scalars[0])
+    branches = _branches(graph)
     if end is None:
         why = "it depends on no parameter that requires a gradient"
     elif end.target == "aten.detach.default":
@@ -84,10 +85,28 @@ def check_loss(graph: Graph, module: torch.nn.Module, of_loss_fn: bool) -> None:
         why += ", by detach(), .data or a region without gradients"
     else:
         why = f"{end.where} has no gradient"
-    raise CaptureError(
-        f"the loss of {called} does not require a gradient, though the model has parameters that do: {why}\n  compute "
-        "the loss from what depends on the parameters, or capture the model in eval mode if it is not to be trained"
+    do = (
+        "compute the loss from what depends on the parameters, or capture the model in eval mode if it is not to be "
+        "trained"
     )
+    if branches and (end is None or end.target != "aten.detach.default"):
+        why += f" on the way of this batch, which branches on data {branches}"
+        do = (
+            "give an example that enters what depends on the parameters (tokens for an expert, rows that a mask "
+            "selects), or compute both sides and choose with torch.where"
+        )
+    raise CaptureError(
+        f"the loss of {called} does not require a gradient, though the model has parameters that do: {why}\n  {do}"
+    )
+
+
+def _branches(graph: Graph) -> str:
+    """Where a model branches on data, and how the example answers; empty if it does nowhere."""
+    places = dict.fromkeys(
+        f"in '{node.module or '<model>'}'{f' at {node.source}' if node.source else ''}: the condition is "
+        f"{node.kwargs['answer']}" for node in graph.ways if not {"fault", "pinned"} & node.kwargs.keys()
+    )  # fmt: skip
+    return "; ".join([*places][:4]) + ("; ..." if len(places) > 4 else "")
 
 
 def _where_it_ends(graph: Graph, out: Ref) -> Node | None:

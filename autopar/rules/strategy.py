@@ -82,6 +82,8 @@ def why_not_cut(rule: Rule, factor: str, axes: Sequence[tuple[int, int]]) -> str
         lengths = lengths_of(n, before)
         if max(lengths) < size * max(block, 1):
             return f"has size {n}, too little for {pieces} ranks"
+        if factor in rule.together and len(set(lengths)) > 1:
+            return f"has size {n}: on all axes but the last its pieces must be equal here"
         if block and any(length % block for length in lengths):
             return f"has size {n}, of which not all pieces so far are multiples of {block}"
         if block and all(not length % (size * block) for length in lengths):

@@ -16,7 +16,7 @@ from procs.habits import weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from written_experts import LAYERS
+from written_experts import LAYERS, SomeExperts
 from zoo_wide import WIDE
 
 import autopar
@@ -69,8 +69,12 @@ def loops() -> tuple[nn.Module, list[Batch]]:
 
 
 def of_the_zoo(name: str) -> tuple[nn.Module, list[Batch]]:
-    """With a skewed routing, so that some experts have no rows."""
+    """With a skewed routing, so that some experts have no rows; in double precision, routers too."""
     case = WIDE[name]()
+    case.model.double()
+    for part in case.model.modules():
+        if type(part).__name__.endswith("Router"):
+            part.dtype = torch.float64
     with torch.no_grad():
         for path, param in case.model.named_parameters():
             if "router" in path or path.endswith("gate.weight"):
@@ -92,7 +96,16 @@ def written(name: str) -> tuple[nn.Module, list[Batch]]:
     return LAYERS[name]().double(), [((x, y), {}), ((x.flip(0) * 2, y), {})]
 
 
-PLAIN: dict[str, Callable[[], tuple[nn.Module, list[Batch]]]] = {"loops": loops, "balanced": balancing}
+def uneven() -> tuple[nn.Module, list[Batch]]:
+    """Five experts, which no two ranks have equally many of."""
+    torch.manual_seed(1)
+    x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    return SomeExperts(5, True).double(), [((x, y), {}), ((x.flip(0) * 2, y), {})]
+
+
+PLAIN: dict[str, Callable[[], tuple[nn.Module, list[Batch]]]] = {
+    "loops": loops, "balanced": balancing, "uneven": uneven,
+}  # fmt: skip
 WRITTEN = ("AnyOfSeveral", "Counts", "Parts", "PartsOfStacked", "GatheredMatrices")
 PLAIN |= {name: partial(written, name) for name in WRITTEN}
 

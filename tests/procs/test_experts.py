@@ -55,10 +55,16 @@ def test_layers_as_people_write_them(names: tuple[str, ...]) -> None:
         assert all(worst < 1e-9 for model in rank.values() for worst in model.values()), rank
 
 
+def test_rows_travel_to_more_experts_on_one_rank() -> None:
+    cuts = {"rows travel": {"constraints": {"*expert_block*": {"expert": "travel"}}}}
+    for rank in run_local(several, 2, "experts", {"uneven": ("all_cuts", "uneven", cuts)}):
+        assert all(worst < 1e-9 for worst in rank["uneven"].values()), rank
+
+
 @pytest.mark.slow
 def test_experts_on_four_ranks() -> None:
     cuts = {how: CUTS[how] for how in ("rows travel", "by features")}
-    cases = {name: ("all_cuts", name, cuts) for name in ("mixtral_batched", "deepseek_v3")}
+    cases = {name: ("all_cuts", name, cuts) for name in ("mixtral_batched", "deepseek_v3", "switch")}
     for rank in run_local(several, 4, "experts", cases):
         assert all(worst < 1e-6 for model in rank.values() for worst in model.values())
 

@@ -13,7 +13,8 @@ from hardware_profiles import load_cluster
 
 FIRST = ("mixtral", "data=2,expert=2")
 CASES = [
-    ("mixtral", "expert=2"), ("mixtral", "expert=4"), ("deepseek", "expert=2"), ("deepseek", "expert=4"),
+    ("mixtral", "expert=2"), ("mixtral", "expert=4"), ("mixtral", "data=2,expert=4"), ("switch", "expert=2"),
+    ("switch", "expert=4"), ("switch", "data=2,expert=4"), ("deepseek", "expert=2"), ("deepseek", "expert=4"),
     ("deepseek", "expert=8"), ("deepseek", "expert=2,tensor=4"),
 ]  # fmt: skip
 
@@ -31,7 +32,7 @@ def test_rows_travel(name: str, mesh: str) -> None:
     [stage] = plan.stages
     report = check(stage, captured.graph, cluster, types=True)
     assert report.ok, report.failures
-    layers = {"mixtral": 2, "deepseek": 1}[name]
+    layers = {"mixtral": 2, "switch": 2, "deepseek": 1}[name]
     assert report.collectives["expert", "all_to_all"] >= layers * 5  # counts, rows there and back, and their gradients
     for row in verify(captured, model, (), kwargs, stage.mesh, cluster, plan=plan):
         assert row.worst < 1e-9, row

@@ -4,14 +4,16 @@ mode where its rows travel to their experts, some of which have none."""
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from procs.in_turn import marked
-from written_experts import EXPERTS, HIDDEN, LAYERS, ROWS, Counts, Layer, Norms, WrittenSlices
+from written_experts import EXPERTS, HIDDEN, LAYERS, ROWS, Layer, Norms, SomeExperts, WrittenSlices
 
 import autopar
+from autopar.certificate.recount import check
 from autopar.comparison.verify import verify
 from autopar.errors import CaptureError, InfeasibleError, PlanError, RunError
 from autopar.rules.experts.expert_block import BLOCK
@@ -36,7 +38,7 @@ def test_is_one_operator(name: str, way: str) -> None:
         assert row.worst < (1e-9 if dtype == torch.float64 else 1e-5), row
 
 
-@pytest.mark.parametrize("name", ["RunningSlices", "HitExperts", "HitNumbers"])
+@pytest.mark.parametrize("name", ["RunningSlices", "HitExperts", "HitNumbers", "DistinctNumbers"])
 def test_experts_without_rows_have_no_gradient(name: str) -> None:
     """A loop that passes over them leaves None, as in eager mode, whichever they are."""
     model = LAYERS[name]().double()
@@ -64,6 +66,28 @@ def test_slices_are_written_by_running_counts() -> None:
         assert row.worst < 1e-9, row
 
 
+class GatesOfOthers(Layer):
+    """Gates that something is written to behind the top-k, so that more experts have rows than it picked."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, weights, picked = self.routed(x)
+        gates = torch.zeros_like(logits).scatter_(1, picked, weights)
+        gates[:, 1] = 0.5
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = (gates[:, e] > 0).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, gates[rows, e, None] * expert(x[rows]))
+        return out
+
+
+def test_gates_that_are_written_later_are_not_those_of_a_top_k() -> None:
+    model = GatesOfOthers().double()
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    pm = autopar.parallelize(model, 1, (x, y))
+    assert torch.allclose(pm(x, y), model(x, y), rtol=1e-12)
+    assert torch.allclose(pm(2 * x, y), model(2 * x, y), rtol=1e-12)
+
+
 class MoreInATurn(Layer):
     """A loop over the experts that were hit, which counts them, too."""
 
@@ -81,6 +105,49 @@ def test_a_loop_over_hit_experts_that_does_more_is_refused() -> None:
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
     with pytest.raises(CaptureError, match=r"test_experts_as_written.py:\d+"):
         autopar.capture(MoreInATurn().double(), (x, y))
+
+
+class NumberOfExperts(Layer):
+    """How many experts have rows is computed with."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        out, hit = torch.zeros_like(x), picked.unique().tolist()
+        for e in hit:
+            rows, which = torch.where(picked == e)
+            out.index_add_(0, rows, self.experts[e](x[rows]) * weights[rows, which, None])
+        return out / len(hit)
+
+
+class CountsOfExperts(Layer):
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, _, picked = self.routed(x)
+        hit, counts = picked.unique(return_counts=True)
+        return x * counts.max() + hit.sum()
+
+
+@pytest.mark.parametrize(
+    ("layer", "advice"), [(NumberOfExperts, "in its turn"), (CountsOfExperts, "minlength=4")]
+)  # fmt: skip
+def test_how_many_experts_have_rows_is_no_number(layer: type[Layer], advice: str) -> None:
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    with pytest.raises(CaptureError, match=r"test_experts_as_written.py:\d+[\s\S]*" + advice):
+        autopar.capture(layer().double(), (x, y))
+
+
+class OtherOrder(Layer):
+    """The order of places by column is computed with."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        logits, weights, picked = self.routed(x)
+        found, order = torch.nonzero(torch.zeros_like(logits).scatter(1, picked, weights)).sort(0)
+        return x[found[:, 0]] * order.sum()
+
+
+def test_an_order_of_places_is_no_number() -> None:
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    with pytest.raises(CaptureError, match=r"test_experts_as_written.py:\d+[\s\S]*rows of each column by itself"):
+        autopar.capture(OtherOrder().double(), (x, y))
 
 
 class OtherCounts(Layer):
@@ -107,6 +174,33 @@ def test_counts_that_are_not_of_the_rows_are_heard_of() -> None:
         pm(x + 1e3, y)
 
 
+class EnoughRows(Layer):
+    """An expert with few rows is passed over."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        weights, picked = x[:, :EXPERTS].topk(1, -1)
+        out = torch.zeros_like(x)
+        counts = torch.bincount(picked.flatten(), minlength=EXPERTS).tolist()
+        for e in range(EXPERTS):
+            if counts[e] > 2:
+                rows, which = torch.where(picked == e)
+                out[rows] += self.experts[e](x[rows]) * weights[rows, which, None]
+        return out
+
+
+def test_an_expert_with_few_rows_is_heard_of() -> None:
+    """That experts with any rows have more than two is checked at every call."""
+    model = EnoughRows().double()
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    of_tokens = torch.arange(ROWS).view(4, -1) % 3  # none for the last expert
+    many = x + 9 * F.one_hot(of_tokens, HIDDEN)
+    pm = autopar.parallelize(model, 1, (many, y))
+    assert torch.allclose(pm(many.flip(0), y), model(many.flip(0), y), rtol=1e-12)
+    of_tokens[0, 0] = EXPERTS - 1  # one row
+    with pytest.raises(RunError, match=r"test_experts_as_written.py:\d+"):
+        pm(x + 9 * F.one_hot(of_tokens, HIDDEN), y)
+
+
 class Capacity(Layer):
     """As many places for each expert; what does not fit is dropped (as in GShard and nanoMoE)."""
 
@@ -122,8 +216,50 @@ class Capacity(Layer):
         return torch.einsum("sec,ecm->sm", combine, made)
 
 
-def test_experts_with_a_capacity_are_cut_as_a_batch() -> None:
-    model, cluster = Capacity().double(), load_cluster("local-x2")
+def classes_of(places: torch.Tensor, n: int) -> torch.Tensor:
+    """As ``one_hot``, with zeros for numbers beyond ``n``, which it would refuse."""
+    return F.one_hot(places, max(places.max() + 1, n))[..., :n]
+
+
+class CapacityInClasses(Layer):
+    """The same, where what does not fit is dropped by cutting off its place (as in code that comes from Mesh
+    TensorFlow)."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, weights, picked = self.routed(x)
+        hits = F.one_hot(picked, EXPERTS).permute(1, 0, 2)
+        place = (hits.reshape(-1, EXPERTS).cumsum(0) - 1).reshape(hits.shape)
+        at = classes_of((hits * place).sum(-1), ROWS // 2)
+        combine = (weights.t()[:, :, None, None] * hits.unsqueeze(3) * at.unsqueeze(2)).sum(0)
+        rows = torch.einsum("sec,sm->ecm", combine.bool().to(x.dtype), x)
+        made = torch.bmm(F.gelu(torch.bmm(rows, self.up)), self.down.transpose(1, 2))
+        return torch.einsum("sec,ecm->sm", combine, made)
+
+
+def test_classes_that_do_not_fit_are_cut_off_in_every_batch() -> None:
+    """How many classes there are in eager mode depends on data: in the first batch none is cut off."""
+    model = CapacityInClasses().double()
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    pm = autopar.parallelize(copy.deepcopy(model), 1, (0.01 * x, y))
+    for inputs in (x, 30 * x):
+        assert torch.allclose(pm(inputs, y), model(inputs, y), rtol=1e-12)
+
+
+class AllClasses(Layer):
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        _, _, picked = self.routed(x)
+        return x * F.one_hot(picked, max(picked.max() + 1, 2)).sum()
+
+
+def test_all_of_a_number_of_classes_that_depends_on_data_are_refused() -> None:
+    x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+    with pytest.raises(CaptureError, match=r"number of classes.*\n?.*test_experts_as_written.py:\d+"):
+        autopar.capture(AllClasses().double(), (x, y))
+
+
+@pytest.mark.parametrize("layer", [Capacity, CapacityInClasses])
+def test_experts_with_a_capacity_are_cut_as_a_batch(layer: type[Layer]) -> None:
+    model, cluster = layer().double(), load_cluster("local-x2")
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
     captured = autopar.capture(model, (x, y))
     plan = autopar.plan(
@@ -135,13 +271,37 @@ def test_experts_with_a_capacity_are_cut_as_a_batch() -> None:
         autopar.plan(model, cluster, (x, y), captured=captured, expert_load={"*": [1, 2, 3, 4]})
 
 
-def test_rows_travel_to_equal_numbers_of_experts() -> None:
-    model, cluster = Counts().double(), load_cluster("local-x3")
-    x, y = (torch.randn(3, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
+def uneven(model: torch.nn.Module, mesh: str, devices: int) -> tuple[Any, list[float]]:
+    """The certificate of a plan whose rows travel along all axes named so, and how far it is from one device."""
+    cluster = load_cluster(f"local-x{devices}")
+    x, y = (torch.randn(12, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
     captured = autopar.capture(model, (x, y))
-    pins = {"*expert_block*": {"expert": "travel"}}
-    with pytest.raises(InfeasibleError, match=r"size 4, which does not divide over 3 ranks.*axis size that divides 4"):
-        autopar.plan(model, cluster, (x, y), captured=captured, mesh="expert=3", constraints=pins)
+    axes = {axis.partition("=")[0]: "travel" for axis in mesh.split(",")} | {"tensor": "ffn"}
+    pins = {"*expert_block*": {axis: how for axis, how in axes.items() if f"{axis}=" in mesh}}
+    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh=mesh, constraints=pins)
+    [stage] = plan.stages
+    return check(stage, captured.graph, cluster, types=True), [
+        row.worst for row in verify(captured, model, (x, y), {}, stage.mesh, cluster, plan=plan)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("experts", "bias", "mesh"),
+    [(6, False, "expert=4"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (5, True, "expert=3"), (7, True, "expert=2,tensor=2"), (6, True, "a=2,b=2"),
+    ])],
+)  # fmt: skip
+def test_rows_travel_to_unequal_numbers_of_experts(experts: int, bias: bool, mesh: str) -> None:
+    """As ``torch.chunk`` cuts them: 6 over 4 are 2, 2, 2 and none."""
+    devices = 3 if mesh == "expert=3" else 4
+    report, worst = uneven(SomeExperts(experts, bias).double(), mesh, devices)
+    assert report.ok, report.failures
+    assert max(worst) < 1e-9, worst
+
+
+def test_a_rank_without_experts_looks_up_no_bias() -> None:
+    with pytest.raises(InfeasibleError, match="size 6: cut over 4 ranks, it leaves some without any"):
+        uneven(SomeExperts(6, True).double(), "expert=4", 4)
 
 
 def test_dropout_inside_experts_is_the_same_wherever_rows_are() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.capture import Captured, capture
 from autopar.capture.microbatches import taken_of_batch
 from autopar.comparison import compare_with_eager
@@ -224,3 +226,61 @@ def test_what_a_program_notes_is_no_buffer_of_the_model() -> None:
     """Else such a model would be planned with one microbatch, as one that keeps running means."""
     graph = capture(_Experts(), (torch.randn(6, 4),)).graph
     assert graph.parts and not graph.written and not taken_of_batch(graph)
+
+
+class _Skipped(torch.nn.Module):
+    """What has parameters is computed on one side of a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 1e3).any():
+            x = self.expert(x) + x.mean()
+        return x.square().mean()
+
+
+def test_a_loss_without_a_gradient_names_the_branch_that_was_not_entered() -> None:
+    with pytest.raises(CaptureError, match=r"no parameter.*'<model>' at test_ways.py:\d+: the condition is False"):
+        capture(_Skipped(), (torch.randn(6, 4),))
+
+
+class _Lists(torch.nn.Module):
+    """Numbers that are read and made tensors again."""
+
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor], of_gate: bool) -> None:
+        super().__init__()
+        self.gate, self.read, self.of_gate = torch.nn.Linear(4, 4), read, of_gate
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        read = self.read((self.gate(x) > 0).sum(-1) if self.of_gate else lengths)
+        return (self.gate(x) * read[:, None]).square().mean() * torch.arange(6).mul(read).sum()
+
+
+MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "LongTensor": lambda n: torch.LongTensor(n.tolist()), "Tensor": lambda n: torch.Tensor(n.tolist()),
+    "new_tensor": lambda n: n.new_tensor(n.tolist()), "tensor": lambda n: torch.tensor(n.tolist()),
+    "asarray": lambda n: torch.asarray(n.tolist()), "floats": lambda n: torch.tensor((n / 3).tolist()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of_gate", [False, True])
+@pytest.mark.parametrize("name", MADE)
+def test_tensors_of_numbers_that_were_read_are_right_or_refused(name: str, of_gate: bool) -> None:
+    """Nobody compares with eager mode here: each call gives its numbers, in its dtypes, or is refused."""
+    torch.manual_seed(0)
+    model, x, lengths = _Lists(MADE[name], of_gate).double(), torch.randn(6, 4).double(), torch.arange(6)
+    follows = name in ("tensor", "asarray", "floats")
+    if of_gate and not follows:
+        with pytest.raises(CaptureError, match=r"test_ways.py:\d+"):
+            capture(model, (x, lengths))
+        return
+    pm = autopar.parallelize(copy.deepcopy(model), 1, (x, lengths), verify_capture=False)
+    for args in ((x, lengths), (3 * x, lengths)):
+        assert torch.equal(pm(*args), model(*args)), name
+    if follows:
+        assert torch.equal(pm(x, lengths.flip(0)), model(x, lengths.flip(0)))
+        return
+    with pytest.raises(RunError, match=r"test_ways.py:\d+"):
+        pm(x, lengths.flip(0))

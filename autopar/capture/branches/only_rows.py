@@ -17,10 +17,11 @@ import linecache
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "masked_scatter", "index_fill", "masked_fill"}
+ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "scatter_reduce", "masked_scatter",
+            "index_fill", "masked_fill"}  # fmt: skip
 """Methods that change rows of a tensor; in place with a ``_`` behind."""
 FIND_ROWS = {"where", "nonzero"}
-PLACES = {"nonzero", "argwhere"}
+PLACES = {"nonzero", "argwhere", "unique", "tolist"}
 SHAPED = {"view", "reshape", "flatten"}
 JOINS = {"cat", "concat", "concatenate", "vstack"}
 NO_TENSORS = {"torch", "len", "bool", "int", "self"}
@@ -53,7 +54,7 @@ def loop_of_rows(frame: Any) -> bool:
         inside = {id(n) for statement in loop.body for n in ast.walk(statement)}
         name = loop.target.id
         used = [n for n in _of_type(function, ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
-        return all(id(n) in inside for n in used) and _Branch(function, loop.body, set()).only_rows()
+        return all(id(n) in inside for n in used) and _Branch(function, loop.body, set(), name).only_rows()
     return False
 
 
@@ -150,10 +151,13 @@ class _Branch:
     Args:
         function: that they stand in.
         asked: names of the mask, or of the rows, in the question.
+        turn: the name of what a loop runs through, if its turns are asked about: a mask compares something with it.
     """
 
-    def __init__(self, function: ast.FunctionDef, branch: Statements, asked: set[str]) -> None:
+    def __init__(self, function: ast.FunctionDef, branch: Statements, asked: set[str], turn: str = "") -> None:
         self.function, self.branch, self.asked = function, branch, asked
+        self.turns = {turn} - {""}
+        """Names of the number of the turn."""
         self.of_rows = set(asked)
         for node in _of_type(function, ast.Assign):  # the rows of the mask, and the mask of the rows
             if any(call.attr in FIND_ROWS for call in _of_type(node.value, ast.Attribute)):
@@ -195,9 +199,17 @@ class _Branch:
                         return False
                 elif not (self._adds_rows(node.value, "") and _receiver(node.value) == part.id):
                     self.assigned.add(part.id)
-                    if finds or self._names_rows(node.value):
+                    if finds or self._names_rows(node.value) or self._compares_turn(node.value):
                         self.of_rows.add(part.id)
+                    if _read_of(node.value) in self.turns:
+                        self.turns.add(part.id)
         return True
+
+    def _compares_turn(self, value: ast.expr) -> bool:
+        """Whether an expression is a mask of where something is the number of the turn: ``(picked == e).any(-1)``."""
+        compared = [n for n in _of_type(value, ast.Compare) if isinstance(n.ops[0], ast.Eq)]
+        sides = [[n.left, *n.comparators] for n in compared]
+        return any(isinstance(x, ast.Name) and x.id in self.turns for side in sides for x in side)
 
     def _starts(self, value: ast.expr) -> str:
         """The name of ``start`` in ``start + n``, of the number that is asked for; empty for any other expression."""
@@ -286,6 +298,11 @@ def _asked_for_any(function: ast.FunctionDef) -> set[int]:
 def _name_of(function: ast.expr) -> str:
     """That under which a function is called, without the module that it is taken from."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _read_of(value: ast.expr) -> str:
+    """The name of the tensor whose number an expression reads: ``e.item()``; empty for any other."""
+    return _receiver(value) if isinstance(value, ast.Call) and _name_of(value.func) == "item" else ""
 
 
 def _receiver(value: ast.expr) -> str:

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from autopar.capture.graph.run_once import Emit, NotAlikeError, TakenRows, TurnBody
 from autopar.capture.graph.same_masks import picked_once
+from autopar.capture.graph.spread_gates import column_of, numbers_spread
 
 aten = torch.ops.aten
 
@@ -101,15 +102,16 @@ def routing(mask: Any) -> tuple[Any, int] | None:
         dims = compared.meta["val"].dim()
         if picked_once(compared, set(range(dims - 1))) and int(mask.args[1]) % dims == dims - 1:
             return (ANY, _written(compared.args[0])), compared.args[1]
-    return None
+    column = column_of(mask)
+    return None if column is None else ((COLUMN, *column[:2]), column[2])
 
 
-ANY = "any"
+ANY, COLUMN = "any", "column"
 
 
 def of_several(key: Any) -> bool:
     """Whether a mask is of positions with several numbers each, and says whether one of them is that of the turn."""
-    return isinstance(key, tuple) and key[0] == ANY
+    return isinstance(key, tuple) and key[0] in (ANY, COLUMN)
 
 
 def _written(node: Any) -> Any:
@@ -121,7 +123,9 @@ def _written(node: Any) -> Any:
 
 def _numbers(written: Any, emit: Emit, mask: Any) -> Any:
     """The tensor of numbers that the masks compare, [rows]."""
-    if isinstance(written, tuple) and written[0] == "permute":
+    if isinstance(written, tuple) and written[0] == COLUMN:
+        numbers = numbers_spread(written[1])
+    elif isinstance(written, tuple) and written[0] == "permute":
         numbers = _read(written[1], emit)
         if list(written[2]) != list(range(len(written[2]))):
             numbers = emit(aten.permute.default, (numbers, list(written[2])))
@@ -161,6 +165,9 @@ def _behind(node: Any, stop: set[Any]) -> set[Any]:
 
 def _fuse(key: Any, root: Any, loop: Sequence[Turn], emit: Emit, finish: Finish, taken: TakenRows) -> None:
     last, shape = loop[-1], list(loop[-1].mask.meta["val"].shape)
+    in_columns = isinstance(key, tuple) and key[0] == COLUMN
+    if in_columns and key[1].meta["val"].shape[1] != len(loop):
+        return
     try:
         numbers = _numbers(key, emit, loop[0].mask)
         each = numbers.meta["val"].shape[0] // prod(shape)
@@ -171,7 +178,11 @@ def _fuse(key: Any, root: Any, loop: Sequence[Turn], emit: Emit, finish: Finish,
     if rows_of_all is loop[0].rows:
         return
     shape += [each] if of_several(key) else []
-    selected = emit(aten.reshape.default, (emit(aten.eq.Tensor, (numbers, expert)), shape))
+    if in_columns:
+        chosen = emit(key[2], (key[1], 0))
+        selected = emit(aten.gather.default, (chosen, 1, emit(aten.reshape.default, (numbers, shape))))
+    else:
+        selected = emit(aten.reshape.default, (emit(aten.eq.Tensor, (numbers, expert)), shape))
     done = finish(last, root, rows_of_all, selected)
     last.write.replace_all_uses_with(done)
     for turn in loop:

@@ -76,6 +76,29 @@ def _marked(total: Node) -> Any:
     return picked if of_topk and value == 1 and _along_last(picked.args[0]) else None
 
 
+def number_of_choices(picked: Any) -> int | None:
+    """How many numbers there are of which some, or the best one, were picked; None where numbers were not found so."""
+    picked = behind(picked, (*CASTS, *PARTS))
+    if not isinstance(picked, Node):
+        return None
+    several = picked.target is operator.getitem and picked.args[1] == 1
+    source: Any = picked.args[0] if several else picked
+    name = name_of(source.target)
+    if name not in (PICKS_SEVERAL if several else PICKS_ONE):
+        return None
+    given: Any = source.args[2:] if name == "aten.topk.default" else source.args[1:]
+    along = next((d for d in given if isinstance(d, int) and not isinstance(d, bool)), source.kwargs.get("dim", -1))
+    shape = source.args[0].meta["val"].shape
+    size = None if along is None else shape[along]
+    return size if isinstance(size, int) else None
+
+
+PARTS = ("aten.select.int", "aten.slice.Tensor", "aten.permute.default", "aten.transpose.int", "aten.t.default",
+         "aten.unsqueeze.default", "aten.squeeze.dim", "aten.expand.default", "aten.alias.default")  # fmt: skip
+PICKS_SEVERAL = ("aten.topk.default", "aten.sort.default", "aten.max.dim", "aten.min.dim")
+PICKS_ONE = ("aten.argmax.default", "aten.argmin.default", "aten.argsort.default")
+
+
 def _along_last(topk: Any) -> bool:
     """Whether a top-k of a matrix is one of each row, which picks no number twice."""
     along = topk.args[2] if len(topk.args) > 2 else topk.kwargs.get("dim", -1)
@@ -97,4 +120,4 @@ def element_of(number: Any) -> tuple[Node, int] | None:
     return whole, element.args[-1]
 
 
-__all__ = ["CASTS", "counted_numbers", "element_of", "hot_by_dim"]
+__all__ = ["CASTS", "counted_numbers", "element_of", "hot_by_dim", "number_of_choices"]

@@ -23,8 +23,9 @@ WITH_DIMS = {
 """Operators that work along dims, which must not be that of the rows, and where they stand; None: any is right."""
 DEFAULT_DIM = {"aten.slice.Tensor": 0, "aten.chunk.default": 0, "aten.split.Tensor": 0, "aten.glu.default": -1,
                "aten.split_with_sizes.default": 0}  # fmt: skip
+FILLED = ("aten.full_like.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.empty_like.default")
 VIEWS = ("reshape", "view", "unsqueeze", "squeeze", "select", "slice", "chunk", "split", "split_with_sizes", "expand",
-         "permute", "transpose", "to")  # fmt: skip
+         "expand_as", "permute", "transpose", "to")  # fmt: skip
 BY_ELEMENT = {"aten.to.dtype", "aten.dropout.default", "aten.clone.default", "aten.contiguous.default",
               "aten.type_as.default", "aten.detach.default", "aten.silu.default", "aten.gelu.default",
               "aten.where.ScalarOther", "aten.where.ScalarSelf"}  # fmt: skip
@@ -53,8 +54,13 @@ def check(node: Node, args: Sequence[Node], taken: Sequence[Rows], dim: int, ref
         given, out = args[0].meta["val"].shape, node.meta["val"].shape
         if prod(given[: taken[0].dim]) == prod(out[:dim]):
             return
-    elif name in ("aten.expand.default", "aten.permute.default", "aten.transpose.int"):
+    elif name in ("aten.expand.default", "aten.expand_as.default", "aten.permute.default", "aten.transpose.int"):
         return  # the dim of the rows is found by its size in the result
+    elif name in FILLED and args == [first]:
+        return
+    elif name == "aten.gather.default":
+        if set(args) == {first, node.args[2]} and node.args[1] % first.meta["val"].dim() != dim:  # type: ignore
+            return
     elif name == "aten.cat.default":
         along = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
         if len(args) == len(set(node.args[0])) and along % node.meta["val"].dim() != dim:  # type: ignore[arg-type]

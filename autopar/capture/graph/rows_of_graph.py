@@ -53,8 +53,10 @@ class RowsOfGraph:
         self.graph = graph
         self.rows: dict[Node, Any] = {}
         """What stands for a node, or for each of its results."""
-        self.counts: dict[Node, int] = {}
-        """Numbers of rows that were asked for, which only shapes may use."""
+        self.counts: dict[Node, Any] = {}
+        """Numbers of rows that were asked for, which only shapes may use; of rows of several masks, one for each."""
+        self.counted: dict[Node, Node] = {}
+        """The mask whose rows a number is of."""
         self.positions: set[Node] = set()
         """Tensors of the places of rows."""
         self.node: Node = next(iter(graph.nodes))

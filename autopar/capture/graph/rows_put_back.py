@@ -11,10 +11,15 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.capture.graph.alike_turns import Turn, root_of
+from autopar.capture.graph.exported import name_of
 from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph, is_mask
 from autopar.capture.graph.same_masks import SameMasks, picked_once
 
 aten = torch.ops.aten
+COLUMNED = ("unsqueeze", "expand", "expand_as", "repeat", "reshape", "view")
+"""Operators by which the positions of rows become an index with a column for each feature."""
+WRITES = ("index_add", "scatter_add", "scatter_reduce", "index_put", "index_copy", "masked_scatter")
+"""Operators that write rows to a tensor; in place with a ``_`` behind."""
 
 
 class RowsPutBack(RowsOfGraph):
@@ -31,24 +36,76 @@ class RowsPutBack(RowsOfGraph):
         self.written: set[Node] = set()
         """What writes rows to a tensor of all."""
         self.gone: list[Node] = []
+        self.columns: dict[Node, Node] = {}
+        """Indices that repeat the position of each row for all of its features, and the positions."""
 
-    def _added(self, node: Node) -> None:
+    def _put_back(self, node: Node) -> Node:
+        """Selected rows are written to a tensor of all; what that tensor is then."""
         args: Any = node.args
-        tensor, dim, index, source = args[:4]
-        alpha = node.kwargs.get("alpha", node.args[4] if len(node.args) > 4 else 1)
+        name = name_of(node.target).split(".")[1].removesuffix("_")
+        if name == "index_add":
+            return self._added(node, args[2])
+        if name in ("scatter_add", "scatter_reduce"):
+            return self._scattered(node, name)
+        if name == "index_copy":
+            return self._put(node, {int(args[1]): args[2]}, args[3], False)
+        if name == "masked_scatter":
+            return self._put(node, {0: self._of_whole_rows(args[1], args[0])}, args[2], False)
+        accumulate: Any = args[3] if len(args) > 3 else node.kwargs.get("accumulate", False)
+        return self._put(node, {d: i for d, i in enumerate(args[1]) if i is not None}, args[2], accumulate)
+
+    def _added(self, node: Node, index: Any) -> Node:
+        args: Any = node.args
+        tensor, dim, _, source = args[:4]
+        alpha = node.kwargs.get("alpha", 1)
         coordinate = self._coordinate(index)
         if tensor in self.rows or coordinate is None or source not in self.rows:
             raise self._refused("is added to, or with,")
-        added = self._sum_of(source, int(dim), {int(dim): coordinate}, self.rows[index].mask)  # type: ignore
+        added = self._sum_of(source, int(dim), {int(dim): coordinate}, self.rows[index].mask)
         written = self._write(node, aten.add.Tensor, (tensor, added), {} if alpha == 1 else {"alpha": alpha})
         if alpha == 1:
-            self._turn(source, index, tensor, written, {int(dim): coordinate}, True)  # type: ignore[arg-type]
+            rows, mask = self.rows[source].full, self.rows[index].mask
+            self.turns.append(Turn(mask, rows, tensor, written, ((int(dim), coordinate),), True, _in_place(node)))
+        return written
 
-    def _put(self, node: Node) -> None:
+    def _scattered(self, node: Node, name: str) -> Node:
+        """Rows that are added where an index says it for each of their elements, the same for all of a row."""
         args: Any = node.args
-        tensor, indices, values = args[:3]
-        accumulate = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
-        given = {d: i for d, i in enumerate(indices) if i is not None}  # type: ignore[arg-type]
+        tensor, dim, index, source = args[:4]
+        if name == "scatter_reduce" and (args[4] != "sum" or not {**node.kwargs}.get("include_self", True)):
+            raise self._refused("'scatter_reduce' of more than a sum takes")
+        val, shape = self._val(tensor), list(self._val(source).shape)
+        of_features = [n for d, n in enumerate(shape) if d != int(dim) % val.dim()]
+        whole = [n for d, n in enumerate(val.shape) if d != int(dim) % val.dim()] == of_features
+        if index not in self.columns or not whole or list(self._val(index).shape) != shape:
+            raise self._refused("an index that is not the place of whole rows adds up")
+        return self._added(node, self.columns[index])
+
+    def _note_columns(self, node: Node) -> None:
+        """Note an index that has the position of each row in every column."""
+        if name_of(node.target).split(".")[1:2] not in [[name] for name in COLUMNED]:
+            return
+        source = self.columns.get(node.args[0], node.args[0])  # type: ignore[arg-type]
+        rows, val = self.rows[node], node.meta["val"]
+        same = rows.dim == 0 and str(val.shape[0]) == str(self._val(source).shape[0])
+        if same and self._coordinate(source) is not None:
+            self.columns[node] = source  # type: ignore[assignment]
+
+    def _of_whole_rows(self, mask: Any, tensor: Any) -> Any:
+        """The mask of rows that a mask of their elements repeats for each of these."""
+        while isinstance(mask, Node) and name_of(mask.target).startswith(("aten.expand", "aten.unsqueeze")):
+            source: Any = mask.args[0]
+            n = source.meta["val"].dim()
+            added: Any = mask.args[1]
+            if "unsqueeze" in name_of(mask.target) and added % (n + 1) != n:
+                break
+            mask = source
+        if not is_mask(mask) or list(self._val(mask).shape) != list(self._val(tensor).shape[: self._val(mask).dim()]):
+            raise self._refused("'masked_scatter' puts in the places of elements, and not of")
+        return mask
+
+    def _put(self, node: Node, given: dict[int, Any], values: Any, accumulate: bool) -> Node:
+        tensor: Any = node.args[0]
         if tensor in self.rows:
             raise self._refused("something is put in")
         mask = next((i if is_mask(i) else self.rows[i].mask for i in given.values() if is_mask(i) or i in self.rows),
@@ -79,8 +136,7 @@ class RowsPutBack(RowsOfGraph):
         else:
             raise self._refused("values of a fixed size are put in the places of")
         if accumulate:
-            self._write(node, aten.add.Tensor, (tensor, put), {})
-            return
+            return self._write(node, aten.add.Tensor, (tensor, put), {})
         before = self._added_to(tensor, values, at_dims)
         whole = mask
         if len(at_dims) < n:
@@ -92,8 +148,9 @@ class RowsPutBack(RowsOfGraph):
         written = self._write(node, aten.where.self, (whole, put, tensor), {})
         if values in self.rows and (before is not None or len(at_dims) == n):
             rows = before if before is not None else self.rows[values].full
-            place, in_place = tuple(sorted(at_dims.items())), str(node.target).split(".")[1].endswith("_")
+            place, in_place = tuple(sorted(at_dims.items())), _in_place(node)
             self.turns.append(Turn(mask, rows, tensor, written, place, before is not None, in_place))
+        return written
 
     def _sum_of(self, source: Any, dim: int, at_dims: dict[int, int], mask: Node) -> Node:
         """The selected rows at their place along some dims of the mask, zero where there are none, several added up."""
@@ -113,12 +170,6 @@ class RowsPutBack(RowsOfGraph):
         spread = self._emit(aten.reshape.default, (spread, [*before, *shape, *after]))
         others = [dim + k for k in range(len(shape)) if k not in at_dims.values()]
         return self._emit(aten.sum.dim_IntList, (spread, others)) if others else spread
-
-    def _turn(
-        self, source: Any, index: Any, tensor: Node, written: Node, at_dims: dict[int, int], adds: bool
-    ) -> None:
-        rows, mask = self.rows[source].full, self.rows[index].mask
-        self.turns.append(Turn(mask, rows, tensor, written, tuple(sorted(at_dims.items())), adds))
 
     def _added_to(self, tensor: Any, values: Any, at_dims: dict[int, int]) -> Any:
         """What ``out[rows] += values`` adds; None where values are put that are no such sum."""
@@ -149,7 +200,7 @@ class RowsPutBack(RowsOfGraph):
         """A node becomes another one that makes the same; what wrote in place still does."""
         tensor = node.args[0]
         result = self._emit(target, args, kwargs)
-        if str(node.target).split(".")[1].endswith("_"):
+        if _in_place(node):
             result = self._emit(aten.copy_.default, (tensor, result))
         node.replace_all_uses_with(result)
         self.gone.append(node)
@@ -157,4 +208,8 @@ class RowsPutBack(RowsOfGraph):
         return result
 
 
-__all__ = ["RowsPutBack"]
+def _in_place(node: Node) -> bool:
+    return name_of(node.target).split(".")[1].endswith("_")
+
+
+__all__ = ["WRITES", "RowsPutBack"]

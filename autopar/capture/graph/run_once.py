@@ -99,11 +99,12 @@ class TurnBody:
         whole, val = sources[0], nodes[0].meta["val"]
         if any(x is not whole for x in sources):
             whole = _columns_of(sources)
-            if whole is None or val.dim() != 1:
+            if whole is None or list(val.shape[1:]) not in ([], [1]):
                 raise NotAlikeError
             table = self.emit(aten.reshape.default, (whole, [val.shape[0], len(nodes)]))
             column = self.emit(aten.reshape.default, (self.expert, [val.shape[0], self.each]))
-            return self.emit(aten.reshape.default, (self.emit(aten.gather.default, (table, 1, column)), [-1]))
+            of_expert = self.emit(aten.gather.default, (table, 1, column))
+            return self.emit(aten.reshape.default, (of_expert, [-1, *val.shape[1:]]))
         rows = self.emit(aten.unsqueeze.default, (nodes[0].args[0], 1))
         rows = self.emit(aten.expand.default, (rows, [val.shape[0], self.each, *val.shape[1:]]))
         return self.emit(aten.reshape.default, (rows, [val.shape[0] * self.each, *val.shape[1:]]))
@@ -127,6 +128,8 @@ class TurnBody:
             return self._dropout(nodes)
         if "dropout" in str(first.target):
             raise NotAlikeError  # of whole features: every turn draws for itself
+        if first.target is aten.full_like.default and [x.args[1] for x in nodes] == list(range(len(nodes))):
+            return self._number_of_expert(nodes)
         one = self._beside_rows if is_pointwise(first) else self.of
         args = [one([x.args[k] for x in nodes]) for k in range(len(first.args))]
         kwargs = {name: self.of([x.kwargs[name] for x in nodes]) for name in first.kwargs}
@@ -188,6 +191,15 @@ class TurnBody:
         val = rows.meta["val"]
         ones = self.emit(aten.full.default, (list(val.shape), 1.0), {"dtype": val.dtype, "device": val.device})
         return self.emit(aten.mul.Tensor, (rows, self.emit(aten.dropout.default, (ones, p, True))))
+
+    def _number_of_expert(self, nodes: Sequence[Any]) -> Any:
+        """Of rows that are filled with the number of the turn, that of the expert of each."""
+        val = nodes[0].meta["val"]
+        if self.taken is None or any(x.args[0] not in self.taken.positions for x in nodes):
+            self.of([x.args[0] for x in nodes])
+        if val.dim() != 1 or val.shape[0] * self.each != self.expert.meta["val"].shape[0]:
+            raise NotAlikeError
+        return self.emit(aten.to.dtype, (self.expert, val.dtype))
 
     def _beside_rows(self, nodes: Sequence[Any]) -> Any:
         """An argument of what works on each element: rows, or what each expert has of its own."""
@@ -263,16 +275,25 @@ def _parts_of(tensors: Sequence[Any]) -> Any:
 
 
 def _columns_of(tensors: Sequence[Any]) -> Any:
-    """The tensor of which these are all the parts along its last dim, in order; None of others."""
-    first = tensors[0]
-    if first.target is not aten.select.int:
-        return None
-    whole, n = first.args[0], first.args[0].meta["val"].dim()
-    same = all(
-        x.target is aten.select.int and x.args[0] is whole and int(x.args[1]) % n == n - 1 and x.args[2] == k
-        for k, x in enumerate(tensors)
-    )
+    """The tensor of which these are all the columns, its last dim, in order, with or without a dim of size 1 for it;
+    None of others."""
+    found = [_column_of(x) for x in tensors]
+    whole: Any = found[0][0] if found[0] is not None else None
+    same = whole is not None and found == [(whole, k) for k in range(len(tensors))]
     return whole if same and whole.meta["val"].shape[-1] == len(tensors) else None
+
+
+def _column_of(tensor: Any) -> tuple[Any, int] | None:
+    """The tensor that one is a column of, and which."""
+    last = tensor.meta["val"].dim() - 1
+    if tensor.target is aten.slice.Tensor and tensor.args[1:] and int(tensor.args[1]) % (last + 1) == last:
+        begin, end, *step = (*tensor.args[2:], None, None)[:3]
+        return (tensor.args[0], begin) if end == begin + 1 and step in ([], [None], [1]) else None
+    if tensor.target is aten.unsqueeze.default and int(tensor.args[1]) % (last + 1) == last:
+        tensor, last = tensor.args[0], last - 1
+    if tensor.target is not aten.select.int or int(tensor.args[1]) % (last + 2) != last + 1:
+        return None
+    return tensor.args[0], tensor.args[2]
 
 
 __all__ = ["Emit", "NotAlikeError", "TakenRows", "TurnBody", "is_pointwise"]

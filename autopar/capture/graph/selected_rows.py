@@ -29,10 +29,11 @@ from autopar.capture.graph.conditional_writes import write_where_there_are_rows
 from autopar.capture.graph.counted import CASTS, counted_numbers, element_of, hot_by_dim
 from autopar.capture.graph.entered import note_parts
 from autopar.capture.graph.exported import flat, is_symbolic, name_of
+from autopar.capture.graph.joined_rows import Joined, JoinedRows
 from autopar.capture.graph.regions_inlined import regions_of_rows_inlined
 from autopar.capture.graph.row_by_row import VIEWS, check
 from autopar.capture.graph.rows_of_graph import EVERY, Rows, is_mask
-from autopar.capture.graph.rows_put_back import RowsPutBack
+from autopar.capture.graph.rows_put_back import WRITES
 from autopar.capture.graph.run_once import TakenRows
 from autopar.capture.graph.same_masks import behind
 
@@ -106,7 +107,7 @@ def _are_counts_of(counts: Any, numbers: Any) -> bool:
     return behind(total.args[0], CASTS) is behind(counts, CASTS)
 
 
-class _Masked(RowsPutBack):
+class _Masked(JoinedRows):
     """
     Args:
         asked: nodes that select rows for which the model's code asks, by their number, whether there are any, and the
@@ -146,7 +147,7 @@ class _Masked(RowsPutBack):
 
     def _masks_of_rows(self) -> dict[Node, Node]:
         each = {node: rows[0] if isinstance(rows, list) else rows for node, rows in self.rows.items()}
-        return {node: self.same.root(rows.mask) for node, rows in each.items()}
+        return {node: self.same.root(rows.mask) for node, rows in each.items() if not isinstance(rows, Joined)}
 
     def _asked_masks(self) -> dict[Node, Node]:
         """The masks for which the model's code asks whether they select any rows, and the node that asks; where it was
@@ -204,6 +205,8 @@ class _Masked(RowsPutBack):
         name = str(node.target)
         if _selects(node):
             self.finders.add(node)
+        elif self._takes_joined(node):
+            return
         if name in ("aten.where.default", "aten.nonzero_numpy.default") and _selects(node):
             mask = self._mask(node.args[0])
             self.rows[node] = [Rows(mask, None, 0, k) for k in range(self._val(mask).dim())]
@@ -216,6 +219,9 @@ class _Masked(RowsPutBack):
             if name != "aten.sym_size.int" or node.args[1] != rows.dim:
                 raise self._refused("asks for their number")
             self.counts[node] = prod(self._val(rows.mask).shape)
+            self.counted[node] = rows.mask
+        elif self._joins(node):
+            pass
         elif node.target in SIZES or name.startswith(ASSERTS):
             self.counts[node] = 0
         elif name == "aten.index.Tensor":
@@ -223,14 +229,12 @@ class _Masked(RowsPutBack):
         elif name == "aten.index_select.default" and self._coordinate(node.args[2]) is not None:
             before: list[Any] = [None] * (int(node.args[1]) % self._val(node.args[0]).dim())  # type: ignore[arg-type]
             self.rows[node] = self._gathered(node.args[0], [*before, node.args[2]])
-        elif name in ("aten.index_add.default", "aten.index_add_.default"):
-            self._added(node)
-            return
-        elif name in ("aten.index_put.default", "aten.index_put_.default"):
-            self._put(node)
+        elif name.split(".")[1].removesuffix("_") in WRITES:
+            self._put_back(node)
             return
         else:
             self._row_by_row(node)
+            self._note_columns(node)
         self.gone.append(node)
 
     def _mask(self, node: Any) -> Node:

@@ -12,6 +12,8 @@
 :mod:`.experts_by_rows` routed experts in one form; :mod:`.expert_loops`: where a loop runs them
 :mod:`.grouped_rows`  ... with rows in the order of their experts; counts of a known number
 :mod:`.running_counts` ... that stand between running counts; :mod:`.hit_experts`: loops over experts that have some
+:mod:`.dispatched`    ... that ``nonzero(gates).sort(0)`` finds
+:mod:`.one_hot_sizes` as many classes as the largest number needs, of which the first are kept
 :mod:`.passed_over`   experts without rows have no gradient
 :mod:`.lengths`       ``len(rows)`` of rows whose number depends on data
 :mod:`.recurrent`     stacks of LSTM, GRU and RNN, layer by layer; :mod:`.transcripts`: CTC

@@ -183,7 +183,7 @@ class AnswerConstants(TorchFunctionMode):
     WHERE = (torch.where, torch.Tensor.where)
     PLACES = (torch.nonzero, torch.Tensor.nonzero, *WHERE)
     SELECTED = (torch.masked_select, torch.Tensor.masked_select)
-    OF_LISTS = (torch.tensor, torch.as_tensor)
+    OF_LISTS = (torch.tensor, torch.as_tensor, torch.asarray)
 
     def __init__(self, held: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         """``held`` gives the parameters and buffers of what is traced, as they are then."""
@@ -211,7 +211,7 @@ class AnswerConstants(TorchFunctionMode):
             kwargs = {**kwargs, "output_size": size}
         if func in self.SAME and len(args) == 2 and any(isinstance(a, FakeTensor) for a in args):
             return args[0].shape == args[1].shape and self._truth((args[0] == args[1]).all())
-        as_it_is = func is torch.as_tensor and isinstance(args[0] if args else None, torch.Tensor)  # with its gradient
+        as_it_is = func is not torch.tensor and isinstance(args[0] if args else None, torch.Tensor)  # with its gradient
         if func in self.OF_LISTS and len(args) == 1 and not as_it_is and _has_numbers_of_data(args[0]):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             wanted = kwargs.pop("requires_grad", False)
@@ -321,8 +321,9 @@ def _stacked(values: Any) -> torch.Tensor:
         rows = [_stacked(row) for row in values]
         dtype = functools.reduce(torch.promote_types, (row.dtype for row in rows))
         return torch.stack([row.to(dtype) for row in rows])
-    if isinstance(values, Drawn):
-        return values.tensor
+    if isinstance(values, Drawn):  # a number of Python's, of which torch makes a tensor of its default dtype
+        number = values.tensor
+        return number.to(torch.get_default_dtype()) if number.is_floating_point() else number
     return values if isinstance(values, torch.Tensor) else torch.full((), values)
 
 

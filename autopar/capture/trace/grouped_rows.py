@@ -21,7 +21,9 @@ from autopar.capture.branches.asking import site_of
 from autopar.capture.branches.taken import Read
 from autopar.capture.graph.counted import counted_numbers, element_of
 from autopar.capture.trace.constants import depends_on_data, node_of
+from autopar.capture.trace.dispatched import Dispatched
 from autopar.capture.trace.hit_experts import HitExperts
+from autopar.capture.trace.one_hot_sizes import hot_of
 from autopar.capture.trace.running_counts import RunningCounts, as_numbers, summed
 from autopar.torch_private import grouped_product
 
@@ -41,11 +43,13 @@ class GroupedRows(TorchFunctionMode):
         super().__init__()
         self.parts: dict[str, tuple[torch.Tensor, int, int]] = {}
         """By torch's name of the number of rows of a part: the group of each place, which group it is, of how many."""
-        self.running, self.hit = RunningCounts(), HitExperts()
+        self.running, self.hit, self.dispatched = RunningCounts(), HitExperts(), Dispatched()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.running.note(func, args)
         answer: Any = self.hit.called(func, args, kwargs)
+        answer = self.dispatched.called(func, args, kwargs) if answer is None else answer
+        answer = hot_of(func, args, kwargs) if answer is None else answer
         if answer is not None:
             return answer
         if func in GROUPED:
@@ -71,6 +75,8 @@ class GroupedRows(TorchFunctionMode):
         sizes = options.get("split_size", split_size_or_sections)
         if not isinstance(sizes, (list, tuple)) or dim != 0 or not all(isinstance(n, Read) for n in sizes):
             return None
+        if (of_columns := self.dispatched.parts(tensor, sizes)) is not None:
+            return of_columns
         numbers = [n.tensor for n in sizes]
         if not _are_counts([element_of(node_of(n)) for n in numbers]):
             return None

@@ -5,21 +5,31 @@ data.
 rows (:mod:`autopar.capture.branches.only_rows`), all experts have one, and each turn asks whether its expert was hit,
 as ``if hit[e]: ...`` in a loop over all of them does. ``e`` is a tensor of one number, which is known: what is indexed
 by it, or compared with it, is indexed by, or compared with, the number.
+
+So do ``for e in picked.unique()`` and ``for e in picked.unique().tolist()``, of numbers that a top-k has found: there
+are no more of them than it had to choose from.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 from autopar.capture.branches.asking import site_of, users_frame
 from autopar.capture.branches.only_rows import loop_of_rows
 from autopar.capture.branches.taken import OF_ROWS
-from autopar.capture.trace.constants import constant_value, depends_on_data
+from autopar.capture.graph.counted import CASTS, number_of_choices
+from autopar.capture.graph.same_masks import behind
+from autopar.capture.trace.constants import constant_value, depends_on_data, node_of
+from autopar.errors import CaptureError
+from autopar.torch_private import FakeTensor
 
 FOUND = (torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere)
+DISTINCT = (torch.unique, torch.Tensor.unique)
 ITERATED = (torch.Tensor.unbind, torch.unbind)
 """What ``iter(tensor)`` calls."""
 COMPARED = (torch.eq, torch.Tensor.eq, torch.Tensor.__eq__)
@@ -44,16 +54,61 @@ class HitExperts:
             places = func(args[0])
             self._masks.append((places, args[0]))
             return places
+        if func in DISTINCT and len(args) == 1:
+            return self._distinct(args[0], **(kwargs or {}))
         if func in ITERATED:
-            mask = next((mask for places, mask in self._masks if places is args[0]), None)
+            mask = self._mask_of(args[0])
             frame = users_frame() if mask is not None else None
-            return self._turns(mask) if mask is not None and frame is not None and loop_of_rows(frame) else None
+            if mask is None or frame is None or args[1:] not in ((), (0,)) or kwargs:
+                return None
+            if not loop_of_rows(frame):
+                raise _more_than_rows()
+            return self.turns(mask, [torch.tensor([k] if args[0].dim() > 1 else k) for k in range(len(mask))])
         return self._by_number(func, args) if self._looped and not kwargs else None
 
-    def _turns(self, mask: torch.Tensor) -> Iterator[torch.Tensor]:
+    @contextlib.contextmanager
+    def lists(self) -> Iterator[None]:
+        """In here a list of such places is one that a loop walks through in the same way."""
+        in_parts = FakeTensor.tolist
+
+        def tolist(tensor: FakeTensor) -> Any:
+            mask = self._mask_of(tensor) if tensor.dim() == 1 else None
+            return in_parts(tensor) if mask is None else _Places(self, mask)
+
+        with mock.patch.object(FakeTensor, "tolist", tolist):
+            yield
+
+    def _mask_of(self, places: torch.Tensor) -> torch.Tensor | None:
+        """The mask whose places a tensor holds; None of any other."""
+        node = behind(node_of(places), CASTS) if self._masks else None
+        if node is None:
+            return None
+        return next((mask for found, mask in self._masks if behind(node_of(found), CASTS) is node), None)
+
+    def _distinct(
+        self, picked: torch.Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False,
+        dim: int | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """As ``torch.unique``, whose arguments these are, of numbers of which it is known which could occur; None of
+        others."""
+        choices = number_of_choices(node_of(picked)) if depends_on_data(picked) else None
+        if choices is None or dim is not None:
+            return None
+        if return_inverse or return_counts:
+            raise CaptureError(
+                f"forward asks which of {choices} numbers that a top-k has found occur, and how often or where, at "
+                f"{site_of().partition('@')[0]}: how many there are depends on values\n  count all of them: "
+                f"torch.bincount(picked.flatten(), minlength={choices})"
+            )
+        hit = torch.nn.functional.one_hot(picked.flatten(), choices).sum(0) > 0
+        places = hit.nonzero().squeeze(-1)
+        self._masks.append((places, hit))
+        return places
+
+    def turns(self, mask: torch.Tensor, places: list[Any]) -> Iterator[Any]:
+        """A loop over the places of a mask: all of them, each of which asks whether it is set."""
         self._looped = True
         site = site_of() + OF_ROWS
-        places = [torch.tensor([k], device=mask.device) for k in range(len(mask))]  # before all questions
         for k, place in enumerate(places):
             torch.ops.autopar.taken(mask[k] if mask.dtype == torch.bool else mask[k] != 0, site, True)
             yield place
@@ -76,6 +131,38 @@ class HitExperts:
         if 1 not in made.shape:
             self._of_one.append((given, made))
         return given
+
+
+class _Places:
+    """What ``places.tolist()`` gives: a list that a loop can walk through, and nothing else.
+
+    Args:
+        of: the loops of the trace.
+        mask: whose places they are.
+    """
+
+    def __init__(self, of: HitExperts, mask: torch.Tensor) -> None:
+        self.of, self.mask = of, mask
+
+    def __iter__(self) -> Iterator[int]:
+        frame = users_frame()
+        if frame is None or not loop_of_rows(frame):
+            raise _more_than_rows()
+        return self.of.turns(self.mask, list(range(len(self.mask))))
+
+    def __len__(self) -> int:
+        raise _more_than_rows()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _more_than_rows()
+
+
+def _more_than_rows() -> CaptureError:
+    return CaptureError(
+        "the experts that have rows are asked for by more than a loop whose turns only work on the rows of each, at "
+        f"{site_of().partition('@')[0]}: how many there are depends on values\n  loop over all of them, and find the "
+        "rows of each in its turn (for e in range(n): rows, which = torch.where(picked == e))"
+    )
 
 
 def _is_one(tensor: torch.Tensor) -> bool:

@@ -36,6 +36,7 @@ from autopar.capture.trace.hooks import as_in_eager
 from autopar.capture.trace.inner_gradients import KeptInside, in_plain_operators
 from autopar.capture.trace.lengths import lengths_of_rows
 from autopar.capture.trace.memos import memos_forgotten
+from autopar.capture.trace.one_hot_sizes import sizes_for_one_hot
 from autopar.capture.trace.packed import packed_as_padded
 from autopar.capture.trace.progress import told
 from autopar.capture.trace.quick import quickly
@@ -73,12 +74,14 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(packed_as_padded(module))
         stack.enter_context(Transcripts())
         stack.enter_context(BagsOfRows())
-        stack.enter_context(GroupedRows())
+        grouped = stack.enter_context(GroupedRows())
+        stack.enter_context(grouped.hit.lists())
         stack.enter_context(flex_attention_in_plain_operators())
         stack.enter_context(experts_by_rows())
         stack.enter_context(loops_by_rows())
         stack.enter_context(some_rows(rows_are_asked_for))
         stack.enter_context(lengths_of_rows(module))
+        stack.enter_context(sizes_for_one_hot(module))
         stack.enter_context(with_strides())
         yield
 

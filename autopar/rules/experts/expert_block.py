@@ -242,7 +242,7 @@ def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, lo
         load: of the experts, for runs on tensors without values, which are of the rank that gets most rows.
     """
     of_experts = tensors[body_of(body).roles.index(EXPERT)]
-    n_experts = of_experts.shape[0] * n_pieces(axes_of(cut, TRAVEL))
+    n_experts = sizes[TRAVEL] if sizes else of_experts.shape[0] * n_pieces(axes_of(cut, TRAVEL))
     begin, compute, end = travelling_in_parts(n_experts, (tensors, body), {"cut": cut, "load": load})
     leaving = begin.function(*begin.args, **begin.kwargs)
     computing = compute.function(leaving, *compute.args, **compute.kwargs)
@@ -304,7 +304,7 @@ def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut
             tensors |= {k: passage.arrived() for k, passage in travelling.under_way.items()}
             trip = Trip(travelling.expert, n_experts, axis, part_of_way)
             travelling.under_way = {k: trip.there(x) for k, x in tensors.items()}
-            travelling.expert, n_experts = trip.expert, n_experts // n_pieces([axis])
+            travelling.expert, n_experts = trip.expert, trip.of_each
             travelling.trips.append(trip)
     return travelling
 
@@ -413,12 +413,12 @@ def expert_block(call: Call) -> Rule:
             together[FFN] |= {f"{COLUMNS}{size}"}
             exchanges += [exchange, replace(exchange, backward=True)]
     made = line(
-        text, call, sizes=sizes, whole=" ".join((*whole, *results)), even=f"{TRAVEL} {FFN}", kind="matmul",
+        text, call, sizes=sizes, whole=" ".join((*whole, *results)), even=FFN, kind="matmul",
         saves=tuple(range(len(call.ins))),
         additive=[k for k, role in enumerate(program.roles) if role == EXPERT and k != weight],  # one is priced
     )  # fmt: skip
     if any(target == LOOKUP for target, _, _ in program.steps):  # torch looks nothing up in a table without rows
-        made = replace(made, needs_some=frozenset("e"))
+        made = replace(made, needs_some=frozenset({"e", TRAVEL}))
     matrices = [call.ins[args[1].number].shape for target, args, _ in program.steps if target == EXPERTS]
     flops = sum(2.0 * call.out.shape[0] * k * n for _, k, n in matrices)
     return replace(
@@ -431,7 +431,7 @@ def expert_block(call: Call) -> Rule:
                 most_work=most_rows(call, "e", experts), on_one_axis=frozenset(states),
             ),
             Lowering(
-                travelling_block, frozenset([TRAVEL, *states]), tuple(comm + exchanges),
+                travelling_block, frozenset([TRAVEL, *states]), tuple(comm + exchanges), uneven=True,
                 most_work=most_rows(call, TRAVEL, experts), on_one_axis=frozenset(states),
                 in_parts=partial(travelling_in_parts, experts),
             ),

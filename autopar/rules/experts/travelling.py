@@ -31,7 +31,8 @@ class Trip:
     Args:
         expert: int [rows], to which expert each row goes; rows below 0, or of ``n_experts`` and above, stay where they
             are, and what comes back for them is zero.
-        n_experts: how many experts the ranks of the axis have together; each has as many, in order.
+        n_experts: how many experts the ranks of the axis have together: each has as many, in order, but for the last
+            ones, which have fewer or none where the ranks do not divide them.
         axis: of the ambient mesh.
         busiest: for tensors without values: the number on the axis of the rank that gets most rows, and the share of
             rows that each gets; None where all get as many.
@@ -42,18 +43,21 @@ class Trip:
     ) -> None:
         self.n_rows, self.axis, ranks = expert.shape[0], axis, n_pieces([axis])
         self.group = None if in_trial() else group_of_axis(axis)  # the backward knows no mesh
-        of_each = n_experts // ranks
+        self.of_each = -(-n_experts // ranks)
+        """Of a rank that has most experts."""
         key = torch.where((expert >= 0) & (expert < n_experts), expert, n_experts)
         in_order, order = torch.sort(key, stable=True)
         numbers = torch.arange(n_experts + 1, device=expert.device)
         begins = torch.searchsorted(in_order, numbers)
-        leaving = begins[1:] - begins[:-1]  # rows for each expert
+        leaving = begins[1:] - begins[:-1]  # rows for each expert, none for those that the last ranks lack
+        if self.of_each * ranks > n_experts:
+            leaving = torch.nn.functional.pad(leaving, (0, self.of_each * ranks - n_experts))
         arriving = exchanged(leaving, None, None, self.group)  # for each expert here, from one rank after the other
-        by_rank = torch.stack([leaving.view(ranks, of_each).sum(1), arriving.view(ranks, of_each).sum(1)])
+        by_rank = torch.stack([each.view(ranks, self.of_each).sum(1) for each in (leaving, arriving)])
         self.sends, self.receives = _on_host(by_rank, self.n_rows, busiest)
         n_sent, self.n_received = sum(self.sends[1:], self.sends[0]), sum(self.receives[1:], self.receives[0])
         self.order = order.narrow(0, 0, n_sent)
-        mine = numbers[:of_each].repeat(ranks)
+        mine = numbers[: self.of_each].repeat(ranks)
         size = {"output_size": self.n_received} if isinstance(self.n_received, int) else {}
         if in_trial():  # nothing has arrived that says how often each expert stands there: all alike
             self.expert = mine.index_select(0, torch.arange(self.n_received, device=expert.device) % mine.shape[0])

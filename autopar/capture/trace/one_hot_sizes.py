@@ -1,0 +1,150 @@
+"""``F.one_hot(places, max(places.max() + 1, n))[..., :n]`` in a trace: as many classes as the largest number
+needs, of which the first ``n`` are kept.
+
+``one_hot`` refuses numbers that are too large, so code that wants zeros for them (places in an expert beyond its
+capacity) makes enough classes and cuts off the rest. How many these are depends on data; what is left does not: it says
+where ``places`` is 0, ..., n - 1. So in the files of a model ``max`` of a number of data and a plain one, in a function
+that calls ``one_hot``, is a number that ``one_hot`` takes, and only a slice of known size can be taken of what it
+makes. To anything else such a maximum is the larger of both, chosen by a branch that is checked at every call.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from inspect import isroutine
+from typing import Any
+
+import torch
+
+from autopar.capture.branches.asking import site_of, users_frame
+from autopar.capture.branches.drawn import Drawn
+from autopar.capture.trace.constants import depends_on_data
+from autopar.errors import CaptureError
+from autopar.torch_private import FakeTensor
+
+_LIBRARIES = ("torch", "transformers", "builtins")
+HOT = (torch.nn.functional.one_hot,)
+
+
+@contextlib.contextmanager
+def sizes_for_one_hot(module: torch.nn.Module) -> Iterator[None]:
+    """The files of the module's parts ask for such maxima so; those that have a ``max`` of their own keep it."""
+    files = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
+    users = [vars(sys.modules[f]) for f in files if f.partition(".")[0] not in _LIBRARIES and f in sys.modules]
+    changed = [names for names in users if "max" not in names and _calls_one_hot(names)]
+    for names in changed:
+        names["max"] = _larger
+    try:
+        yield
+    finally:
+        for names in changed:
+            names.pop("max", None)
+
+
+def _calls_one_hot(names: dict[str, Any]) -> bool:
+    """Whether a file's functions may call ``one_hot`` at all."""
+    classes = [cls for cls in names.values() if isinstance(cls, type)]
+    functions = [f for f in (*names.values(), *(m for cls in classes for m in vars(cls).values())) if isroutine(f)]
+    return any("one_hot" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
+
+
+def _larger(*args: Any, **kwargs: Any) -> Any:
+    """As ``max``, whose arguments these are."""
+    if len(args) != 2 or kwargs:
+        return builtins.max(*args, **kwargs)
+    of_data = [x for x in args if _is_of_data(x)]
+    frame = users_frame()
+    in_hot = frame is not None and "one_hot" in frame.f_code.co_names
+    if len(of_data) != 1 or not in_hot or not any(isinstance(x, int) for x in args):
+        return builtins.max(*args)
+    return Classes(args)
+
+
+def _is_of_data(x: Any) -> bool:
+    if isinstance(x, Drawn):
+        return True
+    return isinstance(x, FakeTensor) and x.numel() == 1 and not x.is_floating_point() and depends_on_data(x)
+
+
+class Classes:
+    """A number of classes: the larger of two numbers, one of which depends on data."""
+
+    def __init__(self, numbers: tuple[Any, ...]) -> None:
+        self._numbers = numbers
+
+    @functools.cached_property
+    def _chosen(self) -> Any:
+        """By a branch, for everything that is not ``one_hot``."""
+        return builtins.max(*self._numbers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chosen, name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return type(x)(map(plain, x))
+            return x._chosen if isinstance(x, Classes) else x
+
+        return func(*plain(args), **{name: plain(x) for name, x in (kwargs or {}).items()})
+
+
+def _of_chosen(name: str) -> Any:
+    def method(self: Classes, *args: Any) -> Any:
+        others = [x._chosen if isinstance(x, Classes) else x for x in args]
+        return getattr(self._chosen, name)(*others)
+
+    return method
+
+
+for _name in ("__index__", "__int__", "__float__", "__bool__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
+              "__rmul__", "__floordiv__", "__truediv__", "__mod__", "__lt__", "__le__", "__gt__", "__ge__", "__eq__",
+              "__ne__"):  # fmt: skip
+    setattr(Classes, _name, _of_chosen(_name))
+
+
+class Hot:
+    """``one_hot`` of a number of classes that is not known: a slice of its first classes can be taken."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers = numbers
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        last = index[-1] if isinstance(index, tuple) and index and index[0] is Ellipsis and len(index) == 2 else None
+        known = isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1)
+        if not known or not isinstance(last.stop, int) or last.stop < 0:  # type: ignore[union-attr]
+            raise _refused()
+        classes = torch.arange(last.stop, device=self._numbers.device)  # type: ignore[union-attr]
+        return (self._numbers.unsqueeze(-1) == classes).to(torch.int64)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _refused()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _refused()
+
+
+def hot_of(func: Any, args: Any, kwargs: Any) -> Hot | None:
+    """What ``one_hot`` gives for such a number; None where it is torch's to say."""
+    if func not in HOT:
+        return None
+    given = dict(zip(("tensor", "num_classes"), args, strict=False)) | (kwargs or {})
+    classes = given.get("num_classes", -1)
+    return Hot(given["tensor"]) if isinstance(classes, Classes) or _is_of_data(classes) else None
+
+
+def _refused() -> CaptureError:
+    return CaptureError(
+        "one_hot is given a number of classes that depends on data, and more is done with what it makes than to take "
+        f"the first ones, at {site_of().partition('@')[0]}\n  take as many as there can be (F.one_hot(x, n)[..., :m]), "
+        "or compare with a range: (x.unsqueeze(-1) == torch.arange(m))"
+    )
+
+
+__all__ = ["Classes", "hot_of", "sizes_for_one_hot"]
