@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -127,9 +127,22 @@ def _drawn(tensor: Any) -> list[str]:
         return []
 
 
-def depends_on_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer."""
-    return isinstance(tensor, FakeTensor) and constant_value(tensor) is None
+def depends_on_data(tensor: torch.Tensor, buffers: Iterable[torch.Tensor | None] = ()) -> bool:
+    """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer.
+
+    Args:
+        buffers: which may be read, as long as nothing writes to them: rotary angles follow from their frequencies.
+    """
+    if not isinstance(tensor, FakeTensor):
+        return False
+    asked = node_of(tensor)
+    held = {_beginning(node) for buffer in buffers if (node := node_of(buffer)) is not None}
+    if asked is None or not held:
+        return constant_value(tensor) is None
+    try:
+        return bool(_made_by(asked, held)[1])
+    except LookupError:
+        return True
 
 
 _OF_THE_SHAPE = frozenset(
@@ -143,9 +156,14 @@ _OF_THE_SHAPE = frozenset(
 """Operators that read no value of their first argument."""
 
 
-def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
+def _made_by(
+    asked: torch.fx.Node, held: Collection[torch.fx.Node] = ()
+) -> tuple[list[torch.fx.Node], list[str]]:
     """The operators that a tensor's value comes from, in order: those that made it, and all that have written to its
     memory since; and the names of the random ones among them.
+
+    Args:
+        held: what else it may come from.
 
     Raises:
         LookupError: it depends on an input, a parameter or a buffer.
@@ -164,7 +182,7 @@ def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
             makers.add(node)
             if node.op == "get_attr":  # a tensor that Python code made of numbers
                 continue
-            if node.target is not operator.getitem:
+            if node.target is not operator.getitem and node not in held:
                 if not isinstance(node.target, OpOverload) or node.target is BLOCK:
                     raise LookupError
                 if torch.Tag.nondeterministic_seeded in node.target.tags:
