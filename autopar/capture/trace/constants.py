@@ -163,7 +163,7 @@ def _made_by(
     memory since; and the names of the random ones among them.
 
     Args:
-        held: what else it may come from.
+        held: what else it may come from, if nothing writes there.
 
     Raises:
         LookupError: it depends on an input, a parameter or a buffer.
@@ -190,7 +190,10 @@ def _made_by(
             memory.update(storage_of(v) for v in flat(node.meta.get("val")) if isinstance(v, torch.Tensor))
             read = node.all_input_nodes
             todo.extend(read[1:] if str(node.target) in _OF_THE_SHAPE else read)
+        kept = {storage_of(node.meta.get("val")) for node in makers if node in held}
         for writer in writers:
+            if any(storage_of(n.meta.get("val")) in kept for n in writer.all_input_nodes):
+                raise LookupError
             if writer not in makers and any(storage_of(n.meta.get("val")) in memory for n in writer.all_input_nodes):
                 todo.append(writer)
     return [n for n in nodes if n in makers], drawn
