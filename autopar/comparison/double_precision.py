@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from autopar.capture import Captured
 from autopar.rules.experts.expert_block import BLOCK, in_double_precision
-from autopar.words.graph import Node, Spec
+from autopar.words.graph import Graph, Node, Spec
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 """Precisions that a comparison in double precision replaces."""
@@ -38,6 +39,20 @@ def promoted(captured: Captured) -> Captured:
     return replace(captured, graph=graph)
 
 
+@contextlib.contextmanager
+def as_wide_as(graph: Graph) -> Iterator[None]:
+    """In here integers alone become what they are in the graph: ``timesteps * 0.5`` is of torch's default precision,
+    in a promoted graph float64."""
+    dtypes = {spec.dtype for node in graph.nodes for spec in node.outs if spec is not None}
+    before = torch.get_default_dtype()
+    if "float64" in dtypes and not dtypes & {str(d).removeprefix("torch.") for d in LOW}:
+        torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def doubled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in float64 of what had less precision."""
     return {
@@ -46,4 +61,4 @@ def doubled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-__all__ = ["LOW", "doubled", "promoted"]
+__all__ = ["LOW", "as_wide_as", "doubled", "promoted"]

@@ -15,7 +15,7 @@ import torch
 
 from autopar.capture import Captured
 from autopar.comparison import LOW as LOW
-from autopar.comparison import compare_with_eager
+from autopar.comparison import as_wide_as, compare_with_eager
 from autopar.comparison import doubled as doubled
 from autopar.comparison import promoted as promoted
 from autopar.comparison.relative import largest_value, relative
@@ -121,7 +121,8 @@ def train(
     def step(number: int, weights_now: _Tensors, buffers_now: _Tensors) -> WorldStep:
         return run_step(graph, plan, program, weights_now, buffers_now, inputs, seed=seed + number)
 
-    return _trained(_loss_of(captured), weights, buffers, steps, step)
+    with as_wide_as(graph):
+        return _trained(_loss_of(captured), weights, buffers, steps, step)
 
 
 def _loss_of(captured: Captured) -> int:
@@ -197,7 +198,8 @@ def train_pipeline(
             seeds=range(number * n, (number + 1) * n),
         )  # fmt: skip
 
-    return _trained(loss, weights, buffers, steps, step)
+    with as_wide_as(captured.graph):
+        return _trained(loss, weights, buffers, steps, step)
 
 
 def verify_pipeline(

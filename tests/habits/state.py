@@ -654,3 +654,19 @@ class StatisticsReadBeforeAndAfter(Habit):
         before = self.norm.running_mean * 2
         h = self.norm(self.a(x))
         return h + before + self.norm.running_mean * 3
+
+
+@habit
+class CodebookByData(Habit):
+    """Distances to a codebook that is renewed through ``.data``: no gradient comes to them, only to what is chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.arange(4.0 * WIDTH).reshape(4, WIDTH).sin())
+
+    def body(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        nearest = F.one_hot(torch.cdist(h, self.codes).argmin(-1), 4).to(h.dtype)
+        chosen = nearest @ self.codes.clone()
+        self.codes.data.lerp_(nearest.t() @ h.detach(), 0.2)
+        return self.b(h + (chosen - h).detach()) + (h - chosen.detach()).square()

@@ -37,6 +37,10 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "nonzero": lambda z: z[torch.ones(5, 5).tril(-2).nonzero()[:, 0]].square().mean(),
     "nonzero as tuple": lambda z: z[torch.ones(5, 4).triu(2).nonzero(as_tuple=True)].square().mean(),
     "where": lambda z: z[torch.where(torch.arange(z.shape[0]) % 2 == 0)[0]].square().mean(),
+    "sizes of a list": lambda z: z[: torch.tensor([3, 7, 5]).amax().item()].square().mean(),
+    "packed images": lambda z: z[:8].mul(torch.arange(3).repeat_interleave(torch.tensor([2, 5, 1]))[:, None]).sum(),
+    "a mask of a list": lambda z: z[torch.tensor([True, False] * 4)].square().mean(),
+    "integers alone": lambda z: ((torch.arange(4) * -0.3).exp()[None] @ z.T).square().mean(),
     "nothing": lambda z: z[torch.arange(z.shape[0]) < 0].sum() + z.square().mean(),
 }
 
@@ -50,6 +54,7 @@ class Model(nn.Module):
         return self.loss(self.layers(x))
 
 
+@pytest.mark.filterwarnings("error:numbers and masks that follow from the model's inputs")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_mask_that_is_known_selects(name: str) -> None:
     torch.manual_seed(0)

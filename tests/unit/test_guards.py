@@ -18,6 +18,7 @@ from torch import nn
 
 import autopar
 from autopar.capture.python.guards import repeated
+from autopar.comparison import compare_with_eager
 from autopar.errors import CaptureError, RunError
 
 TEMPERATURE = 1.0
@@ -332,6 +333,29 @@ def test_an_empty_buffer_that_forward_fills(fill):
     model = nn.Sequential(nn.Linear(4, 4), InPart(fill, lambda x: torch.ones(4)))
     autopar.capture(model, X, loss_fn=torch.sum)
     assert model[1].mask is None  # and not what the trace computed
+
+
+def test_what_follows_from_buffers_may_be_kept() -> None:
+    """Rotary angles, which the first call computes of a buffer of frequencies; not of one that a call writes."""
+
+    class Rotary(nn.Module):
+        def __init__(self, writes: bool) -> None:
+            super().__init__()
+            self.layer, self.writes = nn.Linear(4, 4), writes
+            self.register_buffer("frequencies", 10.0 ** -torch.arange(4))
+            self.register_buffer("angles", None, persistent=False)
+
+        def forward(self, x):
+            if self.writes:
+                self.frequencies.mul_(0.9)
+            if self.angles is None or len(self.angles) < len(x):
+                self.register_buffer("angles", torch.outer(torch.arange(len(x)), self.frequencies), persistent=False)
+            return (self.layer(x) * self.angles[: len(x)].cos()).square().mean()
+
+    model = Rotary(writes=False)
+    assert compare_with_eager(autopar.capture(model, X), model, (torch.randn_like(X),), {}).same
+    with pytest.raises(CaptureError, match=r"keeps a tensor of one call(.|\n)*'angles', which forward registers"):
+        autopar.capture(Rotary(writes=True), X)
 
 
 # --- random numbers outside torch ------------------------------------------------------------------------------------

@@ -16,11 +16,17 @@ from autopar.errors import CaptureError
 from autopar.rules.operator_call import call_of
 from autopar.rules.registry import rule_for
 from autopar.torch_private import OpOverload, pytree
-from autopar.words.graph import Ref, Spec, map_refs
+from autopar.words.graph import Ref, Spec, map_refs, refs_in
 
 
 class Writing(Viewing):
     """Takes operators into the graph that write."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix)
+        self.changed_by_data: list[tuple[set[int], CaptureError]] = []
+        """Writes through ``.data`` to values that autograd has kept: the operators that need them in their backward,
+        and what to say if there is one."""
 
     def _walk(self, gm: torch.fx.GraphModule, no_grad: bool = False) -> Any:
         raise NotImplementedError
@@ -109,11 +115,12 @@ class Writing(Viewing):
             self._becomes_state(fx, storage, name)
         if kind == "input":
             raise self._refused(fx, f"writes to its input '{name}' in place", "write a clone: x = x.clone()")
-        if alias.history.by_data and self._kept(storage, alias):
-            raise CaptureError(
+        if alias.history.by_data and (keepers := self._keepers(storage, alias)):
+            error = CaptureError(
                 f"cannot capture a write through .data in '{module_of(fx)}'{at(fx)}: autograd has kept the values that "
                 "it changes\n  compute a new tensor instead, or write to the tensor itself under torch.no_grad()"
             )
+            self.changed_by_data.append((keepers, error))
         if storage.shared:
             raise self._refused(
                 fx,
@@ -176,18 +183,35 @@ class Writing(Viewing):
         for node in [node for node, alias in self.value.items() if alias is x]:
             self.value[node] = moved
 
-    def _kept(self, storage: Storage, alias: Alias) -> bool:
-        """Whether autograd may have kept values of a storage for the backward, as the rules of their operators say."""
+    def _check_changed_by_data(self, outputs: Any) -> None:
+        """Values that autograd has kept may change where no gradient comes to who needs them, such as the distances
+        of which a codebook takes the least.
+
+        Raises:
+            CaptureError: a gradient comes to them.
+        """
+        todo, reached = list(refs_in(outputs)), set[int]()
+        while todo and self.changed_by_data:
+            number = todo.pop().node
+            if number not in reached and self.nodes[number].needs_grad:
+                reached.add(number)
+                todo.extend(self.nodes[number].refs)
+        for keepers, error in self.changed_by_data:
+            if reached & keepers:
+                raise error
+
+    def _keepers(self, storage: Storage, alias: Alias) -> set[int]:
+        """Operators of which autograd may have kept values of a storage for the backward, as their rules say."""
         histories = (storage.first, storage.plain, alias.history)
         values = {ref for h in histories if h.version == storage.version for ref in h.known.values()}
+        keepers = set()
         for i, node in enumerate(self.nodes):
             if node.needs_grad and node.kind == "op" and node.target != "aten.detach.default":
                 kept = rule_for(call_of(node, self._spec_of))
-                if any(node.refs[k] in values for k in kept.saves):
-                    return True
-                if kept.saves_out and any(Ref(i, k) in values for k in range(len(node.outs))):
-                    return True
-        return False
+                of_inputs = any(node.refs[k] in values for k in kept.saves)
+                if of_inputs or (kept.saves_out and any(Ref(i, k) in values for k in range(len(node.outs)))):
+                    keepers.add(i)
+        return keepers
 
     def _filled(self, ref: Ref, spec: Spec) -> Ref:
         """A value cast and broadcast to what it is put into."""

@@ -111,6 +111,7 @@ class GraphBuilder(Writing):
         self.flags, self.part_flags = iter(ways), iter(parts)
         self._walk(self.exported.graph_module)
         outputs, loss = self._outputs()
+        self._check_changed_by_data(outputs)
         updates = self._updates() | self.flagged
         return Draft(self._without_strangers(), outputs, loss, tied, updates, user, self.asks)
 

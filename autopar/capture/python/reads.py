@@ -265,7 +265,7 @@ class Recorder:
             self.fresh.add(key)
             return
         frame = sys._getframe(3)
-        if not from_machinery(frame) and depends_on_data(value):
+        if not from_machinery(frame) and depends_on_data(value, self._buffers_before()):
             self.kept[key] = f"{ReadValue(path, name, None).label} at {user_line(frame)}"
             if key in self.first and self.raw[key] is None:
                 self.set_on_none[key] = owner, name
@@ -273,6 +273,10 @@ class Recorder:
     def _forward_begins(self, *call: Any) -> None:
         self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
         OfTheCallBefore.in_forward.set(True)
+
+    def _buffers_before(self) -> list[torch.Tensor | None]:
+        """The trace's buffers as they were when forward began."""
+        return [buffer for _, _, buffers in self.traced for buffer in buffers.values()]
 
     def _forward_ends(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Look, while the trace still runs, for tensors that were put into containers.
@@ -290,7 +294,7 @@ class Recorder:
                 if type(container) in (list, dict) and vars(owner).get(read.name) is container:
                     self.into[key] = copy.copy(container)
                     self.left.note_filled(owner, read.path, read.name, before)
-        buffers_before = [b for _, _, buffers in self.traced for b in buffers.values()]
+        buffers_before = self._buffers_before()
         assigned: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
         for module, path, buffers in self.traced:
             for name, value in module._buffers.items():
@@ -302,7 +306,7 @@ class Recorder:
                         value is b for b in buffers_before
                     )  # two buffers may change places
                     assigned.append((module, name, before, value.detach().clone() if shared else value))
-                elif before is not None or depends_on_data(value):
+                elif before is not None or depends_on_data(value, buffers_before):
                     label = ReadValue(path, name, None).label
                     self.kept[id(module), name] = f"{label}, which forward registers as a buffer"
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -73,11 +73,13 @@ def constant_value(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: 
         return None
 
 
+OF_NUMBERS = "autopar made of numbers"
+"""In a node's meta: it is a tensor that Python code has made of a list of numbers."""
 _FRESH = ("aten.lift_fresh_copy.default", "aten.lift_fresh.default")
 
 
 def _made_of_numbers(node: torch.fx.Node, root: torch.nn.Module) -> torch.Tensor:
-    """The value of a tensor that the forward makes of a number: ``torch.tensor(0.0)``, or ``x[mask] = 0.0``.
+    """The value of a tensor that the forward makes of numbers: ``torch.tensor([3, 5])``, or ``x[mask] = 0.0``.
 
     Raises:
         LookupError: it is a tensor that was there before, which could be written to, or is made of an array that could.
@@ -86,9 +88,25 @@ def _made_of_numbers(node: torch.fx.Node, root: torch.nn.Module) -> torch.Tensor
     fresh = all(str(user.target) in _FRESH for user in node.users)
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.is_meta or not fresh:
         raise LookupError
-    if tensor.numel() != 1:
+    if tensor.numel() != 1 and OF_NUMBERS not in node.meta:
         raise LookupError
     return tensor.detach().cpu()
+
+
+def _note_made_of_numbers(tensor: torch.Tensor) -> None:
+    """``torch.tensor([3, 5])`` was called, and gave this: what is read of it is known."""
+    node = node_of(tensor)
+    while node is not None and node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    if node is not None and node.op == "get_attr":
+        node.meta[OF_NUMBERS] = True
+
+
+def _are_numbers(values: Any) -> bool:
+    """Whether this is a nested list of plain numbers."""
+    if isinstance(values, (list, tuple)):
+        return all(map(_are_numbers, values))
+    return isinstance(values, (bool, int, float))
 
 
 def node_of(tensor: Any) -> torch.fx.Node | None:
@@ -109,9 +127,22 @@ def _drawn(tensor: Any) -> list[str]:
         return []
 
 
-def depends_on_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer."""
-    return isinstance(tensor, FakeTensor) and constant_value(tensor) is None
+def depends_on_data(tensor: torch.Tensor, buffers: Iterable[torch.Tensor | None] = ()) -> bool:
+    """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer.
+
+    Args:
+        buffers: which may be read, as long as nothing writes to them: rotary angles follow from their frequencies.
+    """
+    if not isinstance(tensor, FakeTensor):
+        return False
+    asked = node_of(tensor)
+    held = {_beginning(node) for buffer in buffers if (node := node_of(buffer)) is not None}
+    if asked is None or not held:
+        return constant_value(tensor) is None
+    try:
+        return bool(_made_by(asked, held)[1])
+    except LookupError:
+        return True
 
 
 _OF_THE_SHAPE = frozenset(
@@ -125,9 +156,14 @@ _OF_THE_SHAPE = frozenset(
 """Operators that read no value of their first argument."""
 
 
-def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
+def _made_by(
+    asked: torch.fx.Node, held: Collection[torch.fx.Node] = ()
+) -> tuple[list[torch.fx.Node], list[str]]:
     """The operators that a tensor's value comes from, in order: those that made it, and all that have written to its
     memory since; and the names of the random ones among them.
+
+    Args:
+        held: what else it may come from, if nothing writes there.
 
     Raises:
         LookupError: it depends on an input, a parameter or a buffer.
@@ -146,7 +182,7 @@ def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
             makers.add(node)
             if node.op == "get_attr":  # a tensor that Python code made of numbers
                 continue
-            if node.target is not operator.getitem:
+            if node.target is not operator.getitem and node not in held:
                 if not isinstance(node.target, OpOverload) or node.target is BLOCK:
                     raise LookupError
                 if torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -154,7 +190,10 @@ def _made_by(asked: torch.fx.Node) -> tuple[list[torch.fx.Node], list[str]]:
             memory.update(storage_of(v) for v in flat(node.meta.get("val")) if isinstance(v, torch.Tensor))
             read = node.all_input_nodes
             todo.extend(read[1:] if str(node.target) in _OF_THE_SHAPE else read)
+        kept = {storage_of(node.meta.get("val")) for node in makers if node in held}
         for writer in writers:
+            if any(storage_of(n.meta.get("val")) in kept for n in writer.all_input_nodes):
+                raise LookupError
             if writer not in makers and any(storage_of(n.meta.get("val")) in memory for n in writer.all_input_nodes):
                 todo.append(writer)
     return [n for n in nodes if n in makers], drawn
@@ -216,6 +255,10 @@ class AnswerConstants(TorchFunctionMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             wanted = kwargs.pop("requires_grad", False)
             return _stacked(args[0]).detach().to(**kwargs).requires_grad_(wanted)
+        if func in self.OF_LISTS and len(args) == 1 and isinstance(args[0], (list, tuple)) and _are_numbers(args[0]):
+            made = func(*args, **kwargs)
+            _note_made_of_numbers(made)
+            return made
         if func is torch.allclose and any(isinstance(a, FakeTensor) for a in args):
             return self._truth(torch.isclose(*args, **kwargs).all())
         if func in INDEXED:
@@ -248,8 +291,11 @@ class AnswerConstants(TorchFunctionMode):
 
     def _size_of_repeated(self, times: torch.Tensor | None) -> int | None:
         """How many elements there are, where each is repeated so often; None where that is not known."""
-        if not isinstance(times, FakeTensor) or constant_value(times) is not None or not self._of_inputs(times):
+        if not isinstance(times, FakeTensor):
             return None
+        known = constant_value(times, lambda value: int(value.sum()))
+        if known is not None or not self._of_inputs(times):
+            return known
         total = take_list(times.sum().reshape(1))
         return None if total is None else int(total[0])
 
