@@ -46,7 +46,8 @@ from typing import Any
 
 import torch
 
-from autopar.capture.branches.taken import Ways, along, followed, ways_of
+from autopar.capture.branches.hearing import ways_of
+from autopar.capture.branches.taken import Ways, along, followed
 from autopar.capture.layouts import check_dense
 from autopar.capture.losses import check_loss
 from autopar.capture.python.guards import Guards

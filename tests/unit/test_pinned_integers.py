@@ -109,3 +109,95 @@ def test_another_shape_whose_list_has_other_integers_says_whose_numbers_it_has()
     with pytest.raises(CaptureError, match=r"(?s)called with .*10.*integers that the model reads from its inputs at "
                        r".*test_pinned_integers\.py:\d+ are those of the first example"):  # fmt: skip
         pm(torch.randn(4, 10, 4), torch.tensor([4, 6]))
+
+
+class Counted(nn.Module):
+    """Hands integers of a tensor to functions of torch that take sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(grid[:, 0].sum())
+        h, w = grid[0]
+        pictures = F.interpolate(self.layer(x)[:, None, None], size=(h, w))
+        rolled = pictures.roll(shifts=grid[1, 1], dims=3)[:, :, : grid[1, 0]]
+        return (rolled * torch.full((h,), 2.0).mean()).square().mean() * places.float().mean()
+
+
+class Strides(nn.Module):
+    """Pads to a multiple of its stride, which is a buffer, as models of sound do; counts how often where it is told."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.layer, self.counts = nn.Conv1d(1, 3, 3, stride=2), counts
+        self.register_buffer("stride", torch.tensor(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = torch.ceil((x.shape[-1] - 3) / self.stride + 1).to(torch.int64)
+        padded = F.pad(x, (0, (n - 1) * self.stride + 3 - x.shape[-1]))
+        if self.counts:
+            self.stride += 1
+        return self.layer(padded[..., : padded.shape[-1]]).square().mean()
+
+
+class WithPictures(nn.Module):
+    """Leaves out pictures that are padding, all zeros, and asks for their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[(x == 0).sum(1) != x.shape[1]]
+        return (self.layer(x) * torch.arange(len(x) * 2).view(len(x), 2)).square().mean()
+
+
+class Distinct(nn.Module):
+    """A mean for each of the labels that there are, weighed by how often it is there, and windows without doubles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        there, which, counts = labels.unique(return_inverse=True, return_counts=True)
+        sums = x.new_zeros(len(there), 2).index_add(0, which.reshape(-1), self.layer(x))
+        starts = torch.unique_consecutive(torch.tensor([0, 1, 1, 3]))
+        return (sums / counts[:, None] * there[:, None]).square().mean() + self.layer(x)[starts].mean()
+
+
+@pytest.mark.filterwarnings("ignore:numbers and masks")
+@pytest.mark.parametrize("case", ["sizes", "stride", "pictures", "distinct"])
+def test_numbers_that_torch_reads_of_tensors(case: str) -> None:
+    torch.manual_seed(0)
+    model, args, others = {
+        "sizes": (Counted(), (torch.randn(3, 4), torch.tensor([[2, 3], [1, 2]])), (torch.tensor([[2, 3], [1, 1]]),)),
+        "stride": (Strides(False), (torch.randn(2, 1, 8),), ()),
+        "pictures": (WithPictures(), (torch.randn(3, 4),), ()),
+        "distinct": (Distinct(), (torch.randn(4, 4), torch.tensor([[3, 1], [3, 2]])), (torch.tensor([[3, 1]] * 2),)),
+    }[case]
+    captured = capture(model, args)
+    graph, plan, state = captured.graph, one_device(captured.graph), state_of(captured, model)
+    assert compare_with_eager(captured, model, (torch.randn_like(args[0]), *args[1:]), {}, bounded=False).same
+    args = (args[0] * torch.tensor([[1.0], [0.0], [1.0]]),) if case == "pictures" else (args[0], *others)
+    buffers = run_step(graph, plan, lower(graph, plan), *state, inputs_of(captured, args, {})).buffers
+    assert any(buffers[way.name] for way in graph.ways) == (case != "stride")
+
+
+def test_numbers_of_a_buffer_that_changes_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"a shape depends on one|depends on the value of a tensor"):
+        capture(Strides(True), (torch.randn(2, 1, 8),))
+
+
+class SomePictures(WithPictures):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (x > 0))
+
+
+def test_a_mask_of_floats_that_leaves_something_out_is_refused() -> None:
+    x = torch.randn(3, 4)
+    x[1] = -1.0
+    with pytest.raises(CaptureError, match=r"takes rows that a mask selects"):
+        capture(SomePictures(), (x,))

@@ -10,6 +10,7 @@ So the model is traced several times, with other answers, and the graphs become 
 :mod:`.uniting`   one graph of all
 :mod:`.same`      whether a graph computes what another does, once its branches are settled
 :mod:`.taken`     branches on data: the way that the example takes, checked at every call
+:mod:`.hearing`   ... as a run of the model on it says; :mod:`.numbers_given`: to functions of torch that take sizes
 :mod:`.masks`     of these: whether a mask selects any rows, which is no branch that matters
 :mod:`.only_rows` which of those do nothing but work on these rows
 ================= ==================================================================================================

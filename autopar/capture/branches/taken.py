@@ -26,15 +26,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.asking import site_of, truth, users_frame
-from autopar.capture.branches.drawn import DIGITS, Drawn, checked
-from autopar.capture.branches.masks import MaskQuestions
+from autopar.capture.branches.drawn import Drawn
 from autopar.capture.branches.only_rows import answer_with_rows, only_rows
-from autopar.capture.python.restoring import generators_kept, kept
 from autopar.errors import CaptureError
-from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
+from autopar.torch_private import pytree
 
 TAKEN = "autopar.taken.default"
 NUMBER, PLACES = " number", " places"
@@ -68,6 +65,7 @@ class Ways:
         with_rows: by place, the answer of a branch that only works on rows where there are some.
         as_listed: whether lists are answered so.
         pinned: whether single integers and masks are answered so too.
+        steady: names of buffers that the example's forward left as they were.
     """
 
     answers: Mapping[str, Sequence[bool]] = field(default_factory=dict)
@@ -76,6 +74,7 @@ class Ways:
     with_rows: dict[str, bool] = field(default_factory=dict)
     as_listed: bool = False
     pinned: bool = False
+    steady: frozenset[str] = frozenset()
 
     def answer(self, site: str, number: int) -> bool:
         """That to the question of this number at a place."""
@@ -210,7 +209,7 @@ def take(tensor: torch.Tensor) -> bool:
     Raises:
         Unanswered: no answers are known yet.
     """
-    site = _place()
+    site = place_of_question()
     ways = _WAYS.get()
     if ways is None:
         raise Unanswered(f"forward branches on the value of a tensor, at {site.partition('@')[0]}")
@@ -221,7 +220,7 @@ def take(tensor: torch.Tensor) -> bool:
     return answer
 
 
-def _place() -> str:
+def place_of_question() -> str:
     """That of a question, with :data:`OF_ROWS` behind it where it applies."""
     return site_of() + (OF_ROWS if asked_for_rows_only() else "")
 
@@ -237,12 +236,13 @@ def asked_for_rows_only() -> bool:
     return frame is not None and only_rows(frame)
 
 
-def take_list(tensor: torch.Tensor, what: str = "") -> Any:
+def take_list(tensor: torch.Tensor, what: str = "", only_if: Callable[[Any], bool] = lambda answer: True) -> Any:
     """The answer that Python is given to ``tensor.tolist()``, of integers that follow from inputs alone; None where
     there is none: the example has no values, or it was not tried yet to do without.
 
     Args:
         what: :data:`NUMBER` or :data:`PLACES`, where a single integer or a mask is read, and not a list.
+        only_if: which answers are given; of another one there is none.
     """
     site = site_of() + what
     ways = _WAYS.get()
@@ -253,25 +253,19 @@ def take_list(tensor: torch.Tensor, what: str = "") -> Any:
     if asked[site] >= len(given):
         return None
     answer = given[asked[site]]
+    if not only_if(answer):
+        return None
     asked[site] += 1
     same = torch.tensor(answer, dtype=tensor.dtype, device=tensor.device) == tensor
     torch.ops.autopar.taken(same.all(), site, True)
     return answer
 
 
-def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ways:
-    """What ``module(*args, **kwargs)`` answers; nothing where tensors have no values. The module is left as it was."""
-    tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
-    if any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors):
-        return Ways()
-    args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (tuple(args), dict(kwargs))
-    )
-    heard = _Hearing()
-    with kept(module), generators_kept(), torch.enable_grad(), checked(), heard:
-        module(*args, **kwargs)
-    answers = {site: [heard.masks.answers.get(site, a) for a in given] for site, given in heard.answers.items()}
-    return Ways({**answers, **heard.always_listed()}, listed=heard.listed)
+def changing(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters, and buffers that a forward writes: what a number follows from that is another one at each call."""
+    ways = _WAYS.get()
+    written = [b for name, b in module.named_buffers() if ways is not None and name not in ways.steady]
+    return [*module.parameters(), *written]
 
 
 class Read(Drawn):
@@ -294,28 +288,6 @@ class Read(Drawn):
 pytree.register_pytree_node(Read, lambda read: ([read.tensor], None), lambda leaves, _: next(iter(leaves)))
 
 
-class _Known(Drawn):
-    """What ``tensor.item()`` gives while answers are heard: the number, whose comparisons are heard too."""
-
-    def digits(self) -> Any:
-        with DisableTorchFunction():
-            return self.tensor.item()
-
-    def __hash__(self) -> int:
-        return hash(self.digits())
-
-    def __repr__(self) -> str:
-        return repr(self.digits())
-
-
-def _of_digits(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(self.digits(), name)(*args)
-
-
-for _name in DIGITS:
-    setattr(_Known, _name, _of_digits(_name))
-
-
 def can_be_listed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is integers in a list, as sizes are."""
     return tensor.ndim > 0 and tensor.dtype in (torch.int64, torch.int32)
@@ -336,6 +308,7 @@ def masks_in(index: Any) -> list[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.bool and part.dim()]
 
 
+DISTINCT = (torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.Tensor.unique_consecutive)
 REPEATED = (torch.repeat_interleave, torch.Tensor.repeat_interleave)
 
 
@@ -347,74 +320,9 @@ def times_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | N
     return times if isinstance(times, torch.Tensor) and times.ndim == 1 and not given else None
 
 
-class _Hearing(TorchFunctionMode):
-    """Notes what Python is told about the truth of tensors, by the place that asks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: dict[str, list[bool]] = {}
-        self.masks = MaskQuestions()
-        self.listed: dict[str, list[Any]] = {}
-
-    def heard(self, tensor: torch.Tensor) -> bool:
-        """The answer, noted by the place that asks."""
-        return self._heard_at(_place(), tensor)
-
-    def _heard_at(self, place: str, tensor: torch.Tensor) -> bool:
-        with DisableTorchFunction():
-            answer = bool(tensor.item())
-        self.answers.setdefault(place, []).append(answer)
-        return answer
-
-    def _array(self, tensor: torch.Tensor) -> Any:
-        """``tensor.numpy()``, with numbers whose comparisons are heard, except where branches only work on rows."""
-        import numpy
-
-        def heard(answer: torch.Tensor) -> bool:
-            with DisableTorchFunction():
-                return bool(answer.item()) if asked_for_rows_only() else self.heard(answer)
-
-        with DisableTorchFunction():
-            numbers = [_Known(number, heard) for number in tensor.unbind()]
-        array = numpy.empty(len(numbers), dtype=object)
-        array[:] = numbers
-        return array
-
-    def always_listed(self) -> dict[str, list[bool]]:
-        """Places at which the same integers were read each time."""
-        return {site: [True] for site, lists in self.listed.items() if all(each == lists[0] for each in lists)}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__bool__ and args[0].numel() == 1:
-            place = _place()
-            answer = self._heard_at(place, args[0])
-            if place.endswith(OF_ROWS):
-                self.masks.asked(args[0], place, answer)
-            return answer
-        if func is torch.Tensor.tolist and can_be_listed(args[0]):
-            with DisableTorchFunction():
-                answer = args[0].tolist()
-            self.listed.setdefault(site_of(), []).append(answer)
-            return answer
-        if func is torch.Tensor.numpy and args[0].ndim == 1 and can_be_listed(args[0]):
-            return self._array(args[0])
-        if func in REPEATED and (times := times_of(args, kwargs or {})) is not None:
-            with DisableTorchFunction():
-                self.listed.setdefault(site_of(), []).append([int(times.sum())])
-        with DisableTorchFunction():
-            if func in NUMBERS and is_integer(args[0]):
-                self.listed.setdefault(site_of() + NUMBER, []).append(args[0].tolist())
-            for mask in masks_in(args[1]) if func in INDEXED else ():
-                self.listed.setdefault(site_of() + PLACES, []).append(mask.tolist())
-        if func is torch.Tensor.item and args[0].numel() == 1:
-            return _Known(args[0], self.heard)
-        result = func(*args, **(kwargs or {}))
-        self.masks.computed(func, args, result)
-        return result
-
-
 __all__ = [
-    "INDEXED", "LABELS", "LENGTHS", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS", "OF_ROWS", "PLACES", "REPEATED",
-    "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only", "can_be_listed", "fault_at", "followed",
-    "from_the_start", "is_integer", "masks_in", "pinned_at", "take", "take_list", "times_of", "ways_of", "would_take",
+    "DISTINCT", "INDEXED", "LABELS", "LENGTHS", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS", "OF_ROWS", "PLACES",
+    "REPEATED", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only", "can_be_listed", "changing",
+    "fault_at", "followed", "from_the_start", "is_integer", "masks_in", "pinned_at", "place_of_question", "take",
+    "take_list", "times_of", "would_take",
 ]  # fmt: skip

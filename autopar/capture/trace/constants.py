@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.aliasing.schemas import facts
 from autopar.capture.branches.asking import ask, refused
 from autopar.capture.branches.drawn import Drawn
+from autopar.capture.branches.numbers_given import with_numbers
 from autopar.capture.branches.taken import (
+    DISTINCT,
     INDEXED,
     NUMBER,
     NUMBERS,
@@ -32,6 +34,7 @@ from autopar.capture.branches.taken import (
 )
 from autopar.capture.graph.exported import flat, storage_of
 from autopar.capture.repeats.repeated import BLOCK
+from autopar.capture.trace.distinct import distinct
 from autopar.torch_private import (
     DisableTorchFunction,
     FakeTensor,
@@ -225,7 +228,7 @@ class AnswerConstants(TorchFunctionMode):
     OF_LISTS = (torch.tensor, torch.as_tensor, torch.asarray)
 
     def __init__(self, held: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
-        """``held`` gives the parameters and buffers of what is traced, as they are then."""
+        """``held`` gives the parameters, and the buffers that change, of what is traced, as they are then."""
         super().__init__()
         self.held = held
 
@@ -245,7 +248,7 @@ class AnswerConstants(TorchFunctionMode):
                     return number
                 answer = _not_known(func, args[0], take, Read)
                 return func(*args) if answer is None else answer
-        kwargs = kwargs or {}
+        args, kwargs = with_numbers(func, args, kwargs or {}, self._number_known)
         if func in REPEATED and (size := self._size_of_repeated(times_of(args, kwargs))) is not None:
             kwargs = {**kwargs, "output_size": size}
         if func in self.SAME and len(args) == 2 and any(isinstance(a, FakeTensor) for a in args):
@@ -261,6 +264,8 @@ class AnswerConstants(TorchFunctionMode):
             return made
         if func is torch.allclose and any(isinstance(a, FakeTensor) for a in args):
             return self._truth(torch.isclose(*args, **kwargs).all())
+        if func in DISTINCT and (values := distinct(func, args, kwargs, self._how_many)) is not None:
+            return values
         if func in INDEXED:
             return func(args[0], _places(args[1], self._places_of_inputs), *args[2:])
         if func in self.PLACES and args and (places := _places_set(args[0])) is not None:
@@ -299,13 +304,37 @@ class AnswerConstants(TorchFunctionMode):
         total = take_list(times.sum().reshape(1))
         return None if total is None else int(total[0])
 
+    def _how_many(self, mask: torch.Tensor) -> int | None:
+        """How many elements of a mask are set; None where that is not known."""
+        if not isinstance(mask, FakeTensor):
+            return None
+        n = constant_value(mask, lambda value: int(value.count_nonzero()))
+        if n is not None or not self._of_inputs(mask, of_integers=True):
+            return n
+        total = take_list(mask.sum().reshape(1))
+        return None if total is None else int(total[0])
+
+    def _number_known(self, tensor: torch.Tensor) -> int | None:
+        """That of an integer which torch would read, where it depends on no data, or as :meth:`_number_of_inputs`."""
+        if not isinstance(tensor, FakeTensor):
+            return None
+        constant = constant_value(tensor, int)
+        number = self._number_of_inputs(tensor) if constant is None else constant
+        return number if number is None or isinstance(number, int) else int(number[0])
+
     def _number_of_inputs(self, tensor: torch.Tensor) -> int | None:
         """That of the example, where an integer follows from integers that are given, and nothing else helps."""
         return take_list(tensor, NUMBER) if is_integer(tensor) and self._of_inputs(tensor, of_integers=True) else None
 
     def _places_of_inputs(self, mask: torch.Tensor) -> torch.Tensor | None:
-        """``mask.nonzero()`` of the example, where a mask follows from given integers, and nothing else helps."""
-        listed = take_list(mask, PLACES) if self._of_inputs(mask, of_integers=True) else None
+        """``mask.nonzero()`` of the example, where a mask follows from given integers, and nothing else helps.
+
+        So may one of other numbers that leaves nothing out, such as which pictures of a batch are not padding; of one
+        that leaves something out the next batch would hardly have the same.
+        """
+        of_integers, listed = self._of_inputs(mask, of_integers=True), None
+        if of_integers or self._of_inputs(mask):
+            listed = take_list(mask, PLACES, (lambda answer: True) if of_integers else _leaves_nothing_out)
         if listed is None:
             return None
         return torch.tensor(_set_in(listed), dtype=torch.int64, device=mask.device).reshape(-1, mask.dim())
@@ -319,8 +348,7 @@ class AnswerConstants(TorchFunctionMode):
             node = todo.pop()
             if node is None or node in in_attributes or node.target is BLOCK:
                 return False
-            value = node.meta.get("val")
-            if of_integers and isinstance(value, torch.Tensor) and value.is_floating_point():
+            if of_integers and _is_given_floats(node):
                 return False
             if node not in seen:
                 seen.add(node)
@@ -330,6 +358,17 @@ class AnswerConstants(TorchFunctionMode):
     def _truth(self, tensor: torch.Tensor) -> Any:
         """That of a tensor that follows from others."""
         return self.__torch_function__(torch.Tensor.__bool__, (), (tensor,))
+
+
+def _is_given_floats(node: torch.fx.Node) -> bool:
+    """Whether numbers begin there that are no integers: what is given, or drawn."""
+    drawn = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    value = node.meta.get("val")
+    return drawn or (node.op == "placeholder" and isinstance(value, torch.Tensor) and value.is_floating_point())
+
+
+def _leaves_nothing_out(mask: Any) -> bool:
+    return all(map(_leaves_nothing_out, mask)) if isinstance(mask, list) else bool(mask)
 
 
 def _beginning(node: torch.fx.Node) -> torch.fx.Node:

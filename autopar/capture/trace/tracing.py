@@ -19,7 +19,7 @@ import torch
 
 from autopar.capture.branches.asking import asked_afresh
 from autopar.capture.branches.drawn import checked
-from autopar.capture.branches.taken import from_the_start
+from autopar.capture.branches.taken import changing, from_the_start
 from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
@@ -66,7 +66,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
             is_fake = hf.is_fake_tensor
             unknown = lambda x: is_fake(x) and constant_value(x) is None  # noqa: E731
             stack.enter_context(mock.patch.object(hf, "is_fake_tensor", unknown))
-        constants = AnswerConstants(lambda: (*module.parameters(), *module.buffers()))
+        constants = AnswerConstants(lambda: changing(module))
         stack.enter_context(constants)
         stack.enter_context(constants.lists())
         stack.enter_context(checked())
@@ -269,7 +269,9 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     kind = type(error).__name__
     text = str(error).strip().splitlines()
     first = next((t.strip() for t in text if t.strip()), kind)
-    if "DataDependent" in kind or "data-dependent" in str(error).lower() or "data dependent" in str(error).lower():
+    said = str(error).lower()
+    of_a_size = isinstance(error, AssertionError) and ("sym_" in said or "proxy" in said)  # torch checks an unknown one
+    if "DataDependent" in kind or "data-dependent" in said or "data dependent" in said or of_a_size:
         what = "its Python code branches on the value of a tensor, or a shape depends on one"
         do = _instead_of_reading(line, layer)
         where += in_torch
