@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -130,6 +131,13 @@ class Sums(nn.Module):
     def widest(self) -> torch.Tensor:
         return self.wide.abs().max()  # type: ignore[attr-defined]
 
+    def two_widest(self) -> torch.Tensor:
+        return 2 * self.widest()
+
+    def streamed(self) -> Iterator[float]:
+        yield self.last.item()  # type: ignore[union-attr]
+        yield self.widest().item()
+
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_methods_read_what_calls_have_left(gone: bool) -> None:
@@ -145,7 +153,10 @@ def test_methods_read_what_calls_have_left(gone: bool) -> None:
             (each(x) + each.popped()).backward()
         torch.testing.assert_close(pm.layer.weight.grad, eager.layer.weight.grad, rtol=1e-12, atol=0)
         assert not pm.losses
-    with pytest.raises(RunError, match="forward sets the attribute 'wide' of the model"):
-        pm.widest()
+    numbers = pm.streamed()
+    assert next(numbers) == pytest.approx(float(eager.last), rel=1e-12)  # type: ignore[arg-type]
+    for reads in (pm.widest, pm.two_widest, lambda: next(numbers)):
+        with pytest.raises(RunError, match="forward sets the attribute 'wide' of the model"):
+            reads()
     if kept is not None:
         assert kept.losses == [], "those of the model itself stay as they were"

@@ -2,9 +2,9 @@
 
 A script reads it from the model when the call is over, to train by it (a loss, the balance of experts) or to log it. A
 program sets no attributes, so numbers (tensors of no dims, also in tuples, lists and dicts) are outputs of the graph
-behind the model's own, which :mod:`~autopar.runtime.as_module.left_attributes` puts where the model would have. Larger
-tensors
-would be kept alive by every call for a reader that is mostly not there: to read one is an error that says so.
+behind the model's own, which :mod:`~autopar.runtime.as_module.left_attributes` puts where the model would have.
+Larger tensors would be kept alive by every call for a reader that is mostly not there: to read one is an error that
+says so.
 
 A list or dict that stands in an attribute already is followed too (``self.losses["a"] = ...``, ``self.log.append(x)``):
 filled anew by every call, or appended to. Which of both shows in a trace that begins with what the one before has left.

@@ -7,8 +7,10 @@ attribute holds more than numbers, to read it is an error.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from autopar.capture import Captured
 from autopar.capture.python.left import Left
 from autopar.errors import RunError
 from autopar.torch_private import pytree
+
+_NOTHING = object()
 
 
 def leave(module: Any, values: Sequence[Any], of_step: bool) -> None:
@@ -100,4 +104,66 @@ def refuse_left(captured: Captured, path: str, name: str) -> None:
             )
 
 
-__all__ = ["filled_by_calls", "is_left", "leave", "refuse_left"]
+def refuse_unseen(pm: Any, method: Any) -> None:
+    """Refuse a method that reads what forward sets and the program does not.
+
+    Raises:
+        RunError: it names such an attribute.
+    """
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    parts = dict(pm.named_modules())
+    for left in pm._captured.left:
+        if code is None or left.name not in code.co_names or left.path not in parts:
+            continue
+        part = parts[left.path]
+        if left.name not in vars(part) and filled_by_calls(pm, part, left.path, left.name) is None:
+            refuse_left(pm._captured, left.path, left.name)
+
+
+@contextlib.contextmanager
+def as_calls_left_it(pm: Any, model: torch.nn.Module) -> Iterator[None]:
+    """In here the model's attributes hold what calls of the parallel module have left in them, and not what the model's
+    own have; what is put there is the parallel module's.
+
+    Raises:
+        RunError: a method, or one that it calls, reads what forward sets and the program does not.
+    """
+    parts, owners = dict(pm.named_modules()), dict(model.named_modules())
+    swapped: list[tuple[Left, Any, Any]] = []
+    for left in pm._captured.left:
+        if left.path not in parts or left.path not in owners:
+            continue
+        attributes = owners[left.path].__dict__
+        given = vars(parts[left.path]).get(left.name, _NOTHING)
+        before = attributes.get(left.name, _NOTHING)
+        if given is not _NOTHING or _is_unread(left):
+            swapped.append((left, given, before))
+            _put(attributes, left.name, given)
+    try:
+        yield
+    except AttributeError as error:
+        for left, given, _ in swapped:
+            if given is _NOTHING and left.name == error.name and owners[left.path] is error.obj:
+                refuse_left(pm._captured, left.path, left.name)
+        raise
+    finally:
+        for left, given, before in swapped:
+            attributes = owners[left.path].__dict__
+            now = attributes.get(left.name, _NOTHING)
+            if now is not given and now is not _NOTHING:
+                parts[left.path].__dict__[left.name] = now
+            _put(attributes, left.name, before)
+
+
+def _is_unread(left: Left) -> bool:
+    """Whether a program leaves nothing in an attribute that forward sets."""
+    return left.spec is None and not left.plain
+
+
+def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
+    attributes.pop(name, None)
+    if value is not _NOTHING:
+        attributes[name] = value
+
+
+__all__ = ["as_calls_left_it", "filled_by_calls", "is_left", "leave", "refuse_left", "refuse_unseen"]

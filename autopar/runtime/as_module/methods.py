@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.as_module.left_attributes import filled_by_calls, refuse_left
+from autopar.runtime.as_module.left_attributes import as_calls_left_it, refuse_unseen
 from autopar.runtime.as_module.modes import in_modes
 from autopar.runtime.as_module.original import unheard
 from autopar.runtime.optimizers.made_before import Move
@@ -76,10 +76,10 @@ def _run(pm: Any, name: str, shown: str, args: tuple[Any, ...], kwargs: dict[str
         raise RunError(f"{shown}() cannot be called: the model is gone, and could not be copied; keep it")
     if programs is not None:
         programs.meet_all(shown)
-    _refuse_unseen(pm, getattr(model, name))
+    refuse_unseen(pm, getattr(model, name))
     values = _whole(pm, model)
     before = _Traces(model, values)
-    with _in_mode_of(pm, model), unheard(), _as_calls_left_it(pm, model):
+    with _in_mode_of(pm, model), unheard(), as_calls_left_it(pm, model):
         result = torch.func.functional_call(_Calls(model, name), _named(values), args, kwargs)
     if inspect.isgenerator(result):
         return _streamed(pm, model, shown, values, result)
@@ -105,7 +105,7 @@ def _streamed(
     """What a method yields, one after the other, with the values that were gathered when it was called."""
     next_one = _Next(model, generator)
     while True:
-        with _in_mode_of(pm, model), unheard():
+        with _in_mode_of(pm, model), unheard(), as_calls_left_it(pm, model):
             value = torch.func.functional_call(next_one, _named(values), ())
         if value is _END:
             return
@@ -164,44 +164,6 @@ def _leads_to(tensor: torch.Tensor, leaves: Collection[int]) -> bool:
             return True
         to_do += [behind for behind, _ in node.next_functions if behind is not None]
     return False
-
-
-def _refuse_unseen(pm: Any, method: Any) -> None:
-    """Refuse a method that reads what forward sets and the program does not.
-
-    Raises:
-        RunError: it names such an attribute.
-    """
-    code = getattr(inspect.unwrap(method), "__code__", None)
-    parts = dict(pm.named_modules())
-    for left in pm._captured.left:
-        if code is None or left.name not in code.co_names or left.path not in parts:
-            continue
-        part = parts[left.path]
-        if left.name not in vars(part) and filled_by_calls(pm, part, left.path, left.name) is None:
-            refuse_left(pm._captured, left.path, left.name)
-
-
-@contextlib.contextmanager
-def _as_calls_left_it(pm: Any, model: torch.nn.Module) -> Iterator[None]:
-    """In here the model's attributes hold what calls of the parallel module have left in them
-    (:mod:`~autopar.runtime.as_module.left_attributes`); what the method puts there is the parallel module's."""
-    parts, owners = dict(pm.named_modules()), dict(model.named_modules())
-    put: list[tuple[dict[str, Any], dict[str, Any], str, Any, Any]] = []
-    for left in pm._captured.left:
-        if left.path in parts and left.path in owners and left.name in vars(parts[left.path]):
-            of_part, of_owner = parts[left.path].__dict__, owners[left.path].__dict__
-            put.append((of_part, of_owner, left.name, of_part[left.name], of_owner.get(left.name, _END)))
-            of_owner[left.name] = of_part[left.name]
-    try:
-        yield
-    finally:
-        for of_part, of_owner, name, given, before in put:
-            if of_owner.get(name, given) is not given:
-                of_part[name] = of_owner[name]
-            of_owner[name] = before
-            if before is _END:
-                del of_owner[name]
 
 
 class _Traces:
