@@ -6,6 +6,7 @@
 
 The models are on the meta device. A row has the seconds of a step by autopar's own price for the search and for the
 layout pinned in the words of ``autopar plan --like``, their ratio, and the CPU-seconds of both searches after capture.
+A layout that does not fit as it is published is priced once more with ``recompute=full``, and the row says so (``as``).
 """
 
 from __future__ import annotations
@@ -182,12 +183,16 @@ def measure(case: str, precision: str | None = None) -> dict[str, Any]:
     row: dict[str, Any] = {"case": case, "search s": round(seconds, 4), "plan": search.tried[0][0]}
     row |= experts_in(search.plan)
     row["search CPU s"] = round(searched - start, 1)
-    try:
-        asked = parse_layout(text).asked(graph_of(1), base, n, rows)
-        pinned = plan_pipeline(graph_of(asked.microbatches), hardware, n, asked).plan.seconds
-        said: dict[str, Any] = {"published s": round(pinned, 4), "search / published": round(seconds / pinned, 4)}
-    except (AutoparError, ValueError) as error:
-        said = {"published s": str(error).splitlines()[0][:80]}
+    said: dict[str, Any] = {}
+    for layout in (text, *([f"{text},recompute=full"] if "recompute" not in text else [])):
+        try:
+            asked = parse_layout(layout).asked(graph_of(1), base, n, rows)
+            pinned = plan_pipeline(graph_of(asked.microbatches), hardware, n, asked).plan.seconds
+        except (AutoparError, ValueError) as error:
+            said.setdefault("published s", str(error).splitlines()[0][:80])
+            continue
+        said |= {"as": layout, "its s": round(pinned, 4), "search / published": round(seconds / pinned, 4)}
+        break
     row["pinned CPU s"] = round(time.process_time() - searched, 1)
     return row | {"source": source, "published": text} | said
 
