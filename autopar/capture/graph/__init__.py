@@ -16,6 +16,7 @@
                        :mod:`.spread_gates`: masks that are columns of gates
 :mod:`.sorted_rows`    rows in the order of their experts stay in their own; :mod:`.counted`: how many each has
 :mod:`.gathered_matrices` a matrix that is gathered for each row: a product by rows
+:mod:`.experts_in_parallel` experts that are modules beside each other, with tensors of one size: computed at once
 :mod:`.merging`        equal expressions become one, on the pure graph
 :mod:`.expert_blocks`  routed experts become one operator each
 :mod:`.pruning`        what nobody reads goes

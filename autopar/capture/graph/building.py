@@ -15,6 +15,7 @@ from autopar.capture.aliasing.writes import Writing
 from autopar.capture.branches.asking import ASK, Question, plain_path
 from autopar.capture.branches.taken import TAKEN, fault_at, pinned_at
 from autopar.capture.graph.expert_blocks import with_expert_blocks
+from autopar.capture.graph.experts_in_parallel import with_experts_at_once
 from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of, name_of, source_of, spec_of
 from autopar.capture.graph.gathered_matrices import with_rows_of_gathered
 from autopar.capture.graph.merging import merged
@@ -105,6 +106,7 @@ class GraphBuilder(Writing):
         with_masks(self.exported)
         with_rows_in_place(self.exported)
         with_rows_of_gathered(self.exported)
+        with_experts_at_once(self.exported)
         user, tied = self._placeholders()
         ways, parts = self._flags(TAKEN, WAY), self._flags(TOOK_PART, PART)
         self._watch_effects()
