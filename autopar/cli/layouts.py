@@ -32,7 +32,7 @@ def show(outcome: Outcome, hardware: Cluster, top: int, layout: Layout | None, p
         pinned: the row of ``layout``.
     """
     if top > 1 or pinned is not None:
-        table(rows_of_layouts(outcome, hardware)[:top], pinned)
+        table(rows_of_layouts(outcome, hardware, top, pinned))
     if pinned is not None and layout is not None:
         times = pinned.seconds / outcome.plan.seconds
         out().print(f"  {layout.text}: {show_seconds(pinned.seconds)} a step, {times:.3f} times the best", markup=False)
@@ -79,15 +79,16 @@ def priced_like(
     return layout_row(f"like {result.tried[0][0]}", result.plan, result.timeline, result.captured.graph, hardware)
 
 
-def rows_of_layouts(outcome: Outcome, hardware: Cluster) -> list[LayoutRow]:
-    """Rows of all layouts that were planned exactly, the fastest first."""
+def rows_of_layouts(outcome: Outcome, hardware: Cluster, top: int, pinned: LayoutRow | None) -> list[LayoutRow]:
+    """Rows of the best layouts that were planned exactly, the fastest first, and that of one that was asked for."""
     from autopar.report.layouts import layout_row, with_front
 
-    rows = [layout_row(f.what, f.plan, f.timeline, f.search.graph, hardware) for f in outcome.others]
-    return with_front(rows)
+    best = sorted(outcome.others, key=lambda found: found.plan.seconds)[:top]
+    rows = [layout_row(f.what, f.plan, f.timeline, f.search.graph, hardware) for f in best]
+    return with_front([*rows, *([pinned] if pinned is not None else [])])
 
 
-def table(rows: list[LayoutRow], pinned: LayoutRow | None) -> None:
+def table(rows: list[LayoutRow]) -> None:
     """Layouts side by side; ``*`` marks those that no faster one beats in memory."""
     from rich.table import Table
 
@@ -95,7 +96,7 @@ def table(rows: list[LayoutRow], pinned: LayoutRow | None) -> None:
     shown = Table("layout", header_style="bold")
     for name in ("a step", "idle", "memory", "tokens/s", "of peak", "front"):
         shown.add_column(name, justify="right")
-    for row in [*rows, *([pinned] if pinned is not None else [])]:
+    for row in rows:
         shown.add_row(
             row.what, show_seconds(row.seconds), f"{row.bubble:.1%}", show_bytes(row.memory_bytes),
             f"{row.tokens_per_second:,.0f}", f"{row.utilisation:.1%}", "*" if row.on_front else "",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+import pulp
 import pytest
 
 from autopar.errors import InfeasibleError
@@ -125,6 +126,23 @@ def _knapsacks() -> Problem:
     items = tuple(Item(f"op{i}", (0, rng.randint(10, 90)), (0, 0)) for i in range(50))
     moments = tuple(MomentBytes(tuple((rng.randint(1, 100), 0) for _ in items), ()) for _ in range(12))
     return Problem(items, (), (), 50 * 50 / 3, moments)
+
+
+def test_cbc_says_where_its_time_ran_out_and_its_bound_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _knapsacks()
+    best = ilp.program(problem, solver="cbc").solve()
+    assert best.status == "optimal" and best.bound == best.objective
+    solve = pulp.LpProblem.solve
+
+    def out_of_time(model: pulp.LpProblem, solver: pulp.LpSolver) -> None:
+        solve(model, solver)
+        if solver.mip:  # PuLP calls the status optimal all the same
+            model.sol_status = pulp.LpSolutionIntegerFeasible
+
+    monkeypatch.setattr(pulp.LpProblem, "solve", out_of_time)
+    stopped = ilp.program(problem, solver="cbc").solve(0.01)
+    assert stopped.status == "time limit"
+    assert 0 < stopped.bound < best.objective
 
 
 class _Slow(int):

@@ -122,6 +122,28 @@ def test_a_false_claim_is_caught() -> None:
     assert not check(wrong, graph, cluster).ok
 
 
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama"))])
+def test_without_highs_cbc_makes_plans_of_the_same_price(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), Mesh.of(data=2, tensor=2)
+    plan = plan_graph(graph, cluster, mesh)
+    monkeypatch.setattr(ilp, "highspy", None)
+    by_cbc = plan_graph(graph, cluster, mesh)
+    assert by_cbc.solution.solver == "cbc"
+    assert by_cbc.price.seconds == pytest.approx(plan.price.seconds, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_without_highs_plans_keep_within_memory_and_bounds_hold(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), Mesh.of(data=2, tensor=2)
+    limit = 0.9 * plan_graph(graph, cluster, mesh).price.memory_bytes
+    plan = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit))
+    monkeypatch.setattr(ilp, "highspy", None)
+    by_cbc = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit))
+    assert by_cbc.solution.solver == "cbc" and by_cbc.price.memory_bytes <= limit
+    assert by_cbc.solution.objective_seconds * (1 - by_cbc.solution.gap) <= plan.solution.objective_seconds
+
+
 @pytest.mark.parametrize("asked", [None, 30.0, 300.0])
 def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, asked: float | None) -> None:
     """Also where memory binds, where the planner would give it less of its own."""

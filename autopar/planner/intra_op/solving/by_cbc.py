@@ -81,11 +81,19 @@ class ByCbc:
             raise NoChoice("no choice of strategies satisfies the constraints")
         objective = pulp.value(model.objective) / lp.scale
         picked = tuple(row.index(max(row)) for row in values)
-        proven = pulp.LpStatus[model.status] == "Optimal"
+        proven = model.sol_status == pulp.LpSolutionOptimal  # where time ran out its status is that of an optimum, too
         exact = gap == 0.0 or problem.limit_bytes is None
         status = "time limit" if not proven else "optimal" if exact else "within gap"
-        bound = objective if status == "optimal" else objective * (1 - gap)
+        if not proven:
+            bound = min(objective, self._relaxed(model) / lp.scale)
+        else:
+            bound = objective if exact else objective * (1 - gap)
         return Choice(picked, objective, bound, status, "cbc", binds=problem.limit_bytes is not None)
+
+    def _relaxed(self, model: pulp.LpProblem) -> float:
+        """The objective of the relaxation, which no choice is below; 0 if that takes too long, too."""
+        model.solve(_cbc()(msg=False, timeLimit=self.cpu_seconds, timeMode="cpu", threads=1, mip=False))
+        return float(pulp.value(model.objective)) if model.sol_status == pulp.LpSolutionOptimal else 0.0
 
 
 def _cbc() -> type:
