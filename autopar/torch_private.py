@@ -19,6 +19,11 @@ from unittest import mock
 # Where spmd-types looks up functional collectives: see :func:`_call_by_new_names`.
 import spmd_types._collectives as collectives_of_spmd_types
 import torch
+
+# Where transforms of functions (vmap, grad) are called from, and what an index becomes in one that makes a mask.
+import torch._dynamo._trace_wrapped_higher_order_op as places_in_masks
+import torch._functorch.apis as functorch_apis
+import torch._functorch.eager_transforms as functorch_transforms
 import torch.distributed as dist
 
 # Collectives as functions of a tensor and a group: the maximum over ranks, inside of an operator of ours.
@@ -278,6 +283,9 @@ def some_rows(may_be_taken: Callable[[str], bool]) -> Iterator[None]:
 CHECKPOINT = Replaceable("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator")
 """What runs a region that the model checkpoints: capture marks where it begins and ends."""
 
+JVP_CALL = Replaceable("torch._functorch.eager_transforms", "_jvp_with_argnums")
+"""What torch.func.jvp calls, where its transform is written out as operators."""
+
 GRADIENT_NODE = Replaceable("torch.autograd.graph", "_get_grad_fn_or_grad_acc")
 """Where a hook looks for the node of a tensor's gradient: a traced tensor has none, and such a hook is refused."""
 
@@ -443,29 +451,93 @@ def _call_by_new_names() -> None:
 _call_by_new_names()
 
 __all__ = [
-    "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT",
-    "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FAKE_PARAMETERS", "FLEX_NAMES",
-    "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
+    "AOT_COMPILE",
+    "CHECK",
+    "CHECKPOINT",
+    "DTENSOR_HANDLERS",
+    "DTENSOR_REDUCED_DIMS",
+    "DTENSOR_RESULT",
+    "DTENSOR_STRATEGIES",
+    "DTENSOR_STRATEGY",
+    "EXPORT_BUFFER_HOOK",
+    "EXPORT_INSIDE",
+    "FAKE_PARAMETERS",
+    "FLEX_NAMES",
+    "GRADIENT_NODE",
+    "GROUP_NAME",
+    "LINEAR_REDUCTION_OP_MAP",
+    "OPTIMIZERS_OF_ELEMENTS",
+    "OPTIMIZERS_OF_MATRICES",
     "OPTIMIZER_STATES",
     "PLAIN_BESIDE_DTENSOR",
-    "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
-    "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR",
-    "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
-    "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
-    "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
-    "TensorMeta", "TorchDispatchMode", "allow_plain_tensors", "arguments_of_to",
-    "autograd_engine", "backend_named", "below_autograd", "callers_compiler", "compiled_functions_run_as_they_are",
-    "compiler_traces", "current_backward",
+    "STATE_DICT_OPTIONS",
+    "TENSOR_LIST_CHECK",
+    "TOTAL_NORM",
+    "TRACEBACK_OF_NODES",
+    "VARLEN_OPERATOR",
+    "AttributeProxy",
+    "BackwardHookFunction",
+    "DTensorSpec",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "LocalIntNode",
+    "LocalTensor",
+    "LocalTensorMode",
+    "ModuleStackTracer",
+    "Namespace",
+    "NormPartial",
+    "OpOverload",
+    "OpOverloadPacket",
+    "OpSchema",
+    "OpStrategy",
+    "Replaceable",
+    "SingleLevelFunction",
+    "TensorMeta",
+    "TorchDispatchMode",
+    "allow_plain_tensors",
+    "arguments_of_to",
+    "autograd_engine",
+    "backend_named",
+    "below_autograd",
+    "callers_compiler",
+    "compiled_functions_run_as_they_are",
+    "compiler_traces",
+    "current_backward",
     "data_of_tensors",
-    "default_store", "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
-    "functional_collectives", "functorch_is_active", "generate_redistribute_costs", "group_names", "group_of_axis",
+    "default_store",
+    "default_timeout_seconds",
+    "each_rank",
+    "fake_store",
+    "found_inf_reduce_handler",
+    "function_modes",
+    "functional_collectives",
+    "functorch_apis",
+    "functorch_is_active",
+    "functorch_transforms",
+    "generate_redistribute_costs",
+    "group_names",
+    "group_of_axis",
     "grouped_product",
-    "has_kernel", "has_other_groups",
+    "has_kernel",
+    "has_other_groups",
     "is_in_torch_dispatch_mode",
-    "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules", "local_tensor_mode",
+    "is_traceable_wrapper_subclass",
+    "keeps_graph",
+    "lazy_graph_modules",
+    "local_tensor_mode",
     "make_wrapper_subclass",
-    "no_dispatch_modes", "options_of_compiler", "plainly", "preserve_version_counter", "pytree", "reached",
-    "return_and_correct_aliasing", "safe_softmax",
+    "no_dispatch_modes",
+    "options_of_compiler",
+    "places_in_masks",
+    "plainly",
+    "preserve_version_counter",
+    "pytree",
+    "reached",
+    "return_and_correct_aliasing",
+    "safe_softmax",
     "timeout_of_world",
-    "top_saved_tensors_hooks", "unset_fake_temporarily",
+    "top_saved_tensors_hooks",
+    "unset_fake_temporarily",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import zoo_seen  # noqa: F401  (more families of zoo_composed)
 from torch import Tensor, nn
 from zoo import ZOO, Batch, Case, as_float64
 from zoo_composed import COMPOSED

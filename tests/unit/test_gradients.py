@@ -831,10 +831,45 @@ class SavedTensors(Net):
             return self.a(h)
 
 
-@refused(r"calls a transform of torch.func .*\n  take gradients with torch.autograd.grad")
+@works
 class GradientByTransform(Net):
     def forward(self, x: Tensor) -> Tensor:
         return torch.func.grad(lambda z: self.b(torch.tanh(self.a(z))).sum())(x).pow(2).mean()
+
+
+@works
+class GradientOfEachRow(Net):
+    """A force for each row, and the energy beside it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        forces, energy = torch.vmap(torch.func.grad_and_value(lambda row: self.b(torch.tanh(self.a(row))).sum()))(x)
+        return forces.pow(2).mean() + energy.mean()
+
+
+@works
+class MappedRows(Net):
+    """A function of a row and of places in a mask, mapped over both, as masks of attention are made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x > 0
+
+        def in_sight(row: Tensor, place: Tensor) -> Tensor:
+            return seen.index_select(0, row[None])[0].index_select(0, place[None])[0] & (place > 0)
+
+        mask = torch.vmap(torch.vmap(in_sight, (None, 0)), (0, None))(torch.arange(len(x)), torch.arange(x.shape[1]))
+        return torch.vmap(lambda row, there: (self.a(row) * there).sum())(x, mask).pow(2).mean() + self.b(x).mean()
+
+
+@works
+class DirectionalByTransform(Net):
+    """A derivative in a direction, and the Hessian's trace of each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def energy(z: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(z))).sum()
+
+        (along,) = torch.func.jvp(energy, (x,), (torch.ones_like(x),))[1:]
+        return along.pow(2) / len(x) + torch.vmap(torch.func.hessian(energy))(x).diagonal(0, 1, 2).sum(1).mean()
 
 
 @refused(r"cannot capture torch.autograd.grad inside a forward, through Clip, in '<model>' at test_gradients.py:\d+")

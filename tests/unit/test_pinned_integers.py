@@ -201,3 +201,25 @@ def test_a_mask_of_floats_that_leaves_something_out_is_refused() -> None:
     x[1] = -1.0
     with pytest.raises(CaptureError, match=r"takes rows that a mask selects"):
         capture(SomePictures(), (x,))
+
+
+class ByListsOfPlaces(nn.Module):
+    """Marks places that come as lists of tensors, of rows and of columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        rows, columns = zip(*places, strict=True)
+        kept = torch.ones_like(x)
+        kept[rows, columns] = 0.0
+        return (self.layer(x) * kept).square().mean()
+
+
+def test_places_in_lists_of_tensors() -> None:
+    model = ByListsOfPlaces()
+    captured = capture(model, (torch.randn(3, 4), torch.tensor([[0, 1], [2, 3]])))
+    assert not captured.graph.ways
+    others = torch.randn(3, 4), torch.tensor([[1, 1], [1, 0]])
+    assert compare_with_eager(captured, model, others, {}, bounded=False).same

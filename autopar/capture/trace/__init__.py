@@ -22,6 +22,7 @@
 :mod:`.bags`          bags of embeddings that are as long as each other: lookups, and their sum
 :mod:`.flex`          ``flex_attention``: causal, or with the mask and the scores that its functions make
 :mod:`.varlen`        ``varlen_attn``: documents packed into one row
+:mod:`.mapped`        ``torch.vmap`` and ``torch.func.grad`` become the operators that they make
 :mod:`.seeding`       random numbers from generators of the model's own are refused; :mod:`.memos` are forgotten
 ===================== ==============================================================================================
 """

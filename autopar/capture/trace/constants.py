@@ -267,7 +267,8 @@ class AnswerConstants(TorchFunctionMode):
         if func in DISTINCT and (values := distinct(func, args, kwargs, self._how_many)) is not None:
             return values
         if func in INDEXED:
-            return func(args[0], _places(args[1], self._places_of_inputs), *args[2:])
+            index = _joined(args[1]) if _has_numbers_of_data(args[1]) else args[1]
+            return func(args[0], _places(index, self._places_of_inputs), *args[2:])
         if func in self.PLACES and args and (places := _places_set(args[0])) is not None:
             rest = {name: value for name, value in kwargs.items() if name != "as_tuple"}
             if func in self.WHERE and len(args) == 1 and not rest:
@@ -352,7 +353,8 @@ class AnswerConstants(TorchFunctionMode):
                 return False
             if node not in seen:
                 seen.add(node)
-                todo.extend(node.all_input_nodes)
+                read = node.all_input_nodes
+                todo.extend(read[1:] if str(node.target) in _OF_THE_SHAPE else read)
         return True
 
     def _truth(self, tensor: torch.Tensor) -> Any:
@@ -410,6 +412,15 @@ def _stacked(values: Any) -> torch.Tensor:
         number = values.tensor
         return number.to(torch.get_default_dtype()) if number.is_floating_point() else number
     return values if isinstance(values, torch.Tensor) else torch.full((), values)
+
+
+def _joined(index: Any) -> Any:
+    """An index of several dims in which lists and tuples of tensors without dims are tensors: ``x[rows, columns]``."""
+
+    def joined(part: Any) -> Any:
+        return _stacked(part) if isinstance(part, (list, tuple)) and _has_numbers_of_data(part) else part
+
+    return tuple(map(joined, index)) if isinstance(index, tuple) else index
 
 
 def _places(index: Any, of_inputs: Callable[[torch.Tensor], torch.Tensor | None] = lambda mask: None) -> Any:

@@ -35,6 +35,7 @@ from autopar.capture.trace.grouped_rows import GroupedRows
 from autopar.capture.trace.hooks import as_in_eager
 from autopar.capture.trace.inner_gradients import KeptInside, in_plain_operators
 from autopar.capture.trace.lengths import lengths_of_rows
+from autopar.capture.trace.mapped import transforms_written_out
 from autopar.capture.trace.memos import memos_forgotten
 from autopar.capture.trace.one_hot_sizes import sizes_for_one_hot
 from autopar.capture.trace.packed import packed_as_padded
@@ -77,6 +78,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         grouped = stack.enter_context(GroupedRows())
         stack.enter_context(grouped.hit.lists())
         stack.enter_context(flex_attention_in_plain_operators())
+        stack.enter_context(transforms_written_out())
         stack.enter_context(experts_by_rows())
         stack.enter_context(loops_by_rows())
         stack.enter_context(some_rows(rows_are_asked_for))
@@ -270,7 +272,7 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     text = str(error).strip().splitlines()
     first = next((t.strip() for t in text if t.strip()), kind)
     said = str(error).lower()
-    of_a_size = isinstance(error, AssertionError) and ("sym_" in said or "proxy" in said)  # torch checks an unknown one
+    of_a_size = isinstance(error, AssertionError) and ("sym_" in said or "fx.proxy.proxy" in said)  # in torch's checks
     if "DataDependent" in kind or "data-dependent" in said or "data dependent" in said or of_a_size:
         what = "its Python code branches on the value of a tensor, or a shape depends on one"
         do = _instead_of_reading(line, layer)
@@ -295,8 +297,8 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
         what = "it makes a numpy array of a tensor, whose values a program computes anew at every call"
         do = "have forward() return the tensor, and call .numpy() on what it returns"
     elif "functorch tensor" in str(error):
-        what = "it calls a transform of torch.func (grad, vmap, jacrev, ...), which torch.export cannot trace"
-        do = "take gradients with torch.autograd.grad(..., create_graph=True), and write out what vmap maps over"
+        what = "it calls a transform of torch.func (jacrev, vjp, ...), which torch.export cannot trace"
+        do = "take gradients with torch.autograd.grad(..., create_graph=True), or with torch.func.grad and torch.vmap"
     elif isinstance(error, (RuntimeError, ValueError, IndexError)) and "Dynamo" not in kind:
         what = f"running it on the example inputs failed: {first}"
         do = "check that model(*example_inputs) runs, and that no operation leaves torch"

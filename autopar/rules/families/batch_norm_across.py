@@ -49,7 +49,18 @@ class _Way:
 
 
 def _precise(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return _in_order(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
+
+
+def _in_order(x: torch.Tensor) -> torch.Tensor:
+    """``x``, with the stride of the batch that its layout has.
+
+    That of a single row may be any, as in a transposed view, and torch's kernels for channels last go by it: what they
+    give is wrong then. A cut makes single rows of batches of many.
+    """
+    if x.dim() < 3 or x.shape[0] != 1 or x.is_meta or x.stride(0) == x.shape[1:].numel():
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _moments(x: torch.Tensor) -> torch.Tensor:
