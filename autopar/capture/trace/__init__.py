@@ -20,5 +20,6 @@
 :mod:`.flex`          ``flex_attention``: causal, or with the mask and the scores that its functions make
 :mod:`.varlen`        ``varlen_attn``: documents packed into one row
 :mod:`.seeding`       random numbers from generators of the model's own are refused; :mod:`.memos` are forgotten
+:mod:`.outside_torch` numbers from Python's and numpy's generators are drawn by torch
 ===================== ==============================================================================================
 """
