@@ -3,6 +3,7 @@
 ===================== ==============================================================================================
 :mod:`.tracing`       one run of ``torch.export``
 :mod:`.constants`     the answers that branches on tensors get where no data is in them, and masks that are known
+:mod:`.one_place`     ``x[i]`` with a number that is not known, as a lookup
 :mod:`.quick`         what ``torch.export`` may leave out here
 :mod:`.autocast`      regions of ``torch.autocast`` become the casts that it makes
 :mod:`.progress`      how far it is, and Ctrl-C
