@@ -12,6 +12,7 @@ import torch.fx
 from autopar.capture import Captured, WithLoss
 from autopar.capture.python.restoring import Draws, generators_kept, kept, same_draws
 from autopar.capture.trace.flex import flex_attention_in_plain_operators
+from autopar.capture.trace.outside_torch import drawn_by_torch
 from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
 from autopar.comparison.relative import Ran, is_tensor
 from autopar.lower.emit import lower
@@ -81,7 +82,7 @@ class Sides:
         args, kwargs = pytree.tree_unflatten(list(leaves), self.captured.in_spec)
         n = len(self.args)
         on_cuda = any(is_tensor(x) and x.is_cuda for x in (*self.named.values(), *leaves))
-        with attention_on(on_cuda):
+        with attention_on(on_cuda), drawn_by_torch():
             return WithLoss(self.model, self.loss_fn, n, self.captured.graph.precision)(*args, **kwargs)
 
     def _outputs(self, leaves: Sequence[Any]) -> list[Any]:

@@ -239,7 +239,7 @@ class CounterInAGlobal(Habit):
 
 @habit
 class RandomFactor(Habit):
-    refused = "random"
+    random = True
 
     def body(self, x: Tensor) -> Tensor:
         return self.a(x) * random.random()
@@ -249,7 +249,7 @@ class RandomFactor(Habit):
 class LayerDrop(Habit):
     """Python's own random numbers decide which layers run."""
 
-    refused = "random"
+    random = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ import math
 import random
 import types
 import warnings
+from random import uniform
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,15 @@ def test_a_changed_value_is_named(name, made):
     assert CHANGES[name][1] in str(caught.value)
     assert len(str(caught.value).splitlines()) == 3  # one change, and what to do
     captured.guards.check()
+
+
+def test_a_namespace_that_holds_more_than_plain_values() -> None:
+    """A configuration with a function in it."""
+    config = types.SimpleNamespace(width=4, size=lambda: 3, kept=[])
+    model = Made(lambda self, x: x * self.config.width + self.config.size(), config=config)
+    captured = autopar.capture(model, X)
+    assert compare_with_eager(captured, model, (X + 1,), {}).same
+    assert config.width == 4 and not config.kept
 
 
 def test_only_what_is_read_is_guarded():
@@ -361,9 +371,9 @@ def test_what_follows_from_buffers_may_be_kept() -> None:
 # --- random numbers outside torch ------------------------------------------------------------------------------------
 
 DRAWS = {
-    "random": (lambda self, x: x * random.random(), {}, "from random at"),
-    "randint": (lambda self, x: x * random.randint(1, 4), {}, "from random at"),
-    "numpy": (lambda self, x: x * float(np.random.rand()), {}, "from numpy.random at"),
+    "normal": (lambda self, x: x * random.gauss(0, 1), {}, "from random at"),
+    "choice": (lambda self, x: x * random.choice([1, 4]), {}, "from random at"),
+    "numpy": (lambda self, x: x * float(np.random.rand(1)[0]), {}, "from numpy.random at"),
     "own numpy": (lambda self, x: x * float(self.draw.random()), {"draw": np.random.default_rng(0)}, "from 'draw' at"),
     "own random": (lambda self, x: x * self.draw.random(), {"draw": random.Random(0)}, "from 'draw' at"),
     "global": (lambda self, x: x * float(GENERATOR.random()), {}, "from global 'GENERATOR' of test_guards.py at"),
@@ -377,6 +387,28 @@ def test_random_numbers_outside_torch_are_refused(name):
     with pytest.raises(CaptureError, match=f"draws a random number outside torch, {message} test_guards.py:\\d+"):
         autopar.capture(Made(forward, **attributes), X)
     assert (random.getstate(), GENERATOR.bit_generator.state) == before
+
+
+DRAWN_BY_TORCH = {
+    "a factor": lambda self, x: x * random.random(),
+    "a branch": lambda self, x: x if random.uniform(0, 2) < 1 else x.tanh(),
+    "imported": lambda self, x: x * uniform(1, 2),
+    "an integer": lambda self, x: x * random.randint(1, 4),
+    "numpy": lambda self, x: x * np.random.rand() + np.random.uniform(1, 2),
+    "numpy's integer": lambda self, x: x * np.random.randint(1, 4),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN_BY_TORCH)
+def test_numbers_outside_torch_are_drawn_by_torch(name) -> None:
+    before = random.getstate(), random.random, uniform
+    model = Made(DRAWN_BY_TORCH[name])
+    with pytest.warns(UserWarning, match=r"draws from random or numpy.random at test_guards.py:\d+"):
+        captured = autopar.capture(model, X)
+    nodes = [node.target for node in captured.graph.nodes if node.kind == "op"]
+    assert any(target.startswith("aten.rand") for target in nodes)
+    assert compare_with_eager(captured, model, (X + 1,), {}).same
+    assert before == (random.getstate(), random.random, uniform)
 
 
 def test_random_numbers_of_code_without_lines_are_refused():

@@ -44,6 +44,9 @@ class Tagger(nn.Module):
             seen = PackedSequence(packed.data.tanh(), packed.batch_sizes, *packed[2:])
             packed_labels = pack_padded_sequence(labels, lengths, batch_first=True, enforce_sorted=False)
             return loss + functional.cross_entropy(self.head(seen.data), packed_labels.data)
+        if self.form == "viewed":
+            by_time, _ = pad_packed_sequence(packed)
+            return loss + self.head(by_time.view(-1, by_time.shape[-1])).square().mean()
         more = {"total_length": STEPS + 1} if self.form == "longer" else {}
         outputs, counts = pad_packed_sequence(packed, batch_first=True, padding_value=0.5, **more)
         counted = torch.arange(outputs.shape[1]) < counts[:, None]
@@ -71,6 +74,7 @@ def tagger(net: nn.RNNBase, form: str) -> Tagger:
         pytest.param("list", nn.GRU(WIDTH, WIDTH, bidirectional=True), marks=pytest.mark.slow),
         ("longer", nn.RNN(WIDTH, WIDTH, bidirectional=True)),
         ("rows", nn.LSTM(WIDTH, WIDTH)),
+        ("viewed", nn.GRU(WIDTH, WIDTH)),
     ],
 )
 def test_packed_sequences_are_those_of_torch_and_are_cut(form: str, net: nn.RNNBase) -> None:

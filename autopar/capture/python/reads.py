@@ -56,6 +56,9 @@ def _refill(container: Any, before: Any) -> None:
     elif isinstance(container, (dict, set)):
         container.clear()
         container.update(before)
+    elif isinstance(container, types.SimpleNamespace):
+        vars(container).clear()
+        vars(container).update(vars(before))
 
 
 def _restored(owner: Any, name: str, value: Any) -> None:
@@ -470,7 +473,9 @@ def _new_tensors(before: Any, now: Any) -> list[torch.Tensor]:
     """Tensors in a container that it did not hold before."""
 
     def held(container: Any) -> list[Any]:
-        return list(container.values() if isinstance(container, dict) else container)
+        if isinstance(container, (list, tuple, set, frozenset)):
+            return list(container)
+        return list((container if isinstance(container, dict) else vars(container)).values())
 
     old = {id(item) for item in held(before)}
     return [item for item in held(now) if isinstance(item, torch.Tensor) and id(item) not in old]

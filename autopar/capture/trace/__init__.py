@@ -4,6 +4,7 @@
 :mod:`.tracing`       one run of ``torch.export``
 :mod:`.constants`     the answers that branches on tensors get where no data is in them, and masks that are known
 :mod:`.distinct`      ``torch.unique``, where it is known how many there are
+:mod:`.one_place`     ``x[i]`` with a number that is not known, as a lookup
 :mod:`.quick`         what ``torch.export`` may leave out here
 :mod:`.autocast`      regions of ``torch.autocast`` become the casts that it makes
 :mod:`.progress`      how far it is, and Ctrl-C
@@ -24,5 +25,6 @@
 :mod:`.varlen`        ``varlen_attn``: documents packed into one row
 :mod:`.mapped`        ``torch.vmap`` and ``torch.func.grad`` become the operators that they make
 :mod:`.seeding`       random numbers from generators of the model's own are refused; :mod:`.memos` are forgotten
+:mod:`.outside_torch` numbers from Python's and numpy's generators are drawn by torch
 ===================== ==============================================================================================
 """

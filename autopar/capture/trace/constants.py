@@ -35,6 +35,7 @@ from autopar.capture.branches.taken import (
 from autopar.capture.graph.exported import flat, storage_of
 from autopar.capture.repeats.repeated import BLOCK
 from autopar.capture.trace.distinct import distinct
+from autopar.capture.trace.one_place import at_one_place, read_at, selected, write_at
 from autopar.torch_private import (
     DisableTorchFunction,
     FakeTensor,
@@ -222,6 +223,7 @@ class AnswerConstants(TorchFunctionMode):
     )
 
     SAME = (torch.equal, torch.Tensor.equal)
+    SELECT = (torch.select, torch.Tensor.select)
     WHERE = (torch.where, torch.Tensor.where)
     PLACES = (torch.nonzero, torch.Tensor.nonzero, *WHERE)
     SELECTED = (torch.masked_select, torch.Tensor.masked_select)
@@ -266,7 +268,12 @@ class AnswerConstants(TorchFunctionMode):
             return self._truth(torch.isclose(*args, **kwargs).all())
         if func in DISTINCT and (values := distinct(func, args, kwargs, self._how_many)) is not None:
             return values
+        if func in self.SELECT and not kwargs and (found := selected(args)) is not None:
+            return found
         if func in INDEXED:
+            one = at_one_place(args[0], args[1], lambda part: constant_value(part) is not None)
+            if one is not None:
+                return read_at(*one) if func is torch.Tensor.__getitem__ else write_at(*one, args[2])
             index = _joined(args[1]) if _has_numbers_of_data(args[1]) else args[1]
             return func(args[0], _places(index, self._places_of_inputs), *args[2:])
         if func in self.PLACES and args and (places := _places_set(args[0])) is not None:

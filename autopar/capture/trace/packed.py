@@ -154,7 +154,8 @@ class PackedAsPadded(TorchFunctionMode):
         padded = torch.where(counted, x, torch.full((), value, dtype=x.dtype, device=x.device))
         if steps > rows.steps:
             padded = torch.cat([padded, padded.new_full((rows.n, steps - rows.steps, *x.shape[2:]), value)], dim=1)
-        return padded if batch_first else padded.transpose(0, 1), rows.lengths
+        # as torch's lies, so that a view of time and batch is one
+        return padded if batch_first else padded.transpose(0, 1).contiguous(), rows.lengths
 
     def _layers(
         self, func: Any, data: torch.Tensor, counts: torch.Tensor, states: Any, weights: Any, has_biases: bool,

@@ -38,6 +38,7 @@ from autopar.capture.trace.lengths import lengths_of_rows
 from autopar.capture.trace.mapped import transforms_written_out
 from autopar.capture.trace.memos import memos_forgotten
 from autopar.capture.trace.one_hot_sizes import sizes_for_one_hot
+from autopar.capture.trace.outside_torch import drawn_by_torch
 from autopar.capture.trace.packed import packed_as_padded
 from autopar.capture.trace.progress import told
 from autopar.capture.trace.quick import quickly
@@ -71,6 +72,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(constants)
         stack.enter_context(constants.lists())
         stack.enter_context(checked())
+        stack.enter_context(drawn_by_torch())
         stack.enter_context(LayerByLayer())
         stack.enter_context(packed_as_padded(module))
         stack.enter_context(Transcripts())
