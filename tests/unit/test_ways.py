@@ -189,9 +189,14 @@ def test_lists_of_integers_that_the_model_is_given_are_followed() -> None:
     assert sorted(up.values()) == [False, True]  # they are as many rows
 
 
-def test_lists_of_what_the_model_holds_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"depends on the value of a tensor at test_ways.py:\d+"):
-        capture(InPieces(own=True), (torch.randn(6, 4), torch.tensor([2, 4])))
+def test_lists_of_what_the_model_holds_are_followed_while_they_are_the_same() -> None:
+    torch.manual_seed(0)
+    model, args = InPieces(own=True), (torch.randn(6, 4), torch.tensor([2, 4]))
+    captured = capture(model, args)
+    assert compare_with_eager(captured, model, (torch.randn(6, 4), torch.tensor([3, 3])), {}).same
+    assert not any(flags(captured, model, args).values())
+    model.lengths.copy_(torch.tensor([3, 3]))
+    assert any(flags(captured, model, args).values())
 
 
 class _Named(torch.nn.Module):

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from autopar.capture.graph.exported import name_of
 from autopar.capture.graph.rows_of_graph import Rows
-from autopar.capture.graph.rows_put_back import WRITES, RowsPutBack
+from autopar.capture.graph.rows_put_back import RowsPutBack, writes_rows
 
 aten = torch.ops.aten
 SIZES = ("aten.sym_size.int", "aten.sym_numel.default")
@@ -70,7 +70,7 @@ class JoinedRows(RowsPutBack):
             self.gone.append(node)
         elif name in SPLITS and self._takes_apart(node):
             self.gone.append(node)
-        elif joined and name.split(".")[1:2] and name.split(".")[1].removesuffix("_") in WRITES:
+        elif joined and writes_rows(name):
             self._write_parts(node, joined, n)
         else:
             self._compute_parts(node, joined, counts, n)

@@ -22,6 +22,11 @@ WRITES = ("index_add", "scatter_add", "scatter_reduce", "index_put", "index_copy
 """Operators that write rows to a tensor; in place with a ``_`` behind."""
 
 
+def writes_rows(name: str) -> bool:
+    """Whether an operator of this name puts rows back into a tensor of all; what Python computes has no such name."""
+    return any(part.removesuffix("_") in WRITES for part in name.split(".")[1:2])
+
+
 class RowsPutBack(RowsOfGraph):
     """Rewrites what writes selected rows to a tensor of all."""
 
@@ -212,4 +217,4 @@ def _in_place(node: Node) -> bool:
     return name_of(node.target).split(".")[1].endswith("_")
 
 
-__all__ = ["WRITES", "RowsPutBack"]
+__all__ = ["RowsPutBack", "writes_rows"]

@@ -33,7 +33,7 @@ from autopar.capture.graph.joined_rows import Joined, JoinedRows
 from autopar.capture.graph.regions_inlined import regions_of_rows_inlined
 from autopar.capture.graph.row_by_row import VIEWS, check
 from autopar.capture.graph.rows_of_graph import EVERY, Rows, is_mask
-from autopar.capture.graph.rows_put_back import WRITES
+from autopar.capture.graph.rows_put_back import writes_rows
 from autopar.capture.graph.run_once import TakenRows
 from autopar.capture.graph.same_masks import behind
 
@@ -229,7 +229,7 @@ class _Masked(JoinedRows):
         elif name == "aten.index_select.default" and self._coordinate(node.args[2]) is not None:
             before: list[Any] = [None] * (int(node.args[1]) % self._val(node.args[0]).dim())  # type: ignore[arg-type]
             self.rows[node] = self._gathered(node.args[0], [*before, node.args[2]])
-        elif name.split(".")[1].removesuffix("_") in WRITES:
+        elif writes_rows(name):
             self._put_back(node)
             return
         else:
