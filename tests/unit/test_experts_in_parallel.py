@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.capture import capture
 from autopar.certificate.recount import check
 from autopar.comparison.verify import verify
 from hardware_profiles import load_cluster
@@ -135,3 +136,23 @@ def test_others_stay_as_they_are(cls: type[Beside]) -> None:
 def test_experts_that_draw_stay_as_they_are() -> None:
     x, y = (torch.randn(4, 6, HIDDEN, dtype=torch.float64) for _ in range(2))
     assert not products(autopar.capture(SoftSlots(dropout=0.5).double(), (x, y)))
+
+
+class PartlyTurned(nn.Module):
+    """Two halves of features of which one is turned, as rotary positions of a part of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.up(x), self.gate(x)
+        some = up[..., :4]
+        turned = some * gate[..., 4:] + torch.cat([-some[..., 2:], some[..., :2]], -1) * gate[..., :4]
+        return self.down(torch.cat([turned, up[..., 4:]], -1)).square().mean() + self.up(gate).mean()
+
+
+def test_a_piece_beside_what_is_none_is_no_expert() -> None:
+    x = torch.randn(3, 5, HIDDEN)
+    graph = capture(PartlyTurned(), (x,)).graph
+    assert sum(node.target == "aten.linear.default" for node in graph.nodes) == 4

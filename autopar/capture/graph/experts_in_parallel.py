@@ -352,11 +352,14 @@ def _pieces_of(nodes: Sequence[Any]) -> tuple[Node, int, bool] | None:
         same = places == [(whole, first.args[1], k) for k in range(n)]
         return (whole, dim, False) if same and whole.meta["val"].shape[dim] == n else None
     if first.target is aten.slice.Tensor and len(first.args) >= 4:
-        whole, dim, width = first.args[0], first.args[1], first.args[3] - first.args[2]
+        whole, dim, start, end = first.args[:4]
+        if any(x.target is not first.target for x in nodes) or not (isinstance(start, int) and isinstance(end, int)):
+            return None
+        width = end - start
         same = [x.args[:4] for x in nodes] == [(whole, dim, k * width, (k + 1) * width) for k in range(n)]
-        steps = all(len(x.args) == 4 or x.args[4] == 1 for x in nodes)
         dim = int(dim) % whole.meta["val"].dim()
-        return (whole, dim, True) if same and steps and whole.meta["val"].shape[dim] == n * width else None
+        every_one = same and all(x.args[4:] in ((), (1,)) for x in nodes)
+        return (whole, dim, True) if every_one and whole.meta["val"].shape[dim] == n * width else None
     if first.target is not operator.getitem or any(x.target is not operator.getitem for x in nodes):
         return None
     source = first.args[0]
