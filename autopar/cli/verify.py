@@ -60,7 +60,8 @@ def verify(
 ) -> None:
     """Compare plans with one device: loss, all gradients (of inputs, too), and the weights after two steps of SGD.
 
-    Many ranks run in this process, in double precision, so that a difference above 1e-9 is a defect and not rounding.
+    Many ranks run in this process, in double precision, so that a difference above 1e-9 is a defect and not rounding;
+    where a model magnifies rounding that much, it is said beside the difference.
     Random plans cut every op in a random legal way: they show that any plan would do. The exit code is 1 if a
     difference is too large.
 
