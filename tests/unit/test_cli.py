@@ -65,6 +65,20 @@ def half():
     return Net(layers=1).bfloat16(), (torch.randn(8, 16).bfloat16(), torch.randn(8, 16).bfloat16())
 
 
+class Magnifying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 1)
+
+    def forward(self, x):
+        return (1e12 * self.inner(x)).sin().mean()
+
+
+def magnifying():
+    torch.manual_seed(0)
+    return Magnifying().double(), (torch.randn(8, 16).double(),)
+
+
 def meta():
     with torch.device("meta"):
         return Net(layers=1), (torch.zeros(8, 16), torch.zeros(8, 16))
@@ -281,6 +295,11 @@ def test_verify_a_model_in_bfloat16() -> None:
     rows = json.loads(autopar("verify", "net.py:half", "--mesh", "data=2,tensor=2", "--random-plans", "3", "--json"))
     assert [r["limit"] for r in rows] == [5e-2, 1e-9, 1e-9, 1e-9, 1e-9]
     assert all(r["ok"] for r in rows)
+
+
+def test_verify_says_that_a_model_magnifies_rounding() -> None:
+    said = autopar("verify", "net.py:magnifying", "--mesh", "data=2", "--random-plans", "4", code=1)
+    assert "more than 1e-09" in said and "where the weights differ in their last digit" in said
 
 
 def test_a_model_without_values_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,22 @@ from autopar import api, comparison
 from autopar.capture import capture
 from autopar.comparison import compare_with_eager
 from autopar.comparison.other_batch import other_batch
-from autopar.comparison.verify import Trained, compare
+from autopar.comparison.verify import (
+    Trained,
+    beside_rounding,
+    compare,
+    doubled,
+    inputs_of,
+    one_device,
+    promoted,
+    state_of,
+    train,
+    verify,
+)
 from autopar.errors import CaptureError
 from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
+from hardware_profiles import load_cluster
 
 X, Y = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 8
 
@@ -271,6 +284,41 @@ def test_a_nan_or_another_imaginary_part_of_one_side_is_not_hidden_by_what_agree
         assert difference.gradient_of == difference.weight_of == "first"
     assert compare("plan", trained(good, float("nan")), trained(good)).worst == float("inf")
     assert compare("plan", trained(good + 0.5j), trained(good + 0j)).gradient > 0.4
+
+
+class Magnifying(nn.Module):
+    """Makes the first digit of the last."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = nn.Linear(8, 1), factor
+
+    def forward(self, x):
+        return (self.factor * self.inner(x)).sin().mean()
+
+
+def test_a_difference_says_how_far_rounding_moves_one_device():
+    graphs = []
+    for factor in (1e12, 1.0):
+        torch.manual_seed(0)
+        model = Magnifying(factor)
+        captured = capture(model, (X,))
+        rows = verify(captured, model, (X,), {}, Mesh.of(data=2), load_cluster("local-x2"), random_plans=4)
+        graphs.append((captured, model, max(rows, key=lambda row: row.worst)))
+    (_, _, shaken), (captured, model, firm) = graphs
+    assert shaken.worst > 1e-9 and shaken.rounding > 1e-3 and shaken.shows_nothing
+    assert firm.worst < 1e-12 and not firm.rounding and not firm.shows_nothing
+    # a defect is not taken for rounding: one device stays where it is
+    double = promoted(captured)
+    weights, inputs = doubled(state_of(captured, model)[0]), doubled(inputs_of(captured, (X,), {}))
+
+    def one(weights_now):
+        return train(double, one_device(double.graph), weights_now, {}, inputs)
+
+    reference = one(weights)
+    off = one({name: (weight.detach() + 1e-3).requires_grad_() for name, weight in weights.items()})
+    wrong = beside_rounding(compare("off", off, reference), reference, one, weights)
+    assert wrong.worst > 1e-9 and 0.0 < wrong.rounding < 1e-12 and not wrong.shows_nothing
 
 
 class Remembering(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from family_trial import CLUSTER
 from torch import Tensor, nn
@@ -16,9 +17,9 @@ from hardware_profiles import load_cluster
 class Places(nn.Module):
     """A list of places that has those of a normed picture and others, as encoders of detection models make them."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6), nn.Linear(6, 2)
+        self.first, self.norm, self.last = nn.Conv2d(4, 6, 1), norm, nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         picture = self.first(x)
@@ -26,13 +27,21 @@ class Places(nn.Module):
         return self.last(torch.cat(places, 1)).square().mean()
 
 
-def test_norm_of_single_rows() -> None:
+NORMS = {
+    "batch": nn.BatchNorm2d(6), "batch, given statistics": nn.BatchNorm2d(6).eval(),
+    "instance": nn.InstanceNorm2d(6, affine=True),
+    "instance, given statistics": nn.InstanceNorm2d(6, affine=True, track_running_stats=True).eval(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norm_of_single_rows(kind: str) -> None:
     torch.manual_seed(0)
-    model, x = Places(), torch.randn(4, 4, 4, 4)
+    model, x = Places(NORMS[kind]), torch.randn(4, 4, 4, 4)
     captured = capture(model, (x,))
     double = promoted(captured)
     plan = plan_graph(double.graph, load_cluster(CLUSTER), Mesh.of(data=4))
-    norm = next(node for node in double.graph.nodes if node.target == "aten.batch_norm.default")
+    norm = next(node for node in double.graph.nodes if "_norm." in node.target)
     assert set(plan.ops[norm.name]) == {"b"}
     weights, buffers = map(doubled, state_of(captured, model))
     inputs = doubled(inputs_of(captured, (x,), {}))

@@ -19,6 +19,7 @@ import torch
 from spmd_types import rules as types
 from spmd_types.types import R, V
 
+from autopar.rules.families.single_rows import with_stride_in_order
 from autopar.rules.lowerings.distributed import all_of, gathered_constant, sends_on, summed_constant, weights_on
 from autopar.rules.notation import Comm
 from autopar.torch_private import each_rank, preserve_version_counter, reached
@@ -49,18 +50,7 @@ class _Way:
 
 
 def _precise(x: torch.Tensor) -> torch.Tensor:
-    return _in_order(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
-
-
-def _in_order(x: torch.Tensor) -> torch.Tensor:
-    """``x``, with the stride of the batch that its layout has.
-
-    That of a single row may be any, as in a transposed view, and torch's kernels for channels last go by it: what they
-    give is wrong then. A cut makes single rows of batches of many.
-    """
-    if x.dim() < 3 or x.shape[0] != 1 or x.is_meta or x.stride(0) == x.shape[1:].numel():
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return with_stride_in_order(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
 
 
 def _moments(x: torch.Tensor) -> torch.Tensor:

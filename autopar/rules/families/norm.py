@@ -14,6 +14,7 @@ import spmd_types as spmd
 import torch
 
 from autopar.rules.families.batch_norm_across import batch_norm_across, collectives_of_batch_norm
+from autopar.rules.families.single_rows import batch_norm_of_rows, instance_norm_of_rows
 from autopar.rules.lowerings.distributed import (
     average,
     axes_of,
@@ -171,8 +172,9 @@ def batch_norm(call: Call) -> Rule:
         ", ".join([x, *["c"] * (len(call.ins) - 1)]) + " -> " + x,
         call,
         lowerings=(
-            Lowering(batch_norm_across, frozenset(across), collectives_of_batch_norm(across, item), uneven=True),
-        ) if training else (),
+            Lowering(batch_norm_across, frozenset(across), collectives_of_batch_norm(across, item), uneven=True)
+            if training else Lowering(batch_norm_of_rows, frozenset("b"), uneven=True),
+        ),
         needs_some="c" if training else x,  # torch's kernel divides by the number of rows
         kind="reduce" if training else "pointwise",
         saves=(0, *weight_at),
@@ -194,6 +196,7 @@ def instance_norm(call: Call) -> Rule:
         ", ".join([x, *["c"] * (len(call.ins) - 1)]) + " -> " + x,
         call,
         whole=" ".join([*space, *(["b"] if updates else [])]),
+        lowerings=() if updates else (Lowering(instance_norm_of_rows, frozenset("b"), uneven=True),),
         needs_some="b c",
         kind="reduce",
         saves=(0, 1) if isinstance(call.args[1], In) else (0,),
