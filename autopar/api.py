@@ -269,8 +269,7 @@ def parallelize(
     Returns:
         A :class:`~autopar.runtime.one_mesh.executor.ParallelModule`; if the plan has several stages, a
         :class:`~autopar.runtime.pipelines.pipeline.PipelineModule`. Its parameters are new ones, DTensors under the
-        model's names
-        and in its dtypes: make the optimizer after this call, or pass it in.
+        model's names and in its dtypes: make the optimizer after this call, or pass it in.
 
     Raises:
         InfeasibleError: nothing fits.

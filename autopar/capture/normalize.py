@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autopar.rules.families.histogram import HISTC_OF_INTEGERS
 from autopar.words.graph import Ref, Spec
 
 FRESH = frozenset({"aten.clone.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
@@ -148,6 +149,9 @@ def normalize(
         assert out is not None
         d = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(out.shape)
         return target.replace("concat", "cat"), (list(args[0]), d), {}
+    if target == "aten.histc.default":
+        assert first is not None
+        return (target if _dtype(first.dtype).is_floating_point else HISTC_OF_INTEGERS), args, kwargs
     if target in DROPOUTS:
         return None if not args[2] or args[1] == 0 else (target, args, kwargs)
     if target == "aten.mean.default":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.cli.common import out, progress, show_bytes, show_seconds
@@ -24,12 +25,15 @@ def parsed(like: str | None) -> Layout | None:
     return parse_layout(like) if like is not None else None
 
 
-def show(outcome: Outcome, hardware: Cluster, top: int, layout: Layout | None, pinned: LayoutRow | None) -> None:
+def show(
+    outcome: Outcome, hardware: Cluster, top: int, layout: Layout | None, pinned: LayoutRow | None, path: Path | None
+) -> None:
     """Print the best layouts, and one that was asked for beside them.
 
     Args:
         top: how many of the best layouts are shown.
         pinned: the row of ``layout``.
+        path: of the plan file that was written.
     """
     if top > 1 or pinned is not None:
         table(rows_of_layouts(outcome, hardware, top, pinned))
@@ -42,6 +46,8 @@ def show(outcome: Outcome, hardware: Cluster, top: int, layout: Layout | None, p
                 "ask for others",
                 markup=False,
             )
+        if path is not None:
+            out().print(f"  {path} has the best plan, not this layout", markup=False)
         if layout.free:
             out().print(
                 f"  {', '.join(layout.free)}: left to the planner, which keeps parameters and cuts sequences as is "

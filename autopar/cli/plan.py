@@ -141,7 +141,7 @@ def plan(
         sys.stdout.write(dumps(outcome.plan, outcome.captured.graph, named))
     else:
         _summary(outcome, hardware, output, top)
-        layouts.show(outcome, hardware, top, layout, pinned)
+        layouts.show(outcome, hardware, top, layout, pinned, output)
 
 
 def _policy_of(precision: Precision) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -191,15 +192,15 @@ def diff(
     """Show in what two plans differ: ops, parameters, routes, price.
 
     If both are for one model, decisions are compared op by op, so that the way the patterns are written does not
-    matter; else entry by entry. Of plans in stages also the number of stages, the cuts (and by how many blocks they
-    moved), meshes, schedule, microbatches, and times and memory of every stage.
+    matter; else the files are, entry by entry, and a line says so. Of plans in stages also the number of stages, the
+    cuts (and by how many blocks they moved), meshes, schedule, microbatches, and times and memory of every stage.
 
     Example: autopar diff plan.json edited.json
     """
     from autopar.report.differences import differences, entries
 
     first, second = open_plan(a), open_plan(b)
-    rows = None
+    rows, alike = None, True
     specs = [(document.model or {}).get("spec") for document in (first, second)]
     if first.raw["fingerprint"] == second.raw["fingerprint"] or (specs[0] == specs[1] is not None):
         try:
@@ -209,14 +210,18 @@ def diff(
         except (ModelError, PlanError):
             if model is not None:
                 raise
-    _print_diff(a, b, entries(first.raw, second.raw) if rows is None else rows, as_json)
+    else:
+        alike = False
+    _print_diff(a, b, entries(first.raw, second.raw) if rows is None else rows, as_json, alike)
 
 
-def _print_diff(a: Path, b: Path, rows: list[tuple[str, Any, Any]], as_json: bool) -> None:
+def _print_diff(a: Path, b: Path, rows: list[tuple[str, Any, Any]], as_json: bool, alike: bool) -> None:
     if as_json:
         print_json([{"what": what, "a": x, "b": y} for what, x, y in rows])
         return
     console = out()
+    if not alike:
+        console.print("the plans are for different models; their files are compared entry by entry")
     if not rows:
         console.print("the plans are the same")
         return
@@ -236,6 +241,8 @@ def _cell(what: str, value: Any) -> str:
         return show_seconds(value) if what.endswith("seconds") else show_bytes(value)
     if what.endswith("_fraction"):
         return f"{value:.1%}"
+    if isinstance(value, Mapping):
+        return f"{len(value)} entries: {', '.join(map(str, value))}"  # a part that only one of the files has
     if isinstance(value, (list, tuple)):
-        return "\n".join(map(str, value))
+        return ", ".join(map(str, value)) if what.endswith(".devices") else "\n".join(map(str, value))
     return str(value)

@@ -24,9 +24,10 @@ from autopar.runtime.batches.batch_statistics import of_each_microbatch
 from autopar.runtime.batches.loss_counts import count_of
 from autopar.torch_private import pytree
 
-ROUNDING, ROUNDING_OF_HALF = 1e-5, 2e-2
-"""Relative differences of two losses that sums in another order explain, with room: a hundred units in the last place
-of single precision, and a few of bfloat16."""
+ROUNDING_OF_DOUBLE, ROUNDING, ROUNDING_OF_HALF = 1e-7, 1e-5, 2e-2
+"""Relative differences of two losses that sums in another order explain, with room: what weights in single precision,
+which take no gradient, make of a loss in double precision; a hundred units in the last place of single precision, and a
+few of bfloat16."""
 
 
 def with_notes(plan: Plan, captured: Captured, model: torch.nn.Module, example: Any) -> Plan:
@@ -82,15 +83,25 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
             mean = sum(share * loss_of(part) for share, part in zip(shares, of_parts, strict=True) if share)
         except Exception:  # of the user's code, in a mode in which it is not run otherwise
             return ""
-    single = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
-    if abs(whole - mean) <= (ROUNDING if single else ROUNDING_OF_HALF) * max(abs(whole), abs(mean)):
+    if abs(whole - mean) <= _rounding(captured, model) * max(abs(whole), abs(mean)):
         return ""
+    digits = next(n for n in (6, 9, 17) if f"{whole:.{n}g}" != f"{mean:.{n}g}")
     return (
-        f"the loss of the example batch is {whole:.6g} at once and {mean:.6g} as the mean of {parts} microbatches, by "
-        "which a step trains: it is no mean over rows (a sum, tokens that do not count, rows compared with each other, "
-        "or experts balanced over a batch)\n"
+        f"the loss of the example batch is {whole:.{digits}g} at once and {mean:.{digits}g} as the mean of {parts} "
+        "microbatches, by which a step trains: it is no mean over rows (a sum, tokens that do not count, rows compared "
+        "with each other, or experts balanced over a batch)\n"
         "  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
     )
+
+
+def _rounding(captured: Captured, model: torch.nn.Module) -> float:
+    """What rounding explains of a difference of losses, by the coarsest numbers that gradients come through."""
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    dtypes |= {out.dtype for node in captured.graph.nodes if node.needs_grad for out in node.outs if out is not None}
+    if {dtype for dtype in dtypes if "float" in dtype} <= {"float64"}:  # a top-k has places, too
+        return ROUNDING_OF_DOUBLE
+    single = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+    return ROUNDING if single else ROUNDING_OF_HALF
 
 
 def _counted(captured: Captured, model: torch.nn.Module, of_parts: list[Any]) -> list[float]:

@@ -21,10 +21,11 @@ from __future__ import annotations
 import importlib
 
 FAMILIES = (
-    "families.pointwise", "families.shape", "families.image", "families.reduce", "families.factory", "families.index",
-    "families.contraction", "families.conv", "families.pool", "attention.attention", "families.norm", "families.loss",
-    "families.embed", "families.recurrences", "families.ctc", "experts.experts", "experts.expert_block",
-    "families.random", "families.draws", "families.history", "families.branch", "discovery",
+    "families.pointwise", "families.shape", "families.image", "families.reduce", "families.histogram",
+    "families.factory", "families.index", "families.contraction", "families.conv", "families.pool",
+    "attention.attention", "families.norm", "families.loss", "families.embed", "families.recurrences", "families.ctc",
+    "experts.experts", "experts.expert_block", "families.random", "families.draws", "families.history",
+    "families.branch", "discovery",
 )  # fmt: skip
 
 for _family in FAMILIES:

@@ -129,8 +129,8 @@ def test_plan_chooses_a_mesh() -> None:
     for mesh in ("data=2", "tensor=2"):
         pinned = json.loads(autopar("plan", "net.py:make", "-c", "local", "--mesh", mesh, "--json"))
         assert best <= 1.001 * seconds(pinned)
-    text = autopar("plan", "net.py:make", "-c", "local", "--top", "2", "--like", "dp=2,m=1")
-    assert "of peak" in text and "times the best" in text
+    text = autopar("plan", "net.py:make", "-c", "local", "--top", "2", "--like", "dp=2,m=1", "-o", "searched.json")
+    assert "of peak" in text and "times the best" in text and "searched.json has the best plan, not this" in text
     autopar("plan", "net.py:make", "-c", "local", "--mesh", "data=2", "--top", "2", code=2)
 
 
@@ -268,6 +268,18 @@ def test_diff() -> None:
     rows = {r["what"]: r for r in json.loads(autopar("diff", "plan.json", "cut.json", "--json"))}
     assert rows["op layers.*.up:linear"]["b"].endswith("tensor=n")
     assert "price.seconds" in rows
+
+
+def test_diff_of_plans_for_different_models(tmp_path: Path) -> None:
+    """A line says so, and a part that one file has alone is a few words, not all that is in it."""
+    path = tmp_path / "other.json"
+    autopar("plan", "net.py:make", "-c", "local-x2", "--stages", "2", "--microbatches", "2", "-o", str(path))
+    other = json.loads(path.read_text(encoding="utf-8"))
+    other["fingerprint"], other["model"] = "0" * 16, {"spec": "other.py:make"}
+    path.write_text(json.dumps(other), encoding="utf-8")
+    said = autopar("diff", "plan.json", str(path))
+    assert "the plans are for different models; their files are compared entry by entry" in said
+    assert " entries: " in said and "{" not in said
 
 
 def test_inspect() -> None:

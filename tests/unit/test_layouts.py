@@ -51,7 +51,10 @@ def test_words() -> None:
         ("zero=4", "zero is '4'; write zero=0, 1, 2 or 3"),
         ("mbs=1,m=4", "mbs and m say the same"),
         ("vp=2", "vp=2 needs a pipeline"),
-        ("dp=8,ep=3", "ep=3 is a part of dp=8, which it does not divide"),
+        ("dp=8,ep=3", "ep=3 does not divide dp=8; rows travel to experts among ranks of dp, so dp counts them, too: "
+                      "dp=24,ep=3"),
+        ("tp=2,ep=4", "ep=4 does not divide dp, 1 where it is not given"),
+        ("ep=4", "so dp counts them, too: dp=4,ep=4"),
         ("pp=2,vp=2,schedule=1f1b", "1f1b holds 1 stages a rank, not 2"),
         ("pp=2,schedule=fifo", "no schedule 'fifo'"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,7 @@ def _contrast(out: Tensor, labels: Tensor) -> Tensor:
 
 def _balance(out: Tensor) -> Tensor:
     """As routers of experts are taught: products of means over the batch."""
-    chosen = F.one_hot(out.argmax(1), out.shape[1]).float().mean(0)
+    chosen = F.one_hot(out.topk(1).indices[:, 0], out.shape[1]).float().mean(0)
     return (chosen * out.softmax(1).mean(0)).sum()
 
 
@@ -52,8 +53,8 @@ OTHER = {
 }
 
 
-def _said(loss: Any) -> str:
-    model, batch = Net(loss), (torch.randn(8, 6), LABELS)
+def _said(loss: Any, dtype: torch.dtype = torch.float32) -> str:
+    model, batch = Net(loss).to(dtype), (torch.randn(8, 6, dtype=dtype), LABELS)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     part = capture(model, (batch[0][:4], batch[1][:4]))
     drawn = torch.random.get_rng_state()
@@ -72,6 +73,18 @@ def test_a_mean_over_rows_is_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", OTHER)
 def test_another_loss_is_told_about(name: str) -> None:
     assert "as the mean of 2 microbatches" in _said(OTHER[name])
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_mean_over_rows_is_the_same_in_double_precision(name: str) -> None:
+    assert _said(SAME[name], torch.float64) == ""
+
+
+def test_double_precision_explains_less() -> None:
+    """Weights that take no gradient may be in single precision, as shares of rows mostly are."""
+    said = _said(lambda out, labels: F.cross_entropy(out, labels.clamp(min=0)) + 1e-4 * _balance(out), torch.float64)
+    whole, mean = re.findall(r"(\d\.\d+) (?:at once|as the mean)", said)
+    assert whole != mean
 
 
 def test_a_random_loss_is_not_judged() -> None:

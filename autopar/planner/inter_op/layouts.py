@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import lcm
 
 from autopar.errors import PlanError, closest
 from autopar.planner.inter_op.candidates import PipelineOptions
@@ -113,7 +114,6 @@ class Layout:
             schedules=(self.schedule,), may_recompute=self.recompute in (None, "selective"),
         )  # fmt: skip
 
-
     def _experts(self, graph: Graph) -> list[str]:
         """The modules that hold routed experts which rows may travel to."""
         blocks = [(i, node) for i, node in graph.of_kind("op") if node.target == BLOCK]
@@ -165,7 +165,11 @@ def parse_layout(text: str) -> Layout:
     check_name(schedule)
     sizes, experts = {word: numbers.get(word, 1) for word in AXES}, numbers.get("ep", 1)
     if sizes["dp"] % experts:
-        raise PlanError(f"--like {text}: ep={experts} is a part of dp={sizes['dp']}, which it does not divide")
+        written = f"dp={sizes['dp']}" if "dp" in numbers else "dp, 1 where it is not given"
+        raise PlanError(
+            f"--like {text}: ep={experts} does not divide {written}; rows travel to experts among ranks of dp, so dp "
+            f"counts them, too: dp={lcm(experts, sizes['dp'])},ep={experts}"
+        )
     return Layout(
         text, sizes, experts, groups, numbers.get("mbs", 1), numbers.get("m"), not numbers.keys() & {"mbs", "m"},
         schedule, recompute, tuple(free),

@@ -26,7 +26,7 @@ _NO_MASK, _BOOL_MASK, _ADDED_MASK = (tl.constexpr(n) for n in range(3))
 
 @triton.jit
 def _is_kept(row, column, threshold):
-    """Which elements of a block are kept: :func:`autopar.rules.families.random.mixed` below the threshold."""
+    """Which elements of a block are kept: the hash of :mod:`autopar.rules.families.random` below the threshold."""
     z = row[:, None] + column[None, :]
     z = z ^ (z >> 16)
     z = z * _FIRST

@@ -1,9 +1,10 @@
 """Rules of operators, family by family, each with its lowerings; attention and experts have folders of their own.
 
 Elementwise and shapes: :mod:`.pointwise`, :mod:`.shape`, :mod:`.image`, :mod:`.factory`, :mod:`.index`, :mod:`.embed`.
-Sums and products: :mod:`.reduce`, :mod:`.contraction`, :mod:`.conv`, :mod:`.pool`, :mod:`.recurrences`.
-Norms and losses: :mod:`.norm`, :mod:`.batch_norm_across` (over several ranks),
-:mod:`.single_rows` (of one row each), :mod:`.loss`, :mod:`.ctc`.
+Sums and products: :mod:`.reduce`, :mod:`.contraction`, :mod:`.conv`, :mod:`.pool`, :mod:`.recurrences`; counts:
+:mod:`.histogram`.
+Norms and losses: :mod:`.norm`, :mod:`.batch_norm_across` (over several ranks), :mod:`.single_rows` (of one row each),
+:mod:`.loss`, :mod:`.ctc`.
 Random numbers: :mod:`.random`, :mod:`.draws`; :mod:`.fixed_order`: operators that add in no fixed order on GPUs.
 Of autopar's own: :mod:`.history` (writes), :mod:`.branch` (random branches).
 """

@@ -138,15 +138,6 @@ def count_nonzero(call: Call) -> Rule:
     return reduction(call, _dims(call), False)
 
 
-@rule("aten.histc.default", samples=[sample(T((24,), high=4.0, grad=False), 4, 0, 4), sample(T((8,), grad=False), 4)])
-def histc(call: Call) -> Rule:
-    """Counts of the pieces add up, unless the range is that of the values."""
-    sizes, term = named(call.ins[0].shape)
-    low, high = call.arg(2, "min", 0), call.arg(3, "max", 0)
-    whole = frozenset({"bins", *(sizes if low == high else ())})
-    return Rule({**sizes, "bins": call.out.shape[0]}, (tuple(term),), ((("bins",),),), "reduce", whole)
-
-
 @rule("aten.any.dim", "aten.all.dim", samples=[sample(T((4, 6), "bool", 2), 1)])
 def any_dim(call: Call) -> Rule:
     return _extreme(call, _dims(call), bool(call.arg(2, "keepdim", False)))

@@ -96,7 +96,7 @@ def which_piece(axis: str) -> Any:
 
 
 def cuts_on(axes: Axes) -> tuple[tuple[int, int], ...]:
-    """``(size, unit)`` of axes that cut a dim: :func:`~autopar.words.placements.nested_piece_of` takes them."""
+    """``(size, unit)`` of axes that cut a dim: :func:`~autopar.words.pieces.nested_piece_of` takes them."""
     return tuple(map(_size_and_unit, axes))
 
 
@@ -163,7 +163,7 @@ def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
 
 def _pieces(n: int, axes: Axes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """First elements and lengths of all pieces into which ``axes`` cut ``n`` elements, int64 [pieces], the first axis
-    the major one; as :func:`~autopar.words.placements.piece_of` has them.
+    the major one; as :func:`~autopar.words.pieces.piece_of` has them.
 
     They are computed on the device: numbers from the host would have to be copied, which it waits for.
     """

@@ -2,7 +2,7 @@
 
 One choice for all the blocks of a deep model is a coarse tool: 126 layers that keep a parameter whole may be just too
 large, and cutting it in all of them wasteful. The relaxation of the integer program says which two choices to mix
-(:func:`.ilp.HighsProgram.pair`); here the boundary between blocks is found at which the mixture fits.
+(:meth:`.ilp.HighsProgram.pairs`); here the boundary between blocks is found at which the mixture fits.
 """
 
 from __future__ import annotations
