@@ -42,8 +42,10 @@ T = TypeVar("T")
 
 BY_DEVICE = frozenset({"aten.scaled_dot_product_attention.default", "aten.batch_norm.default"})
 """Operators that choose their kernel by the device: on ``meta`` there is no fused attention, and a batch norm in eval
-mode makes statistics that nobody needs. Their lowerings take the kernels of the CPU there too, and a trial on ``meta``
-takes a quarter of the time of one on fake tensors."""
+mode makes statistics that nobody needs. They are tried on fake tensors of the CPU."""
+LOWERED_ALIKE = frozenset({"aten.scaled_dot_product_attention.default"})
+"""Of those, the ones whose distributed lowerings take the kernels of the CPU on ``meta`` too, where a trial takes a quarter
+of the time of one on fake tensors."""
 
 CANNOT_BE_TRIED = (RuntimeError, ZeroDivisionError)
 """What torch raises for a call that cannot be made without values: an operator without a kernel for ``meta``
@@ -188,7 +190,7 @@ def trial_of(
     key = observe, _key_of_trial(local, call, mesh, ins)
     if key not in _trials:
         try:
-            if call.target in BY_DEVICE and not local.distributed:
+            if call.target in BY_DEVICE and not (local.distributed and call.target in LOWERED_ALIKE):
                 with FakeTensorMode():
                     _trials[key] = observe(local, ins, mesh.size_of, "cpu")
             else:

@@ -32,6 +32,7 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not list(tmp_path.iterdir()), "an example leaves no files behind"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == AS_SCRIPT else pytest.mark.slow) for n in SCRIPTS])
 def test_example_as_a_script(name: str, tmp_path: Path) -> None:
     done = subprocess.run(

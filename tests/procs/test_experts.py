@@ -20,7 +20,7 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral_batched", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek_v3", "switch"))]
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in ("mixtral_batched", "deepseek_v3", "switch")]
 )
 def test_trains_as_one_process(name: str) -> None:
     for rank in run_local(several, 2, "experts", {name: ("all_cuts", name, CUTS)}):

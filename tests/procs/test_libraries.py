@@ -31,6 +31,7 @@ def far(loops: list[str], folder: Path, seconds: float = 280.0) -> dict[str, Any
     }
 
 
+@pytest.mark.slow
 def test_a_loop_of_accelerate_trains_as_on_one_device(tmp_path: Path) -> None:
     assert far(["accelerated"], tmp_path) == {}
 

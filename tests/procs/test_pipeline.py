@@ -182,6 +182,7 @@ def test_three_ranks_from_a_script() -> None:
     assert ranks[0][-1] < ranks[0][0]
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     check(4, [
         Config("mlp", "zb-h1", (PAIR, ONE, ONE), 4, seed=2, clip=0.1),

@@ -39,6 +39,7 @@ VOCABULARY = {
 """Of 50257 words, cut in embedding, head and loss."""
 
 
+@pytest.mark.slow
 def test_operators_are_cut_into_uneven_pieces() -> None:
     """8 rows, 16 tokens, 64 features on 3 ranks; and a vocabulary."""
     check(3, [of("gpt2", THREE, **VOCABULARY, clip=0.1), of("mlp", THREE, seed=0)])

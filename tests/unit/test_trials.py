@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from procs.in_turn import marked
 from torch import Tensor, nn
 
 from autopar.capture import capture
@@ -137,9 +136,8 @@ def test_equal_calls_of_different_graphs_have_one_rule() -> None:
     assert not any(a is b for a, b in zip(first, larger, strict=True) if a is not None and len(a.inputs) == 3)
 
 
-@pytest.mark.parametrize(
-    "target", marked(sorted(saved.BY_DEVICE), [x for x in saved.BY_DEVICE if "scaled_dot_product" in x])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", sorted(saved.LOWERED_ALIKE))
 def test_lowerings_are_tried_without_values_as_on_the_cpu(target: str) -> None:
     """What lowerings keep and need of operators that choose their kernel by the device."""
     tried = 0

@@ -33,6 +33,10 @@ RESEMBLE = {
     "OldSpectralNorm", "EinsumAndOuter", "SinusoidTable", "RepeatAndTile", "RollAndFlip", "FrozenFirstLayer",
     "LearnedCodebook", "BatchNormTwice", "NegativeDimsAndEllipsis", "ReorderedList", "AsStridedRead",
     "CumulativeInPlace", "ChunksOfDataWritten", "GradientPenaltyFree", "PaddedConvolution", "UnfoldRead",
+    "ActivationModules", "NanToNum", "WhereGuard", "MeanPooled", "BranchOnPadding", "GatedLoss", "BinarySign",
+    "StepSliceWritten", "DiagonalFilled", "CastThenInPlace", "RowMaskWrite", "HardGumbel", "ViewOfViewWritten",
+    "AsStridedWritten", "TwoFilledBuffers", "InstanceNormWithStatistics", "SameExpressionTwice", "SkewedScores",
+    "RetainGrad", "PositionBuffer", "ToThatReturnsItself", "DataWritten", "FlattenedParameters",
     "OutArgument", "DropoutInPlace", "BoolAndNone", "ThroughIndexing", "StackOfList", "WhileLoop", "TopKMask",
 }  # fmt: skip
 """Others of their kind are tried every time: another way to write a view or a buffer, another container or mask."""
