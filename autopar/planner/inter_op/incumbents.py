@@ -104,10 +104,12 @@ class Incumbents:
         for search, candidate in promising:
             if self.interrupted and self.plans:
                 return
-            if self._has_enough(candidate) and self.programs >= FEW_PROGRAMS:
+            enough = self._has_enough(candidate)
+            if enough and self.programs >= FEW_PROGRAMS:
                 return
-            is_known = self._has_enough(candidate) or self._is_far(candidate)
-            if (is_known and not self._is_cheap(search, candidate)) or not self._is_of_interest(search, candidate):
+            if (enough or self._is_far(candidate)) and not self._is_cheap(search, candidate):
+                continue
+            if not self._is_of_interest(search, candidate):
                 continue
             seconds = self.add(search, candidate)
             if self.n_devices > SMALL and candidate.groups > 1:

@@ -98,9 +98,8 @@ class Going:
     ) -> Iterator[tuple[Met, PartOfAttention]]:  # fmt: skip
         """The calls of kernels in which a rank's queries meet piece ``source`` of the keys."""
         rows, keys = self.rows(numbers, q.shape[-2]), self.keys(source, k.shape[-2])
-        meeting = [own(rows)] if self.causal and self.draw is None and keys == rows else None
-        if meeting is None:
-            meeting = joined(pairs(rows, keys, self.causal))
+        at_home = self.causal and self.draw is None and keys == rows
+        meeting = [own(rows)] if at_home else joined(pairs(rows, keys, self.causal))
         for pair in meeting if self.draw is None else in_blocks(meeting):
             yield pair, PartOfAttention(
                 q[..., pair.rows, :], k[..., pair.keys, :], v[..., pair.keys, :], scale=self.scale,
