@@ -370,3 +370,13 @@ def test_statistics_across_rows_are_refused_in_regions_without_gradients_too() -
     x = torch.randn(4, 4, HIDDEN)
     with pytest.raises(CaptureError, match=r"mean.* looks across rows that a mask selects"):
         autopar.capture(CountingExperts(averaging, 1), (x, x))
+
+
+def test_the_best_of_all_elements_is_none_of_a_dim() -> None:
+    """``x.argmax()`` counts through all elements; ``x.argmax(-1)`` through those of a row."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3, 4)
+    aten = torch.ops.aten
+    of_all, of_rows = (graph.call_function(aten.argmax.default, args) for args in ((x,), (x, -1)))
+    assert number_of_choices(of_all) is None and number_of_choices(of_rows) == 4

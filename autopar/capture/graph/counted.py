@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,20 +77,31 @@ def _marked(total: Node) -> Any:
     return picked if of_topk and value == 1 and _along_last(picked.args[0]) else None
 
 
+def picking(picked: Node, several: Sequence[str], one: Sequence[str]) -> tuple[Node, Any] | None:
+    """The operator that picked numbers along a dim, and that dim: None where it picked of all elements.
+
+    Args:
+        several: names of operators whose second result these numbers may be.
+        one: names of operators whose result they may be.
+    """
+    is_second = picked.target is operator.getitem and picked.args[1] == 1
+    source: Any = picked.args[0] if is_second else picked
+    name = name_of(source.target)
+    if name not in (several if is_second else one):
+        return None
+    given: Any = source.args[2:] if name == "aten.topk.default" else source.args[1:]
+    otherwise = source.kwargs.get("dim", None if name.startswith(("aten.argmax", "aten.argmin")) else -1)
+    return source, next((d for d in given if isinstance(d, int) and not isinstance(d, bool)), otherwise)
+
+
 def number_of_choices(picked: Any) -> int | None:
     """How many numbers there are of which some, or the best one, were picked; None where numbers were not found so."""
     picked = behind(picked, (*CASTS, *PARTS))
-    if not isinstance(picked, Node):
+    found = picking(picked, PICKS_SEVERAL, PICKS_ONE) if isinstance(picked, Node) else None
+    if found is None or found[1] is None:
         return None
-    several = picked.target is operator.getitem and picked.args[1] == 1
-    source: Any = picked.args[0] if several else picked
-    name = name_of(source.target)
-    if name not in (PICKS_SEVERAL if several else PICKS_ONE):
-        return None
-    given: Any = source.args[2:] if name == "aten.topk.default" else source.args[1:]
-    along = next((d for d in given if isinstance(d, int) and not isinstance(d, bool)), source.kwargs.get("dim", -1))
-    shape = source.args[0].meta["val"].shape
-    size = None if along is None else shape[along]
+    source: Any = found[0]
+    size = source.args[0].meta["val"].shape[found[1]]
     return size if isinstance(size, int) else None
 
 
@@ -120,4 +132,4 @@ def element_of(number: Any) -> tuple[Node, int] | None:
     return whole, element.args[-1]
 
 
-__all__ = ["CASTS", "counted_numbers", "element_of", "hot_by_dim", "number_of_choices"]
+__all__ = ["CASTS", "counted_numbers", "element_of", "hot_by_dim", "number_of_choices", "picking"]

@@ -7,7 +7,6 @@ numbers; so does a softmax of what was spread over minus infinity. Scaled, or mu
 
 from __future__ import annotations
 
-import operator
 from math import inf
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from autopar.capture.graph.conditional_writes import writes
-from autopar.capture.graph.counted import CASTS
+from autopar.capture.graph.counted import CASTS, picking
 from autopar.capture.graph.exported import name_of
 from autopar.capture.graph.same_masks import VIEWS, behind
 
@@ -97,14 +96,12 @@ def _picked(spread: Any) -> Any:
     picked: Any = behind(index, CASTS)
     while isinstance(picked, Node) and picked.target in (aten.slice.Tensor, aten.unsqueeze.default):
         picked = behind(picked.args[0], CASTS)
-    several = picked.target is operator.getitem and picked.args[1] == 1
-    source = picked.args[0] if several else picked
-    if dim not in (1, -1) or name_of(source.target) not in (PICKS if several else PICKED_ALONE):
+    found = picking(picked, PICKS, PICKED_ALONE)
+    if dim not in (1, -1) or found is None:
         return None
-    given = dict(zip(("k",) if name_of(source.target) == "aten.topk.default" else (), source.args[1:], strict=False))
-    along = source.args[1 + len(given)] if len(source.args) > 1 + len(given) else source.kwargs.get("dim", -1)
+    source: Any = found[0]
     of_matrix = source.args[0].meta["val"].dim() == 2 == index.meta["val"].dim()
-    return index if of_matrix and along in (1, -1) else None
+    return index if of_matrix and found[1] in (1, -1) else None
 
 
 __all__ = ["column_of", "numbers_spread"]
