@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.capture.graph.counted import number_of_choices
 from autopar.comparison.verify import verify
 from autopar.errors import CaptureError
 from autopar.rules.experts.expert_block import BLOCK
