@@ -273,7 +273,8 @@ def on_best_mesh(
         say(shape.shown())
         least = best.seconds if best is not None else inf
         try:
-            plan = on_mesh(graph, cluster, shape, replace(options, worth_seconds=least), name, pins)
+            wanted = replace(options, worth_seconds=least, explains=len(shapes) == 1)
+            plan = on_mesh(graph, cluster, shape, wanted, name, pins)
         except Beaten:
             continue
         except InfeasibleError as error:
@@ -292,7 +293,9 @@ def on_best_mesh(
         assert infeasible is not None
         if isinstance(infeasible, NoChoice):
             raise explained(graph, cluster, failed, options, infeasible)
-        raise infeasible
+        if len(shapes) == 1:
+            raise infeasible
+        best = on_mesh(graph, cluster, failed, options, name, pins)  # raises, with what the smallest plan would need
     return Outcome(best, captured, None, tuple(sorted(tried, key=lambda way: way[1])))
 
 

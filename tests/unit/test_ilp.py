@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import pulp
 import pytest
@@ -112,6 +113,45 @@ def test_equals_brute_force(solver: str, limit: bool) -> None:
         assert choice.objective == pytest.approx(expected, abs=1e-6), problem
         feasible += 1
     assert feasible >= (50 if solver == "highs" else 3)
+
+
+def test_what_has_the_fewest_bytes_says_whether_anything_fits() -> None:
+    """It bounds every choice, a limit below it has none, and what was asked before and after is as it was."""
+    rng = random.Random(13)
+    refused = 0
+    for _ in range(60):
+        problem = _random_problem(rng, True)
+        every = itertools.product(*(range(len(item.seconds)) for item in problem.items))
+        program, untouched = ilp.program(problem), ilp.program(problem)
+        try:
+            fewest, nearest = program.fewest_bytes()
+        except InfeasibleError:  # no way between some states
+            assert _brute_force(replace(problem, limit_bytes=1e9)) == float("inf")
+            continue
+        assert fewest <= min(_bytes(problem, picked) for picked in every if _has_ways(problem, picked)) + 1e-6
+        program.limit(fewest - 0.1)
+        with pytest.raises(InfeasibleError):
+            program.least()
+        program.limit(fewest + 0.1)
+        program.least()
+        program.limit(problem.limit_bytes)
+        assert len(nearest.picked) == len(problem.items)
+        try:
+            least = untouched.least()
+        except InfeasibleError:
+            refused += 1
+            assert fewest > problem.limit_bytes
+        else:
+            assert program.least() == pytest.approx(least, abs=1e-6)
+    assert 5 <= refused <= 50
+
+
+def _has_ways(problem: Problem, picked: Sequence[int]) -> bool:
+    """Whether steps lead from every made state to all that are wanted."""
+    return all(
+        _cheapest_steps(t, t.made[picked[t.producer]], {wanted[picked[c]] for c, wanted in t.consumers}) < float("inf")
+        for t in problem.tensors
+    )
 
 
 def test_same_problem_same_answer() -> None:

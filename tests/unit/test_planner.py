@@ -25,6 +25,7 @@ from autopar.planner.intra_op.solving import ilp
 from autopar.planner.intra_op.solving.by_cbc import ByCbc
 from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT, Effort, asked_seconds
 from autopar.planner.intra_op.solving.ilp import HighsProgram
+from autopar.planner.intra_op.within_memory import OutOfReach
 from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
@@ -180,6 +181,24 @@ def test_the_smallest_that_an_error_names_is_the_smallest(name: str, may_recompu
     assert plan_graph(graph, cluster, mesh, limited(needed + 1024)).price.memory_bytes <= needed + 1024
     with pytest.raises(InfeasibleError, match="the smallest needs"):
         plan_graph(graph, cluster, mesh, limited(0.9 * needed))
+
+
+def test_a_search_is_told_that_nothing_fits_without_the_smallest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes no branch and bound. Where the relaxation fits, the plan is the same with explanations and without."""
+    graph, cluster, mesh = graph_of("gpt2"), load_cluster("dgx-h100"), Mesh.of(data=8)
+    some = 0.5 * plan_graph(graph, cluster, mesh).price.memory_bytes
+    plans = [plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=some, explains=e)) for e in (True, False)]
+    assert plans[0] == plans[1]
+    with pytest.raises(InfeasibleError, match="the smallest needs") as error:
+        plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=0.1 * some))
+
+    def branches(*args: object) -> None:
+        raise AssertionError("branch and bound")
+
+    monkeypatch.setattr(HighsProgram, "best", branches)
+    with pytest.raises(OutOfReach, match=r"no plan fits .* per device on data=8") as short:
+        plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=0.1 * some, explains=False))
+    assert str(error.value).startswith(str(short.value).partition(" per device")[0])
 
 
 def test_memory_limits_hold_and_cost() -> None:

@@ -143,12 +143,15 @@ class ExactPlans:
                     moved.append(replace(candidate, bounds=(*candidate.bounds[:k], new, *candidate.bounds[k + 1 :])))
         return moved
 
-    def exact(self, candidate: Candidate, best_known: float = inf, thorough: bool = False) -> Exact | None:
+    def exact(
+        self, candidate: Candidate, best_known: float = inf, thorough: bool = False, explains: bool = False
+    ) -> Exact | None:
         """Plans of the stages, and the simulation; None if the schedule does not allow these counts.
 
         Args:
             best_known: seconds of a step.
             thorough: stages are as near to their optimum as was asked, where memory binds too.
+            explains: the error where a stage does not fit says what the smallest would need.
 
         Raises:
             InfeasibleError: a stage does not fit.
@@ -164,7 +167,7 @@ class ExactPlans:
                 return None  # this schedule does not allow these counts
         if n == 1:
             schedule = one_stage(self.asked.microbatches)
-        choices, timing, step = self._stages(graphs, schedule, candidate, best_known, thorough)
+        choices, timing, step = self._stages(graphs, schedule, candidate, best_known, thorough, explains)
         if asked == SEARCHED and n > 1:
             limits = [self.limit(devices) for devices in candidate.devices]
             choices, schedule = better_order(choices, schedule, timing, limits)
@@ -214,6 +217,7 @@ class ExactPlans:
         candidate: Candidate,
         best_known: float,
         thorough: bool,
+        explains: bool,
     ) -> tuple[tuple[StagePlan, ...], Times, float]:
         """Plans of the stages, what the schedule is simulated with, and the seconds that follow it once a step.
 
@@ -226,7 +230,7 @@ class ExactPlans:
         rooms = list(limits)
         for _ in range(REFINED):
             live = live_at_peak(schedule, kept)
-            choices = self._planned(graphs, schedule, candidate, live, rooms, best_known, thorough)
+            choices = self._planned(graphs, schedule, candidate, live, rooms, best_known, thorough, explains)
             kept = [choice.kept_bytes for choice in choices]
             live = live_at_peak(schedule, kept)
             choices = [c.with_in_flight(n) for c, n in zip(choices, live, strict=True)]
@@ -246,7 +250,7 @@ class ExactPlans:
 
     def _planned(
         self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, live: Sequence[int],
-        rooms: Sequence[float], best_known: float, thorough: bool,
+        rooms: Sequence[float], best_known: float, thorough: bool, explains: bool,
     ) -> list[StagePlan]:  # fmt: skip
         """Plans of all stages.
 
@@ -275,7 +279,7 @@ class ExactPlans:
                     wishes, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
                     microbatches=self.asked.microbatches, memory_limit_bytes=rooms[group[number]] * share,
                     recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=self._may_recompute,
-                    blocks=self._blocks_in(stage.graph),
+                    blocks=self._blocks_in(stage.graph), explains=explains,
                 )  # fmt: skip
                 plan = self.stage_plans.plan(stage.graph, mesh, options, devices)
                 stored.update({(group[number], n): ",".join(c.stored) for n, c in plan.params.items()})

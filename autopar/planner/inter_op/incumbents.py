@@ -88,8 +88,8 @@ class Incumbents:
             plan = search.exact(candidate, self.to_beat)
         except Beaten:
             return inf
-        except InfeasibleError as error:
-            search.infeasible = search.infeasible or error
+        except InfeasibleError:
+            search.unfit = search.unfit or candidate
             self.failed += 1
             return inf
         if plan is None:

@@ -50,12 +50,14 @@ class OneNumber(ExactPlans):
     """Ways to cut for one number of microbatches: bounds, estimates and exact plans of them.
 
     Attributes:
-        infeasible: an error of what did not fit.
+        unfit: what was planned exactly and did not fit.
+        infeasible: the error of an estimate that did not fit.
         leanest: what the leanest cut needs, where no estimate fits.
         fastest: seconds of the commonest block on every mesh that was looked at, by pool and mesh.
         decided: plans of blocks, which may be shared with other numbers.
     """
 
+    unfit: Candidate | None = None
     infeasible: InfeasibleError | None = None
     leanest: Need | None = None
     fastest: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from autopar.planner.intra_op.building.space import fitting_strategy
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.intra_op.solving import ilp
-from autopar.planner.intra_op.within_memory import UNLIMITED, AllTooLarge, WithinMemory, against, too_big
+from autopar.planner.intra_op.within_memory import UNLIMITED, AllTooLarge, OutOfReach, WithinMemory, against, too_big
 from autopar.plans.memory_decisions import GATHER_AGAIN
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.rules.strategy import Strategy
@@ -84,6 +84,9 @@ def plan_graph(
             keeping_all = keeping().plan()
         except AllTooLarge as error:
             too_large.append(error.smallest)
+        except OutOfReach:
+            if best is None and not too_large:
+                raise
         except Beaten:
             if best is None:
                 raise
@@ -129,6 +132,8 @@ def choosing(
                 plans.append(within.plan())
         except AllTooLarge as error:
             too_large.append(error.smallest)
+        except OutOfReach:
+            pass
         except InfeasibleError:  # of the relaxation alone
             assert near
         bounds.append(within.bound)

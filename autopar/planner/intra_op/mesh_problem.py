@@ -31,7 +31,7 @@ class MeshProblem:
         self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, devices: Sequence[int] | None
     ) -> None:
         check_mesh(mesh, cluster)
-        self.graph, self.cluster, self.options = graph, cluster, options
+        self.graph, self.cluster, self.mesh, self.options = graph, cluster, mesh, options
         self.priced = pricer(cluster, mesh, devices)
         folding = fold(graph) if options.fold else unfolded(graph)
         self.rules = rules_of(graph, folding.representative)

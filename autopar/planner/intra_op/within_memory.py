@@ -47,6 +47,8 @@ STEEP_PRICES = (10.0, 30.0, 100.0)
 """Like :data:`autopar.planner.intra_op.building.problem.PRICES`, where little memory is all that counts."""
 BOUNDED = "rows of the first moments"
 """The kind of program that :attr:`WithinMemory.ends` are of."""
+TIGHT = 0.9
+"""Part of the limit: where what every item has at least is more, it is asked first whether there is a choice at all."""
 UNLIMITED = 1e18
 """Bytes that no device has."""
 
@@ -57,6 +59,10 @@ class AllTooLarge(InfeasibleError):
     def __init__(self, smallest: StagePlan) -> None:
         super().__init__(f"the smallest plan needs {show_bytes(smallest.price.memory_bytes)}")
         self.smallest = smallest
+
+
+class OutOfReach(InfeasibleError):
+    """Not even the relaxation fits, nor the plan nearest to its fewest bytes, and no explanation was asked for."""
 
 
 @dataclass
@@ -70,6 +76,7 @@ class WithinMemory:
         known_seconds: of a plan that there is already: one that is slower is not worth the search.
         moments: those that are rows of the program, by number.
         bound: seconds that no choice within the limit beats, as far as the relaxation says; infinite if nothing fits.
+        fewest: bytes that the relaxation has at least, and the choice nearest to that, where these were looked for.
         ends: where the simplex method ended in earlier programs of this kind, from where it goes on; None where there
             are none, and will be none.
     """
@@ -81,6 +88,7 @@ class WithinMemory:
     known_seconds: float = float("inf")
     moments: dict[Moment, int] = field(default_factory=dict)
     bound: float = float("inf")
+    fewest: tuple[float, Choice] | None = None
     ends: dict[object, Any] | None = None
 
     def plan(self) -> StagePlan:
@@ -88,6 +96,7 @@ class WithinMemory:
 
         Raises:
             AllTooLarge: nothing fits.
+            OutOfReach: nothing fits, and no explanation is wanted.
             Beaten: it is not worth the search, or nothing fits and there is a plan already.
         """
         limit, gap = self.limit, self.setting.options.memory_gap
@@ -97,7 +106,8 @@ class WithinMemory:
         best: StagePlan | None = None
         bound = 0.0
         fits_at, too_much, target, refined, slow = 0.0, limit, limit, 0, 0
-        for attempt in range(ATTEMPTS):
+        fits = self.fewest is None or self.fewest[0] <= limit
+        for attempt in range(ATTEMPTS if fits else 0):
             try:
                 if attempt == 0:
                     bound = program.least()
@@ -150,7 +160,24 @@ class WithinMemory:
             program.limit(target)
         if best is None and self.known_seconds < float("inf"):
             raise Beaten  # what is the smallest is of no interest then
+        if best is None and self.bound == float("inf") and not self.setting.options.explains:
+            return self._of_fewest_bytes(program)
         return best if best is not None else self._smallest(tried, bound)
+
+    def _of_fewest_bytes(self, program: ilp.HighsProgram | ilp.ByCbc) -> StagePlan:
+        """The plan nearest to the fewest bytes of the relaxation, where that is too large, too: rows may count a little
+        that a finished plan does not have at once.
+
+        Raises:
+            OutOfReach: it does not fit either.
+        """
+        fewest, plan = self.fewest or program.fewest_bytes(), None
+        with suppress(PlanError):  # rounded to strategies between which there is no way
+            plan = self._finish(fewest[1]) if fewest is not None else None
+        if plan is None or plan.price.memory_bytes > self.limit:
+            raise OutOfReach(f"no plan fits {show_bytes(self.limit)} per device on {self.setting.mesh.shown()}")
+        solution = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
+        return replace(plan, solution=against(0.0, replace(plan, solution=solution), self.setting.options.memory_gap))
 
     def _mixed(self, program: ilp.HighsProgram | ilp.ByCbc, gap: float, bound: float) -> StagePlan | None:
         """A plan whose blocks differ, at the program's present limit, measured against the bound at the full one."""
@@ -168,6 +195,8 @@ class WithinMemory:
         if best is not None and against(bound, best, gap).gap <= gap:
             return best
         for share in LOWER:
+            if self.fewest is not None and self.fewest[0] > share * self.limit:
+                break  # nothing has so little, and that takes the simplex method long to find
             program.limit(share * self.limit)
             with suppress(InfeasibleError):  # not even the relaxation has so little
                 mixed = self._mixed(program, gap, bound)
@@ -236,6 +265,10 @@ class WithinMemory:
             return self._program(self.problem)
         first = rows.at_the_end_of_the_forward(), rows.stepping()
         program = self._program(replace(self.problem, limit_bytes=limit, moments=first))
+        if any(sum(map(min, moment.items)) > TIGHT * limit for moment in first):
+            self.fewest = program.fewest_bytes()
+            if self.fewest is not None and self.fewest[0] > limit:
+                return program
         program.begin_at((self.ends or {}).get(BOUNDED))
         for round_number in range(ROUNDS):
             try:
@@ -296,7 +329,6 @@ class WithinMemory:
         plan = replace(plan, solution=solution)
         return replace(plan, solution=against(bound, plan, self.setting.options.memory_gap))
 
-
     def _smaller_and_smaller(self) -> list[StagePlan]:
         """Plans whose fullest moment is the least there is, as far as the program's rows say: where another moment of
         such a plan is fuller, that becomes a row, too."""
@@ -353,4 +385,4 @@ def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) ->
     )
 
 
-__all__ = ["UNLIMITED", "AllTooLarge", "WithinMemory", "against", "too_big"]
+__all__ = ["UNLIMITED", "AllTooLarge", "OutOfReach", "WithinMemory", "against", "too_big"]

@@ -35,6 +35,8 @@ class Options:
             backward, and runs again there. So do the regions that the model itself runs under activation checkpointing.
         may_recompute: where memory binds, and neither ``recompute`` nor the model says what runs again, operators of
             any block may.
+        explains: where nothing fits, look for the smallest plan, to say what that needs. It takes several runs of the
+            solver, which a search over many meshes spends on the one of which it tells.
         blocks: names of the operators with which blocks begin, for whoever knows them: what runs again does so block
             by block. By default those of the repeated stretches that folding finds.
     """
@@ -53,6 +55,7 @@ class Options:
     in_flight: int = 1
     recompute: Sequence[str] = ()
     may_recompute: bool = True
+    explains: bool = True
     blocks: Sequence[str] = ()
 
     @property

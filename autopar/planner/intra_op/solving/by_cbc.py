@@ -61,6 +61,10 @@ class ByCbc:
         """Not known before the problem is solved."""
         return 0.0
 
+    def fewest_bytes(self) -> None:
+        """Not known."""
+        return None
+
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
         """Not known."""
         return iter(())

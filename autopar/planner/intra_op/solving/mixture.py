@@ -42,6 +42,8 @@ def mixture(
         alike = _within(realise(decoder.decided(smaller.picked, folding)), smaller.bound, seconds_of, gap)
         if alike.price.memory_bytes <= limit and alike.solution is not None and alike.solution.gap <= gap:
             return alike  # no block need differ
+        if alike.price.memory_bytes > limit:
+            continue  # nor does it where some blocks take the larger one
         plan = _between(graph, folding, decoder, (faster, smaller), cuts, limit, realise, seconds_of, gap)
         if plan is not None and (best is None or plan.price.seconds < best.price.seconds):
             best = plan

@@ -26,6 +26,8 @@ LARGE = 60_000
 17,000 it takes longer than the solution."""
 NOTHING = 1e-6
 """A value of the relaxation below this is 0, one as near to 1 is 1: HiGHS's own tolerance."""
+BYTES_SIZE = 1000.0
+"""What the limit's bytes are scaled to, where bytes are what is minimised."""
 DECIDED = 16
 """Items that are decided in turn, at most, to come from the relaxation to a whole choice."""
 
@@ -152,6 +154,29 @@ class Relaxation:
             if price:
                 self._weigh(duals)
         return replace(self._point(engine.getObjectiveValue()), byte_price=price)
+
+    def fewest_bytes(self) -> tuple[float, Choice]:
+        """What the first moment has at least, and the choice that is nearest to that, whatever its seconds.
+
+        That no choice has so few bytes as the limit is known from this in a fiftieth of the time that the simplex
+        method takes to find rows without a solution (0.7 s and 33 s for 80 layers on a mesh of two axes).
+        """
+        every = np.arange(len(self.lp.cost), dtype=np.int32)
+        bytes_of = np.zeros(len(every))
+        for column, n_bytes in self.lp.bytes_of(self.moments[0]).items():
+            bytes_of[column] = n_bytes
+        scale = BYTES_SIZE / max(self.unit, 1.0)
+        self._bound_memory(math.inf)
+        self.engine.changeColsCost(len(every), every, scale * bytes_of)
+        try:
+            point = self.relaxed()
+        finally:
+            self.engine.clearSolver()  # what follows goes on from elsewhere
+            self.engine.changeColsCost(len(every), every, np.array(self.lp.cost))
+            self._bound_memory(self.room)
+        if point is None:
+            raise InfeasibleError("the relaxation was not solved in time")
+        return point.bound / scale + self.unseen[0], self.choice(replace(point, bound=0.0))
 
     def _relaxed_at(self, price: float) -> Point | None:
         """The relaxation at a price of a byte: whole, if it is with its peak, or one item's strategy, fixed."""
