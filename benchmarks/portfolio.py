@@ -2,6 +2,7 @@
 
     python benchmarks/portfolio.py gpt2-8                 200 layouts, made by hand and at random; see layouts.CASES
     python benchmarks/portfolio.py --count 400 resnet-50-8
+    python benchmarks/portfolio.py --precision bf16-mixed llama-8b-64    under a policy; else in bfloat16 throughout
 
 A layout is written in the words of ``autopar plan --like``. It goes through what costs least first: a bound that is
 true of any layout of so many microbatches and groups; the planner's own bounds and estimates, which leave out what
@@ -146,7 +147,7 @@ def portfolio(count: int, n: int, rows: int) -> list[str]:
     return [*hand, *drawn][: max(count, len(hand))]
 
 
-def measure(case: str, count: int) -> dict[str, Any]:
+def measure(case: str, count: int, precision: str | None = None) -> dict[str, Any]:
     """One case in this process."""
     warnings.simplefilter("ignore")
     import layouts
@@ -157,7 +158,7 @@ def measure(case: str, count: int) -> dict[str, Any]:
     from hardware_profiles import load_cluster
 
     *_, cluster, rows, _, _, _ = layouts.CASES[case]
-    hardware, graph_of = load_cluster(cluster), layouts.graphs_of(case, None)
+    hardware, graph_of = load_cluster(cluster), layouts.graphs_of(case, precision)
     start = time.process_time()
     graphs = {m: graph_of(m) for m in numbers_of_parts(rows)}
     best = plan_pipeline(graphs, hardware, hardware.n_devices, PipelineOptions(1))
@@ -165,7 +166,8 @@ def measure(case: str, count: int) -> dict[str, Any]:
     words = portfolio(count, hardware.n_devices, rows)
     prices = price(words, graph_of, hardware, rows, best.plan.seconds, say=lambda text: print(text, file=sys.stderr))
     row: dict[str, Any] = {
-        "case": case, "search s": best.plan.seconds, "plan": best.tried[0][0], "layouts": len(words),
+        "case": case, "precision": precision or "as the model is",
+        "search s": best.plan.seconds, "plan": best.tried[0][0], "layouts": len(words),
         "planned exactly": len(prices.seconds), "beaten": len(prices.beaten), "bounded": len(prices.bounded),
         "do not fit, or cannot be": len(prices.refused), "search CPU s": round(searched - start, 1),
         "layouts CPU s": round(time.process_time() - searched, 1),
@@ -180,9 +182,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--count", type=int, default=COUNT)
+    parser.add_argument("--precision")
     options = parser.parse_args()
     for case in options.cases:
-        print(json.dumps(measure(case, options.count)), flush=True)
+        print(json.dumps(measure(case, options.count, options.precision)), flush=True)
 
 
 if __name__ == "__main__":
