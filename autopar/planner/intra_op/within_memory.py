@@ -76,7 +76,7 @@ class WithinMemory:
         known_seconds: of a plan that there is already: one that is slower is not worth the search.
         moments: those that are rows of the program, by number.
         bound: seconds that no choice within the limit beats, as far as the relaxation says; infinite if nothing fits.
-        fewest: bytes that the relaxation has at least, and the choice nearest to that, where these were looked for.
+        fewest: bytes that the relaxation has at least, and the choice nearest to that, where state leaves little room.
         ends: where the simplex method ended in earlier programs of this kind, from where it goes on; None where there
             are none, and will be none.
     """
@@ -123,6 +123,8 @@ class WithinMemory:
                     roughly = self._roughly(program, gap, bound)
                     if roughly is not None:
                         return roughly
+                if self._is_hopeless:
+                    break
                 plan = self._finish(program.solve(gap, min(self.setting.options.worth_seconds, self.known_seconds)))
             except InfeasibleError:
                 break
@@ -160,9 +162,17 @@ class WithinMemory:
             program.limit(target)
         if best is None and self.known_seconds < float("inf"):
             raise Beaten  # what is the smallest is of no interest then
-        if best is None and self.bound == float("inf") and not self.setting.options.explains:
+        if best is None and self._is_hopeless:
             return self._of_fewest_bytes(program)
         return best if best is not None else self._smallest(tried, bound)
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether a search need not look for a plan that fits by branch and bound: not even the relaxation fits, or
+        there is a plan already, and state leaves so little room that minutes of it find none, mostly."""
+        options = self.setting.options
+        known = options.worth_seconds < float("inf")
+        return not options.explains and (self.bound == float("inf") or (known and self.fewest is not None))
 
     def _of_fewest_bytes(self, program: ilp.HighsProgram | ilp.ByCbc) -> StagePlan:
         """The plan nearest to the fewest bytes of the relaxation, where that is too large, too: rows may count a little
@@ -265,9 +275,11 @@ class WithinMemory:
             return self._program(self.problem)
         first = rows.at_the_end_of_the_forward(), rows.stepping()
         program = self._program(replace(self.problem, limit_bytes=limit, moments=first))
-        if any(sum(map(min, moment.items)) > TIGHT * limit for moment in first):
-            self.fewest = program.fewest_bytes()
-            if self.fewest is not None and self.fewest[0] > limit:
+        least = max(sum(map(min, moment.items)) for moment in first)
+        fewest = program.fewest_bytes() if least > TIGHT * limit else None
+        if fewest is not None:
+            self.fewest = max(fewest[0], least), fewest[1]
+            if self.fewest[0] > limit:
                 return program
         program.begin_at((self.ends or {}).get(BOUNDED))
         for round_number in range(ROUNDS):
@@ -385,4 +397,4 @@ def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) ->
     )
 
 
-__all__ = ["UNLIMITED", "AllTooLarge", "OutOfReach", "WithinMemory", "against", "too_big"]
+__all__ = ["TIGHT", "UNLIMITED", "AllTooLarge", "OutOfReach", "WithinMemory", "against", "too_big"]
