@@ -171,12 +171,13 @@ def can_be_cut(graph: Graph, example: Any) -> bool:
 
 def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, asked: Asked, name: str) -> Outcome:
     """The plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
-    options = replace(options_of(asked), microbatches=1)
+    most = outcome.plan.seconds * (1 + SIMPLER)
+    options = replace(options_of(asked), microbatches=1, worth_seconds=most, explains=False)
     try:
         simple = on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, asked.pins)
-    except InfeasibleError:
+    except (InfeasibleError, Beaten):
         return outcome
-    if simple.seconds > outcome.plan.seconds * (1 + SIMPLER):
+    if simple.seconds > most:
         return outcome
     return replace(outcome, plan=simple, captured=captured, timeline=None)
 
