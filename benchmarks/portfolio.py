@@ -66,7 +66,7 @@ def price(
     """
     from autopar.errors import AutoparError
     from autopar.planner.inter_op.candidates import PipelineOptions
-    from autopar.planner.inter_op.exact_stages import ExactPlans
+    from autopar.planner.inter_op.exact.exact_stages import ExactPlans
     from autopar.planner.inter_op.layouts import parse_layout
     from autopar.planner.inter_op.one_group import least_seconds
     from autopar.planner.inter_op.stage_search import plan_pipeline

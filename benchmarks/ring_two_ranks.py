@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from autopar.rules.attention import attention_across, attention_halves
+from autopar.rules.attention import attention_halves, ring_attention
 from autopar.rules.lowerings.distributed import permuted
 from autopar.runtime.ranks.launch import run_local
 
@@ -48,7 +48,7 @@ def measured(tokens: int, causal: bool, runs: int) -> dict[str, list[float]]:
 
     def ring() -> None:
         with spmd.set_current_mesh(mesh):
-            of_ring = attention_across.attention_across(*pieces, is_causal=causal, cut={"ring": ("seq",)})
+            of_ring = ring_attention.attention_across(*pieces, is_causal=causal, cut={"ring": ("seq",)})
             of_ring.backward(grad[:, :, mine])
 
     def messages() -> None:
@@ -78,7 +78,7 @@ def record_messages(sent: list[tuple[torch.Tensor, Any]], step: Callable[[], Non
         sent.append((x.clone(), list(to)))
         return permuted(x, axis, group, to, *more, **named)
 
-    senders = (attention_across, attention_halves)
+    senders = (ring_attention, attention_halves)
     try:
         for module in senders:
             module.permuted = noted

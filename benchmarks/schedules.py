@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 
-from cost_models.pipeline import Times, build, search, simulate, times, v_placement
+from cost_models.schedules import Times, build, search, simulate, times, v_placement
 
 CASES = {
     # name: (forward, input gradient, weight gradient, transfer seconds) of each stage

@@ -9,7 +9,7 @@
                         transfer's
 :mod:`.memory`          bytes that an optimizer keeps
 :mod:`.fitting`         measurements as the few numbers of a curve
-:mod:`.pipeline`        schedules and their simulation; :mod:`.staging`: stages on unequal groups of devices
+:mod:`.schedules`       schedules and their simulation; :mod:`.staging`: stages on unequal groups of devices
 ======================= ===============================================================================================
 """
 

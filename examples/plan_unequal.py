@@ -21,7 +21,7 @@ from autopar.planner.planning import in_stages
 from autopar.plans.asked import asked as asked_for
 from autopar.plans.staging import cut
 from autopar.report import trace
-from cost_models.pipeline import grid
+from cost_models.schedules import grid
 from hardware_profiles import load_cluster
 
 CONFIG = GPT2Config(

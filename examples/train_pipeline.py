@@ -11,7 +11,7 @@ import torch.distributed as dist
 from train_gpt import GPT, loss_of
 
 import autopar
-from cost_models.pipeline import grid
+from cost_models.schedules import grid
 
 VOCABULARY, TOKENS, BATCH, MICROBATCHES, STEPS = 128, 64, 16, 4, 8
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import T5Config, T5ForConditionalGeneration
 
 import autopar
-from cost_models.pipeline import grid
+from cost_models.schedules import grid
 
 CONFIG = T5Config(
     vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_decoder_layers=3, num_heads=4, dropout_rate=0.0,

@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.plans.staging import cut
-from cost_models.pipeline import grid
+from cost_models.schedules import grid
 
 SIZE, BATCH, MICROBATCHES, STEPS = 32, 16, 4, 8
 

@@ -26,7 +26,7 @@ from autopar.lower.typecheck import typecheck
 from autopar.plans.memory_decisions import DECISIONS
 from autopar.plans.plan import StagePlan
 from autopar.plans.prices import Price
-from autopar.rules.attention.attention_across import QUERIES, RING
+from autopar.rules.attention.ring_attention import QUERIES, RING
 from autopar.rules.function import PREFIX
 from autopar.rules.lowerings.lowering_trial import Begun, Counted, ToOther, as_last_rank
 from autopar.rules.option_names import factor_and_block

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from autopar.planfile import Document
     from autopar.plans.plan import Plan
     from autopar.report.layouts import LayoutRow
-    from cost_models.pipeline import Timeline
+    from cost_models.schedules import Timeline
     from hardware_profiles import Cluster
 
 

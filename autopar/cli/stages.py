@@ -10,7 +10,7 @@ from autopar.words.meshes import Mesh
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.plans.plan import Plan
-    from cost_models.pipeline import Timeline
+    from cost_models.schedules import Timeline
     from hardware_profiles import Cluster
 
 WIDEST = 400
@@ -41,7 +41,7 @@ def describe(
     captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster, as_json: bool, more: dict[str, Any]
 ) -> None:
     """Tables of the stages and their memory, the schedule as a grid, what limits the step."""
-    from cost_models.pipeline import grid
+    from cost_models.schedules import grid
 
     facts = facts_of(captured, plan, timeline, cluster)
     if as_json:

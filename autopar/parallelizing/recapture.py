@@ -18,8 +18,8 @@ from autopar.capture import Captured
 from autopar.comparison import FAILS, compare_with_eager
 from autopar.errors import CaptureError, PlanError
 from autopar.parallelizing.spreading import agreed
+from autopar.planner.inter_op.exact.shared_buffers import with_buffers
 from autopar.planner.inter_op.replan import Replanner, block_starts, limit_of_stage
-from autopar.planner.inter_op.shared_buffers import with_buffers
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
 from autopar.planner.intra_op.mesh_plan import plan_graph
@@ -39,7 +39,7 @@ from autopar.words.graph import Graph, Node
 from autopar.words.labels import matches, op_labels
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, whole_placement
-from cost_models.pipeline import live_per_stage, with_microbatches
+from cost_models.schedules import live_per_stage, with_microbatches
 from hardware_profiles import Cluster
 
 

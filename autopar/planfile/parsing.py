@@ -19,8 +19,8 @@ from autopar.plans.wishes import OPTIMIZERS
 from autopar.words.load_shares import Load, parse_load
 from autopar.words.meshes import Mesh
 from autopar.words.precision import Precision, parse_precision
-from cost_models.pipeline import Schedule, simulate, times
-from cost_models.pipeline import parse as parse_schedule
+from cost_models.schedules import Schedule, simulate, times
+from cost_models.schedules import parse as parse_schedule
 from hardware_profiles import Cluster
 from hardware_profiles.strict import Unreadable, parse_json
 

@@ -14,14 +14,14 @@ from autopar.planfile.parsing import Document, parse
 from autopar.planfile.repricing import Setting, stage_plan
 from autopar.planfile.stage_entries import StageReader
 from autopar.planfile.write import step_checksum
-from autopar.planner.inter_op.timing import timing_of
+from autopar.planner.inter_op.simulating.timing import timing_of
 from autopar.plans.device_groups import check_places, check_within
 from autopar.plans.plan import Pins, Plan, StagePlan
 from autopar.plans.staging import StageGraph, crossings_of, cut, first_op
 from autopar.rules.experts.expert_load import with_load
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
-from cost_models.pipeline import live_at_peak, simulate
+from cost_models.schedules import live_at_peak, simulate
 from hardware_profiles import Cluster
 from hardware_profiles.strict import Unreadable, read_text
 

@@ -23,8 +23,8 @@ from autopar.capture.microbatches import (
     taken_of_batch,
 )
 from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
-from autopar.planner.inter_op.exact_stages import Exact
-from autopar.planner.inter_op.order import check_name
+from autopar.planner.inter_op.exact.exact_stages import Exact
+from autopar.planner.inter_op.simulating.order import check_name
 from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
 from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, Planned, plan_pipeline
 from autopar.planner.intra_op.building.problem import Beaten, NoChoice
@@ -38,7 +38,7 @@ from autopar.rules.registry import rules_of, source_of_rule
 from autopar.words.graph import Graph
 from autopar.words.meshes import AXIS_NAMES, Mesh, mesh_shapes
 from autopar.words.texts import show_bytes, show_seconds
-from cost_models.pipeline import Timeline
+from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
 DEFAULT_SCHEDULES = PipelineOptions(1).schedules

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from autopar.errors import MeshError, PlanError
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
-from cost_models.pipeline.actions import Schedule
+from cost_models.schedules.actions import Schedule
 
 
 def check_places(schedule: Schedule, meshes: Sequence[Mesh], devices: Sequence[Sequence[int]]) -> None:

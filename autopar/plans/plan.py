@@ -23,7 +23,7 @@ from autopar.words.load_shares import Load
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, whole_state
 from autopar.words.precision import Precision
-from cost_models.pipeline.actions import Action, Schedule
+from cost_models.schedules.actions import Action, Schedule
 
 VERSION = 2
 """Of plan files (:mod:`autopar.planfile`)."""

@@ -25,7 +25,7 @@ from autopar.runtime.ranks.groups import channel, groups_for
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import whole_state
-from cost_models.pipeline.actions import Action
+from cost_models.schedules.actions import Action
 from hardware_profiles import Cluster
 
 SIZES = tuple(4**k for k in range(5, 13))  # 1 KiB to 16 MiB

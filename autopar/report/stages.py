@@ -10,7 +10,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.prices import bytes_together
 from autopar.words.graph import Graph
 from autopar.words.labels import op_labels
-from cost_models.pipeline import Timeline
+from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cost_models.pipeline import Timeline
-from cost_models.pipeline.actions import KINDS, parts
+from cost_models.schedules import Timeline
+from cost_models.schedules.actions import KINDS, parts
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 Event = dict[str, Any]

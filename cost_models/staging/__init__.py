@@ -11,8 +11,8 @@
 :mod:`.failure`   why nothing fits
 ================= =====================================================================================================
 
-The planner uses it where groups of devices differ (:mod:`autopar.planner.inter_op.unequal`); equal groups have a
-quicker way. What schedules need and leave idle is in :mod:`cost_models.pipeline.schedules`.
+The planner uses it where groups of devices differ (:mod:`autopar.planner.inter_op.estimating.unequal`); equal groups
+have a quicker way. What schedules need and leave idle is in :mod:`cost_models.schedules.schedule_kinds`.
 """
 
 from .best_cuts import stage

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.pipeline.schedules import Fill, fill_of
+from cost_models.schedules.schedule_kinds import Fill, fill_of
 
 from .dynamic import solve
 from .estimate import bounded, evaluate

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.pipeline.schedules import Fill
+from cost_models.schedules.schedule_kinds import Fill
 
 from .bounds import Bounds, bounds
 from .table import INF, Floats, Ints, StageTable, Timed

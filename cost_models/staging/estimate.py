@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from cost_models.pipeline.schedules import Fill
+from cost_models.schedules.schedule_kinds import Fill
 
 from .words import StageChoice, StageEstimate, StagingEstimate, StagingProblem
 
@@ -40,7 +40,7 @@ def estimated_seconds(
     """The formula above, of groups from the first to the last.
 
     Args:
-        bubble, drain: of the schedule (:class:`cost_models.pipeline.schedules.Fill`).
+        bubble, drain: of the schedule (:class:`cost_models.schedules.schedule_kinds.Fill`).
         overlap: transfers run beside computation; otherwise a group's seconds hold them.
     """
     total, pace, tail = 0.0, 0.0, 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cost_models.pipeline.schedules import Fill
+from cost_models.schedules.schedule_kinds import Fill
 
 from .dynamic import solve
 from .estimate import evaluate

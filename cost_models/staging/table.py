@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.pipeline.schedules import Fill
+from cost_models.schedules.schedule_kinds import Fill
 
 from .words import StageCost, StagingProblem, Submesh
 

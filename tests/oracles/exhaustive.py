@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
-from cost_models.pipeline import Fill, fill_of
+from cost_models.schedules import Fill, fill_of
 from cost_models.staging import StageChoice, StagingEstimate, StagingProblem, evaluate
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 
 from autopar.rules.attention import attention_pairs
 from autopar.rules.attention.attention import attention_with_dropout
-from autopar.rules.attention.attention_across import attention_across
+from autopar.rules.attention.ring_attention import attention_across
 
 
 def masks(length: int) -> dict[str, dict[str, Any]]:

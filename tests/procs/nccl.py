@@ -34,7 +34,7 @@ from autopar.runtime.ranks import failures, presence
 from autopar.runtime.ranks.agree import share
 from autopar.runtime.ranks.groups import Groups, destroy_groups, group_of_members
 from autopar.torch_private import default_store, group_names
-from cost_models.pipeline import build
+from cost_models.schedules import build
 
 c10d = dist.distributed_c10d
 WAITS = 60.0

@@ -20,7 +20,7 @@ from autopar.allocations import Allocations
 from autopar.capture import Captured, capture
 from autopar.comparison import verify
 from autopar.errors import PlanError, RunError
-from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
+from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.memory.recompute import patterns_in, segments_of
@@ -35,9 +35,9 @@ from autopar.runtime.stages.stage import Stage
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
-from cost_models.pipeline import SCHEDULES as RECORDS
-from cost_models.pipeline import build, live_at_peak, parse, search, times
-from cost_models.pipeline.actions import Schedule
+from cost_models.schedules import SCHEDULES as RECORDS
+from cost_models.schedules import build, live_at_peak, parse, search, times
+from cost_models.schedules.actions import Schedule
 from hardware_profiles import load_cluster
 
 ONE = Mesh.of(data=1)

@@ -16,7 +16,7 @@ from autopar import frontends
 from autopar.plans import memory_decisions
 from autopar.rules import registry
 from cost_models import costs
-from cost_models.pipeline import schedules
+from cost_models.schedules import schedule_kinds
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "adding.md").read_text(encoding="utf-8")
 FILE = re.compile(r"# file: (\S+)\n")
@@ -36,7 +36,7 @@ EXAMPLES = {heading: blocks for heading, blocks in pages().items() if any(FILE.m
 
 
 REGISTRIES = (
-    registry.RULES, registry.SAMPLES, schedules.SCHEDULES, frontends.FRONTENDS, costs._CHOOSERS,
+    registry.RULES, registry.SAMPLES, schedule_kinds.SCHEDULES, frontends.FRONTENDS, costs._CHOOSERS,
     memory_decisions.DECISIONS, sys.modules,
 )  # fmt: skip
 """Where examples register what they add."""

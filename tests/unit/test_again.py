@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autopar import planfile
 from autopar.capture import capture
 from autopar.certificate import check
-from autopar.planner.inter_op.phases import phases
+from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.mesh_problem import MeshProblem

@@ -6,8 +6,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from cost_models.pipeline import SCHEDULES, Deadlock, Edge, Schedule, build, parse, simulate, times
-from cost_models.pipeline.channels import keeping, too_far
+from cost_models.schedules import SCHEDULES, Deadlock, Edge, Schedule, build, parse, simulate, times
+from cost_models.schedules.channels import keeping, too_far
 
 
 def reversed_on_the_second_rank(microbatches: int) -> Schedule:

@@ -73,6 +73,16 @@ def test_imports_go_down() -> None:
     assert not wrong, "\n".join(sorted(set(wrong)))
 
 
+def test_steps_of_the_search_over_stages_import_earlier_ones_alone() -> None:
+    """And a step knows nothing of what drives the search."""
+    inter_op = "autopar.planner.inter_op"
+    steps = [f"{inter_op}.{step}" for step in ("simulating", "estimating", "exact")]
+    drivers = tuple(f"{inter_op}.{name}" for name in ("one_number", "one_group", "incumbents", "stage_search"))
+    step_of = {name: k for name in modules() for k, step in enumerate(steps) if name.startswith(step)}
+    assert set(step_of.values()) == {0, 1, 2} and all(name in modules() for name in drivers)
+    assert [(a, b) for a, b in all_edges() if a in step_of and (step_of.get(b, -1) > step_of[a] or b in drivers)] == []
+
+
 @cache
 def all_edges() -> list[tuple[str, str]]:
     return list(edges(modules()))

@@ -16,8 +16,8 @@ from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.comparison import verify as V
 from autopar.planner.inter_op import stage_search
 from autopar.planner.inter_op.candidates import Candidate
-from autopar.planner.inter_op.memory_shares import counted_in_flight, share_of
-from autopar.planner.inter_op.menu import Menus
+from autopar.planner.inter_op.estimating.menu import Menus
+from autopar.planner.inter_op.exact.memory_shares import counted_in_flight, share_of
 from autopar.planner.inter_op.one_group import least_seconds
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
@@ -27,7 +27,7 @@ from autopar.plans.staging import crossings_of, cut
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.placements import whole_state
-from cost_models.pipeline import build, live_at_peak, live_per_stage
+from cost_models.schedules import build, live_at_peak, live_per_stage
 from hardware_profiles import load_cluster
 
 ROWS, DEVICES = 4, 4

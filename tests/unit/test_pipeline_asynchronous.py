@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cost_models.pipeline import SCHEDULES, simulate, times
-from cost_models.pipeline.asynchronous import ASYNCHRONOUS, AsynchronousSchedule, pipedream, pipedream_2bw
+from cost_models.schedules import SCHEDULES, simulate, times
+from cost_models.schedules.asynchronous import ASYNCHRONOUS, AsynchronousSchedule, pipedream, pipedream_2bw
 
 RATE = 0.05
 

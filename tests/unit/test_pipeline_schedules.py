@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
-from cost_models.pipeline import (
+from cost_models.schedules import (
     SCHEDULES,
     Action,
     Overlap,

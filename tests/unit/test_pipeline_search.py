@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from cost_models.pipeline import (
+from cost_models.schedules import (
     Action,
     Deadlock,
     Edge,
@@ -20,8 +20,8 @@ from cost_models.pipeline import (
     times,
     v_placement,
 )
-from cost_models.pipeline.exact import lower_bound_seconds, solve
-from cost_models.pipeline.listing import SLACK, OrderProblem, list_schedule, policies
+from cost_models.schedules.exact import lower_bound_seconds, solve
+from cost_models.schedules.listing import SLACK, OrderProblem, list_schedule, policies
 
 
 def uneven(rng: random.Random, n: int, fused: bool = False):

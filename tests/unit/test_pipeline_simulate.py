@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from cost_models.pipeline import (
+from cost_models.schedules import (
     Action,
     Deadlock,
     Edge,

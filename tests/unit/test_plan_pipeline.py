@@ -18,9 +18,9 @@ from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.inter_op.blocks import blocks
-from autopar.planner.inter_op.filling import Filler, Places
-from autopar.planner.inter_op.menu import Way
-from autopar.planner.inter_op.phases import phases
+from autopar.planner.inter_op.estimating.filling import Filler, Places
+from autopar.planner.inter_op.estimating.menu import Way
+from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.building.price import pricer
@@ -29,7 +29,7 @@ from autopar.plans.staging import hot_ops
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
-from cost_models.pipeline import fill_of, simulate
+from cost_models.schedules import fill_of, simulate
 from hardware_profiles import load_cluster
 
 MESH = Mesh.of(data=2, tensor=2)
@@ -274,7 +274,7 @@ def test_rows_edited_by_hand_change_what_is_in_flight() -> None:
 
 
 def simulate_live(plan) -> list[int]:  # type: ignore[no-untyped-def]
-    from cost_models.pipeline import times
+    from cost_models.schedules import times
 
     return list(simulate(plan.schedule, times(len(plan.stages))).live_per_stage)
 

@@ -19,8 +19,8 @@ from autopar.certificate import check
 from autopar.cli.common import UsageError
 from autopar.cli.profiling import on_device_of
 from autopar.errors import ClusterError
-from autopar.planner.inter_op.phases import phases
 from autopar.planner.inter_op.replan import Replanner
+from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.building.price import key_of, pricer
 from autopar.planner.intra_op.building.space import strategies

@@ -23,7 +23,7 @@ from autopar.report.page.seconds_spent import step_parts, tallies
 from autopar.report.page.tradeoff import THIS, alternatives_section
 from autopar.words.texts import show_bytes, show_seconds
 from cost_models.mesh_links import link_bytes
-from cost_models.pipeline import build, simulate
+from cost_models.schedules import build, simulate
 from hardware_profiles import load_cluster
 
 VOID = {"meta", "link", "br", "rect", "path", "circle", "polygon", "line"}

@@ -9,8 +9,8 @@ from autopar.capture import capture
 from autopar.errors import PlanError
 from autopar.plans.staging import cut, hot_ops
 from autopar.runtime.pipelines.schedule_check import check_rows
-from cost_models.pipeline import SCHEDULES, build, forward_only, loop_placement, parse
-from cost_models.pipeline.asynchronous import ASYNCHRONOUS
+from cost_models.schedules import SCHEDULES, build, forward_only, loop_placement, parse
+from cost_models.schedules.asynchronous import ASYNCHRONOUS
 
 
 def stages(n: int):  # type: ignore[no-untyped-def]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.planner.inter_op import stage_plans
-from autopar.planner.inter_op.stage_plans import StagePlans
+from autopar.planner.inter_op.exact import stage_plans
+from autopar.planner.inter_op.exact.stage_plans import StagePlans
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.plans.plan import StagePlan
 from autopar.words.meshes import Mesh

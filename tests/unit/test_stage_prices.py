@@ -19,11 +19,11 @@ from torch import nn
 from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import ClusterError, MeshError, PlanError
-from autopar.planner.inter_op.phases import Phases, phases
+from autopar.planner.inter_op.exact.stage_plans import StagePlans
 from autopar.planner.inter_op.replan import Replanner, limit_of_stage
-from autopar.planner.inter_op.stage_plans import StagePlans
+from autopar.planner.inter_op.simulating.phases import Phases, phases
+from autopar.planner.inter_op.simulating.timing import crossing_seconds, timing_of
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
-from autopar.planner.inter_op.timing import crossing_seconds, timing_of
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.plans.plan import Plan, StagePlan
@@ -37,7 +37,7 @@ from autopar.words.graph import Graph, Spec
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import local_shape
 from autopar.words.placements import State, Step
-from cost_models.pipeline.actions import Action
+from cost_models.schedules.actions import Action
 from hardware_profiles import Cluster, load_cluster
 
 CLUSTER = """

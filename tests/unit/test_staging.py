@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from oracles.pipedream import parse_profile, partition, stage_seconds
 
-from cost_models.pipeline import SCHEDULES, build, simulate, times
+from cost_models.schedules import SCHEDULES, build, simulate, times
 from cost_models.staging import NothingFits, Pool, StageCost, StagingProblem, Submesh, stage
 from cost_models.staging.submeshes import alpa_sizes, any_sizes, place, pools_of, submeshes
 from hardware_profiles import load_cluster

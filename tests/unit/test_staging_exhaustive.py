@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 from oracles.exhaustive import exhaustive
 
-from cost_models.pipeline import SCHEDULES, fill_of
+from cost_models.schedules import SCHEDULES, fill_of
 from cost_models.staging import NothingFits, Pool, StageCost, StagingProblem, Submesh, evaluate, stage
 
 

@@ -12,7 +12,7 @@ from autopar.capture import capture
 from autopar.certificate import check
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.rules import needs, saved
-from autopar.rules.attention import attention_across
+from autopar.rules.attention import ring_attention
 from autopar.rules.local import local_call
 from autopar.rules.needs import Needs, needs_of
 from autopar.rules.operator_call import call_of
@@ -83,12 +83,12 @@ def test_a_ring_needs_what_its_first_steps_need(
 ) -> None:
     graph = graph_of(causal, dropout=dropout)
     forget(monkeypatch)
-    monkeypatch.setattr(attention_across, "TRIED_STEPS", 8)
+    monkeypatch.setattr(ring_attention, "TRIED_STEPS", 8)
     of_all_steps = observed(graph, ATTENTION, mesh, names)
     forget(monkeypatch)
     monkeypatch.undo()
     forget(monkeypatch)
-    assert attention_across.TRIED_STEPS < 8
+    assert ring_attention.TRIED_STEPS < 8
     assert observed(graph, ATTENTION, mesh, names) == of_all_steps
 
 
@@ -109,7 +109,7 @@ def test_a_certificate_counts_the_steps_of_a_ring_that_it_does_not_make(
     graph, cluster = graph_of(causal, dropout=0.0, length=96), load_cluster("dgx-h100-x2")
     plan = plan_graph(graph, cluster, mesh, Options(constraints={"*:scaled_dot_product_attention": ways}))
     some = check(plan, graph, cluster)
-    monkeypatch.setattr(attention_across, "TRIED_STEPS", mesh.size_of["data"])
+    monkeypatch.setattr(ring_attention, "TRIED_STEPS", mesh.size_of["data"])
     every = check(plan, graph, cluster)
     assert some.failures == every.failures == []
     assert (some.kept_bytes, some.collectives) == (every.kept_bytes, every.collectives)

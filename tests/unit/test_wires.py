@@ -19,8 +19,8 @@ from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import local_shape
 from autopar.words.placements import State
-from cost_models.pipeline import build
-from cost_models.pipeline.actions import Action, Schedule
+from cost_models.schedules import build
+from cost_models.schedules.actions import Action, Schedule
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe-v")
 Channels = Callable[[list[tuple[int, int]]], Mapping[tuple[int, int], Hashable]]

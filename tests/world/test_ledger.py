@@ -21,7 +21,7 @@ from autopar.comparison import verify as V
 from autopar.errors import PlanError
 from autopar.lower.emit import lower
 from autopar.lower.freed import Backwards, Freed
-from autopar.planner.inter_op.phases import phases
+from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.draw import random_plan

@@ -18,7 +18,7 @@ from autopar.errors import RunError
 from autopar.plans.plan import Plan
 from autopar.plans.staging import cut
 from autopar.words.meshes import Mesh
-from cost_models.pipeline import build, parse
+from cost_models.schedules import build, parse
 
 PAIR, SQUARE, EIGHT = Mesh.of(data=2), Mesh.of(data=2, tensor=2), Mesh.of(data=2, tensor=4)
 GROUPS = {

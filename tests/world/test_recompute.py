@@ -14,7 +14,7 @@ from autopar.certificate import check
 from autopar.comparison import verify as V
 from autopar.errors import InfeasibleError, PlanError
 from autopar.lower.emit import lower
-from autopar.planner.inter_op.phases import phases
+from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.inter_op.stage_pins import starts_of
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.building.price import pricer

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from autopar.planner.inter_op.estimates import EstimatedCut
+from autopar.planner.inter_op.estimating.estimates import EstimatedCut
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.plans.wishes import MOST_AXES
 from autopar.words.meshes import Mesh
-from cost_models.pipeline import USUAL
+from cost_models.schedules import USUAL
 
 SMALL = 16
 """Devices up to which more ways are looked at: exact plans of few stages cost little."""

@@ -10,7 +10,7 @@ from math import inf
 from autopar.errors import InfeasibleError
 from autopar.heard import tell
 from autopar.planner.inter_op.candidates import SMALL, Candidate
-from autopar.planner.inter_op.exact_stages import Exact
+from autopar.planner.inter_op.exact.exact_stages import Exact
 from autopar.planner.inter_op.one_number import CANDIDATES, OneNumber
 from autopar.planner.intra_op.building.problem import Beaten
 from autopar.words.texts import show_seconds

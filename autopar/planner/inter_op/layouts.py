@@ -20,7 +20,7 @@ from math import lcm
 
 from autopar.errors import PlanError, closest
 from autopar.planner.inter_op.candidates import PipelineOptions
-from autopar.planner.inter_op.order import check_name
+from autopar.planner.inter_op.simulating.order import check_name
 from autopar.plans.wishes import MOST
 from autopar.rules.experts.expert_block import BLOCK, TRAVEL
 from autopar.rules.registry import rules_of

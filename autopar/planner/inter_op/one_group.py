@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from autopar.errors import AutoparError
 from autopar.planner.inter_op.candidates import Candidate
-from autopar.planner.inter_op.exact_stages import ExactPlans
-from autopar.planner.inter_op.menu import ALONE
+from autopar.planner.inter_op.estimating.menu import ALONE
+from autopar.planner.inter_op.exact.exact_stages import ExactPlans
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.words.meshes import Mesh

@@ -10,23 +10,23 @@ from functools import cached_property
 from math import inf
 
 from autopar.errors import InfeasibleError
-from autopar.planner.inter_op import trial
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.candidates import SMALL, Candidate
-from autopar.planner.inter_op.equal import FAR, Equal, Need
-from autopar.planner.inter_op.estimates import EstimatedCut
-from autopar.planner.inter_op.exact_stages import ExactPlans
-from autopar.planner.inter_op.filling import Fillers
-from autopar.planner.inter_op.menu import ALONE, BlockPlans, Menus
-from autopar.planner.inter_op.order import SEARCHED, START
+from autopar.planner.inter_op.estimating import trial
+from autopar.planner.inter_op.estimating.equal import FAR, Equal, Need
+from autopar.planner.inter_op.estimating.estimates import EstimatedCut
+from autopar.planner.inter_op.estimating.filling import Fillers
+from autopar.planner.inter_op.estimating.menu import ALONE, BlockPlans, Menus
+from autopar.planner.inter_op.estimating.unequal import Unequal
+from autopar.planner.inter_op.exact.exact_stages import ExactPlans
+from autopar.planner.inter_op.simulating.order import SEARCHED, START
 from autopar.planner.inter_op.stage_pins import allows
-from autopar.planner.inter_op.unequal import Unequal
 from autopar.planner.intra_op.memory.recompute import is_asked
 from autopar.plans.staging import cut
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh, mesh_shapes
 from cost_models.costs import costs_of
-from cost_models.pipeline import Fill, fill_of, parse_kind
+from cost_models.schedules import Fill, fill_of, parse_kind
 
 CANDIDATES = 3
 """Ways to cut that are planned exactly and simulated, at most."""

@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from autopar.planner.inter_op.blocks import blocks
-from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
+from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
+from autopar.planner.inter_op.simulating.timing import timing_of
 from autopar.planner.inter_op.stage_pins import of_stage
-from autopar.planner.inter_op.timing import timing_of
 from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
@@ -21,7 +21,7 @@ from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.staging import StageGraph, crossings_of, cut, hot_ops
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
-from cost_models.pipeline import Timeline, simulate
+from cost_models.schedules import Timeline, simulate
 from hardware_profiles import Cluster
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autopar.errors import InfeasibleError, MeshError, PlanError, closest
-from autopar.planner.inter_op.order import SEARCHED, START
+from autopar.planner.inter_op.simulating.order import SEARCHED, START
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.intra_op.pins.pinned_choices import PinnedChoices
 from autopar.plans.staging import StageGraph, hot_ops
@@ -19,7 +19,7 @@ from autopar.words.graph import Graph
 from autopar.words.labels import matches, op_labels
 from autopar.words.meshes import AXIS_NAMES, Mesh
 from autopar.words.placements import REPLICATE, State
-from cost_models.pipeline import parse_kind
+from cost_models.schedules import parse_kind
 
 
 def starts_of(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:

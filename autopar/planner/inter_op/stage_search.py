@@ -4,13 +4,13 @@ Every number of microbatches (:mod:`.one_number`) goes through four steps, each 
 and sees less of what there is to choose from:
 
 1. Bound: what no step in so many microbatches, on such a mesh, beats. Every kind of block is planned alone
-   (:mod:`.menu`), in its fastest way.
+   (:mod:`.estimating.menu`), in its fastest way.
 2. Estimate: for every number of groups, mesh shape and schedule, stages are filled with blocks within the memory that
-   the microbatches in flight leave (:mod:`.equal`). Where devices differ, or their number divides badly, a dynamic
-   program cuts over unequal groups (:mod:`.unequal`).
-3. Simulate: on many devices, the best estimates are run in the simulator (:mod:`.trial`).
-4. Plan exactly: the best few are planned stage by stage and simulated again (:mod:`.exact_stages`), as long as they may
-   beat the best so far (:mod:`.incumbents`), which is the plan.
+   the microbatches in flight leave (:mod:`.estimating.equal`). Where devices differ, or their number divides badly, a
+   dynamic program cuts over unequal groups (:mod:`.estimating.unequal`).
+3. Simulate: on many devices, the best estimates are run in the simulator (:mod:`.estimating.trial`).
+4. Plan exactly: the best few are planned stage by stage and simulated again (:mod:`.exact.exact_stages`), as long as
+   they may beat the best so far (:mod:`.incumbents`), which is the plan.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from autopar.collection import uncollected
 from autopar.errors import PlanError
 from autopar.heard import tell
 from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
-from autopar.planner.inter_op.equal import NEAR
-from autopar.planner.inter_op.exact_stages import Exact
+from autopar.planner.inter_op.estimating.equal import NEAR
+from autopar.planner.inter_op.estimating.menu import BlockPlans
+from autopar.planner.inter_op.exact.exact_stages import Exact
 from autopar.planner.inter_op.incumbents import Incumbents
-from autopar.planner.inter_op.menu import BlockPlans
 from autopar.planner.inter_op.nothing_fits import nothing_fits
 from autopar.planner.inter_op.one_group import least_seconds, one_group
 from autopar.planner.inter_op.one_number import AXES, CANDIDATES, DEEPER, WORTH_A_LOOK, OneNumber
-from autopar.planner.inter_op.order import check_name
+from autopar.planner.inter_op.simulating.order import check_name
 from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.building.problem import Beaten
 from autopar.planner.intra_op.memory.recompute import segments_of
@@ -40,7 +40,7 @@ from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from cost_models.costs import costs_of
-from cost_models.pipeline import Timeline
+from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
 ROOM = (1.0, 0.85, 0.7)

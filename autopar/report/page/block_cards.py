@@ -23,7 +23,7 @@ from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
 from autopar.words.texts import show_bytes, show_seconds
-from cost_models.pipeline import Timeline
+from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
 COLOURS = (

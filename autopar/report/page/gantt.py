@@ -15,8 +15,8 @@ from autopar.plans.plan import Plan
 from autopar.report.page.markup import filled, joined, percent
 from autopar.report.page.seconds_spent import StageTally
 from autopar.words.texts import show_seconds
-from cost_models.pipeline import Timeline
-from cost_models.pipeline.actions import KINDS, Step, parts
+from cost_models.schedules import Timeline
+from cost_models.schedules.actions import KINDS, Step, parts
 
 MOST_ACTIONS = 6000
 MOST_STRIPS = 3000

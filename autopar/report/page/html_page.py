@@ -41,7 +41,7 @@ from autopar.report.page.tradeoff import alternatives_section
 from autopar.report.stages import share_filled, stage_rows
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes, show_seconds
-from cost_models.pipeline import Timeline
+from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 from hardware_profiles.strict import read_text
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from autopar.planner.inter_op.timing import crossing_messages
+from autopar.planner.inter_op.simulating.timing import crossing_messages
 from autopar.plans.plan import Plan
 from autopar.plans.staging import StageGraph
 from autopar.report.page.markup import bar, filled, joined, table

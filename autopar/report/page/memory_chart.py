@@ -11,8 +11,8 @@ from autopar.plans.plan import Plan
 from autopar.plans.prices import bytes_together
 from autopar.report.page.markup import bar, filled, joined
 from autopar.words.texts import show_bytes
-from cost_models.pipeline import Timeline
-from cost_models.pipeline.actions import parts
+from cost_models.schedules import Timeline
+from cost_models.schedules.actions import parts
 
 CATEGORIES = ("parameter", "gradient", "optimizer", "gathered", "activation", "working")
 WORDS = {

@@ -1,8 +1,8 @@
 """Where the seconds of a step go, collective by collective, and how many bytes each kind moves.
 
-The parts of a stage add up to what :func:`autopar.planner.inter_op.phases.phases` says of it, and the parts of a step
-to its seconds; what the operators and collectives of the plan do not explain (a profile's executor, moves between
-stages of one group) is a part of its own.
+The parts of a stage add up to what :func:`autopar.planner.inter_op.simulating.phases.phases` says of it, and the parts
+of a step to its seconds; what the operators and collectives of the plan do not explain (a profile's executor, moves
+between stages of one group) is a part of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.rules.strategy import Strategy, grads_of, strategy_named
 from autopar.words.graph import Graph, Node, Ref, Spec
 from autopar.words.pieces import elements_moved
 from autopar.words.placements import State, Step
-from cost_models.pipeline import Timeline
+from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
 FORWARD, BACKWARD, AGAIN, SLICES = "forward compute", "backward compute", "recomputed forwards", "slices and copies"

@@ -9,7 +9,7 @@
 Long sequences, which are cut
 
 ============================ ==========================================================================================
-:mod:`.attention_across`     the lowering; :mod:`.attention_call`: what of the call a rank has
+:mod:`.ring_attention`       the lowering; :mod:`.attention_call`: what of the call a rank has
 :mod:`.attention_halves`     messages of the ring, and halves that ranks exchange
 :mod:`.attention_pairs`      which queries meet which keys
 :mod:`.attention_kernels`    attention over some keys; :mod:`.attention_sums`: what such parts add up to

@@ -1,7 +1,7 @@
 """Scaled dot-product attention: batch, heads (groups of them that share keys), queries, or queries and keys may be cut.
 
 Cut along ``q``, each rank has some of the queries and all keys and values, gathered. Cut as a ``ring``, keys and values
-are in pieces like the queries and travel (:mod:`.attention_across`). The inner dim stays whole, and so does that of the
+are in pieces like the queries and travel (:mod:`.ring_attention`). The inner dim stays whole, and so does that of the
 values: a cut of it would repeat the scores on every rank, and leave the fused kernels.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.attention.attention_across import QUERIES, RING, attention_across
 from autopar.rules.attention.attention_in_blocks import AttentionForm, goes_in_blocks, in_blocks
+from autopar.rules.attention.ring_attention import QUERIES, RING, attention_across
 from autopar.rules.families.random import halves, threshold_of
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In

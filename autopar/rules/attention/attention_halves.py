@@ -1,5 +1,5 @@
 """Messages of a ring, and the exchange of halves before and after it, which gives all ranks the same work under a
-causal mask (*zigzag*, :mod:`.attention_across`)."""
+causal mask (*zigzag*, :mod:`.ring_attention`)."""
 
 from __future__ import annotations
 

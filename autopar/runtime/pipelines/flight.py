@@ -24,7 +24,7 @@ from autopar.runtime.pipelines.input_gradients import InputGradients
 from autopar.runtime.pipelines.wires import Post, Wire
 from autopar.runtime.stages.stage import Stage
 from autopar.words.autocasting import without_autocast
-from cost_models.pipeline.actions import Action
+from cost_models.schedules.actions import Action
 
 
 @dataclass

@@ -36,7 +36,7 @@ from autopar.runtime.variants.recaptured import (
     skeleton_of,
     with_buffers_of,
 )
-from cost_models.pipeline import with_microbatches
+from cost_models.schedules import with_microbatches
 
 PlanStagesAgain = Callable[[Captured, int], Plan]
 """Of a captured microbatch, and how many of them there are: a plan of the same stages, the same on all ranks."""

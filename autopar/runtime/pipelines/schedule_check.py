@@ -8,8 +8,8 @@ from autopar.errors import PlanError
 from autopar.plans.device_groups import stored_differently
 from autopar.plans.plan import Plan
 from autopar.plans.staging import StageGraph
-from cost_models.pipeline import Deadlock, Edge, Schedule, simulate, times
-from cost_models.pipeline.asynchronous import ASYNCHRONOUS
+from cost_models.schedules import Deadlock, Edge, Schedule, simulate, times
+from cost_models.schedules.asynchronous import ASYNCHRONOUS
 
 
 def check_rows(schedule: Schedule, graphs: Sequence[StageGraph]) -> None:

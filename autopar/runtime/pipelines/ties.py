@@ -23,7 +23,7 @@ from autopar.runtime.pipelines.wires import Post, Wire, pairs_of
 from autopar.runtime.ranks.groups import Groups
 from autopar.runtime.stages.stage import Stage
 from autopar.words.graph import Spec
-from cost_models.pipeline.actions import Action
+from cost_models.schedules.actions import Action
 
 
 @dataclass(frozen=True)

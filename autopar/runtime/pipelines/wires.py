@@ -39,7 +39,7 @@ from autopar.plans.transfer import (
 from autopar.runtime.parameters.hops import as_sent
 from autopar.runtime.stages.streams import StepStream
 from autopar.words.placements import path
-from cost_models.pipeline.actions import Action
+from cost_models.schedules.actions import Action
 
 
 @dataclass(frozen=True)

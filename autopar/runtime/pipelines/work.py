@@ -24,8 +24,8 @@ from autopar.runtime.pipelines.wires import Post, Wire, clear, pairs_of
 from autopar.runtime.ranks.groups import Groups
 from autopar.runtime.stages.stage import Stage
 from autopar.words.graph import Ref
-from cost_models.pipeline import forward_only
-from cost_models.pipeline.actions import KINDS, Action
+from cost_models.schedules import forward_only
+from cost_models.schedules.actions import KINDS, Action
 
 Batches = Sequence[Mapping[str, torch.Tensor]]
 """The model's inputs of every microbatch, whole, by name."""

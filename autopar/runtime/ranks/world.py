@@ -22,7 +22,7 @@ from autopar.torch_private import LocalTensor
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, path
-from cost_models.pipeline.actions import Action, Schedule
+from cost_models.schedules.actions import Action, Schedule
 
 
 def along(x: torch.Tensor, shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> torch.Tensor:

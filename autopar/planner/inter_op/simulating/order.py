@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from autopar.errors import PlanError
 from autopar.plans.plan import StagePlan
-from cost_models.pipeline import SCHEDULES, Schedule, Times, live_per_stage, parse_kind, search
-from cost_models.pipeline.asynchronous import ASYNCHRONOUS
+from cost_models.schedules import SCHEDULES, Schedule, Times, live_per_stage, parse_kind, search
+from cost_models.schedules.asynchronous import ASYNCHRONOUS
 
 SEARCHED = "searched"
 """The name of a schedule that is searched for, one stage a group."""
@@ -27,7 +27,7 @@ def check_name(name: str) -> None:
     if name in ASYNCHRONOUS:
         raise PlanError(
             f"schedule '{name}' updates weights while microbatches are in flight, which changes the training result; "
-            f"it can be simulated (cost_models.pipeline.asynchronous) and is not run; use {', '.join(SCHEDULES)} or "
+            f"it can be simulated (cost_models.schedules.asynchronous) and is not run; use {', '.join(SCHEDULES)} or "
             f"{SEARCHED}"
         )
     if name == SEARCHED:

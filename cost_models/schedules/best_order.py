@@ -17,7 +17,7 @@ from typing import Literal
 from .actions import Action, Schedule, parts
 from .exact import lower_bound_seconds, solve, work_seconds
 from .listing import SLACK, OrderProblem, list_schedule, policies
-from .schedules import SCHEDULES
+from .schedule_kinds import SCHEDULES
 from .simulate import simulate
 from .stage_placement import loop_placement
 from .timeline import Timeline, peak_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
-from autopar.planner.inter_op.transplant import structure, transplant
+from autopar.planner.inter_op.exact.transplant import structure, transplant
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Earlier, Options, device_limit, plan_graph
 from autopar.planner.intra_op.within_memory import against

@@ -10,7 +10,7 @@ from .times import times as make_times
 
 
 def grid(drawn: Schedule | Timeline, width: int = WIDTH) -> str:
-    """What :func:`~cost_models.pipeline.drawing.draw` gives of a timeline, or of a schedule: it is drawn with
+    """What :func:`~cost_models.schedules.drawing.draw` gives of a timeline, or of a schedule: it is drawn with
     F, I, W = 1 and B = 2, as the papers do, and as far as it runs."""
     if isinstance(drawn, Schedule):
         try:

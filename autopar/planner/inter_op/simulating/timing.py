@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from autopar.planner.inter_op.phases import phases
+from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.price import pricer
 from autopar.plans.plan import StagePlan
 from autopar.plans.staging import StageGraph
@@ -14,7 +14,7 @@ from autopar.plans.transfer import Load, Side, loads, transfer
 from autopar.words.graph import Spec
 from autopar.words.placements import State, path
 from cost_models.costs import costs_of
-from cost_models.pipeline import Edge, Schedule, Times, times
+from cost_models.schedules import Edge, Schedule, Times, times
 from hardware_profiles import Cluster
 
 

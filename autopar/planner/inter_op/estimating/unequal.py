@@ -15,13 +15,13 @@ from functools import cached_property
 
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.estimates import EstimatedCut, Group, crossing_seconds, estimated
-from autopar.planner.inter_op.filling import Fillers
-from autopar.planner.inter_op.menu import WAYS, Way
+from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, crossing_seconds, estimated
+from autopar.planner.inter_op.estimating.filling import Fillers
+from autopar.planner.inter_op.estimating.menu import WAYS, Way
 from autopar.plans.wishes import MEMORY_FRACTION
 from autopar.words.meshes import Mesh
 from cost_models.costs import costs_of
-from cost_models.pipeline import Fill, fill_of
+from cost_models.schedules import Fill, fill_of
 from cost_models.staging import NothingFits, Pool, StageCost, StagingEstimate, StagingProblem, Submesh, stage
 from cost_models.staging.submeshes import place, pools_of, sizes, submeshes
 from hardware_profiles import Cluster

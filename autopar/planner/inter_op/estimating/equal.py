@@ -17,13 +17,13 @@ from math import inf
 
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.estimates import EstimatedCut, Group, crossing_seconds, estimated
-from autopar.planner.inter_op.filling import PRECISE, Fillers, Places
-from autopar.planner.inter_op.menu import ALONE, kinds_of
+from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, crossing_seconds, estimated
+from autopar.planner.inter_op.estimating.filling import PRECISE, Fillers, Places
+from autopar.planner.inter_op.estimating.menu import ALONE, kinds_of
 from autopar.words.meshes import Mesh
 from autopar.words.texts import show_bytes
 from cost_models.costs import costs_of
-from cost_models.pipeline import Fill, fill_of, parse_kind
+from cost_models.schedules import Fill, fill_of, parse_kind
 from hardware_profiles import Cluster
 
 FAR = 1.3

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.phases import phases
+from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.params import peak_bytes
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.building.problem import PRICES

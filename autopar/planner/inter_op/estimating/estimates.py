@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.filling import Filled
+from autopar.planner.inter_op.estimating.filling import Filled
 from autopar.words.meshes import Mesh
 from cost_models.costs import costs_of
-from cost_models.pipeline import Fill
+from cost_models.schedules import Fill
 from cost_models.staging.estimate import StageLoad, estimated_seconds
 from hardware_profiles import Cluster
 

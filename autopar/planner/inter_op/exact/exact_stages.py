@@ -17,14 +17,14 @@ from typing import TypeVar
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
-from autopar.planner.inter_op.memory_shares import counted_in_flight, share_of
-from autopar.planner.inter_op.order import SEARCHED, START, better_order
-from autopar.planner.inter_op.phases import phases
-from autopar.planner.inter_op.shared_buffers import with_agreed_buffers
+from autopar.planner.inter_op.estimating.trial import simulated
+from autopar.planner.inter_op.exact.memory_shares import counted_in_flight, share_of
+from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
+from autopar.planner.inter_op.exact.stage_plans import StagePlans, is_pinned, pace_of, rounded
+from autopar.planner.inter_op.simulating.order import SEARCHED, START, better_order
+from autopar.planner.inter_op.simulating.phases import phases
+from autopar.planner.inter_op.simulating.timing import timing_of
 from autopar.planner.inter_op.stage_pins import of_stage
-from autopar.planner.inter_op.stage_plans import StagePlans, is_pinned, pace_of, rounded
-from autopar.planner.inter_op.timing import timing_of
-from autopar.planner.inter_op.trial import simulated
 from autopar.planner.intra_op.building.fold import Fold, fold
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.building.problem import Beaten
@@ -37,7 +37,7 @@ from autopar.plans.staging import StageGraph, crossings_of, cut, hot_ops
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes
-from cost_models.pipeline import (
+from cost_models.schedules import (
     SCHEDULES,
     Schedule,
     Timeline,

@@ -1,4 +1,4 @@
-"""The textbook schedules' rows; :mod:`.schedules` has the records by which they are chosen and built.
+"""The textbook schedules' rows; :mod:`.schedule_kinds` has the records by which they are chosen and built.
 
     gpipe             all forwards, then all backwards                       Huang et al. 2018, arXiv:1811.06965
     1f1b              backward as soon as possible, S - s kept on stage s    Narayanan et al. 2020, arXiv:2006.09503

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from autopar.planner.inter_op.estimates import EstimatedCut
-from cost_models.pipeline import Edge, build, simulate, times
+from autopar.planner.inter_op.estimating.estimates import EstimatedCut
+from cost_models.schedules import Edge, build, simulate, times
 
 BEYOND = 1.1
 """Estimates are this much too long at most, or nearly always."""

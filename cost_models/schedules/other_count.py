@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .actions import Schedule
 from .best_order import search
-from .schedules import SCHEDULES, allows, build
+from .schedule_kinds import SCHEDULES, allows, build
 from .timeline import live_per_rank
 from .times import times
 

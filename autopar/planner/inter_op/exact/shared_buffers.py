@@ -19,7 +19,7 @@ from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph
 from autopar.words.placements import State, whole_state
-from cost_models.pipeline import Schedule
+from cost_models.schedules import Schedule
 from hardware_profiles import Cluster
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.planner.inter_op.beside import beside_ops
+from autopar.planner.inter_op.simulating.beside import beside_ops
 from autopar.planner.intra_op.building.hidden import Hidden, hidden
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import seconds_again

@@ -1,0 +1,59 @@
+"""Pipeline schedules as data. Numbers only: no torch, no model, no ranks.
+
+======================= ===============================================================================================
+:mod:`.schedule_kinds`  every schedule as a record: all that is asked of it; a new one is added here
+:mod:`.actions`         the words of a schedule and its text; :mod:`.stage_placement`: which rank has which stages
+:mod:`.builders`        rows of the textbook schedules; :mod:`.listing`: rows by a policy;
+                        :mod:`.asynchronous`: PipeDream
+:mod:`.best_order`      searched schedules; :mod:`.exact`: the quickest of all, for small cases
+:mod:`.other_count`     a schedule for another number of microbatches
+:mod:`.times`           what a schedule is timed with; :mod:`.simulate`: when everything happens
+:mod:`.timeline`        what came of it: seconds, bubble, memory; :mod:`.deadlock`: a schedule that waits for itself
+:mod:`.channels`        the order of messages between two ranks, and schedules that ask too much of it
+:mod:`.grid`            a schedule drawn as text; :mod:`.drawing`: a timeline
+======================= ===============================================================================================
+"""
+
+from .actions import Action, Overlap, Schedule, parse
+from .best_order import BestOrder, search
+from .builders import forward_only
+from .grid import grid
+from .other_count import with_microbatches
+from .schedule_kinds import SCHEDULES, USUAL, Fill, ScheduleKind, allows, build, fill_of, label_of, parse_kind
+from .simulate import Deadlock, simulate
+from .stage_placement import loop_placement, v_placement
+from .timeline import Timeline, live_at_peak, live_per_rank, live_per_stage, peak_bytes
+from .times import Edge, Times, times
+
+__all__ = [
+    "SCHEDULES",
+    "USUAL",
+    "Action",
+    "BestOrder",
+    "Deadlock",
+    "Edge",
+    "Fill",
+    "Overlap",
+    "Schedule",
+    "ScheduleKind",
+    "Timeline",
+    "Times",
+    "allows",
+    "build",
+    "fill_of",
+    "forward_only",
+    "grid",
+    "label_of",
+    "live_at_peak",
+    "live_per_rank",
+    "live_per_stage",
+    "loop_placement",
+    "parse",
+    "parse_kind",
+    "peak_bytes",
+    "search",
+    "simulate",
+    "times",
+    "v_placement",
+    "with_microbatches",
+]  # fmt: skip
