@@ -2,6 +2,7 @@
 
 ===================== ==============================================================================================
 :mod:`.reads`         attributes that are read and written, as they are
+:mod:`.containers`    what attributes, lists and dicts held before a forward, and hold after it
 :mod:`.free`          globals and free variables, found in the code
 :mod:`.generators`    random numbers from outside torch
 :mod:`.restoring`     everything put back that a run of the model changes, and the same random numbers again

@@ -14,12 +14,12 @@ import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autopar.capture.python.containers import OfTheCallBefore, new_tensors, only_more, refill, restored, unreadable
 from autopar.capture.python.free import Free, free_values
 from autopar.capture.python.frozen import OTHER, Held, SameObject, frozen, is_plain, says_the_same, show
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
@@ -27,8 +27,7 @@ from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.left import LeftBehind
 from autopar.capture.python.lookups import Lookups, behind, can_tell, only_appends, only_counts, stored
 from autopar.capture.python.user_lines import from_machinery, user_line
-from autopar.capture.trace.constants import depends_on_data
-from autopar.errors import CaptureError
+from autopar.capture.trace.made_from import depends_on_data
 
 _FOREIGN = ("torch", "builtins", "numpy", "enum", "types", "functools", "collections", "typing", "threading", "logging",
             "re", "weakref", "_thread", "abc", "pathlib", "inspect", "contextlib")  # fmt: skip
@@ -47,37 +46,6 @@ class Written:
     def __str__(self) -> str:
         now = self.value if isinstance(self.value, tuple) else frozen(self.value)
         return f"{self.read.label}, from {show(self.read.value)} to {show(now)} at {self.where}"
-
-
-def _refill(container: Any, before: Any) -> None:
-    """Give a container that can be changed what it held before."""
-    if isinstance(container, list):
-        container[:] = before
-    elif isinstance(container, (dict, set)):
-        container.clear()
-        container.update(before)
-    elif isinstance(container, types.SimpleNamespace):
-        vars(container).clear()
-        vars(container).update(vars(before))
-
-
-def _restored(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, past what a class makes of it."""
-    with contextlib.suppress(AttributeError):
-        object.__setattr__(owner, name, value)
-
-
-class OfTheCallBefore(torch.Tensor):
-    """Stands in an attribute in place of a tensor of the call before: it is no other object, and a tensor; nothing else
-    may be asked of it by a forward."""
-
-    in_forward: ContextVar[bool] = ContextVar("a forward is traced", default=False)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if cls.in_forward.get():
-            raise CaptureError("a tensor of the call before is read")
-        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 class Recorder:
@@ -291,7 +259,7 @@ class Recorder:
         for key, before in self.before.items():
             read = self.first[key][1]
             container = self.raw[key]
-            if any(map(depends_on_data, _new_tensors(before, container))):
+            if any(map(depends_on_data, new_tensors(before, container))):
                 self.kept[key] = f"{read.label} at {read.where or 'its forward'}"
                 owner = self.first[key][0]
                 if type(container) in (list, dict) and vars(owner).get(read.name) is container:
@@ -338,13 +306,13 @@ class Recorder:
                 if now != read.value:
                     if key in self.into:
                         pass  # the next call is tried with what this one has left
-                    elif _only_more(read.value, now):
+                    elif only_more(read.value, now):
                         filled.append(read.label)
                     elif key not in self.written:
                         changes.append(Written(owner, read, now, read.where or "its forward"))
-                    _refill(container, self.before[key])
+                    refill(container, self.before[key])
                 if key not in self.written and isinstance(owner, torch.nn.Module):
-                    _restored(owner, read.name, container)
+                    restored(owner, read.name, container)
         for value in self.free:
             now = frozen(value.now())
             if value.read.value is not OTHER and now != value.read.value:
@@ -355,7 +323,7 @@ class Recorder:
     def apply(self) -> None:
         """Leave the attributes that a forward wrote as it left them."""
         for written in self.written.values():
-            _restored(written.owner, written.read.name, written.value)
+            restored(written.owner, written.read.name, written.value)
 
     @contextlib.contextmanager
     def next_call(self) -> Iterator[None]:
@@ -363,17 +331,17 @@ class Recorder:
         something that nobody can read."""
         try:
             for owner, name in self.set_on_none.values():
-                _restored(owner, name, _unreadable(None))
+                restored(owner, name, unreadable(None))
             for key, left in self.into.items():
                 in_dict = isinstance(left, dict)
-                now = {k: _unreadable(x) for k, x in left.items()} if in_dict else [_unreadable(x) for x in left]
-                _refill(self.raw[key], now)
+                now = {k: unreadable(x) for k, x in left.items()} if in_dict else [unreadable(x) for x in left]
+                refill(self.raw[key], now)
             yield
         finally:
             for key in self.into:
-                _refill(self.raw[key], self.before[key])
+                refill(self.raw[key], self.before[key])
             for owner, name in self.set_on_none.values():
-                _restored(owner, name, None)
+                restored(owner, name, None)
 
     def leaves_alike(self, second: Recorder) -> bool:
         """Whether the next call has left the same in lists and dicts, and of this one nothing but in lists to which it
@@ -401,7 +369,7 @@ class Recorder:
         """Give the attributes that a forward wrote the values that they had."""
         for key, written in self.written.items():
             before = self.raw[key] if key in self.raw else self.counted[key][2]
-            _restored(written.owner, written.read.name, before)
+            restored(written.owner, written.read.name, before)
         for value in self.free:
             if is_plain(value.value):
                 value.restore()
@@ -461,32 +429,6 @@ class Recorder:
         for name, tensor in constants.items():
             guards.watch(name, tensor)
         return guards
-
-
-def _unreadable(value: Any) -> Any:
-    """What stands for a tensor of the call before."""
-    tensor = value is None or isinstance(value, torch.Tensor)
-    return torch.empty(0).as_subclass(OfTheCallBefore) if tensor else value
-
-
-def _new_tensors(before: Any, now: Any) -> list[torch.Tensor]:
-    """Tensors in a container that it did not hold before."""
-
-    def held(container: Any) -> list[Any]:
-        if isinstance(container, (list, tuple, set, frozenset)):
-            return list(container)
-        return list((container if isinstance(container, dict) else vars(container)).values())
-
-    old = {id(item) for item in held(before)}
-    return [item for item in held(now) if isinstance(item, torch.Tensor) and id(item) not in old]
-
-
-def _only_more(before: Any, now: Any) -> bool:
-    """Whether a dict has only gained entries that are no plain values: a cache."""
-    if not (isinstance(before, tuple) and isinstance(now, tuple) and before[:1] == now[:1] == ("dict",)):
-        return False
-    more = now[len(before) :]
-    return now[: len(before)] == before and all(v is OTHER or isinstance(v, Held) for _, v in more)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 ===================== ==============================================================================================
 :mod:`.tracing`       one run of ``torch.export``
-:mod:`.constants`     the answers that branches on tensors get where no data is in them, and masks that are known
+:mod:`.answers`       those that branches on tensors get where no data is in them, and masks that are known
+:mod:`.made_from`     what a tensor comes from: numbers alone, random operators, or data
 :mod:`.distinct`      ``torch.unique``, where it is known how many there are
 :mod:`.one_place`     ``x[i]`` with a number that is not known, as a lookup
 :mod:`.quick`         what ``torch.export`` may leave out here

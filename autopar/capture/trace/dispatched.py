@@ -18,7 +18,7 @@ from autopar.capture.branches.asking import site_of
 from autopar.capture.branches.taken import Read
 from autopar.capture.graph.counted import CASTS, element_of
 from autopar.capture.graph.same_masks import behind
-from autopar.capture.trace.constants import depends_on_data, node_of
+from autopar.capture.trace.made_from import depends_on_data, node_of
 from autopar.errors import CaptureError
 
 FOUND = (torch.nonzero, torch.Tensor.nonzero)

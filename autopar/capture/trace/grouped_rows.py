@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.branches.asking import site_of
 from autopar.capture.branches.taken import Read
 from autopar.capture.graph.counted import counted_numbers, element_of
-from autopar.capture.trace.constants import depends_on_data, node_of
 from autopar.capture.trace.dispatched import Dispatched
 from autopar.capture.trace.hit_experts import HitExperts
+from autopar.capture.trace.made_from import depends_on_data, node_of
 from autopar.capture.trace.one_hot_sizes import hot_of
 from autopar.capture.trace.running_counts import RunningCounts, as_numbers, summed
 from autopar.torch_private import grouped_product

@@ -24,7 +24,7 @@ from autopar.capture.branches.only_rows import loop_of_rows
 from autopar.capture.branches.taken import OF_ROWS
 from autopar.capture.graph.counted import CASTS, number_of_choices
 from autopar.capture.graph.same_masks import behind
-from autopar.capture.trace.constants import constant_value, depends_on_data, node_of
+from autopar.capture.trace.made_from import constant_value, depends_on_data, node_of
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor
 

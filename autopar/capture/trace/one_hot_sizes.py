@@ -22,7 +22,7 @@ import torch
 
 from autopar.capture.branches.asking import site_of, users_frame
 from autopar.capture.branches.drawn import Drawn
-from autopar.capture.trace.constants import depends_on_data
+from autopar.capture.trace.made_from import depends_on_data
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor
 

@@ -24,9 +24,9 @@ from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
+from autopar.capture.trace.answers import AnswerConstants
 from autopar.capture.trace.autocast import write_casts
 from autopar.capture.trace.bags import BagsOfRows
-from autopar.capture.trace.constants import AnswerConstants, constant_value
 from autopar.capture.trace.expert_loops import loops_by_rows
 from autopar.capture.trace.experts_by_rows import experts_by_rows
 from autopar.capture.trace.flex import flex_attention_in_plain_operators
@@ -35,6 +35,7 @@ from autopar.capture.trace.grouped_rows import GroupedRows
 from autopar.capture.trace.hooks import as_in_eager
 from autopar.capture.trace.inner_gradients import KeptInside, in_plain_operators
 from autopar.capture.trace.lengths import lengths_of_rows
+from autopar.capture.trace.made_from import constant_value
 from autopar.capture.trace.mapped import transforms_written_out
 from autopar.capture.trace.memos import memos_forgotten
 from autopar.capture.trace.one_hot_sizes import sizes_for_one_hot

@@ -1,19 +1,16 @@
-"""What a trace knows of values: tensors that depend on no input, parameter or buffer, and what is asked of them."""
+"""What Python code asks of tensors while it is traced, and the answers that it gets."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.aliasing.schemas import facts
 from autopar.capture.branches.asking import ask, refused
 from autopar.capture.branches.drawn import Drawn
 from autopar.capture.branches.numbers_given import with_numbers
@@ -32,175 +29,22 @@ from autopar.capture.branches.taken import (
     take_list,
     times_of,
 )
-from autopar.capture.graph.exported import flat, storage_of
 from autopar.capture.repeats.repeated import BLOCK
 from autopar.capture.trace.distinct import distinct
+from autopar.capture.trace.made_from import (
+    OF_THE_SHAPE,
+    are_numbers,
+    beginning,
+    constant_value,
+    drawn_by,
+    node_of,
+    note_made_of_numbers,
+)
 from autopar.capture.trace.one_place import at_one_place, read_at, selected, write_at
 from autopar.torch_private import (
-    DisableTorchFunction,
     FakeTensor,
     OpOverload,
-    no_dispatch_modes,
-    unset_fake_temporarily,
 )
-
-
-def constant_value(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
-    """``read(value)`` of a traced tensor that depends on no input, parameter, buffer or random number; None for any
-    other."""
-    asked = node_of(tensor)
-    if asked is None:
-        return None
-    root = get_proxy_mode().tracer.root  # type: ignore[union-attr]
-
-    def value(nodes: list[torch.fx.Node]) -> Any:
-        values: dict[torch.fx.Node, Any] = {}
-        for node in nodes:
-            if node.op == "get_attr":
-                values[node] = _made_of_numbers(node, root)
-                continue
-            a = torch.fx.node.map_arg(node.args, values.__getitem__)
-            k = dict(torch.fx.node.map_arg(node.kwargs, values.__getitem__))
-            if "device" in k:
-                k["device"] = torch.device("cpu")
-            values[node] = node.target(*a, **k)  # type: ignore[operator]
-        return values[asked]
-
-    try:
-        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-
-        with DisableTorchFunction(), no_dispatch_modes(), disable_proxy_modes_tracing():
-            with unset_fake_temporarily():
-                nodes, drawn = _made_by(asked)
-                return None if drawn else read(value(nodes))
-    except LookupError:
-        return None
-
-
-OF_NUMBERS = "autopar made of numbers"
-"""In a node's meta: it is a tensor that Python code has made of a list of numbers."""
-_FRESH = ("aten.lift_fresh_copy.default", "aten.lift_fresh.default")
-
-
-def _made_of_numbers(node: torch.fx.Node, root: torch.nn.Module) -> torch.Tensor:
-    """The value of a tensor that the forward makes of numbers: ``torch.tensor([3, 5])``, or ``x[mask] = 0.0``.
-
-    Raises:
-        LookupError: it is a tensor that was there before, which could be written to, or is made of an array that could.
-    """
-    tensor = getattr(root, str(node.target), None)
-    fresh = all(str(user.target) in _FRESH for user in node.users)
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.is_meta or not fresh:
-        raise LookupError
-    if tensor.numel() != 1 and OF_NUMBERS not in node.meta:
-        raise LookupError
-    return tensor.detach().cpu()
-
-
-def _note_made_of_numbers(tensor: torch.Tensor) -> None:
-    """``torch.tensor([3, 5])`` was called, and gave this: what is read of it is known."""
-    node = node_of(tensor)
-    while node is not None and node.op == "call_function" and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    if node is not None and node.op == "get_attr":
-        node.meta[OF_NUMBERS] = True
-
-
-def _are_numbers(values: Any) -> bool:
-    """Whether this is a nested list of plain numbers."""
-    if isinstance(values, (list, tuple)):
-        return all(map(_are_numbers, values))
-    return isinstance(values, (bool, int, float))
-
-
-def node_of(tensor: Any) -> torch.fx.Node | None:
-    """The node of the trace under way that a tensor is; None for a tensor of none."""
-    proxy_mode = get_proxy_mode()
-    if proxy_mode is None or not isinstance(tensor, torch.Tensor):
-        return None
-    slot = proxy_mode.tracer.tensor_tracker.get(tensor)
-    return None if slot is None else slot.proxy.node
-
-
-def _drawn(tensor: Any) -> list[str]:
-    """The random operators that a traced tensor follows from, if it follows from nothing else; else nothing."""
-    asked = node_of(tensor)
-    try:
-        return [] if asked is None else _made_by(asked)[1]
-    except LookupError:
-        return []
-
-
-def depends_on_data(tensor: torch.Tensor, buffers: Iterable[torch.Tensor | None] = ()) -> bool:
-    """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer.
-
-    Args:
-        buffers: which may be read, as long as nothing writes to them: rotary angles follow from their frequencies.
-    """
-    if not isinstance(tensor, FakeTensor):
-        return False
-    asked = node_of(tensor)
-    held = {_beginning(node) for buffer in buffers if (node := node_of(buffer)) is not None}
-    if asked is None or not held:
-        return constant_value(tensor) is None
-    try:
-        return bool(_made_by(asked, held)[1])
-    except LookupError:
-        return True
-
-
-_OF_THE_SHAPE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "rand_like.default", "randn_like.default", "randint_like.default", "randint_like.low_dtype",
-        "empty_like.default", "zeros_like.default", "ones_like.default", "full_like.default", "new_empty.default",
-        "new_zeros.default", "new_ones.default", "new_full.default", "new_empty_strided.default",
-    )
-)  # fmt: skip
-"""Operators that read no value of their first argument."""
-
-
-def _made_by(
-    asked: torch.fx.Node, held: Collection[torch.fx.Node] = ()
-) -> tuple[list[torch.fx.Node], list[str]]:
-    """The operators that a tensor's value comes from, in order: those that made it, and all that have written to its
-    memory since; and the names of the random ones among them.
-
-    Args:
-        held: what else it may come from, if nothing writes there.
-
-    Raises:
-        LookupError: it depends on an input, a parameter or a buffer.
-    """
-    nodes = list(asked.graph.nodes)
-    writers = [n for n in nodes if isinstance(n.target, OpOverload) and facts(n.target).writes]
-    makers: set[torch.fx.Node] = set()
-    drawn: list[str] = []
-    memory: set[int | None] = set()
-    todo = [asked]
-    while todo:
-        while todo:
-            node = todo.pop()
-            if node in makers:
-                continue
-            makers.add(node)
-            if node.op == "get_attr":  # a tensor that Python code made of numbers
-                continue
-            if node.target is not operator.getitem and node not in held:
-                if not isinstance(node.target, OpOverload) or node.target is BLOCK:
-                    raise LookupError
-                if torch.Tag.nondeterministic_seeded in node.target.tags:
-                    drawn.append(str(node.target))
-            memory.update(storage_of(v) for v in flat(node.meta.get("val")) if isinstance(v, torch.Tensor))
-            read = node.all_input_nodes
-            todo.extend(read[1:] if str(node.target) in _OF_THE_SHAPE else read)
-        kept = {storage_of(node.meta.get("val")) for node in makers if node in held}
-        for writer in writers:
-            if any(storage_of(n.meta.get("val")) in kept for n in writer.all_input_nodes):
-                raise LookupError
-            if writer not in makers and any(storage_of(n.meta.get("val")) in memory for n in writer.all_input_nodes):
-                todo.append(writer)
-    return [n for n in nodes if n in makers], drawn
 
 
 class AnswerConstants(TorchFunctionMode):
@@ -239,7 +83,7 @@ class AnswerConstants(TorchFunctionMode):
             constant = constant_value(args[0], lambda t: func(t, *args[1:]))
             if constant is not None:
                 return constant
-            drawn = _drawn(args[0])
+            drawn = drawn_by(args[0])
             if drawn:
                 answer = _not_known(func, args[0], ask, Drawn)
                 if answer is None:
@@ -260,9 +104,9 @@ class AnswerConstants(TorchFunctionMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             wanted = kwargs.pop("requires_grad", False)
             return _stacked(args[0]).detach().to(**kwargs).requires_grad_(wanted)
-        if func in self.OF_LISTS and len(args) == 1 and isinstance(args[0], (list, tuple)) and _are_numbers(args[0]):
+        if func in self.OF_LISTS and len(args) == 1 and isinstance(args[0], (list, tuple)) and are_numbers(args[0]):
             made = func(*args, **kwargs)
-            _note_made_of_numbers(made)
+            note_made_of_numbers(made)
             return made
         if func is torch.allclose and any(isinstance(a, FakeTensor) for a in args):
             return self._truth(torch.isclose(*args, **kwargs).all())
@@ -350,7 +194,7 @@ class AnswerConstants(TorchFunctionMode):
     def _of_inputs(self, tensor: torch.Tensor, of_integers: bool = False) -> bool:
         """Whether a tensor follows from what the model is called with alone, not from what it holds: a pointer into a
         queue is another number at each call. ``of_integers``: and from no other numbers than integers."""
-        in_attributes = {_beginning(node) for t in self.held() if (node := node_of(t)) is not None}
+        in_attributes = {beginning(node) for t in self.held() if (node := node_of(t)) is not None}
         todo, seen = [node_of(tensor)], set[torch.fx.Node]()
         while todo:
             node = todo.pop()
@@ -361,7 +205,7 @@ class AnswerConstants(TorchFunctionMode):
             if node not in seen:
                 seen.add(node)
                 read = node.all_input_nodes
-                todo.extend(read[1:] if str(node.target) in _OF_THE_SHAPE else read)
+                todo.extend(read[1:] if str(node.target) in OF_THE_SHAPE else read)
         return True
 
     def _truth(self, tensor: torch.Tensor) -> Any:
@@ -378,13 +222,6 @@ def _is_given_floats(node: torch.fx.Node) -> bool:
 
 def _leaves_nothing_out(mask: Any) -> bool:
     return all(map(_leaves_nothing_out, mask)) if isinstance(mask, list) else bool(mask)
-
-
-def _beginning(node: torch.fx.Node) -> torch.fx.Node:
-    """What a tensor was before anything wrote to it."""
-    while node.op == "call_function" and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _not_known(
@@ -462,4 +299,4 @@ def _places_set(tensor: Any) -> torch.Tensor | None:
     return None if n is None else torch.nonzero_static(tensor, size=n)
 
 
-__all__ = ["AnswerConstants", "constant_value", "depends_on_data", "node_of"]
+__all__ = ["AnswerConstants"]

@@ -1,0 +1,73 @@
+"""Attributes, and what stands in lists and dicts of a model, before a forward and after it."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from autopar.capture.python.frozen import OTHER, Held
+from autopar.errors import CaptureError
+
+
+def refill(container: Any, before: Any) -> None:
+    """Give a container that can be changed what it held before."""
+    if isinstance(container, list):
+        container[:] = before
+    elif isinstance(container, (dict, set)):
+        container.clear()
+        container.update(before)
+    elif isinstance(container, types.SimpleNamespace):
+        vars(container).clear()
+        vars(container).update(vars(before))
+
+
+def restored(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, past what a class makes of it."""
+    with contextlib.suppress(AttributeError):
+        object.__setattr__(owner, name, value)
+
+
+class OfTheCallBefore(torch.Tensor):
+    """Stands in an attribute in place of a tensor of the call before: it is no other object, and a tensor; nothing else
+    may be asked of it by a forward."""
+
+    in_forward: ContextVar[bool] = ContextVar("a forward is traced", default=False)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if cls.in_forward.get():
+            raise CaptureError("a tensor of the call before is read")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def unreadable(value: Any) -> Any:
+    """What stands for a tensor of the call before."""
+    tensor = value is None or isinstance(value, torch.Tensor)
+    return torch.empty(0).as_subclass(OfTheCallBefore) if tensor else value
+
+
+def new_tensors(before: Any, now: Any) -> list[torch.Tensor]:
+    """Tensors in a container that it did not hold before."""
+
+    def held(container: Any) -> list[Any]:
+        if isinstance(container, (list, tuple, set, frozenset)):
+            return list(container)
+        return list((container if isinstance(container, dict) else vars(container)).values())
+
+    old = {id(item) for item in held(before)}
+    return [item for item in held(now) if isinstance(item, torch.Tensor) and id(item) not in old]
+
+
+def only_more(before: Any, now: Any) -> bool:
+    """Whether a dict has only gained entries that are no plain values: a cache."""
+    if not (isinstance(before, tuple) and isinstance(now, tuple) and before[:1] == now[:1] == ("dict",)):
+        return False
+    more = now[len(before) :]
+    return now[: len(before)] == before and all(v is OTHER or isinstance(v, Held) for _, v in more)
+
+
+__all__ = ["OfTheCallBefore", "new_tensors", "only_more", "refill", "restored", "unreadable"]
