@@ -9,6 +9,8 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # One thread each: worker processes share few cores, and sums come out in the same order every time.
 export OMP_NUM_THREADS := 1
+# Compiled files are kept, whatever the shell says: tests are many processes, and each would compile everything again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup test test-all lint docs demo gpu zoo clean
 
