@@ -83,6 +83,8 @@ def drawn_by_torch() -> Iterator[None]:
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     for module in list(sys.modules.values()):
         held = vars(module) if isinstance(module, types.ModuleType) else {}
+        if held.keys().isdisjoint(_NAMES):  # nearly all of thousands of modules
+            continue
         replaced += [(held, name, held[name]) for name in _NAMES if id(held.get(name)) in functions]
     try:
         for held, name, function in replaced:
