@@ -13,8 +13,8 @@ from hardware_profiles import load_cluster
 
 @pytest.mark.parametrize(("mesh", "cut"), [
     ({"data": 2, "expert": 2}, {"data": "s", "expert": "travel"}),
-    ({"data": 2, "expert": 2}, {"data": "travel", "expert": "travel"}),
-    ({"data": 2, "tensor": 2}, {"data": "travel", "tensor": "ffn"}),
+    pytest.param({"data": 2, "expert": 2}, {"data": "travel", "expert": "travel"}, marks=pytest.mark.slow),
+    pytest.param({"data": 2, "tensor": 2}, {"data": "travel", "tensor": "ffn"}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_balance_is_that_of_the_whole_batch(mesh: dict[str, int], cut: dict[str, str]) -> None:
     model, args = balanced()

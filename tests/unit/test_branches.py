@@ -53,7 +53,7 @@ def test_as_eager_with_the_same_draws(name: str) -> None:
     assert [step.gradients.keys() for step in mine] == [step.gradients.keys() for step in truth], "of None and zero"
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_optimizer_passes_over_what_was_left_out(microbatches: int) -> None:
     """On one device; on two: procs/test_habits.py."""
     try:

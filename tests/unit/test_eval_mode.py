@@ -100,7 +100,7 @@ def test_dropout_that_ignores_the_mode_stays_on(kind: str) -> None:
         assert len({pm(x).item() for _ in range(4)}) > 1
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("kind", ["LSTM", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("GRU", "RNN"))])
 def test_dropout_between_recurrent_layers(kind: str) -> None:
     """In training: with a dropout that drops nothing it is torch's, with another it draws anew in each call."""
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
     done = run()

@@ -56,7 +56,7 @@ def captured_of(model: nn.Module) -> tuple[Captured, Tensor]:
     return capture(model, (x,), loss_fn=lambda y: y.square().mean()), x
 
 
-@pytest.mark.parametrize("unbinds", [False, True])
+@pytest.mark.parametrize("unbinds", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_are_decided_once(unbinds: bool) -> None:
     model = nn.Sequential(Layer(unbinds), Layer(unbinds))
     captured, x = captured_of(model)

@@ -74,7 +74,7 @@ def tagger(net: nn.RNNBase, form: str) -> Tagger:
         pytest.param("list", nn.GRU(WIDTH, WIDTH, bidirectional=True), marks=pytest.mark.slow),
         ("longer", nn.RNN(WIDTH, WIDTH, bidirectional=True)),
         ("rows", nn.LSTM(WIDTH, WIDTH)),
-        ("viewed", nn.GRU(WIDTH, WIDTH)),
+        pytest.param("viewed", nn.GRU(WIDTH, WIDTH), marks=pytest.mark.slow),
     ],
 )
 def test_packed_sequences_are_those_of_torch_and_are_cut(form: str, net: nn.RNNBase) -> None:

@@ -33,6 +33,8 @@ from cost_models.schedules import fill_of, simulate
 from hardware_profiles import load_cluster
 
 MESH = Mesh.of(data=2, tensor=2)
+ALIKE = "llama", "t5"
+"""Models whose phases are those of the others."""
 
 
 def graph_of(name: str) -> Graph:
@@ -124,7 +126,7 @@ def test_the_pace_equals_that_of_the_best_of_all_cuts() -> None:
     assert compared > 60
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet", "llama", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in ALIKE)])
 def test_phases_add_up_to_the_price(name: str) -> None:
     graph, cluster = graph_of(name), load_cluster("local-x4")
     plan = plan_graph(graph, cluster, MESH)

@@ -96,7 +96,7 @@ LONG = ("unet", "t5")
 """HiGHS takes 11 and 4 s for their optimal plans, which the sweep tries."""
 
 
-@pytest.mark.parametrize("name", marked(MODELS, SIMILAR))
+@pytest.mark.parametrize("name", marked(MODELS, (*SIMILAR, "t5", "resnet")))
 def test_on_2x2(name: str) -> None:
     _check(name, "2x2", range(1), optimal=name not in LONG)
 
@@ -129,7 +129,7 @@ def test_one_device_is_eager(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name, seeds",
-    [("mlp", 3), ("gpt2", 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in ("gpt2", "transformer_encoder"))],
+    [("mlp", 2), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in ("gpt2", "transformer_encoder"))],
 )
 def test_dropout_does_not_depend_on_the_mesh(name: str, seeds: int) -> None:
     case = ZOO[name](dropout=0.1)

@@ -62,7 +62,7 @@ ONE = {"layers": 1}
         ("mlp", "2x3", {}),
         ("gpt2", "3", ONE),
         pytest.param("llama", "2x3", ONE, marks=pytest.mark.slow),
-        ("resnet", "5", {}),
+        pytest.param("resnet", "5", {}, marks=pytest.mark.slow),
     ],
 )
 def test_numbers(name: str, mesh: str, zoo: dict[str, int]) -> None:
