@@ -296,7 +296,8 @@ def on_best_mesh(
             raise explained(graph, cluster, failed, options, infeasible)
         if len(shapes) == 1:
             raise infeasible
-        best = on_mesh(graph, cluster, failed, options, name, pins)  # raises, with what the smallest plan would need
+        best = on_mesh(graph, cluster, failed, options, name, pins)  # down to the smallest plan, or what that needs
+        tried.append((failed.shown(), best.seconds))
     return Outcome(best, captured, None, tuple(sorted(tried, key=lambda way: way[1])))
 
 

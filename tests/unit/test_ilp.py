@@ -124,10 +124,12 @@ def test_what_has_the_fewest_bytes_says_whether_anything_fits() -> None:
         every = itertools.product(*(range(len(item.seconds)) for item in problem.items))
         program, untouched = ilp.program(problem), ilp.program(problem)
         try:
-            fewest, nearest = program.fewest_bytes()
+            found = program.fewest_bytes()
         except InfeasibleError:  # no way between some states
             assert _brute_force(replace(problem, limit_bytes=1e9)) == float("inf")
             continue
+        assert found is not None
+        fewest, nearest = found
         assert fewest <= min(_bytes(problem, picked) for picked in every if _has_ways(problem, picked)) + 1e-6
         program.limit(fewest - 0.1)
         with pytest.raises(InfeasibleError):

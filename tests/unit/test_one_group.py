@@ -14,6 +14,7 @@ from zoo import ZOO
 from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.comparison import verify as V
+from autopar.errors import InfeasibleError
 from autopar.planner.inter_op import stage_search
 from autopar.planner.inter_op.candidates import Candidate
 from autopar.planner.inter_op.estimating.menu import Menus
@@ -22,6 +23,7 @@ from autopar.planner.inter_op.one_group import least_seconds
 from autopar.planner.inter_op.one_number import OneNumber
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.within_memory import OutOfReach
 from autopar.plans.plan import Plan
 from autopar.plans.staging import crossings_of, cut
 from autopar.words.graph import Graph
@@ -152,3 +154,22 @@ def test_no_stage_gets_less_than_its_estimate_by_more_than_a_part() -> None:
         shares = {s: share_of(s, of_group, live, counted, way) for s in of_group}
         assert sum(shares.values()) == pytest.approx(1.0)
         assert all(shares[s] > needs[s] / sum(needs.values()) - 1 / 48 for s in of_group), (needs, shares)
+
+
+def test_where_a_search_finds_nothing_it_looks_closer_at_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a search takes for hopeless is planned once more, down to the smallest plan, before it says that nothing
+    fits; and then the error has what that needs."""
+    real = OneNumber.exact
+
+    def exact(self: OneNumber, candidate: Candidate, *rest: Any, explains: bool = False, **more: Any) -> Any:
+        if not explains:
+            raise OutOfReach("no plan fits")
+        return real(self, candidate, *rest, explains=explains, **more)
+
+    monkeypatch.setattr(OneNumber, "exact", exact)
+    cluster, asked = load_cluster("dgx-h100"), PipelineOptions(1, groups=1)
+    found = plan_pipeline(graphs(), cluster, DEVICES, asked)
+    assert found.plan.microbatches == ROWS, "of the most microbatches"
+    little = replace(asked, options=Options(memory_limit_bytes=2**20))
+    with pytest.raises(InfeasibleError, match="the smallest needs"):
+        plan_pipeline({1: graphs()[1]}, cluster, DEVICES, little)

@@ -97,6 +97,19 @@ class Incumbents:
         self.plans.append(plan)
         return plan.seconds
 
+    def look_closer(self, searches: Sequence[OneNumber]) -> None:
+        """Plan something that did not fit once more, down to its smallest plan: of the most microbatches, which need
+        the least. It fits after all, or the error says by how much it does not."""
+        for search in reversed(searches):
+            if search.unfit is not None:
+                try:
+                    plan = search.exact(search.unfit, explains=True)
+                except InfeasibleError as error:
+                    search.infeasible = error
+                else:
+                    self.plans += [plan] if plan is not None else []
+                return
+
     def plan_exactly(self, promising: Sequence[tuple[OneNumber, Candidate]]) -> None:
         """Plan exactly what may beat the best so far, the best estimates first: at least ``top`` different layouts, if
         there are; where Ctrl-C ended the search, only the first that fits."""

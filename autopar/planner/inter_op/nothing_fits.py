@@ -33,21 +33,11 @@ def nothing_fits(searches: Sequence[OneNumber], asked: PipelineOptions, n_device
             f"microbatches, needs about {show_bytes(leanest.n_bytes)} with one of them in flight; the least that would "
             f"do: {least}"
         )
-    return next((error for s in searches if (error := _told_of(s))), None) or PlanError(
+    return next((s.infeasible for s in reversed(searches) if s.infeasible), None) or PlanError(
         f"no schedule of {', '.join(asked.schedules)} allows {' or '.join(counts.split(', '))} microbatches on "
         f"{groups}, of {devices} together; change the microbatches or the schedules, or take fewer groups: operators "
         "that read and write one buffer stay in one stage, and there may be too few cuts between them"
     )
-
-
-def _told_of(search: OneNumber) -> InfeasibleError | None:
-    """The error of what was planned and did not fit, with what its smallest plan needs."""
-    if search.unfit is not None:
-        try:
-            search.exact(search.unfit, explains=True)
-        except InfeasibleError as error:
-            return error
-    return search.infeasible
 
 
 __all__ = ["nothing_fits"]

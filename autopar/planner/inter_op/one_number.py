@@ -51,7 +51,7 @@ class OneNumber(ExactPlans):
 
     Attributes:
         unfit: what was planned exactly and did not fit.
-        infeasible: the error of an estimate that did not fit.
+        infeasible: an error of what did not fit.
         leanest: what the leanest cut needs, where no estimate fits.
         fastest: seconds of the commonest block on every mesh that was looked at, by pool and mesh.
         decided: plans of blocks, which may be shared with other numbers.

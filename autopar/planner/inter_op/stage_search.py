@@ -118,6 +118,8 @@ def plan_pipeline(
     if beaten < inf and (not best.plans or best.fastest.seconds >= beaten):
         raise Beaten
     if not best.plans:
+        best.look_closer(searches)
+    if not best.plans:
         raise nothing_fits(searches, asked, n_devices)
     if few and not best.interrupted:
         with best.interruptible():
