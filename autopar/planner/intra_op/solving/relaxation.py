@@ -26,6 +26,8 @@ LARGE = 60_000
 17,000 it takes longer than the solution."""
 NOTHING = 1e-6
 """A value of the relaxation below this is 0, one as near to 1 is 1: HiGHS's own tolerance."""
+MANY, MANY_A_COLUMN = 10_000, 4
+"""Iterations, at least, and for how many columns one more, after which it is asked whether a limit can be kept."""
 BYTES_SIZE = 1000.0
 """What the limit's bytes are scaled to, where bytes are what is minimised."""
 DECIDED = 16
@@ -128,6 +130,7 @@ class Relaxation:
         self._bound_memory(self.room)
 
     def _bound_memory(self, n_bytes: float) -> None:
+        self._bound = n_bytes
         if self.lp.fullest is not None:
             n_bytes = 0.0  # less than the column
         for row, unseen in zip(self.memory_rows, self.unseen, strict=False):
@@ -136,13 +139,16 @@ class Relaxation:
     def relaxed(self) -> Point | None:
         """The optimum of the relaxation; None if the solver stopped before it."""
         engine = self.engine
-        engine.setOptionValue("solve_relaxation", True)
-        engine.setOptionValue("simplex_iteration_limit", self.effort.iterations)
-        self._watch_the_clock()
-        cold = not engine.getBasis().valid  # from what was solved before the simplex goes on
-        engine.setOptionValue("presolve", "on" if cold and engine.getNumCol() > LARGE else "off")
-        engine.run()
-        status = engine.getModelStatus().name
+        limited = self._bound < math.inf and self.lp.fullest is None
+        many = max(MANY, engine.getNumCol() // MANY_A_COLUMN) if limited else self.effort.iterations
+        status = self._solved(min(many, self.effort.iterations))
+        if status == "kIterationLimit" and many < self.effort.iterations:
+            basis = engine.getBasis()
+            if self._has_no_room():
+                status = "kInfeasible"
+            else:
+                engine.setBasis(basis)
+                status = self._solved(self.effort.iterations)
         if status == "kInfeasible":
             raise NoChoice("no choice of strategies satisfies the constraints")
         if status != "kOptimal":
@@ -155,29 +161,53 @@ class Relaxation:
                 self._weigh(duals)
         return replace(self._point(engine.getObjectiveValue()), byte_price=price)
 
-    def fewest_bytes(self) -> tuple[float, Choice] | None:
-        """What the first moment has at least, and the choice that is nearest to that, whatever its seconds; None if the
-        solver was not done in time.
+    def _solved(self, iterations: int) -> str:
+        """Let the simplex method go on for so many iterations at most; the status that it ends in."""
+        engine = self.engine
+        engine.setOptionValue("solve_relaxation", True)
+        engine.setOptionValue("simplex_iteration_limit", iterations)
+        self._watch_the_clock()
+        cold = not engine.getBasis().valid  # from what was solved before the simplex goes on
+        engine.setOptionValue("presolve", "on" if cold and engine.getNumCol() > LARGE else "off")
+        engine.run()
+        return str(engine.getModelStatus().name)
 
-        That no choice has so few bytes as the limit is known from this in a fiftieth of the time that the simplex
-        method takes to find rows without a solution (0.7 s and 33 s for 80 layers on a mesh of two axes).
+    def _has_no_room(self) -> bool:
+        """Whether moments, by what a byte of each was worth last, have more bytes in any choice than the limit leaves.
+
+        The simplex method may take minutes to find that rows have no solution: 33 s for 80 layers on a mesh of two
+        axes, where the choice of the fewest bytes takes 0.7 s.
         """
+        found = self._least_bytes(self.weights)
+        return found is not None and found[0] > self.room * (1 + ROUNDING)
+
+    def _least_bytes(self, weights: Any) -> tuple[float, Point] | None:
+        """The least sum of the moments' bytes, each by its weight, and the relaxation that has it; None if there
+        is no choice, or the solver was not done in time."""
         every = np.arange(len(self.lp.cost), dtype=np.int32)
-        bytes_of = np.zeros(len(every))
-        for column, n_bytes in self.lp.bytes_of(self.moments[0]).items():
-            bytes_of[column] = n_bytes
-        scale = BYTES_SIZE / max(self.unit, 1.0)
+        costs, scale = np.zeros(len(every)), BYTES_SIZE / max(self.unit, 1.0)
+        costs[self.columns] = scale * (weights @ self.by_moment)
+        bound = self._bound
         self._bound_memory(math.inf)
-        self.engine.changeColsCost(len(every), every, scale * bytes_of)
+        self.engine.changeColsCost(len(every), every, costs)
         try:
-            point = self.relaxed()
+            status = self._solved(self.effort.iterations)
+            n_bytes = self.engine.getObjectiveValue() / scale
+            point = self._point(0.0) if status == "kOptimal" else None
         finally:
             self.engine.clearSolver()  # what follows goes on from elsewhere
             self.engine.changeColsCost(len(every), every, np.array(self.lp.cost))
-            self._bound_memory(self.room)
+            self._charge(self.price)
+            self._bound_memory(bound)
         if point is None:
             return None
-        return point.bound / scale + self.unseen[0], self.choice(replace(point, bound=0.0))
+        return n_bytes + float(weights @ np.array(self.unseen)), point
+
+    def fewest_bytes(self) -> tuple[float, Choice] | None:
+        """What the first moment has at least, and the choice that is nearest to that, whatever its seconds; None if
+        there is no choice, or the solver was not done in time."""
+        found = self._least_bytes(np.eye(1, len(self.moments))[0])
+        return (found[0], self.choice(replace(found[1], bound=0.0))) if found is not None else None
 
     def _relaxed_at(self, price: float) -> Point | None:
         """The relaxation at a price of a byte: whole, if it is with its peak, or one item's strategy, fixed."""
