@@ -199,9 +199,9 @@ class _Numbers:
     def look(self) -> None:
         """Look at all numbers that may be best.
 
-        It starts where a good plan is expected, so that others can be left alone, and goes on in both directions to the
-        ends, or until :data:`WORSE` numbers in a row are far from the best. A small model on many devices starts from
-        the fewest.
+        It starts where a good plan is expected, so that others can be left alone, and goes on to more and then to
+        fewer, to the ends, or until :data:`WORSE` numbers in a row are far from the best; on many devices to fewer
+        only if the start is not far from the best by then. A small model on many devices starts from the fewest.
         """
         if len(self.searches) == 1 or self.searches[0].asked.starts is not None:
             for search in self.searches:
@@ -217,6 +217,8 @@ class _Numbers:
             # a second microbatch launches everything once more
             start = 0 if self.searches[start].launches_most() else self._likely_best(start)
         for order in (range(start, len(self.searches)), range(start - 1, -1, -1)):
+            if not self.few and self._is_far(start):
+                break  # it got better in the first direction
             worse = 0
             for number in order:
                 worse = 0 if self._look_at(number) else worse + 1
@@ -263,6 +265,11 @@ class _Numbers:
         self._take(search, candidates)
         self.whole.update({(number, pool, mesh): s * m for (pool, mesh), s in search.fastest.items() if s < inf})
         return bool(candidates) and candidates[0].seconds <= NEAR * best
+
+    def _is_far(self, number: int) -> bool:
+        """Whether a number that was looked at is far from the best."""
+        seconds = [found[0] for found in self.found if found[2] is self.searches[number]]
+        return bool(seconds) and min(seconds) > NEAR * min(found[0] for found in self.found)
 
     def _take(self, search: OneNumber, candidates: Sequence[Candidate]) -> None:
         self.found.extend((c.seconds, k, search, c) for k, c in enumerate(candidates))
