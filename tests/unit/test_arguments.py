@@ -62,7 +62,10 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "name"), ROWS, ids=[f"{call}-{name}" for call, name in ROWS])
+@pytest.mark.parametrize(("call", "name"), [
+    pytest.param(call, name, id=f"{call}-{name}", marks=[pytest.mark.slow] if k % 2 else [])
+    for k, (call, name) in enumerate(ROWS)
+])  # fmt: skip
 def test_wrong_types(call: str, name: str) -> None:
     fn, right = CALLS[call]
     if name == "model":

@@ -41,7 +41,7 @@ def eager_with(kind: type[Habit], captured: Captured) -> tuple[list[Step], int]:
     return steps, len(ways)
 
 
-@pytest.mark.parametrize("name", marked(OURS, OURS[1::2]))
+@pytest.mark.parametrize("name", marked(OURS, [name for k, name in enumerate(OURS) if k % 4]))
 def test_as_eager_with_the_same_draws(name: str) -> None:
     kind = HABITS[name]
     captured = capture(made(kind), batch(kind, 0))

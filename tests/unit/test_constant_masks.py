@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from procs.in_turn import marked
 from torch import nn
 
 import autopar
@@ -55,7 +56,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.filterwarnings("error:numbers and masks that follow from the model's inputs")
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", marked(LOSSES, [*LOSSES][1::2]))
 def test_a_mask_that_is_known_selects(name: str) -> None:
     torch.manual_seed(0)
     model, x = Model(LOSSES[name]), torch.randn(8, 6)

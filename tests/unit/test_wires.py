@@ -116,7 +116,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("shared", SHARED)
-@pytest.mark.parametrize("kind", ["equal", "unequal"])
+@pytest.mark.parametrize("kind", [pytest.param("equal", marks=pytest.mark.slow), "unequal"])
 @pytest.mark.parametrize("groups", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_channels_of_one_direction_go_through(

@@ -103,7 +103,7 @@ class _Often(torch.nn.Module):
         return ((h - y) ** 2).mean()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", pytest.param("interleaved-1f1b", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_pipeline(schedule: str, frozen: bool) -> None:
     """Every stage that reads an input adds its part; rows of microbatches stand in order; a mean of their losses."""

@@ -78,7 +78,7 @@ def test_two_unequal_groups(name: str) -> None:
     check(name, "2+1", "1f1b", 2, 0)
 
 
-@pytest.mark.parametrize("schedule", marked(SCHEDULES, ("interleaved-1f1b:3", "zb-h1:2")))
+@pytest.mark.parametrize("schedule", marked(SCHEDULES, ("gpipe", "interleaved-1f1b:3", "zb-h1:2", "zb-v")))
 def test_schedules(schedule: str) -> None:
     check("gpt2", "2+1", schedule, 4, 1, steps=1)
 

@@ -28,6 +28,8 @@ NOTHING = 1e-6
 """A value of the relaxation below this is 0, one as near to 1 is 1: HiGHS's own tolerance."""
 MANY, MANY_A_COLUMN = 10_000, 4
 """Iterations, at least, and for how many columns one more, after which it is asked whether a limit can be kept."""
+WEIGHINGS = 4
+"""How often moments are weighed anew to see that they have too many bytes together."""
 BYTES_SIZE = 1000.0
 """What the limit's bytes are scaled to, where bytes are what is minimised."""
 DECIDED = 16
@@ -178,8 +180,17 @@ class Relaxation:
         The simplex method may take minutes to find that rows have no solution: 33 s for 80 layers on a mesh of two
         axes, where the choice of the fewest bytes takes 0.7 s.
         """
-        found = self._least_bytes(self.weights)
-        return found is not None and found[0] > self.room * (1 + ROUNDING)
+        weights = self.weights
+        for _ in range(WEIGHINGS):
+            found = self._least_bytes(weights)
+            if found is None or found[0] > self.room * (1 + ROUNDING):
+                return found is not None
+            of_moments = self.by_moment @ found[1].values[self.columns] + np.array(self.unseen)
+            over = np.maximum(of_moments - self.room, 0.0)
+            if not over.any():
+                return False
+            weights = (weights + over / over.sum()) / 2  # what is too full counts for more
+        return False
 
     def _least_bytes(self, weights: Any) -> tuple[float, Point] | None:
         """The least sum of the moments' bytes, each by its weight, and the relaxation that has it; None if there
