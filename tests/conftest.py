@@ -35,6 +35,20 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 10, 20)  # captures make millions of objects: else 8% of the time is walks through them
 
 
+FREEZE_EVERY = 200
+"""Tests, after which what has stayed is passed over by the collector, too: caches of captured models grow all along,
+and each walk through them takes longer."""
+_done = 0
+
+
+def pytest_runtest_logfinish() -> None:
+    global _done
+    _done += 1
+    if _done % FREEZE_EVERY == 0:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
     """The seed follows from the test's name, so that a test gives the same numbers alone and among others."""
