@@ -24,10 +24,10 @@ from autopar.torch_private import (
 def constant_value(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
     """``read(value)`` of a traced tensor that depends on no input, parameter, buffer or random number; None for any
     other."""
-    asked = node_of(tensor)
-    if asked is None:
+    asked, proxy_mode = node_of(tensor), get_proxy_mode()
+    if asked is None or proxy_mode is None:
         return None
-    root = get_proxy_mode().tracer.root  # type: ignore[union-attr]
+    root = proxy_mode.tracer.root  # type: ignore[union-attr]  # torch's other kind of tracer is not that of an export
 
     def value(nodes: list[torch.fx.Node]) -> Any:
         values: dict[torch.fx.Node, Any] = {}
@@ -39,7 +39,8 @@ def constant_value(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: 
             k = dict(torch.fx.node.map_arg(node.kwargs, values.__getitem__))
             if "device" in k:
                 k["device"] = torch.device("cpu")
-            values[node] = node.target(*a, **k)  # type: ignore[operator]
+            assert callable(node.target)  # an operator, or the choice of one of its results
+            values[node] = node.target(*a, **k)
         return values[asked]
 
     try:

@@ -186,8 +186,12 @@ class WithinMemory:
             plan = self._finish(fewest[1]) if fewest is not None else None
         if plan is None or plan.price.memory_bytes > self.limit:
             raise OutOfReach(f"no plan fits {show_bytes(self.limit)} per device on {self.setting.mesh.shown()}")
-        solution = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
-        return replace(plan, solution=against(0.0, replace(plan, solution=solution), self.setting.options.memory_gap))
+        return self._known_as_small(plan, 0.0)
+
+    def _known_as_small(self, plan: StagePlan, bound: float) -> StagePlan:
+        """A plan that was found by its bytes, measured against a bound of seconds."""
+        found = replace(plan, solution=Solution("smallest", "best found", plan.price.seconds, 0.0, True))
+        return replace(found, solution=against(bound, found, self.setting.options.memory_gap))
 
     def _mixed(self, program: ilp.HighsProgram | ilp.ByCbc, gap: float, bound: float) -> StagePlan | None:
         """A plan whose blocks differ, at the program's present limit, measured against the bound at the full one."""
@@ -337,9 +341,7 @@ class WithinMemory:
         )
         if plan.price.memory_bytes > self.limit:
             raise AllTooLarge(plan)
-        solution = Solution("smallest", "best found", plan.price.seconds, 0.0, True)
-        plan = replace(plan, solution=solution)
-        return replace(plan, solution=against(bound, plan, self.setting.options.memory_gap))
+        return self._known_as_small(plan, bound)
 
     def _smaller_and_smaller(self) -> list[StagePlan]:
         """Plans whose fullest moment is the least there is, as far as the program's rows say: where another moment of
