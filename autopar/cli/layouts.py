@@ -26,14 +26,16 @@ def parsed(like: str | None) -> Layout | None:
 
 
 def show(
-    outcome: Outcome, hardware: Cluster, top: int, layout: Layout | None, pinned: LayoutRow | None, path: Path | None
-) -> None:
+    outcome: Outcome, hardware: Cluster, top: int, layout: Layout | None, pinned: LayoutRow | None, path: Path | None,
+    like_path: Path | None,
+) -> None:  # fmt: skip
     """Print the best layouts, and one that was asked for beside them.
 
     Args:
         top: how many of the best layouts are shown.
         pinned: the row of ``layout``.
         path: of the plan file that was written.
+        like_path: of the plan file of ``layout``.
     """
     if top > 1 or pinned is not None:
         table(rows_of_layouts(outcome, hardware, top, pinned))
@@ -46,8 +48,12 @@ def show(
                 "ask for others",
                 markup=False,
             )
-        if path is not None:
-            out().print(f"  {path} has the best plan, not this layout", markup=False)
+        if like_path is not None:
+            out().print(f"  {like_path} has the plan of this layout", markup=False)
+        elif path is not None:
+            out().print(
+                f"  {path} has the best plan, not this layout: that is written by --like-output", markup=False
+            )
         if layout.free:
             out().print(
                 f"  {', '.join(layout.free)}: left to the planner, which keeps parameters and cuts sequences as is "
@@ -56,10 +62,10 @@ def show(
             )
 
 
-def priced_like(
+def planned_like(
     loaded: Loaded, captured: Captured, hardware: Cluster, cluster: str, asked: Asked, layout: Layout
-) -> LayoutRow:
-    """The row of a layout that was asked for.
+) -> Outcome:
+    """The plan of a layout that was asked for.
 
     Raises:
         PlanError, InfeasibleError: it cannot be, or does not fit.
@@ -68,7 +74,6 @@ def priced_like(
     from autopar.errors import InfeasibleError
     from autopar.planner.inter_op.stage_search import PipelineOptions
     from autopar.planner.planning import in_parts, options_of
-    from autopar.report.layouts import layout_row
 
     example, n = (loaded.args, loaded.kwargs), hardware.n_devices
     base = PipelineOptions(1, options=options_of(asked), may_recompute=asked.may_recompute)
@@ -76,13 +81,19 @@ def priced_like(
     asked = replace(asked, numbers=(wanted.microbatches,))
     with progress(f"planning {layout.text}"):
         try:
-            result = in_parts(
+            return in_parts(
                 loaded.model, captured, example, hardware, n, asked, cluster, runs=False, wanted=wanted
             )
         except InfeasibleError as error:
             raise InfeasibleError(f"--like {layout.text}: {error}") from error
-    assert result.timeline is not None
-    return layout_row(f"like {result.tried[0][0]}", result.plan, result.timeline, result.captured.graph, hardware)
+
+
+def row_like(found: Outcome, hardware: Cluster) -> LayoutRow:
+    """What the table says of the plan of a layout that was asked for."""
+    from autopar.report.layouts import layout_row
+
+    assert found.timeline is not None
+    return layout_row(f"like {found.tried[0][0]}", found.plan, found.timeline, found.captured.graph, hardware)
 
 
 def rows_of_layouts(outcome: Outcome, hardware: Cluster, top: int, pinned: LayoutRow | None) -> list[LayoutRow]:
@@ -110,4 +121,4 @@ def table(rows: list[LayoutRow]) -> None:
     console.print(shown)
 
 
-__all__ = ["parsed", "priced_like", "rows_of_layouts", "show", "table"]
+__all__ = ["parsed", "planned_like", "row_like", "rows_of_layouts", "show", "table"]

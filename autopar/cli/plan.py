@@ -30,8 +30,11 @@ from autopar.plans.asked import as_option, asked
 from autopar.plans.wishes import OPTIMIZERS, WISHES
 
 if TYPE_CHECKING:
+    from autopar.capture import Captured
+    from autopar.frontends import Loaded
     from autopar.planner.planning import Outcome
     from autopar.plans.plan import Plan
+    from autopar.words.graph import Graph
     from autopar.words.precision import Precision
     from hardware_profiles import Cluster
 
@@ -53,6 +56,9 @@ def plan(
             "and m (microbatches; mbs=1 where neither is given); zero and sp are left to the planner.",
         ),
     ] = None,
+    like_output: Annotated[
+        Path | None, typer.Option("--like-output", help="Where to write the plan of the layout of --like.")
+    ] = None,
     batch: Batch = None,
     seq: Seq = None,
     profile: Annotated[
@@ -73,6 +79,8 @@ def plan(
 
     autopar plan hf:llama/config.json --batch 128 --cluster dgx-h100-x8 --top 5 --like tp=8,pp=2,dp=4,mbs=1
 
+    autopar plan gpt.py:make -c dgx-h100-x8 -o best.json --like tp=8,dp=8 --like-output ours.json
+
     autopar plan gpt.py:make --cluster dgx-h100 --mesh data=2,tensor=4 -o plan.json
 
     autopar plan hf:llama/config.json --batch 8 --seq 2048 --cluster dgx-h100-x8 --memory-limit 70GiB -o plan.json
@@ -86,7 +94,6 @@ def plan(
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
     from autopar.capture.microbatches import first_part
-    from autopar.comparison.parts_of_loss import with_notes
     from autopar.heard import heard
     from autopar.planfile import dumps, save
     from autopar.planner import planning
@@ -99,6 +106,8 @@ def plan(
         raise UsageError(f"--top is {top}; it is 1 or more")
     if cluster is None and profile is None:
         raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
+    if like_output is not None and like is None:
+        raise UsageError("--like-output writes the plan of a layout: give the layout with --like")
     cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
     hardware = load_cluster(cluster)
     wanted = asked(_arguments(said), spelled=as_option)
@@ -118,37 +127,56 @@ def plan(
     wanted = replace(wanted, top=top)
     if (like is not None or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
         raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")
-    folder = output.parent if output else Path()
-    if cluster.endswith((".toml", ".json")):
-        cluster = Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
-    pinned = layouts.priced_like(loaded, captured, hardware, cluster, wanted, layout) if layout else None
+    pinned = layouts.planned_like(loaded, captured, hardware, cluster, wanted, layout) if layout else None
     with progress("planning") as say, heard(say):
         outcome = planning.find(
             loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
             cluster, runs=False, say=say,
         )  # fmt: skip
-    noted = with_notes(outcome.plan, outcome.captured, loaded.model, (loaded.args, loaded.kwargs, ()))
-    outcome = replace(outcome, plan=noted)
-    if policy is None and loaded.precision is not None:
-        said_so = f"{_policy_of(loaded.precision)}; --precision bf16-true for the config's own format throughout"
-        outcome = replace(outcome, plan=replace(outcome.plan, notes=(said_so, *outcome.plan.notes)))
-    if outcome.captured is not captured:
-        loaded = replace(loaded, parts=outcome.plan.microbatches)
-    named = loaded.named(folder)
+    policy_note = "" if policy is not None or loaded.precision is None else _policy_of(loaded.precision)
+    outcome = _noted(outcome, loaded, policy_note)
     if output is not None:
-        save(output, outcome.plan, outcome.captured.graph, named)
+        save(output, *_file(outcome, loaded, captured, cluster, output.parent))
+    if pinned is not None and like_output is not None:
+        save(like_output, *_file(_noted(pinned, loaded, policy_note), loaded, captured, cluster, like_output.parent))
     if as_json:
-        sys.stdout.write(dumps(outcome.plan, outcome.captured.graph, named))
+        sys.stdout.write(dumps(*_file(outcome, loaded, captured, cluster, output.parent if output else Path())))
     else:
         _summary(outcome, hardware, output, top)
-        layouts.show(outcome, hardware, top, layout, pinned, output)
+        row = layouts.row_like(pinned, hardware) if pinned is not None else None
+        layouts.show(outcome, hardware, top, layout, row, output, like_output)
+
+
+def _noted(outcome: Outcome, loaded: Loaded, policy_note: str) -> Outcome:
+    """With what the reader of the plan should know of the model's loss and of its precision."""
+    from autopar.comparison.parts_of_loss import with_notes
+
+    plan = with_notes(outcome.plan, outcome.captured, loaded.model, (loaded.args, loaded.kwargs, ()))
+    return replace(outcome, plan=replace(plan, notes=(policy_note, *plan.notes)) if policy_note else plan)
+
+
+def _file(
+    outcome: Outcome, loaded: Loaded, captured: Captured, cluster: str, folder: Path
+) -> tuple[Plan, Graph, dict[str, Any]]:
+    """What a plan file in ``folder`` has: the plan, with the path of the cluster's file from there, the graph that
+    it is for, and how the model is found again.
+
+    Args:
+        captured: of the whole batch; where the plan is for a microbatch, the model's batch is cut again.
+    """
+    if cluster.endswith((".toml", ".json")):
+        cluster = Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
+    if outcome.captured is not captured:
+        loaded = replace(loaded, parts=outcome.plan.microbatches)
+    return replace(outcome.plan, cluster=cluster), outcome.captured.graph, loaded.named(folder)
 
 
 def _policy_of(precision: Precision) -> str:
     """What a policy that nobody asked for is, for a note in the plan."""
     return (
         f"precision {precision}, as the config is in {precision.params}: it computes so, on {precision.master} masters "
-        f"with {precision.moments} moments, and adds gradients up in {precision.reduce}"
+        f"with {precision.moments} moments, and adds gradients up in {precision.reduce}; --precision bf16-true for the "
+        "config's own format throughout"
     )
 
 

@@ -13,7 +13,8 @@ import spmd_types as spmd
 import torch
 import torch.fx
 
-from autopar.rules.lowerings.distributed import length_of, padded, summed_back
+from autopar.rules.lowerings.across_ranks import summed_back
+from autopar.rules.lowerings.local_piece import length_of, padded
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import cut_extent
 from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, axis_and_unit, axis_text

@@ -31,7 +31,7 @@ from autopar.plans.plan import StagePlan, route_key, segment_numbers
 from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
 from autopar.rules.local import PieceSize, Seed, gives_list, is_told_device, local_call
-from autopar.rules.lowerings.distributed import length_of
+from autopar.rules.lowerings.local_piece import length_of
 from autopar.rules.lowerings.meanwhile import Meanwhile, beside, in_order, lowering_in_parts
 from autopar.rules.notation import CallPart
 from autopar.rules.operator_call import In, call_of

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopar.rules.axis_options import Option
 from autopar.rules.function import PREFIX
 from autopar.rules.local import LocalCall, PieceSize, Seed, local_call
-from autopar.rules.lowerings.distributed import length_of
+from autopar.rules.lowerings.local_piece import length_of
 from autopar.rules.lowerings.lowering_trial import trial
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, In, call_of

@@ -131,6 +131,12 @@ def test_plan_chooses_a_mesh() -> None:
         assert best <= 1.001 * seconds(pinned)
     text = autopar("plan", "net.py:make", "-c", "local", "--top", "2", "--like", "dp=2,m=1", "-o", "searched.json")
     assert "of peak" in text and "times the best" in text and "searched.json has the best plan, not this" in text
+    autopar(
+        "plan", "net.py:make", "-c", "local", "--like", "pp=2,m=2", "-o", "searched.json", "--like-output", "ours.json"
+    )
+    assert len(json.loads(Path("ours.json").read_text())["stages"]) == 2
+    assert "certified" in autopar("check", "ours.json").lower()
+    autopar("plan", "net.py:make", "-c", "local", "--like-output", "ours.json", code=2)
     autopar("plan", "net.py:make", "-c", "local", "--mesh", "data=2", "--top", "2", code=2)
 
 

@@ -32,7 +32,8 @@ from autopar.rules.attention.attention_call import Draw, Going, Hashes
 from autopar.rules.attention.attention_halves import add_to, as_message, exchanged, message_of_halves, parts_of, whole
 from autopar.rules.attention.attention_pairs import mask_of
 from autopar.rules.attention.attention_sums import AttentionSoFar, SumOfParts
-from autopar.rules.lowerings.distributed import axes_of, cuts_on, n_pieces, permuted, positions, sends_on, which_piece
+from autopar.rules.lowerings.across_ranks import permuted, sends_on
+from autopar.rules.lowerings.local_piece import axes_of, cuts_on, n_pieces, positions, which_piece
 from autopar.rules.lowerings.lowering_trial import makes_some_steps, standing_for
 from autopar.torch_private import each_rank
 

@@ -36,7 +36,8 @@ from autopar.rules.experts.experts import EXPERTS, most_rows
 from autopar.rules.experts.stacked_columns import own_parts
 from autopar.rules.experts.travelling import Passage, Trip, untyped
 from autopar.rules.local import resolve
-from autopar.rules.lowerings.distributed import axes_of, first, n_pieces, pending
+from autopar.rules.lowerings.across_ranks import pending
+from autopar.rules.lowerings.local_piece import axes_of, first, n_pieces
 from autopar.rules.notation import CallPart, Comm, Lowering, Parts, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample

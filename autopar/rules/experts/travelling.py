@@ -14,7 +14,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.lowerings.distributed import n_pieces
+from autopar.rules.lowerings.local_piece import n_pieces
 from autopar.rules.lowerings.lowering_trial import COUNTED, Begun, in_trial
 from autopar.torch_private import (
     FakeTensor,

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from autopar.rules.lowerings.distributed import axes_of, bilinear, first, pending, with_one
+from autopar.rules.lowerings.across_ranks import bilinear, pending
+from autopar.rules.lowerings.local_piece import axes_of, first, with_one
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample

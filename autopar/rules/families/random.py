@@ -21,7 +21,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.lowerings.distributed import positions
+from autopar.rules.lowerings.local_piece import positions
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample

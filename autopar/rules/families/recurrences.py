@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from autopar.errors import RuleError
-from autopar.rules.lowerings.distributed import all_parts, axes_of, part_of, total
+from autopar.rules.lowerings.across_ranks import all_parts, part_of, total
+from autopar.rules.lowerings.local_piece import axes_of
 from autopar.rules.lowerings.lowering_trial import in_trial
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call

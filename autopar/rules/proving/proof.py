@@ -18,7 +18,7 @@ import torch
 
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.local import PieceSize, Seed, local_call, resolve
-from autopar.rules.lowerings.distributed import length_of
+from autopar.rules.lowerings.local_piece import length_of
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, In
 from autopar.rules.proving.many_ranks import join, many_ranks, piece
