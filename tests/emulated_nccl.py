@@ -74,7 +74,10 @@ def _in_one_piece(x: torch.Tensor) -> bool:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+    if not x.numel():
+        return x.new_empty(0, dtype=torch.uint8)
+    # a dim of one element is contiguous by any stride, which a view of another dtype does not take
+    return x.detach().contiguous().as_strided([x.numel()], [1]).view(torch.uint8)
 
 
 def _poison(x: torch.Tensor) -> None:

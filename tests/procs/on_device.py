@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +44,8 @@ MAY_WAIT = ("travelling._on_host", "taking_part.names", "reached.reached")
 NOT_HERE = ("the model's code branches on data", "_thnn_fused_")
 """Errors of a second batch that goes another way; and of fused cells of recurrent layers, of which torch has kernels
 for GPUs alone, so that nothing here computes their values."""
+LEAST_LOSS = 1e-3
+"""Losses are compared relative to themselves, and to no less than this: a critic's first loss may be zero."""
 STEPS = 6
 """All are compared between the ranks, but from the fourth call on nobody waits for that."""
 
@@ -78,10 +81,19 @@ def begin_world(backend: str) -> None:
     register()
     if dist.get_backend_config() != backend:
         rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
-        dist.barrier()  # a rank that is still connecting would lose its peer
+        all_arrived(store, size)  # a rank that is still connecting would lose its peer
         dist.destroy_process_group()
         store = dist.PrefixStore(backend, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def all_arrived(store: Any, size: int) -> None:
+    """Wait for all ranks of the world: a barrier needs tensors, which a world of the accelerator alone has only while
+    it is emulated."""
+    number = store.add("arrived", 1)
+    wanted = -(-number // size) * size
+    while store.add("arrived", 0) < wanted:
+        time.sleep(0.01)
 
 
 def planned(config: Config) -> tuple[Any, Any, Any]:
@@ -144,7 +156,7 @@ def trained(config: Config) -> tuple[float, list[list[str]]]:
             seen.append(list(dict.fromkeys(waits)))
         collectives = accelerator.collectives
         assert collectives.count and not collectives.forgotten, collectives.forgotten
-    worst = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
+    worst = max(abs(a - b) / max(abs(b), LEAST_LOSS) for a, b in zip(losses, wanted, strict=True))
     return worst, seen
 
 
