@@ -502,8 +502,11 @@ def weights_are_moved_and_put_back(made: Made) -> Iterator[Any]:
 
 @loop
 def parameters_are_told_apart(made: Made) -> Iterator[Any]:
-    """Groups by identity and by hash, rates by layer, decay by hand, sums over all, sizes in bytes."""
-    model = made(Classifier(), rows()[0])
+    """Groups by identity, by hash and by marks of the model's, rates by layer, decay by hand, sums over all, bytes."""
+    marked = Classifier()
+    marked.first.bias._no_weight_decay = True
+    model = made(marked, rows()[0])
+    yield [n for n, p in model.named_parameters() if getattr(p, "_no_weight_decay", False)].index("first.bias")
     head = set(map(id, model.second.parameters()))
     rest = [p for p in model.parameters() if id(p) not in head]
     decayed = {p for p in model.parameters() if p.ndim > 1}

@@ -53,7 +53,10 @@ class Speaker(nn.Module):
 
     def configure_optimizers(self, rate: float) -> torch.optim.Optimizer:
         named = dict(self.named_parameters())
-        return torch.optim.SGD([{"params": list(named.values()), "lr": rate, "momentum": 0.9}])
+        spared = [p for p in named.values() if getattr(p, "_no_weight_decay", False)]
+        decayed = [p for p in named.values() if not getattr(p, "_no_weight_decay", False)]
+        common = {"lr": rate, "momentum": 0.9}
+        return torch.optim.SGD([{"params": decayed, "weight_decay": 0.1, **common}, {"params": spared, **common}])
 
     def freeze(self) -> None:
         self.embed.requires_grad_(False)
@@ -136,6 +139,8 @@ def trained(how: str) -> float:
     model = Speaker()
     model.drop.p = 0.0
     alone = copy.deepcopy(model)
+    for m in (model, alone):  # copy.deepcopy leaves attributes of parameters out
+        m.embed.weight._no_weight_decay = True
     pm = spread(model, how)
     worst, (x, y) = 0.0, batch()
     optimizers = [m.configure_optimizers(0.5) for m in (pm, alone)]

@@ -365,12 +365,13 @@ class Rows(nn.Module):
         return self.head(self.table(x)).square().mean()
 
 
-def sparse_rows(kind: str) -> Any:
-    """An embedding made with ``sparse=True``, of which the gradients are added up whole; its layers are cut by rows."""
+def sparse_rows(kind: str, cut: str = "b") -> Any:
+    """An embedding made with ``sparse=True``, of which the gradients are added up whole; its layers are cut by rows, or
+    whole on every rank (``cut="replicate"``), where nothing is added to a gradient."""
     x = torch.arange(8).reshape(4, 2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     eager = Rows()
-    pm = autopar.parallelize(Rows(), mesh, x, constraints={"*": {"data": "b"}})
+    pm = autopar.parallelize(Rows(), mesh, x, constraints={"*": {"data": cut}})
     results = []
     for model in (pm, eager):
         optimizer = getattr(optim, kind)([model.table.weight], lr=0.1)

@@ -23,6 +23,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     **{f"stepped in the backward, {layout}": ("in_backward", layout) for layout in ("cut", "ZeRO-3")},
     **{f"{kind} resumed from one process": ("resumed_whole", kind, "ZeRO-3") for kind in KINDS if " " not in kind},
     **{f"sparse rows, {kind}": ("sparse_rows", kind) for kind in ("SGD", "Adagrad")},
+    "sparse rows, whole": ("sparse_rows", "Adagrad", "replicate"),
 }
 SWEEP: dict[str, tuple[Any, ...]] = {
     **{f"{kind} before, {layout}": ("trained", kind, layout, True) for kind in KINDS for layout in ("cut", "rows")},

@@ -24,6 +24,7 @@ from autopar.runtime.as_module.left_attributes import as_calls_left_it, refuse_u
 from autopar.runtime.as_module.modes import in_modes
 from autopar.runtime.as_module.original import unheard
 from autopar.runtime.optimizers.made_before import Move
+from autopar.runtime.parameters.attributes import with_attributes
 from autopar.torch_private import pytree
 
 
@@ -242,10 +243,16 @@ def _whole(pm: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if id(tensor) not in same:
                 stored = tensor.detach()
                 whole = stored.full_tensor() if isinstance(stored, DTensor) else stored.clone()
-                is_param = isinstance(tensor, torch.nn.Parameter)
-                same[id(tensor)] = torch.nn.Parameter(whole, tensor.requires_grad) if is_param else whole
+                same[id(tensor)] = _standing_for(tensor, whole)
             values[name] = same[id(tensor)]
     return values
+
+
+def _standing_for(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The whole value as what ``tensor`` is in its module: a parameter with its attributes, or a buffer."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return whole
+    return with_attributes(torch.nn.Parameter(whole, tensor.requires_grad), tensor)
 
 
 def _of_all_stages(pm: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -257,8 +264,7 @@ def _of_all_stages(pm: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, tensor in named:
         if name in state and id(tensor) not in same:
             whole = state[name].to(pm._device)
-            is_param = isinstance(tensor, torch.nn.Parameter)
-            same[id(tensor)] = torch.nn.Parameter(whole, tensor.requires_grad) if is_param else whole
+            same[id(tensor)] = _standing_for(tensor, whole)
     for name, tensor in named:
         if id(tensor) in same:
             values[name] = same[id(tensor)]

@@ -12,6 +12,7 @@ from autopar.errors import RunError
 from autopar.plans.plan import StagePlan
 from autopar.runtime.as_module.spread import SpreadModule
 from autopar.runtime.optimizers import rounded_steps
+from autopar.runtime.parameters.attributes import with_attributes
 from autopar.runtime.parameters.dtensor_fixes import meet_on
 from autopar.runtime.parameters.mixed import mix_on
 from autopar.runtime.parameters.state import as_dtensor, local_of, local_piece, torch_placements
@@ -92,7 +93,7 @@ class Placing:
                     stored = stored.to(getattr(torch, self.graph.precision.stored(name_of_dtype(stored.dtype))))
                 if self.shared is not None or self.device_mesh.size() > 1:  # on one device nothing is placed
                     stored = as_dtensor(stored, state, shape, self.device_mesh)
-                placed[source] = torch.nn.Parameter(stored, requires_grad=param.requires_grad)
+                placed[source] = with_attributes(torch.nn.Parameter(stored, requires_grad=param.requires_grad), param)
                 if self.graph.precision is not None:
                     rounded_steps.keep(placed[source], source, self.graph.precision)
             elif self.shared is not None and source not in mine:

@@ -293,7 +293,9 @@ class HeldParam:
 
     def taken(self) -> torch.Tensor | None:
         """The step's sum, which is over with that. What a DTensor is to hold has memory of its own: a part of a bucket
-        would keep the bucket alive, and ``copy.deepcopy`` of a DTensor fails where its local tensor has an offset."""
+        would keep the bucket alive, and ``copy.deepcopy`` of a DTensor fails where its local tensor has an offset. And
+        it is dense, also where no other rank adds to it (``nn.Embedding(sparse=True)``): a DTensor has no sparse ones.
+        """
         grad, self.sum = self.sum, None
         if not self.adjoint:
             leaf = self.leaf
@@ -302,7 +304,9 @@ class HeldParam:
                 leaf.grad = None
                 of_autograd = of_autograd.to(self.param.dtype)
                 grad = of_autograd if grad is None else grad.add_(of_autograd)
-        return of_its_own(grad) if grad is not None and isinstance(self.param, DTensor) else grad
+        if grad is None or not isinstance(self.param, DTensor):
+            return grad
+        return of_its_own(grad if grad.layout is torch.strided else grad.to_dense())
 
     def placed(self, grad: torch.Tensor) -> torch.Tensor:
         """A reduced gradient as the stored parameter is: a DTensor of its placement, or plain."""

@@ -1,0 +1,23 @@
+"""What a model's code writes on its parameters beside their values: ``weight._no_weight_decay = True``.
+
+Scripts choose groups of an optimizer by such marks (``getattr(p, "_no_weight_decay", False)``), so a parameter that
+stands for another has to bear them; without them the groups would be others, and nothing would say so.
+"""
+
+from __future__ import annotations
+
+import torch
+
+OF_TORCH = frozenset({"_is_param"})
+"""What torch itself writes into a parameter's ``__dict__``: it tells that a tensor of a subclass is a parameter."""
+
+
+def with_attributes(param: torch.nn.Parameter, original: torch.Tensor) -> torch.nn.Parameter:
+    """The parameter, with the attributes that ``original`` bears and it does not; the same objects, not copies."""
+    for name, value in vars(original).items():
+        if name not in OF_TORCH and name not in vars(param):
+            setattr(param, name, value)
+    return param
+
+
+__all__ = ["with_attributes"]
