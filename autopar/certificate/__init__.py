@@ -1,10 +1,11 @@
 """Certificates: what a plan claims, recounted from the program that it emits, without the solver and the pricer.
 
-==================  ===================================================================================
-``recount.py``      collectives, seconds and stored bytes of the emitted program, run on fake tensors
+==================  ================================================================================================
+``recount.py``      the check: seconds, collectives and stored bytes of the emitted program, beside what the plan says
+``priced_run.py``   the run of it on fake tensors: every collective counted, every operator priced
 ``activations.py``  what autograd holds from the forward to the backward, counted by storage
 ``peak.py``         the most memory that lives at once in a training step, allocation by allocation
-==================  ===================================================================================
+==================  ================================================================================================
 """
 
 from autopar.certificate.peak import Peak, has_backward, in_pipeline, over_limit, peak_of

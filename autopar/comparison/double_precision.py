@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
-from autopar.rules.experts.expert_block import BLOCK, in_double_precision
+from autopar.rules.experts.expert_block import BLOCK
+from autopar.rules.experts.expert_program import in_double_precision
 from autopar.words.graph import Graph, Node, Spec
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)

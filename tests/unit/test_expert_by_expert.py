@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from autopar.rules.experts import expert_by_expert
-from autopar.rules.experts.expert_block import _GATED, _SAMPLE, body_of, computed
+from autopar.rules.experts.expert_block import _GATED, _SAMPLE
+from autopar.rules.experts.expert_program import body_of, computed
 
 SHAPES = {
     _SAMPLE: [(4, 4, 6), (4, 6, 2)],

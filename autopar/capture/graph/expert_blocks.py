@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules.experts.expert_block import BLOCK, COMMON, EXPERT, ROW, Body, Value
+from autopar.rules.experts.expert_block import BLOCK
+from autopar.rules.experts.expert_program import COMMON, EXPERT, ROW, Body, Value
 from autopar.rules.experts.experts import EXPERTS
 from autopar.rules.operator_call import call_of
 from autopar.rules.registry import RULES, rule_for

@@ -1,0 +1,227 @@
+"""A run of an emitted program that counts its collectives and prices its operators, from the shapes that occur."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.certificate.activations import SavedTensors, Watched
+from autopar.lower.program import Program
+from autopar.plans.memory_decisions import DECISIONS
+from autopar.rules.attention.ring_attention import QUERIES, RING
+from autopar.rules.lowerings.lowering_trial import Begun, Counted
+from autopar.rules.option_names import factor_and_block
+from autopar.rules.registry import rules_of
+from autopar.torch_private import OpOverload, TorchDispatchMode, group_names, pytree
+from autopar.words.graph import Graph
+from autopar.words.load_shares import busiest, uniform
+from autopar.words.pieces import local_shape
+from autopar.words.placements import Step
+from cost_models.costs import Costs, OpSeconds, OpWork
+from hardware_profiles import Device
+from hardware_profiles.measurements import op_key, tensor_text
+
+COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+}
+
+
+class CollectiveCount(TorchDispatchMode):
+    """Notes every collective that reaches the dispatcher as ``(group name, kind, bytes)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")
+        if "c10d" in name[0] and name[1] in COLLECTIVES:
+            kind = COLLECTIVES[name[1]]
+            if name[1] == "alltoall_":  # lists of pieces: what a rank sends is the second
+                n_bytes = sum(t.numel() * t.element_size() for t in args[1])
+            else:
+                tensors = [t for t in pytree.tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+                n_bytes = max(t.numel() * t.element_size() for t in tensors)
+            given = pytree.tree_leaves((args, kwargs))
+            group = next((a for a in given if isinstance(a, str) and a in group_names()), "")
+            if not group:
+                holder = next((a for a in given if isinstance(a, torch.ScriptObject)), None)
+                group = torch.distributed.ProcessGroup.unbox(holder).group_name if holder is not None else ""
+            self.seen.append((group, kind, n_bytes))
+        return out
+
+
+def attention_flops(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], dropout_p: float = 0.0, is_causal: bool = False,
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Multiplications and additions of both products, for shapes (batch, heads, length, dim)."""
+    return q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]) * (1 if is_causal else 2)
+
+
+def expert_flops(rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of one matrix ``weight[e]`` [k n] for every row [k]."""
+    return 2 * rows[0] * weight[1] * weight[2]
+
+
+class PricedRun(Watched):
+    """Runs a program and prices every operator from the shapes that it really gets, flops counted by torch."""
+
+    def __init__(
+        self, program: Program, graph: Graph, device: Device, flops: FlopCounterMode, costs: Costs, watch: SavedTensors,
+        collectives: CollectiveCount,
+    ) -> None:  # fmt: skip
+        super().__init__(program, watch)
+        self.collectives = collectives
+        self.costs = costs
+        self.source, self.device, self.flops = graph, device, flops
+        self.mesh = program.mesh
+        self.seconds: list[float] = []
+        self.copy_seconds: list[float] = []  # of reshards without a collective
+        self.counted = Counted()
+        self.beside: dict[int, OpSeconds] = {}  # by the call that messages run beside, what it computes
+        self.windows: dict[object, list[OpSeconds]] = {}  # by passage under way, what is computed meanwhile
+        self.now_open: list[OpSeconds] | None = None  # that of those which are under way now
+        self.read_by_parts: dict[str, list[Any]] = {}  # by operator that is called in parts: what they read
+        self.flops_of_parts: dict[str, float] = {}
+        self.targets = {node.name: node.target for node in graph.nodes}
+        self.kinds = {
+            node.name: rule for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None
+        }
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        meta = n.meta.get("autopar") or {}
+        before, sent, begun = self._flops_so_far(), len(self.counted.messages), len(self.counted.begun)
+        collectives = len(self.collectives.seen)
+        if "decision" in meta:  # what leaves the device for a while, and comes back
+            whole: Any = self.env[n.args[0]]  # type: ignore[index]
+            n_bytes = whole.untyped_storage().nbytes()
+            self.copy_seconds.append(DECISIONS[meta["decision"]].price(self.costs, self.device, n_bytes))
+        result = super().run_node(n)
+        if "part" in meta:
+            self._part(n, self._flops_so_far() - before)
+        if n.op == "call_function" and "node" in meta:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            read = self.read_by_parts.pop(meta["node"], []), args, kwargs
+            ins = [t for t in pytree.tree_leaves(read) if isinstance(t, torch.Tensor)]
+            outs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+            flops = self._flops_so_far() - before + self.flops_of_parts.pop(meta["node"], 0.0)
+            spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
+            self.seconds.append(spent.forward if self.second else spent.total)
+            self.beside |= {id(m.beside): spent for m in self.counted.messages[sent:] if m.beside is not None}
+            if self.now_open is not None and self.counted.under_way:
+                self.now_open.append(spent)
+        elif n.op == "call_function" and "step" in meta:
+            self.copy_seconds.append(self._copy(meta, result))
+        self._under_way(self.counted.begun[begun:], len(self.collectives.seen) > collectives)
+        return result
+
+    def _part(self, n: torch.fx.Node, flops: float) -> None:
+        """Remember what a part of an operator's lowering reads, and its multiplications. Of a list of tensors each part
+        has some, in their places."""
+        name = n.meta["autopar"]["part"]
+        self.flops_of_parts[name] = self.flops_of_parts.get(name, 0.0) + flops
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        listed = next(value for value in args if isinstance(value, (list, tuple)))
+        before = self.read_by_parts.get(name)
+        if before is None:
+            others = [value for value in args if isinstance(value, torch.Tensor)]
+            self.read_by_parts[name] = [*listed, *others]
+        else:
+            before[: len(listed)] = [a if b is None else b for a, b in zip(before, listed, strict=False)]
+
+    def _under_way(self, begun: Sequence[Begun], communicated: bool) -> None:
+        """Note what goes on while others compute: until it is waited for, or another collective waits behind it."""
+        passages = [b.passage for b in begun if not b.backward and b.passage in self.counted.under_way]
+        if passages:
+            self.now_open = []
+            self.windows |= dict.fromkeys(passages, self.now_open)
+        elif communicated or not self.counted.under_way:
+            self.now_open = None
+
+    def _flops_so_far(self) -> float:
+        """Those that torch counted, and those of steps that lowerings leave out."""
+        return self.flops.get_total_flops() + self.counted.flops_left_out
+
+    def _key(self, n: torch.fx.Node, args: Any, kwargs: Mapping[str, Any], outs: list[Any]) -> str | None:
+        """By what a profile knows an operator on the tensors that it really gets; None if it communicates inside."""
+        meta = n.meta["autopar"]
+        rule = self.kinds[meta["node"]]
+        cut = any(map(rule.factor_of, meta["options"])) and any(size > 1 for size in self.mesh.sizes)
+        if not isinstance(n.target, OpOverload) and (not rule.random or cut):
+            return None
+        differentiable = any(t.requires_grad for t in outs)
+
+        def text(value: Any) -> str | None:
+            if not isinstance(value, torch.Tensor):
+                return None
+            dtype = str(value.dtype).removeprefix("torch.")
+            return tensor_text(dtype, value.shape, value.requires_grad and differentiable)
+
+        return op_key(self.targets[meta["node"]], args, kwargs, text)
+
+    def _op(
+        self, n: torch.fx.Node, ins: list[Any], outs: list[Any], flops: float, key: Callable[[], str | None]
+    ) -> OpSeconds:
+        """Seconds of an operator on the tensors that it really gets, with the multiplications that torch counts."""
+        rule = self.kinds[n.meta["autopar"]["node"]]
+        if rule.random:
+            ins = ins[:-1]  # the seed
+        n_bytes = sum(t.numel() * t.element_size() for t in (*ins, *outs))
+        gemm, gradients = None, 0
+        if rule.kind in ("matmul", "conv"):
+            gradients = sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive)
+            if rule.gemm is not None:  # rows [rows summed], a matrix [summed features] for each group
+                gemm = (max(1, len(ins[0]) // max(1, len(ins[1]))), ins[1].shape[2], ins[1].shape[1])
+                flops *= self._part_of_rows(n, rule.gemm[3])  # those of groups elsewhere take part in no product
+            elif flops:
+                # 2mnk flops, m n outputs, and the second operand's elements give the three sizes
+                mn = outs[0].numel()
+                k = max(1, round(flops / (2 * mn)))
+                groups = max(1, round(ins[1].numel() / max(1, k)))
+                gemm = (max(1, mn // groups), groups, k)
+        if rule.kind == "attention" and "True" in str(n.args[5:6]) + str(n.kwargs.get("is_causal")):
+            cut: Any = n.kwargs.get("cut") or {}
+            whole_rows = QUERIES not in cut and RING not in cut
+            if whole_rows and flops > 0.75 * attention_flops(*(x.shape for x in ins[:3])):
+                flops /= 2  # computed step by step, and half of it thrown away
+        if rule.kind not in ("matmul", "conv", "attention"):
+            flops = 0.0
+        dtype = str(outs[0].dtype).removeprefix("torch.") if outs else "float32"
+        differentiable = any(t.requires_grad for t in outs)
+        work = OpWork(rule.kind, flops, n_bytes, dtype, gemm, differentiable, gradients, 0, key)
+        return self.costs.op(self.device, work)
+
+    def _part_of_rows(self, n: torch.fx.Node, groups: str) -> float:
+        """Of the rows of grouped products the part of the rank that has most, where a factor of groups is cut."""
+        meta = n.meta["autopar"]
+        options = zip(meta["options"], self.mesh, strict=True)
+        pieces = prod(size for option, (_, size) in options if factor_and_block(option)[0] == groups)
+        load = self.source.nodes[self.source.index[meta["node"]]].load
+        return busiest(load or uniform(self.kinds[meta["node"]].sizes[groups]), pieces)[1]
+
+    def _copy(self, meta: dict[str, Any], result: torch.Tensor) -> float:
+        src, dst = meta["step"]
+        step = Step.between(src, dst)
+        forward, backward = step.collectives
+        if forward is not None or (step.before.is_whole and step.after.is_whole):
+            return 0.0
+        spec = self.source.spec(meta["ref"])
+        n_bytes = sum(prod(local_shape(spec.shape, s, self.mesh)) * spec.item_bytes for s in (src, dst))
+        seconds = self.costs.copy(self.device, n_bytes, spec.dtype)
+        return seconds * (2 if result.requires_grad and backward is None and not self.second else 1)
