@@ -5,6 +5,7 @@
 :mod:`.gathering`   parameters that are gathered together; :mod:`.prefetch`: when
 :mod:`.init`        values of models that have none yet
 :mod:`.registering` a model's parameters and buffers, placed and registered under their names
+:mod:`.attributes`  what a model's code writes on its parameters beside their values
 :mod:`.relayout`    parameters that are stored in other pieces from now on
 =================== ===================================================================================================
 
