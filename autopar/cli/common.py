@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -171,6 +172,13 @@ def check_values(loaded: Loaded, name: str) -> None:
     missing = next((k for k, t in named.items() if getattr(t, "is_meta", False)), None)
     if missing is not None:
         raise UsageError(f"{missing} of {name} is on the meta device and has no value; build it on the CPU")
+
+
+def cluster_from(cluster: str, folder: Path) -> str:
+    """A cluster as a file in ``folder`` names it: a profile by its path from there, others by their name."""
+    if not cluster.endswith((".toml", ".json")):
+        return cluster
+    return Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
 
 
 def open_plan(path: Path) -> Document:

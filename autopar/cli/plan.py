@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from autopar.cli.common import (
     Json,
     Seq,
     UsageError,
+    cluster_from,
     load_and_capture,
     out,
     progress,
@@ -108,6 +108,8 @@ def plan(
         raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
     if like_output is not None and like is None:
         raise UsageError("--like-output writes the plan of a layout: give the layout with --like")
+    if like_output is not None and output is not None and like_output.resolve() == output.resolve():
+        raise UsageError(f"-o and --like-output both write {output}; give each plan a file of its own")
     cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
     hardware = load_cluster(cluster)
     wanted = asked(_arguments(said), spelled=as_option)
@@ -164,11 +166,9 @@ def _file(
     Args:
         captured: of the whole batch; where the plan is for a microbatch, the model's batch is cut again.
     """
-    if cluster.endswith((".toml", ".json")):
-        cluster = Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
     if outcome.captured is not captured:
         loaded = replace(loaded, parts=outcome.plan.microbatches)
-    return replace(outcome.plan, cluster=cluster), outcome.captured.graph, loaded.named(folder)
+    return replace(outcome.plan, cluster=cluster_from(cluster, folder)), outcome.captured.graph, loaded.named(folder)
 
 
 def _policy_of(precision: Precision) -> str:

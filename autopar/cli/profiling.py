@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +13,7 @@ from autopar.cli.common import (
     Json,
     Seq,
     UsageError,
+    cluster_from,
     err,
     load_and_capture,
     out,
@@ -83,8 +83,7 @@ def profile(
         raise UsageError(f"there is no folder {output.parent}; give one that exists")
     meshes = tuple(Mesh.parse(text) for text in mesh or ())
     loaded, captured = load_and_capture(model, batch, seq, parts=microbatches)
-    if cluster.endswith((".toml", ".json")):
-        cluster = Path(os.path.relpath(Path(cluster).resolve(), output.parent.resolve())).as_posix()
+    cluster = cluster_from(cluster, output.parent)
     asked = documents.ProfilingOptions(seconds, count, meshes, most_ops, timeout=timeout, device=measured_on)
     with progress(f"measuring in {count} processes, about {seconds + 20:.0f} s"):
         measured = documents.profile(captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked)

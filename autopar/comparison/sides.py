@@ -19,6 +19,7 @@ from autopar.lower.emit import lower
 from autopar.lower.program import Program
 from autopar.planner.intra_op.single import one_device
 from autopar.rules.local import resolve
+from autopar.runtime.parameters.hops import dense
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
 from autopar.words.graph import Graph, Ref
@@ -162,15 +163,10 @@ class Sides:
                 x.grad = None
             with without_autocast():
                 sum(roots[1:], roots[0]).backward()
-            return {n: _dense(x.grad.detach()) for n, x in wanted.items() if x.grad is not None}
+            return {n: dense(x.grad.detach()) for n, x in wanted.items() if x.grad is not None}
         finally:
             for n, x in wanted.items():
                 x.grad = before[n]
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient of rows (``nn.Embedding(sparse=True)``) as the program gives it."""
-    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
 
 def _named(model: torch.nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:

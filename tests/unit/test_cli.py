@@ -137,6 +137,8 @@ def test_plan_chooses_a_mesh() -> None:
     assert len(json.loads(Path("ours.json").read_text())["stages"]) == 2
     assert "certified" in autopar("check", "ours.json").lower()
     autopar("plan", "net.py:make", "-c", "local", "--like-output", "ours.json", code=2)
+    same = ("-o", "ours.json", "--like-output", "./ours.json")
+    autopar("plan", "net.py:make", "-c", "local", "--like", "pp=2,m=2", *same, code=2)
     autopar("plan", "net.py:make", "-c", "local", "--mesh", "data=2", "--top", "2", code=2)
 
 

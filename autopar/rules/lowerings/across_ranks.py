@@ -70,10 +70,7 @@ def permuted(
     number, n = dist.get_rank(group), x.numel()
     sent, received = ([n if i == peer else 0 for i in range(len(to))] for peer in (to[number], list(to).index(number)))
     arriving = functional_collectives.all_to_all_single(x, received, sent, group)
-
-    if isinstance(arriving, functional_collectives.AsyncCollectiveTensor):
-        return arriving.wait
-    return lambda: arriving
+    return lambda: _arrived(arriving)
 
 
 def pending(x: torch.Tensor, axes: Axes) -> torch.Tensor:

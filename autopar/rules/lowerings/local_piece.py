@@ -45,12 +45,7 @@ def size_and_unit(axis: str) -> tuple[int, int]:
 
 def index_on(axis: str) -> Any:
     """This rank's number on an axis of the ambient mesh: an int; in a process that plays many ranks, one for each."""
-    group = group_of_axis(axis)
-    mode = local_tensor_mode()
-    if mode is None:
-        return dist.get_rank(group)
-    number = {rank: k for ranks in groups_like(group) for k, rank in enumerate(ranks)}
-    return torch.SymInt(LocalIntNode({rank: number[rank] for rank in mode.ranks}))
+    return for_each(axis, lambda number: number)
 
 
 def for_each(axis: str, value: Callable[[int], int]) -> Any:

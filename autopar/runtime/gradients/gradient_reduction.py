@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.parameters.hops import Hop, apply, of_its_own, own_part, reduce_scatter_flat, stacked
+from autopar.runtime.parameters.hops import Hop, apply, dense, of_its_own, own_part, reduce_scatter_flat, stacked
 from autopar.runtime.parameters.state import HeldParam
 
 BUCKET_BYTES = 25 << 20
@@ -105,9 +105,7 @@ class Reducer:
     def add(self, held_param: HeldParam, grad: torch.Tensor) -> None:
         """A gradient in the used placement; one of rows (``nn.Embedding(sparse=True)``) travels whole."""
         stages = held_param.adjoint
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        grad = in_dtype(grad, self.dtype())
+        grad = in_dtype(dense(grad), self.dtype())
         n_bytes = grad.numel() * grad.element_size()
         if n_bytes >= min(ALONE_BYTES, self.limit) or not _fits_bucket(stages):
             self._send(_Travel([held_param], grad, stages, flat=False))

@@ -202,6 +202,11 @@ def of_its_own(x: torch.Tensor) -> torch.Tensor:
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
 
 
+def dense(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as a DTensor may have it: one of rows (``nn.Embedding(sparse=True)``) with all of them."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
 def unstack(x: torch.Tensor, dim: int) -> torch.Tensor:
     """[n, ..., k, ...] -> [..., n * k, ...]"""
     return x.movedim(0, dim).flatten(dim, dim + 1)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import RunError
 from autopar.plans.plan import ParamChoice
-from autopar.runtime.parameters.hops import Cut, Hop, gather, hops, of_its_own
+from autopar.runtime.parameters.hops import Cut, Hop, dense, gather, hops, of_its_own
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import Box, box_of, local_shape
 from autopar.words.placements import REPLICATED, State, shard
@@ -306,7 +306,7 @@ class HeldParam:
                 grad = of_autograd if grad is None else grad.add_(of_autograd)
         if grad is None or not isinstance(self.param, DTensor):
             return grad
-        return of_its_own(grad if grad.layout is torch.strided else grad.to_dense())
+        return of_its_own(dense(grad))
 
     def placed(self, grad: torch.Tensor) -> torch.Tensor:
         """A reduced gradient as the stored parameter is: a DTensor of its placement, or plain."""
