@@ -69,7 +69,7 @@ def describe(
         console.print(f"  {known(facts['profile'])}", markup=False)
     for what, seconds in more.get("tried", ())[:8]:
         console.print(f"  tried: {show_seconds(seconds):>8}  {what}", markup=False)
-    from autopar.planner.planning import NEXT_WORDS
+    from autopar.planner.plan_notes import NEXT_WORDS
 
     for note in plan.notes:
         if "tried" not in more or not note.startswith(NEXT_WORDS):  # they stand among those that were tried

@@ -22,7 +22,8 @@ from autopar.parallelizing.recapture import for_graph, stored_as
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph, priced_again
-from autopar.planner.planning import BETTER, Outcome, notes_on, options_of
+from autopar.planner.plan_notes import notes_on
+from autopar.planner.planning import BETTER, Outcome, options_of
 from autopar.plans.asked import Asked
 from autopar.plans.plan import Plan, StagePlan
 from autopar.rules.experts.expert_load import with_load

@@ -14,7 +14,6 @@ import torch
 
 from autopar.capture import Captured, capture
 from autopar.capture.microbatches import (
-    ATTENTION,
     NotLinear,
     first_part,
     numbers_of_parts,
@@ -30,14 +29,13 @@ from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, 
 from autopar.planner.intra_op.building.problem import Beaten, NoChoice
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.pins.clashing_pins import explained
+from autopar.planner.plan_notes import next_best, notes_on, with_note_on_statistics
 from autopar.plans.asked import Asked
 from autopar.plans.plan import Pins, Plan
-from autopar.rules.discovery import why_not_found
 from autopar.rules.experts.expert_load import notes_on_load, with_load
-from autopar.rules.registry import rules_of, source_of_rule
 from autopar.words.graph import Graph
 from autopar.words.meshes import AXIS_NAMES, Mesh, mesh_shapes
-from autopar.words.texts import show_bytes, show_seconds
+from autopar.words.texts import show_seconds
 from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
@@ -62,18 +60,8 @@ class Outcome:
     others: tuple[Exact, ...] = ()
 
 
-ROUNDING = 1e-9
-"""Two sums of the same prices differ by less than this part."""
 BETTER = 1e-6
 """A shape of the mesh has to be faster by more than this part: of shapes that are as fast the first one is taken."""
-MASK = 3
-"""Position of the mask among the tensors of an attention."""
-LARGE_MASKS_BYTES = 2**28
-"""Masks from which on a plan tells of them: those of 16,384 places."""
-NEXT_BEST = 3
-"""Ways that the notes of a plan name."""
-NEXT_WORDS = "next best"
-"""How notes begin that name the ways that came next."""
 SIMPLER = 0.001
 """A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
 
@@ -138,7 +126,7 @@ def _found(
     if asked.numbers is None:
         say("stages")
         planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
-        plan = _with_note_on_statistics(planned.plan, captured.graph)
+        plan = with_note_on_statistics(planned.plan, captured.graph)
         return Outcome(plan, captured, planned.timeline, planned.tried, planned.others)
     say("meshes, stages, schedules, microbatches")
     taken = taken_of_batch(captured.graph) if asked.numbers == () and rows_of(example()) > 1 else ""
@@ -220,34 +208,6 @@ def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: 
     """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model."""
     stage = plan_graph(graph, cluster, mesh, options)
     return Plan.alone(stage, name, pins, notes_on(graph))
-
-
-def notes_on(graph: Graph) -> tuple[str, ...]:
-    """What the reader of a plan for this model should know."""
-    notes: dict[str, str] = {}
-    for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
-        source = "written" if rule is None else source_of_rule(node, rule)
-        if source == "none":
-            why = f" (it {text})" if (text := why_not_found(node, graph)) else ""
-            notes[node.target] = f"no rule for {node.target}: kept whole on every rank{why}"
-        elif source == "discovered" and node.target not in notes:
-            notes[node.target] = f"no rule for {node.target}: found by trying it on small tensors: {rule}"
-    return (*(notes[target] for target in sorted(notes)), *_note_on_masks(graph))
-
-
-def _note_on_masks(graph: Graph) -> tuple[str, ...]:
-    """Of masks of attention that are computed, as large as all queries by all keys: how much they hold."""
-    masks = {node.refs[MASK] for node in graph.nodes if node.target == ATTENTION and len(node.refs) > MASK}
-    specs = [graph.spec(mask) for mask in masks if graph.nodes[mask.node].kind == "op"]
-    n_bytes = sum(spec.n_bytes for spec in specs)
-    if n_bytes < LARGE_MASKS_BYTES:
-        return ()
-    largest = max(specs, key=lambda spec: spec.n_bytes)
-    return (
-        f"attention: {len(specs)} mask(s) of queries by keys, the largest {list(largest.shape)}, take "
-        f"{show_bytes(n_bytes)} in all, which the memory counts; ranks that cut the sequence make their own rows, and "
-        "nothing that a mask hides is skipped",
-    )
 
 
 def on_best_mesh(
@@ -353,27 +313,8 @@ def in_stages(
         max_axes=asked.max_axes,
     )
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
-    notes = (*planned.plan.notes, *notes_on(graph), *_others(planned))
+    notes = (*planned.plan.notes, *notes_on(graph), *next_best(planned))
     return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
-
-
-def _with_note_on_statistics(plan: Plan, graph: Graph) -> Plan:
-    """A plan that says so, where microbatches have what is one thing of the whole batch on one device."""
-    taken = taken_of_batch(graph) if plan.microbatches > 1 else ""
-    if not taken:
-        return plan
-    said = f"{taken}: each of the {plan.microbatches} microbatches has its own; with another number, training differs"
-    return replace(plan, notes=(*plan.notes, said))
-
-
-def _others(planned: Planned) -> list[str]:
-    """What came next, for those who read the plan later."""
-    best = planned.plan.seconds
-    others = dict(reversed([t for t in planned.tried if t[1] > best * (1 + ROUNDING)]))
-    ways = sorted(others.items(), key=lambda t: t[1])[:NEXT_BEST]
-    return [
-        f"{NEXT_WORDS}: {what}, {1e3 * seconds:.4g} ms a step ({seconds / best - 1:+.1%})" for what, seconds in ways
-    ]
 
 
 def part_of(model: torch.nn.Module, captured: Captured, example: Any, parts: int) -> Captured:
@@ -432,7 +373,7 @@ def in_parts(
     chosen = part(one) if runs or one in captures else replace(captured, graph=graphs[one], example=None)
     if chosen.graph.fingerprint != planned.plan.fingerprint:  # the model treats this size in another way
         planned = in_stages({planned.plan.microbatches: chosen.graph}, cluster, n, asked, name, wanted)
-    plan = _with_note_on_statistics(planned.plan, chosen.graph)
+    plan = with_note_on_statistics(planned.plan, chosen.graph)
     return Outcome(plan, chosen, planned.timeline, planned.tried, planned.others)
 
 

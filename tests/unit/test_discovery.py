@@ -15,7 +15,7 @@ from torch.library import Library
 import autopar.rules  # noqa: F401
 from autopar.capture import capture
 from autopar.comparison import verify
-from autopar.planner.planning import notes_on
+from autopar.planner.plan_notes import notes_on
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.discovery import found_of, remembered
 from autopar.rules.discovery.finding import discover

@@ -26,7 +26,7 @@ from autopar.errors import CaptureError, RuleError
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import plan_graph
-from autopar.planner.planning import notes_on
+from autopar.planner.plan_notes import notes_on
 from autopar.rules.function import function_rule
 from autopar.rules.registry import rules_of
 from autopar.runtime.ranks.world import run_step

@@ -18,7 +18,7 @@ from autopar.comparison import verify as V
 from autopar.comparison.parts_of_loss import difference_by_parts
 from autopar.errors import CaptureError, PlanError
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.planning import notes_on
+from autopar.planner.plan_notes import notes_on
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
