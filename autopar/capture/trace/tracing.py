@@ -80,7 +80,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(Transcripts())
         stack.enter_context(BagsOfRows())
         stack.enter_context(CumulativeNorms())
-        grouped = stack.enter_context(GroupedRows())
+        grouped = stack.enter_context(GroupedRows(constants.list_of_inputs))
         stack.enter_context(grouped.hit.lists())
         stack.enter_context(flex_attention_in_plain_operators())
         stack.enter_context(transforms_written_out())
