@@ -49,6 +49,7 @@ from autopar.capture.trace.recurrent import LayerByLayer
 from autopar.capture.trace.regions import marked_regions
 from autopar.capture.trace.seeding import own_draws_refused
 from autopar.capture.trace.transcripts import Transcripts
+from autopar.capture.trace.unread_strings import are_hidden, strings_hidden
 from autopar.capture.without_values import with_strides
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
@@ -90,6 +91,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(lengths_of_rows(module))
         stack.enter_context(sizes_for_one_hot(module))
         stack.enter_context(with_strides())
+        stack.enter_context(strings_hidden(module))
         yield
 
 
@@ -136,6 +138,8 @@ def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _with_repeats(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """The program with its repeated blocks traced twice; None where the whole model must be traced."""
+    if are_hidden():  # blocks that are not traced might read them
+        return None
     repeats = Repeats(module)
     try:
         exported = _export(module, args, kwargs, repeats)
