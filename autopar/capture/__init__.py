@@ -33,7 +33,8 @@ What stands where, in the order in which a model passes through:
                       :mod:`.normalize`: operators in one spelling each
 :mod:`.losses`        a loss without a gradient is refused; :mod:`.dataclass_nodes`: dataclasses in inputs and outputs
 of a captured model   :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
-                      :mod:`.without_values` (a copy to capture when the model is gone)
+                      :mod:`.without_values` (a copy to capture when the model is gone), :mod:`.unread` (strings of the
+                      call that nobody reads)
 ===================== ==============================================================================================
 """
 
@@ -98,6 +99,7 @@ class Captured:
         out_spec: pytree of the model's output, whose leaves are the first of ``graph.outputs``.
         constants: tensors that the model's code makes and that are no registered buffers, by buffer name.
         example: the call that was captured.
+        unread: positions of literals, strings, that calls may have others of, since nobody reads them.
         left: what the forward leaves in attributes; outputs of it stand in ``graph.outputs`` behind those of the model.
         autocast: that was on around the call; its casts are in the graph, and it is for calls under the same.
         guards: what Python code read while it was traced, and must still be so when the program runs.
@@ -113,6 +115,14 @@ class Captured:
     autocast: AutocastState = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards, compare=False, repr=False)
     left: tuple[Left, ...] = ()
+    unread: frozenset[int] = frozenset()
+
+    def is_of(self, position: int, leaf: Any) -> bool:
+        """Whether a call may have this leaf in the place of a literal."""
+        literal = self.literals[position]
+        if position in self.unread:
+            return isinstance(leaf, str)
+        return type(literal) is type(leaf) and (literal == leaf or (literal != literal and leaf != leaf))
 
 
 class WithLoss(torch.nn.Module):

@@ -1,4 +1,8 @@
-"""Tensors of other layouts than strided ones are refused: no rule says how to cut a sparse or a nested tensor."""
+"""Tensors of other layouts than strided ones are refused: no rule says how to cut a sparse or a nested tensor.
+
+So are packed sequences that are made outside of the model: their rows are those of all steps, one behind the other, and
+how many there are depends on the lengths.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
@@ -21,6 +26,24 @@ def not_dense(tensor: torch.Tensor) -> str:
     return ""
 
 
+def check_not_packed(call: Mapping[str, Any]) -> None:
+    """Refuse packed sequences among the inputs, by what these are called.
+
+    Raises:
+        CaptureError: with the first one's place, and what to do instead.
+    """
+    for what, tree in call.items():
+        leaves, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, PackedSequence))
+        for path, leaf in leaves:
+            if isinstance(leaf, PackedSequence):
+                raise CaptureError(
+                    f"input {what}{pytree.keystr(path)} is a PackedSequence, whose number of rows depends on the "
+                    "lengths, so it is no batch that can be cut\n  pass the padded batch and its lengths, and have "
+                    "forward() pack them: pack_padded_sequence(x, lengths.cpu(), batch_first=True, "
+                    "enforce_sorted=False) is captured, and computes the same"
+                )
+
+
 def check_dense(
     model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]
 ) -> None:
@@ -32,6 +55,7 @@ def check_dense(
     named: list[tuple[str, Any]] = [(f"parameter '{name}'", tensor) for name, tensor in model.named_parameters()]
     named += [(f"buffer '{name}'", tensor) for name, tensor in model.named_buffers()]
     call = {"args": tuple(args), "kwargs": dict(kwargs), "targets": tuple(targets)}
+    check_not_packed(call)
     for what, tree in call.items():
         leaves, _ = pytree.tree_flatten_with_path(tree)
         named += [(f"input {what}{pytree.keystr(path)}", leaf) for path, leaf in leaves]
@@ -40,4 +64,4 @@ def check_dense(
             raise CaptureError(f"{place} is {said}")
 
 
-__all__ = ["check_dense", "not_dense"]
+__all__ = ["check_dense", "check_not_packed", "not_dense"]

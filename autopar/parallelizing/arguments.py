@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
+from autopar.capture.layouts import check_not_packed
 from autopar.capture.module_hooks import check_hooks
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.plans.plan import Plan
@@ -208,7 +209,9 @@ def check_call(group: Any, given: Mapping[str, Any]) -> Move | None:
         for module in (given["model"], given["loss_fn"]):
             if isinstance(module, torch.nn.Module):
                 check_hooks(module, traced=given["hooks"] == "trace")
-        check_one_device(given["model"], {name: given[name] for name in EXAMPLE})
+        example = {name: given[name] for name in EXAMPLE}
+        check_not_packed(example)
+        check_one_device(given["model"], example)
         check_optimizer(given["optimizer"])
         if isinstance(given["optimizer"], torch.optim.Optimizer):
             move = Move(given["optimizer"], given["model"])

@@ -24,8 +24,8 @@ FAMILIES = (
     "families.pointwise", "families.shape", "families.image", "families.reduce", "families.histogram",
     "families.factory", "families.index", "families.contraction", "families.conv", "families.pool",
     "attention.attention", "families.norm", "families.loss", "families.embed", "families.recurrences", "families.ctc",
-    "experts.experts", "experts.expert_block", "families.random", "families.draws", "families.history",
-    "families.branch", "discovery",
+    "experts.experts", "experts.expert_block", "families.random", "families.draws", "families.multinomial",
+    "families.history", "families.branch", "discovery",
 )  # fmt: skip
 
 for _family in FAMILIES:

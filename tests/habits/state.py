@@ -280,8 +280,6 @@ class BatchNormWithoutStatistics(Habit):
 class BatchNormCumulative(Habit):
     """``momentum=None``: the average of all batches, whose number is in a buffer."""
 
-    refused = "value of a tensor|momentum"
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH, momentum=None)

@@ -494,7 +494,9 @@ def statistics_taken_anew() -> None:
     """``update_bn``, of the parallel module and of an average of it; training goes on with the momentum of before."""
     x, y = batch()
     torch.manual_seed(0)
-    eager = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=0.3), nn.Linear(16, 4)).double()
+    eager = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=0.3), nn.Linear(16, 4), nn.BatchNorm1d(4, momentum=None)
+    ).double()
     module = autopar.parallelize(copy.deepcopy(eager), device_mesh(TWO), x, constraints={"0": {"data": "n"}})
     for model in (module, eager):
         average = swa_utils.AveragedModel(model)

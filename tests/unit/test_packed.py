@@ -9,12 +9,13 @@ import torch
 from family_trial import trial
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 from zoo import Case
 
+from autopar import parallelize
 from autopar.capture import capture
 from autopar.comparison.verify import inputs_of, one_device, state_of
-from autopar.errors import CaptureError, RunError
+from autopar.errors import AutoparError, CaptureError, RunError
 from autopar.lower.emit import lower
 from autopar.runtime.ranks.world import run_step
 from autopar.runtime.stages.ways_taken import WaysTaken
@@ -123,3 +124,27 @@ def test_what_depends_on_the_number_of_packed_rows_is_refused(read: Any, what: s
 
     with pytest.raises(CaptureError, match=what):
         capture(Packs(), (torch.randn(STEPS, ROWS, WIDTH), torch.tensor([6, 2, 3, 4])))
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        rows = batch["rows"]
+        packed = rows if isinstance(rows, PackedSequence) else pack_padded_sequence(*rows, enforce_sorted=False)
+        return self.net(packed)[1].square().mean()
+
+
+def test_packed_inputs_are_refused_with_what_to_pass_instead() -> None:
+    packed = pack_sequence([torch.randn(n, WIDTH) for n in (3, 5)], enforce_sorted=False)
+    refusal = r"input example_inputs\[0\]\['rows'\] is a PackedSequence(.|\n)* forward\(\)"
+    with pytest.raises(CaptureError, match=refusal):
+        parallelize(Reader(), 1, ({"rows": packed},))
+    with pytest.raises(CaptureError, match=r"input args\[0\]\['rows'\] is a PackedSequence"):
+        capture(Reader(), ({"rows": packed},))
+    model = Reader()
+    module = parallelize(model, 1, ({"rows": (torch.randn(5, 2, WIDTH), torch.tensor([3, 5]))},))
+    with pytest.raises(AutoparError, match="is a PackedSequence"):
+        module({"rows": packed})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar import capture
+from autopar import capture, parallelize
 from autopar.comparison import compare_with_eager
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, RunError
 
 X = torch.randn(8, 4)
 
@@ -93,9 +94,8 @@ class Policy(nn.Module):
     ("model", "text"),
     [
         (Queue(True), r"at .*test_refused_reading.py:\d+\n  a number that is read from a tensor(.|\n)*index_copy_"),
-        (Norm(None), r"BatchNorm with momentum=None .* give it a momentum"),
     ],
-    ids=["a pointer", "no momentum"],
+    ids=["a pointer"],
 )
 def test_what_is_read_is_refused_with_what_to_write(model: nn.Module, text: str) -> None:
     with pytest.raises(CaptureError, match=text):
@@ -105,11 +105,12 @@ def test_what_is_read_is_refused_with_what_to_write(model: nn.Module, text: str)
 @pytest.mark.parametrize(
     "model",
     [
-        Queue(False), Norm(), Skip(False), Skip(True), Masked(False), Masked(None), Policy(False), Policy(None),
+        Queue(False), Norm(), Norm(None), Skip(False), Skip(True), Masked(False), Masked(None), Policy(False),
+        Policy(None),
     ],
     ids=[
-        "a pointer", "momentum", "equal", "torch.equal", "a mask", "a mask that is looked at", "a distribution",
-        "a distribution that looks",
+        "a pointer", "momentum", "no momentum", "equal", "torch.equal", "a mask", "a mask that is looked at",
+        "a distribution", "a distribution that looks",
     ],
 )  # fmt: skip
 def test_what_is_to_be_written_instead_is_captured(model: nn.Module) -> None:
@@ -143,3 +144,20 @@ def test_a_module_that_is_moved_where_it_is() -> None:
 def test_a_module_whose_parameters_would_become_others() -> None:
     with pytest.raises(CaptureError, match=r"calls Linear.to\(torch.float64\), at test_refused_reading.py:\d+"):
         capture(Moved(torch.float64), X)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "gone"])
+def test_a_norm_without_momentum_cannot_be_given_one_in_silence(kept: bool) -> None:
+    model = Norm(None)
+    module = parallelize(model, 1, X)
+    if not kept:
+        del model
+        gc.collect()
+    module.norm.momentum = None
+    module(X)
+    with pytest.raises(RunError, match=r"'norm.momentum' (is 0.1, and )?was None when the model was captured"):
+        module.norm.momentum = 0.1
+        module(X)
+    module.norm.momentum = None
+    module(X)
+    assert int(module.norm.num_batches_tracked) == 2

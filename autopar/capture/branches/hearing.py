@@ -15,6 +15,7 @@ from autopar.capture.branches.numbers_given import with_numbers
 from autopar.capture.branches.taken import (
     DISTINCT,
     INDEXED,
+    LIST,
     NUMBER,
     NUMBERS,
     OF_ROWS,
@@ -104,6 +105,7 @@ class _Hearing(TorchFunctionMode):
                 return bool(answer.item()) if asked_for_rows_only() else self.heard(answer)
 
         with DisableTorchFunction():
+            self.listed.setdefault(site_of() + LIST, []).append(tensor.tolist())
             numbers = [_Known(number, heard) for number in tensor.unbind()]
         array = numpy.empty(len(numbers), dtype=object)
         array[:] = numbers
@@ -127,7 +129,7 @@ class _Hearing(TorchFunctionMode):
         if func is torch.Tensor.tolist and can_be_listed(args[0]):
             with DisableTorchFunction():
                 answer = args[0].tolist()
-            self.listed.setdefault(site_of(), []).append(answer)
+            self.listed.setdefault(site_of() + LIST, []).append(answer)
             return answer
         if func is torch.Tensor.numpy and args[0].ndim == 1 and can_be_listed(args[0]):
             return self._array(args[0])
@@ -135,11 +137,11 @@ class _Hearing(TorchFunctionMode):
             with DisableTorchFunction():
                 values = func(*args, **(kwargs or {}))
                 n = len(values[0] if isinstance(values, tuple) else values)
-                self.listed.setdefault(site_of(), []).append([n])
+                self.listed.setdefault(site_of() + LIST, []).append([n])
             return values
         if func in REPEATED and (times := times_of(args, kwargs or {})) is not None:
             with DisableTorchFunction():
-                self.listed.setdefault(site_of(), []).append([int(times.sum())])
+                self.listed.setdefault(site_of() + LIST, []).append([int(times.sum())])
         with DisableTorchFunction():
             if func in NUMBERS and is_integer(args[0]):
                 self._number(args[0])

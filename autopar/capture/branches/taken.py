@@ -34,8 +34,8 @@ from autopar.errors import CaptureError
 from autopar.torch_private import pytree
 
 TAKEN = "autopar.taken.default"
-NUMBER, PLACES = " number", " places"
-"""Behind the place where a single integer, or where a mask was read."""
+NUMBER, PLACES, LIST = " number", " places", " list"
+"""Behind the place where a single integer, a mask, or a list of integers was read."""
 OF_ROWS = " rows"
 """Behind the place of a question whose branch does nothing but work on the rows of a mask."""
 LENGTHS, LONGEST, LABELS = FAULTS = " lengths", " longest", " labels"
@@ -179,8 +179,8 @@ def followed(trace: Callable[[], Any], answers: Callable[[], Ways]) -> tuple[Way
 
 
 def pinned_at(site: str) -> str:
-    """Where single integers or a mask were read that the program takes from the example; empty for another place."""
-    return site.partition("@")[0] if site.endswith((NUMBER, PLACES)) else ""
+    """Where integers or a mask were read that the program takes from the example; empty for another place."""
+    return site.partition("@")[0] if site.endswith((NUMBER, PLACES, LIST)) else ""
 
 
 def fault_at(site: str) -> str:
@@ -236,17 +236,17 @@ def asked_for_rows_only() -> bool:
     return frame is not None and only_rows(frame)
 
 
-def take_list(tensor: torch.Tensor, what: str = "", only_if: Callable[[Any], bool] = lambda answer: True) -> Any:
+def take_list(tensor: torch.Tensor, what: str = LIST, only_if: Callable[[Any], bool] = lambda answer: True) -> Any:
     """The answer that Python is given to ``tensor.tolist()``, of integers that follow from inputs alone; None where
     there is none: the example has no values, or it was not tried yet to do without.
 
     Args:
-        what: :data:`NUMBER` or :data:`PLACES`, where a single integer or a mask is read, and not a list.
+        what: :data:`LIST`, or :data:`NUMBER` or :data:`PLACES` where a single integer or a mask is read.
         only_if: which answers are given; of another one there is none.
     """
     site = site_of() + what
     ways = _WAYS.get()
-    if ways is None or not (ways.pinned if what else ways.as_listed):
+    if ways is None or not (ways.as_listed if what == LIST else ways.pinned):
         _LISTS.get(set()).add(site)
         return None
     given, asked = ways.listed.get(site, ()), _ASKED.get()
@@ -282,6 +282,10 @@ class Read(Drawn):
             "the tensor itself (queue.index_copy_(1, (ptr + torch.arange(n)) % size, keys); ptr.add_(n)), compare it "
             "in an if, whose way is followed and checked at every call, or move it out of forward()"
         )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Of a list of such numbers numpy would make an array of objects, and ask each of them on its own."""
+        raise self.refusal("in an array of numpy")
 
 
 # where a model returns such a number, the program gives the tensor
@@ -321,8 +325,8 @@ def times_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | N
 
 
 __all__ = [
-    "DISTINCT", "INDEXED", "LABELS", "LENGTHS", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS", "OF_ROWS", "PLACES",
-    "REPEATED", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only", "can_be_listed", "changing",
-    "fault_at", "followed", "from_the_start", "is_integer", "masks_in", "pinned_at", "place_of_question", "take",
-    "take_list", "times_of", "would_take",
+    "DISTINCT", "INDEXED", "LABELS", "LENGTHS", "LIST", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS", "OF_ROWS",
+    "PLACES", "REPEATED", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only", "can_be_listed",
+    "changing", "fault_at", "followed", "from_the_start", "is_integer", "masks_in", "pinned_at", "place_of_question",
+    "take", "take_list", "times_of", "would_take",
 ]  # fmt: skip

@@ -22,6 +22,8 @@
 :mod:`.recurrent`     stacks of LSTM, GRU and RNN, layer by layer; :mod:`.transcripts`: CTC
 :mod:`.packed`        packed sequences, as the padded batch that they came from
 :mod:`.bags`          bags of embeddings that are as long as each other: lookups, and their sum
+:mod:`.cumulative_norms` batch norms with ``momentum=None``
+:mod:`.unread_strings` strings of a call in whose place stands what tells whether it is asked
 :mod:`.flex`          ``flex_attention``: causal, or with the mask and the scores that its functions make
 :mod:`.varlen`        ``varlen_attn``: documents packed into one row
 :mod:`.mapped`        ``torch.vmap`` and ``torch.func.grad`` become the operators that they make

@@ -138,13 +138,16 @@ class AnswerConstants(TorchFunctionMode):
         in_parts = FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> Any:
-            listed = None
-            if can_be_listed(tensor) and constant_value(tensor) is None and self._of_inputs(tensor):
-                listed = take_list(tensor)
+            listed = self.list_of_inputs(tensor) if constant_value(tensor) is None else None
             return in_parts(tensor) if listed is None else listed
 
         with mock.patch.object(FakeTensor, "tolist", tolist):
             yield
+
+    def list_of_inputs(self, tensor: torch.Tensor) -> Any:
+        """The integers of the example, and a check, where they follow from inputs; None where they are not known, or it
+        was not tried yet to do without."""
+        return take_list(tensor) if can_be_listed(tensor) and self._of_inputs(tensor) else None
 
     def _size_of_repeated(self, times: torch.Tensor | None) -> int | None:
         """How many elements there are, where each is repeated so often; None where that is not known."""

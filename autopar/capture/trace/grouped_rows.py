@@ -11,7 +11,7 @@ order, each is put in its places. So is ``rows[start:end]`` by running counts (:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,10 @@ class GroupedRows(TorchFunctionMode):
     """Takes the place of grouped products of rows with matrices of experts, of counts of a known number, and of parts
     of rows by counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, listed: Callable[[torch.Tensor], list[int] | None]) -> None:
+        """``listed`` gives integers that follow from inputs as those of the example, if the trace is to have these."""
         super().__init__()
+        self.listed = listed
         self.parts: dict[str, tuple[torch.Tensor, int, int]] = {}
         """By torch's name of the number of rows of a part: the group of each place, which group it is, of how many."""
         self.running, self.hit, self.dispatched = RunningCounts(), HitExperts(), Dispatched()
@@ -67,7 +69,7 @@ class GroupedRows(TorchFunctionMode):
             mask = self._mask_between(args[0], args[1])
             return func(*args) if mask is None else func(args[0], mask, args[2])
         elif func is torch.Tensor.numpy and depends_on_data(args[0]):
-            answer = as_numbers(args[0])
+            answer = as_numbers(args[0], self.listed)
         return func(*args, **(kwargs or {})) if answer is None else answer
 
     def _split(self, tensor: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, **options: Any) -> Any:

@@ -7,7 +7,7 @@ and that one. Counts may be read as a list, as an array of numpy, or one by one,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -148,10 +148,18 @@ def _are_integers(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 1 and not tensor.is_floating_point() and tensor.dtype != torch.bool
 
 
-def as_numbers(tensor: Any) -> ReadNumbers | None:
-    """That of ``tensor.numpy()``; None where it is left to torch."""
+def as_numbers(tensor: Any, listed: Callable[[torch.Tensor], list[int] | None]) -> Any:
+    """That of ``tensor.numpy()``; None where it is left to torch.
+
+    Args:
+        listed: gives the numbers of the example, where the trace is to have these.
+    """
     if not isinstance(tensor, torch.Tensor) or node_of(tensor) is None or not _are_integers(tensor):
         return None
+    if (numbers := listed(tensor)) is not None:
+        import numpy
+
+        return numpy.array(numbers, dtype=str(tensor.dtype).removeprefix("torch."))
     return ReadNumbers(tensor)
 
 

@@ -27,6 +27,7 @@ from autopar.capture.repeats.written_out import Unlike, write_out
 from autopar.capture.trace.answers import AnswerConstants
 from autopar.capture.trace.autocast import write_casts
 from autopar.capture.trace.bags import BagsOfRows
+from autopar.capture.trace.cumulative_norms import CumulativeNorms
 from autopar.capture.trace.expert_loops import loops_by_rows
 from autopar.capture.trace.experts_by_rows import experts_by_rows
 from autopar.capture.trace.flex import flex_attention_in_plain_operators
@@ -48,6 +49,7 @@ from autopar.capture.trace.recurrent import LayerByLayer
 from autopar.capture.trace.regions import marked_regions
 from autopar.capture.trace.seeding import own_draws_refused
 from autopar.capture.trace.transcripts import Transcripts
+from autopar.capture.trace.unread_strings import are_hidden, strings_hidden
 from autopar.capture.without_values import with_strides
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
@@ -78,7 +80,8 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(packed_as_padded(module))
         stack.enter_context(Transcripts())
         stack.enter_context(BagsOfRows())
-        grouped = stack.enter_context(GroupedRows())
+        stack.enter_context(CumulativeNorms())
+        grouped = stack.enter_context(GroupedRows(constants.list_of_inputs))
         stack.enter_context(grouped.hit.lists())
         stack.enter_context(flex_attention_in_plain_operators())
         stack.enter_context(transforms_written_out())
@@ -88,6 +91,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(lengths_of_rows(module))
         stack.enter_context(sizes_for_one_hot(module))
         stack.enter_context(with_strides())
+        stack.enter_context(strings_hidden(module))
         yield
 
 
@@ -134,6 +138,8 @@ def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _with_repeats(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """The program with its repeated blocks traced twice; None where the whole model must be traced."""
+    if are_hidden():  # blocks that are not traced might read them
+        return None
     repeats = Repeats(module)
     try:
         exported = _export(module, args, kwargs, repeats)
@@ -232,13 +238,8 @@ _NOT_THE_USERS = ("<frozen", "<eval_with_key")
 """Code without a file that is Python's own, or made by torch.fx."""
 
 
-def _instead_of_reading(line: str, layer: str) -> str:
-    """What to do about a line of the model that reads the values of a tensor, or calls a layer of torch that does."""
-    if layer == "batchnorm":
-        return (
-            "BatchNorm with momentum=None computes with its number of batches in Python, which a program cannot: give "
-            "it a momentum, such as momentum=0.1"
-        )
+def _instead_of_reading(line: str) -> str:
+    """What to do about a line of the model that reads the values of a tensor."""
     if re.search(r"\b(int|float)\(|\.(item|tolist)\(", line):
         return (
             "a number that is read from a tensor, such as a pointer into a queue, changes between calls: compute with "
@@ -254,7 +255,7 @@ _NOT_IN_OUTPUTS = re.compile(r"Found <class '(?:[\w.<>]*\.)?(\w+)'> in output, w
 
 def _explain(error: Exception, module: torch.nn.Module) -> str:
     """One message for what torch.export raised: what, where in the user's code, what to do."""
-    where, line, layer, in_torch = "", "", "", ""
+    where, line, in_torch = "", "", ""
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -265,11 +266,11 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
         from_no_file = file.startswith("<") and not file.startswith(_NOT_THE_USERS)  # by exec, or in a notebook
         if from_no_file and (not where or trace.tb_frame.f_code.co_name == "forward"):
             where = f"line {trace.tb_lineno} of {trace.tb_frame.f_code.co_name}() in {file}, code made while running"
-            line, layer, in_torch = linecache.getline(file, trace.tb_lineno).strip(), "", ""
+            line, in_torch = linecache.getline(file, trace.tb_lineno).strip(), ""
         if not in_stdlib and "/torch/" not in file and not file.startswith("<") and "/autopar/" not in file:
             where = f"{file}:{trace.tb_lineno}"
             line = linecache.getline(file, trace.tb_lineno).strip()
-            layer = in_torch = ""  # below a line of the user's there is no layer of torch yet
+            in_torch = ""  # below a line of the user's there is no layer of torch yet
         trace = trace.tb_next
     kind = type(error).__name__
     text = str(error).strip().splitlines()
@@ -278,7 +279,7 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     of_a_size = isinstance(error, AssertionError) and ("sym_" in said or "fx.proxy.proxy" in said)  # in torch's checks
     if "DataDependent" in kind or "data-dependent" in said or "data dependent" in said or of_a_size:
         what = "its Python code branches on the value of a tensor, or a shape depends on one"
-        do = _instead_of_reading(line, layer)
+        do = _instead_of_reading(line)
         where += in_torch
     elif (isinstance(error, TypeError) and "forward" in str(error)) or (
         "argument" in first and isinstance(error, TypeError)

@@ -5,6 +5,7 @@ Sums and products: :mod:`.reduce`, :mod:`.contraction`, :mod:`.conv`, :mod:`.poo
 :mod:`.histogram`.
 Norms and losses: :mod:`.norm`, :mod:`.batch_norm_across` (over several ranks), :mod:`.single_rows` (of one row each),
 :mod:`.loss`, :mod:`.ctc`.
-Random numbers: :mod:`.random`, :mod:`.draws`; :mod:`.fixed_order`: operators that add in no fixed order on GPUs.
+Random numbers: :mod:`.random`, :mod:`.draws`, :mod:`.multinomial`; :mod:`.fixed_order`: operators that add in no fixed
+order on GPUs.
 Of autopar's own: :mod:`.history` (writes), :mod:`.branch` (random branches).
 """

@@ -37,11 +37,15 @@ def reset(part: nn.Module) -> None:
 
 
 def takes_momentum(pm: Any, part: Any, path: str, value: Any) -> bool:
-    """Whether a momentum that is given to what stands for a batch norm is None or 0, or the one that it had before.
+    """Whether a momentum that is given to what stands for a batch norm is None or 0, or the one that it had before, and
+    is not what the program has anyway.
 
     Raises:
         RunError: the program does not follow the statistics of its batches.
     """
+    captured_with = pm._captured.guards.read(path, "momentum")
+    if captured_with is not None and captured_with.value is None:
+        return False  # the program takes the mean over all batches itself: None is an attribute like others
     staying: Anew = pm.__dict__.setdefault(STAYING, {})
     anew: Anew = pm.__dict__.setdefault(ANEW, {})
     if path in staying and value != 0:

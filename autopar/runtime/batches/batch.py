@@ -26,7 +26,6 @@ from autopar.runtime.batches.calls import (
     leaf_name,
     leaves_of,
     same_device,
-    same_literal,
 )
 from autopar.runtime.parameters.state import coordinate_of, joined, local_piece, torch_placements
 from autopar.torch_private import pytree
@@ -151,7 +150,7 @@ class Batch:
             if number is None:
                 literal = captured.literals.get(i)
                 both_floats = type(leaf) is float and type(literal) is float
-                if i in captured.literals and not both_floats and not same_literal(literal, leaf):
+                if i in captured.literals and not both_floats and not captured.is_of(i, leaf):
                     return False
                 continue
             node = captured.graph.nodes[number]
@@ -199,7 +198,7 @@ class Batch:
         for i, (leaf, number) in enumerate(zip(leaves, captured.inputs, strict=True)):
             if number is None:
                 literal = captured.literals.get(i)
-                if i in captured.literals and not same_literal(literal, leaf):
+                if i in captured.literals and not captured.is_of(i, leaf):
                     raise RunError(
                         f"input {self.names[i]}: captured with {literal!r}, called with {describe(leaf)}; such "
                         "values are part of the program; parallelize again with the new value"

@@ -123,10 +123,6 @@ def is_host_number(x: torch.Tensor) -> bool:
     return x.dim() == 0 and x.device.type == "cpu"
 
 
-def same_literal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a == b or (a != a and b != b))
-
-
 @contextlib.contextmanager
 def without_inference_mode() -> Iterator[None]:
     """Without gradients in the place of torch's inference mode: what a program keeps beyond a call, such as parameters
@@ -140,5 +136,5 @@ def without_inference_mode() -> Iterator[None]:
 
 __all__ = [
     "call_text", "describe", "example_leaves", "flatten_call", "is_host_number", "leaf_name", "leaves_of",
-    "same_device", "same_literal", "without_inference_mode",
+    "same_device", "without_inference_mode",
 ]  # fmt: skip

@@ -23,6 +23,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from autopar.capture import Captured, Example
 from autopar.capture.evaluation import Skeleton
 from autopar.capture.microbatches import rows_of
 from autopar.capture.python.guards import Change, refusal
+from autopar.capture.unread import changed_strings, unread_strings
 from autopar.errors import AutoparError, RunError, first_few
 from autopar.plans.plan import StagePlan
 from autopar.runtime.as_module.modes import difference, in_modes
@@ -100,6 +102,8 @@ class Programs:
         self.kept: list[Fields] = []
         """Programs that do not run now, the one that was used last at the end."""
         self.meeting = CollectiveLog(ranks) if len(ranks) > 1 else None
+        self.strings_read: set[frozenset[int]] = set()
+        """Places of strings of calls that the model was found to read: that is tried once."""
         self.calls = self.captures = 0
         self.rows: int | None = None
         """Of a microbatch of the program that was captured first; 0 where that is not known."""
@@ -297,6 +301,10 @@ class Programs:
             assert example is not None
             with unheard(), in_modes(source, training):
                 new = example.capture(source)
+                changed = [] if fits else changed_strings(pm._captured, new)
+                if groups := [group for group in changed if group not in self.strings_read]:
+                    new = replace(new, unread=unread_strings(new, source, groups))
+                    self.strings_read.update(group for group in groups if not group <= new.unread)
         with all_well():
             _check_same(new, group)
         if self.compare is not None and model is not None and _is_whole(batch, new):

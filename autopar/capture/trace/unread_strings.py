@@ -1,0 +1,165 @@
+"""Strings of a batch that a forward does not read: names of files, sentences beside their tokens.
+
+A string is part of what was captured, since the model may branch on it. Batches of a collator have other sentences each
+time, and most models look at none. That nobody reads them is tried: the model is captured with an object in the place
+of each that tells of every question, and gives no answer to any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from types import CodeType
+from typing import Any
+
+import torch
+
+from autopar.capture.python.user_lines import is_users
+from autopar.errors import CaptureError
+from autopar.torch_private import pytree
+
+DEPTH = 4
+"""Of containers in which a function's variables are searched for such an object."""
+
+
+class Trial:
+    """One trace with hidden strings.
+
+    Attributes:
+        places: of the leaves that are hidden, among those of ``(args, kwargs)``.
+        read: somebody asked one of them for something.
+        over: nothing is traced any more; whoever has kept one of them has a string.
+    """
+
+    def __init__(self, places: frozenset[int]) -> None:
+        self.places, self.read, self.over = places, False, False
+
+
+class _Hidden:
+    """Stands for a string; all that it says is that it is one."""
+
+    __slots__ = ("text", "trial")
+
+    def __init__(self, text: str, trial: Trial) -> None:
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "trial", trial)
+
+    def __getattribute__(self, name: str) -> Any:
+        return str if name == "__class__" else getattr(_asked(self), name)
+
+
+def _asked(hidden: _Hidden) -> str:
+    trial: Trial = object.__getattribute__(hidden, "trial")
+    if not trial.over:
+        trial.read = True
+        raise CaptureError("a string of the call is read")
+    return str(object.__getattribute__(hidden, "text"))
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(_asked(self), name)(*args)
+
+
+for _name in (
+    "eq", "ne", "lt", "le", "gt", "ge", "hash", "len", "iter", "getitem", "contains", "str", "repr", "format", "add",
+    "mod", "mul", "rmul", "setattr", "delattr", "dir", "reduce_ex",
+):  # fmt: skip
+    setattr(_Hidden, f"__{_name}__", _operator(f"__{_name}__"))
+setattr(_Hidden, "__bool__", lambda self: bool(_asked(self)))  # noqa: B010  (of a string it is that of its length)
+
+_TRIAL: ContextVar[Trial | None] = ContextVar("trial with hidden strings", default=None)
+
+
+@contextlib.contextmanager
+def hiding(places: frozenset[int]) -> Iterator[Trial]:
+    """Traces inside have these leaves of their call hidden."""
+    trial = Trial(places)
+    token = _TRIAL.set(trial)
+    try:
+        yield trial
+    finally:
+        trial.over = True
+        _TRIAL.reset(token)
+
+
+def are_hidden() -> bool:
+    """Whether a trace has some hidden: all of the model's code is to run then."""
+    return _TRIAL.get() is not None
+
+
+@contextlib.contextmanager
+def strings_hidden(module: torch.nn.Module) -> Iterator[None]:
+    """Around a trace of a module: its forward is given what stands for the strings."""
+    trial = _TRIAL.get()
+    if trial is None:
+        yield
+        return
+
+    def hide(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for i in trial.places:
+            leaves[i] = _Hidden(leaves[i], trial)
+        return pytree.tree_unflatten(leaves, spec)
+
+    def watch(frame: Any, event: str, _: Any) -> None:
+        """``type(x)`` tells without a question what stands there: code that asks so may read it."""
+        asks = event == "return" and is_users(frame.f_code.co_filename) and _asks_for_types(frame.f_code)
+        if asks and holds_hidden(list(frame.f_locals.values())):
+            trial.read = True
+
+    handle = module.register_forward_pre_hook(hide, with_kwargs=True)
+    profile_before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(profile_before)
+        handle.remove()
+
+
+@functools.lru_cache(maxsize=1024)
+def _asks_for_types(code: CodeType) -> bool:
+    return "type" in code.co_names and any(
+        step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type" for step in dis.get_instructions(code)
+    )
+
+
+def holds_hidden(value: Any, depth: int = DEPTH) -> bool:
+    """Whether something is such an object, or a container with one."""
+    kind = type(value)
+    if kind is _Hidden or not depth:
+        return kind is _Hidden
+    if issubclass(kind, Mapping):
+        return any(holds_hidden(x, depth - 1) for x in value.values())
+    return issubclass(kind, (list, tuple)) and any(holds_hidden(x, depth - 1) for x in value)
+
+
+def keeps_hidden(module: torch.nn.Module) -> bool:
+    """Whether one of them stands in an attribute of a module, or in a container there."""
+    return any(holds_hidden(value) for part in module.modules() for value in vars(part).values())
+
+
+def arguments_of_strings(spec: pytree.TreeSpec, literals: Mapping[int, Any]) -> list[frozenset[int]]:
+    """The places of strings among the leaves of a call, those of one list or tuple together."""
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))
+    groups: dict[str, list[int]] = {}
+    for i, (path, _) in enumerate(paths):
+        if isinstance(literals.get(i), str):
+            groups.setdefault(_without_last_numbers(path), []).append(i)
+    return [frozenset(places) for places in groups.values()]
+
+
+def _without_last_numbers(path: Sequence[Any]) -> str:
+    """The path of the list in which a leaf stands; of another leaf its own."""
+    fixed = 2  # args or kwargs, and which one
+    n = len(path)
+    while n > fixed and isinstance(path[n - 1], pytree.SequenceKey):
+        n -= 1
+    return pytree.keystr(tuple(path[:n]))
+
+
+__all__ = ["Trial", "are_hidden", "arguments_of_strings", "hiding", "holds_hidden", "keeps_hidden", "strings_hidden"]
