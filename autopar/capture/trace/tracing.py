@@ -53,6 +53,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
     EXPORT_BUFFER_HOOK,
     arguments_of_to,
+    modules_found_by_name,
     some_rows,
 )
 from autopar.words.autocasting import autocast_now
@@ -88,6 +89,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(lengths_of_rows(module))
         stack.enter_context(sizes_for_one_hot(module))
         stack.enter_context(with_strides())
+        stack.enter_context(modules_found_by_name())
         yield
 
 
