@@ -499,6 +499,21 @@ class OwnCheckpointThatScales(OwnCheckpoint):
 
 
 @habit
+class ComplexStates(Habit):
+    """A diagonal state space in complex numbers: Python's among tensors, conjugates, which torch makes lazily."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.frequency = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+        self.out = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.cdouble))
+
+    def body(self, x: Tensor) -> Tensor:
+        poles = -self.decay.exp() + 1j * self.frequency
+        states = self.a(x) * (poles.exp() - 1.0) / poles
+        return self.b(2 * (states.conj() @ self.out.mH).real + states.flip(-1).conj().imag)
+
+
+@habit
 class GradInsideForward(Habit):
     """Forces as gradients of an energy: ``autograd.grad`` inside forward."""
 
