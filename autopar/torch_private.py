@@ -118,6 +118,9 @@ from torch.fx.graph import _Namespace as Namespace
 # The Function that carries the backward hooks of modules, which cannot be traced.
 from torch.nn.modules._functions import BackwardHookFunction
 
+# How tracing finds the modules of parameters by their names.
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
+
 # The function modes that are on: what runs again in a backward runs under those of its first run.
 from torch.overrides import _get_current_function_mode_stack as function_modes
 
@@ -245,6 +248,29 @@ CHECK = Replaceable("torch", "_check_with")
 
 EXPORT_BUFFER_HOOK = Replaceable("torch.export._trace", "register_buffer_assignment_hook")
 """What refuses to let a module assign a buffer in a trace: capture follows such writes itself."""
+
+
+def module_at(model: torch.nn.Module, path: str) -> torch.nn.Module:
+    """The module under a name, also where the name of a child is that of a method (``parameters``): ``get_submodule``
+    asks for an attribute, and finds the method."""
+    for name in path.split(".") if path else ():
+        child = model._modules[name]
+        assert child is not None
+        model = child
+    return model
+
+
+@contextlib.contextmanager
+def modules_found_by_name() -> Iterator[None]:
+    """Torch's tracing finds them as :func:`module_at` does."""
+
+    def get_submodule(accessor: Any, name: str) -> torch.nn.Module:
+        if name not in accessor.memo:
+            accessor.memo[name] = module_at(accessor.module, name)
+        return accessor.memo[name]
+
+    with mock.patch.object(NamedMemberAccessor, "get_submodule", get_submodule):
+        yield
 
 
 @contextlib.contextmanager
@@ -465,7 +491,8 @@ __all__ = [
     "functional_collectives", "functorch_apis", "functorch_is_active", "functorch_transforms",
     "generate_redistribute_costs", "group_names", "group_of_axis", "grouped_product", "has_kernel", "has_other_groups",
     "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules",
-    "local_tensor_mode", "make_wrapper_subclass", "no_dispatch_modes", "options_of_compiler", "places_in_masks",
-    "plainly", "preserve_version_counter", "pytree", "reached", "return_and_correct_aliasing", "safe_softmax",
-    "timeout_of_world", "top_saved_tensors_hooks", "unset_fake_temporarily",
+    "local_tensor_mode", "make_wrapper_subclass", "module_at", "modules_found_by_name", "no_dispatch_modes",
+    "options_of_compiler", "places_in_masks", "plainly", "preserve_version_counter", "pytree", "reached",
+    "return_and_correct_aliasing", "safe_softmax", "timeout_of_world", "top_saved_tensors_hooks",
+    "unset_fake_temporarily",
 ]  # fmt: skip

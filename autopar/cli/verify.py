@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autopar.plans.plan import Plan
     from autopar.words.precision import Precision
 
-LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+LIMITS = {"float64": 1e-9, "float32": 1e-4, "complex64": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest difference that passes, by the precision in which a row was computed."""
 
 
@@ -244,9 +244,9 @@ def _rank(
 
     loaded, captured = load_and_capture(spec, batch, seq, device="cpu", precision=precision)
     loaded.model.load_state_dict(state)
-    loaded.model.double()
+    v.widen(loaded.model)
     captured = replace(v.promoted(captured), constants=v.doubled(captured.constants))
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.dtype in v.LOW else t, inputs)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, v.wide, inputs)
     loaded = moved(replace(loaded, args=args, kwargs=kwargs), device)
     return [_trained(loaded, captured, plan, loaded.args, loaded.kwargs) for plan in plans]
 

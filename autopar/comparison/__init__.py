@@ -21,11 +21,11 @@ generators are put back.
 """
 
 from autopar.capture.python.restoring import generators_kept, kept
-from autopar.comparison.double_precision import LOW, as_wide_as, doubled, promoted
+from autopar.comparison.double_precision import LOW, as_wide_as, doubled, promoted, wide, widen
 from autopar.comparison.relative import LIMITS, Comparison
 from autopar.comparison.with_eager import FAILS, FLOPS, compare_with_eager, reason_not_to
 
 __all__ = [
     "FAILS", "FLOPS", "LIMITS", "LOW", "Comparison", "as_wide_as", "compare_with_eager", "doubled", "generators_kept",
-    "kept", "promoted", "reason_not_to",
+    "kept", "promoted", "reason_not_to", "wide", "widen",
 ]  # fmt: skip

@@ -14,21 +14,23 @@ from autopar.rules.experts.expert_block import BLOCK
 from autopar.rules.experts.expert_program import in_double_precision
 from autopar.words.graph import Graph, Node, Spec
 
-LOW = (torch.float32, torch.bfloat16, torch.float16)
-"""Precisions that a comparison in double precision replaces."""
+LOW = {
+    torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
+"""Precisions that a comparison in double precision replaces, each with what stands for it."""
+_NAMES = {str(low).removeprefix("torch."): str(high).removeprefix("torch.") for low, high in LOW.items()}
 
 
 def promoted(captured: Captured) -> Captured:
     """The same computation in float64 throughout, casts to less included, so that rounding does not blur a check."""
-    low = {str(d).removeprefix("torch.") for d in LOW}
-
     def value(x: Any) -> Any:
         if isinstance(x, (tuple, list)):
             return type(x)(value(v) for v in x)
-        return torch.float64 if x in LOW else x
+        return LOW.get(x, x) if isinstance(x, torch.dtype) else x
 
     def spec(s: Spec | None) -> Spec | None:
-        return s._replace(dtype="float64") if s is not None and s.dtype in low else s
+        return s._replace(dtype=_NAMES[s.dtype]) if s is not None and s.dtype in _NAMES else s
 
     def node(n: Node) -> Node:
         args = (n.args[0], in_double_precision(n.args[1])) if n.target == BLOCK else n.args
@@ -46,7 +48,7 @@ def as_wide_as(graph: Graph) -> Iterator[None]:
     in a promoted graph float64."""
     dtypes = {spec.dtype for node in graph.nodes for spec in node.outs if spec is not None}
     before = torch.get_default_dtype()
-    if "float64" in dtypes and not dtypes & {str(d).removeprefix("torch.") for d in LOW}:
+    if "float64" in dtypes and not dtypes & _NAMES.keys():
         torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -55,11 +57,22 @@ def as_wide_as(graph: Graph) -> Iterator[None]:
 
 
 def doubled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in float64 of what had less precision."""
-    return {
-        k: v.detach().to(torch.float64 if v.dtype in LOW else v.dtype).clone().requires_grad_(v.requires_grad)
-        for k, v in tensors.items()
-    }
+    """Copies in double precision of what had less."""
+    return {k: wide(v.detach()).clone().requires_grad_(v.requires_grad) for k, v in tensors.items()}
 
 
-__all__ = ["LOW", "as_wide_as", "doubled", "promoted"]
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers in double precision, if they were in less."""
+    return x.to(LOW.get(x.dtype, x.dtype))
+
+
+def widen(model: torch.nn.Module) -> torch.nn.Module:
+    """``model`` itself with parameters and buffers in double precision, complex ones too, which ``model.double()``
+    leaves as they are."""
+    model.double()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = wide(tensor.data)
+    return model
+
+
+__all__ = ["LOW", "as_wide_as", "doubled", "promoted", "wide", "widen"]

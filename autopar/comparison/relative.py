@@ -11,7 +11,7 @@ import torch
 from autopar.runtime.gradients.reached import reached_whatever_is_drawn
 from autopar.words.graph import Graph
 
-LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+LIMITS = {"float64": 1e-9, "float32": 1e-4, "complex64": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest relative difference that rounding explains, by precision."""
 
 

@@ -18,6 +18,8 @@ from autopar.comparison import LIMITS, as_wide_as, compare_with_eager
 from autopar.comparison import LOW as LOW
 from autopar.comparison import doubled as doubled
 from autopar.comparison import promoted as promoted
+from autopar.comparison import wide as wide
+from autopar.comparison import widen as widen
 from autopar.comparison.relative import largest_value, relative
 from autopar.errors import CaptureError
 from autopar.lower.emit import Program, lower

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
-from autopar.comparison.double_precision import LOW, as_wide_as, doubled, promoted
+from autopar.comparison.double_precision import LOW, as_wide_as, doubled, promoted, wide, widen
 from autopar.comparison.first_difference import explained
 from autopar.comparison.relative import LIMITS, Comparison, difference_of, is_tensor
 from autopar.comparison.sides import Sides
@@ -92,15 +92,15 @@ def _same_in_double(captured: Captured, model: Any, args: Any, kwargs: Any, targ
     def double(x: Any) -> Any:
         if not is_tensor(x) or x.dtype not in LOW:
             return x
-        return x.detach().double().requires_grad_(x.requires_grad)
+        return wide(x.detach()).requires_grad_(x.requires_grad)
 
     try:
-        in_double = copy.deepcopy(model).double()
+        in_double = widen(copy.deepcopy(model))
         args, kwargs, targets = pytree.tree_map(double, (tuple(args), dict(kwargs), tuple(targets)))
-        wide = promoted(replace(captured, constants=doubled(captured.constants)))
-        side = Sides(wide, in_double, args, kwargs, targets)
-        with as_wide_as(wide.graph):
-            difference = difference_of(wide.graph, side.graph(), side.eager())
+        captured = promoted(replace(captured, constants=doubled(captured.constants)))
+        side = Sides(captured, in_double, args, kwargs, targets)
+        with as_wide_as(captured.graph):
+            difference = difference_of(captured.graph, side.graph(), side.eager())
     except (AutoparError, RuntimeError, TypeError, ValueError):  # NotImplementedError is a RuntimeError
         return False
     return difference.worst <= 1e-6  # the model may still cast to float32 in places

@@ -6,8 +6,9 @@ placement of ``x`` on that axis in one step; its backward is the adjoint step (s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import spmd_types as spmd
 import torch
@@ -20,6 +21,7 @@ from autopar.words.pieces import cut_extent
 from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, axis_and_unit, axis_text
 from autopar.words.placements import shard as placement_of
 
+Collective = TypeVar("Collective", bound=Callable[..., torch.Tensor])
 _TYPE: dict[str, Any] = {REPLICATED: spmd.R, INVARIANT: spmd.I, PENDING: spmd.P}
 
 
@@ -46,32 +48,68 @@ def _contiguous_gradient(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class _ResolvedGradient(torch.autograd.Function):
+    """The identity whose gradient is not lazily conjugated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.resolve_conj()
+
+
+def _of_memory(collective: Collective) -> Collective:
+    """The collective of what stands in memory, in both directions: ``z.conj()`` only says that it is to be conjugated,
+    and what is sent is memory."""
+
+    @functools.wraps(collective)
+    def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if not x.is_complex():
+            return collective(x, *args)
+        # the type checker has not heard of lazy conjugation, but of copies, which resolve it
+        lazily = spmd.is_type_checking() or x.is_conj()
+        changed = collective(x.clone() if lazily else x, *args)
+        if changed.requires_grad and not spmd.is_type_checking():
+            return _ResolvedGradient.apply(changed)
+        return changed
+
+    return run  # type: ignore[return-value]
+
+
+@_of_memory
 def all_gather(x: torch.Tensor, axis: str, dim: int, to: str) -> torch.Tensor:
     """``S<dim>`` -> ``to`` (``R`` or ``I``)."""
     return spmd.all_gather(x, axis, src=spmd.S(dim), dst=_TYPE[to], **summed_back(x))
 
 
+@_of_memory
 def all_reduce(x: torch.Tensor, axis: str, to: str) -> torch.Tensor:
     """``P`` -> ``to`` (``R`` or ``I``)."""
     reduced = spmd.all_reduce(x.contiguous(), axis, src=spmd.P, dst=_TYPE[to], **summed_back(x))
     return _contiguous_gradient(reduced) if to == REPLICATED else reduced  # of an invariant one it goes on as it is
 
 
+@_of_memory
 def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """``P`` -> ``S<dim>``."""
     return spmd.reduce_scatter(x, axis, src=spmd.P, dst=spmd.S(dim), **summed_back(x))
 
 
+@_of_memory
 def all_to_all(x: torch.Tensor, axis: str, src: int, dst: int) -> torch.Tensor:
     """``S<src>`` -> ``S<dst>``."""
     return spmd.all_to_all(x, axis, src=spmd.S(src), dst=spmd.S(dst), **summed_back(x))
 
 
+@_of_memory
 def shard(x: torch.Tensor, axis: str, dim: int, of: str) -> torch.Tensor:
     """``of`` (``R`` or ``I``) -> ``S<dim>``: each rank keeps its slice."""
     return spmd.convert(x, axis, src=_TYPE[of], dst=spmd.S(dim), **summed_back(x))
 
 
+@_of_memory
 def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     """The steps without communication in the forward that keep the local shape, and ``S`` -> ``P``."""
     source = _typed(Placement(src))  # programs name placements by their texts

@@ -17,7 +17,7 @@ import inspect
 import re
 import textwrap
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -64,6 +64,7 @@ class Callee:
         random: the code draws numbers: it does so alike on all ranks, and again when it runs again.
         opaque: the code cannot run on tensors without values (it leaves torch).
         autocast: that is on where the code is called.
+        shared: arguments that are also read, by position, with the place in ``reads``: the code has them as one tensor.
         double: results are cast to float64, for a comparison in double precision.
     """
 
@@ -78,6 +79,7 @@ class Callee:
     random: bool = False
     opaque: bool = False
     autocast: AutocastState = field(default_factory=dict)
+    shared: Mapping[int, int] = field(default_factory=dict)
     double: bool = False
 
     def __repr__(self) -> str:  # stands in fingerprints
@@ -155,7 +157,7 @@ class _WithReads(torch.autograd.Function):
             for x in leaves
         ]
         with torch.enable_grad(), swapped(callee.reads, inner[n:]):
-            outs = callee.run(inner)
+            outs = callee.run([inner[n + callee.shared[k]] if k in callee.shared else x for k, x in enumerate(inner)])
         ctx.callee, ctx.inner, ctx.outs = callee, inner, outs
         plain = tuple(x.detach() for x in outs)
         ctx.mark_non_differentiable(*(d for d, x in zip(plain, outs, strict=True) if not x.requires_grad))

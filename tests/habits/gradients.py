@@ -452,6 +452,67 @@ class CheckpointedSequence(Habit):
         return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
 
 
+class _OwnCheckpoint(Function):
+    """Keeps nothing, and computes again; it is told of the parameters that its function reads."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, count: int, *given: Tensor) -> Any:
+        ctx.function, ctx.inputs, ctx.weights = function, given[:count], given[count:]
+        with torch.no_grad():
+            return function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        inputs = [x.detach().requires_grad_() for x in ctx.inputs]
+        with torch.enable_grad():
+            outs = ctx.function(*(x.view_as(x) for x in inputs))
+        return None, None, *torch.autograd.grad(outs, [*inputs, *ctx.weights], grads, allow_unused=True)
+
+
+class _OwnCheckpointThatScales(_OwnCheckpoint):
+    """... but it is more than a checkpoint."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return tuple(None if g is None else 3 * g for g in _OwnCheckpoint.backward(ctx, *grads))
+
+
+@habit
+class OwnCheckpoint(Habit):
+    """Activation checkpointing of a model's own, as diffusion models have it."""
+
+    function: type[Function] = _OwnCheckpoint
+
+    def inside(self, h: Tensor, scale: Tensor) -> Tensor:
+        return self.b(torch.tanh(h)) * scale + h
+
+    def body(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.function.apply(self.inside, 2, h, torch.sigmoid(h), *self.b.parameters())
+
+
+@habit
+class OwnCheckpointThatScales(OwnCheckpoint):
+    """Its backward gives other gradients, so it stays whole."""
+
+    function = _OwnCheckpointThatScales
+
+
+@habit
+class ComplexStates(Habit):
+    """A diagonal state space in complex numbers: Python's among tensors, conjugates, which torch makes lazily."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.frequency = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+        self.out = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.cdouble))
+
+    def body(self, x: Tensor) -> Tensor:
+        poles = -self.decay.exp() + 1j * self.frequency
+        states = self.a(x) * (poles.exp() - 1.0) / poles
+        return self.b(2 * (states.conj() @ self.out.mH).real + states.flip(-1).conj().imag)
+
+
 @habit
 class GradInsideForward(Habit):
     """Forces as gradients of an energy: ``autograd.grad`` inside forward."""

@@ -156,7 +156,8 @@ def differences(mine: list[Step], truth: list[Step]) -> list[str]:
             for name in [*theirs, *extra]:
                 x, y = ours.get(name), theirs.get(name)
                 x, y = (torch.zeros_like(y if x is None else x) if t is None else t for t in (x, y))
-                worst = (x.double() - y.double()).abs().max().item() if x.numel() else 0.0
-                if x.shape != y.shape or not worst <= TOLERANCE * (1 + y.double().abs().max().item()):
+                x, y = (t if t.is_complex() else t.double() for t in (x, y))
+                worst = (x - y).abs().max().item() if x.numel() else 0.0
+                if x.shape != y.shape or not worst <= TOLERANCE * (1 + y.abs().max().item()):
                     said.append(f"batch {i + 1}: {what} {name}: {worst:.3g} off")
     return said

@@ -161,3 +161,47 @@ def test_a_norm_without_momentum_cannot_be_given_one_in_silence(kept: bool) -> N
     module.norm.momentum = None
     module(X)
     assert int(module.norm.num_batches_tracked) == 2
+
+
+class Folded(nn.Module):
+    """A series that is folded by its strongest periods, as TimesNet does; they differ from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        strongest = torch.fft.rfft(x, dim=1).abs().mean((0, 2))[1:].topk(2).indices + 1
+        folded = []
+        for period in length // strongest.numpy():
+            y = x[:, : length // period * period].reshape(rows, length // period, period, width)
+            folded.append(self.mix(y.permute(0, 3, 1, 2)).square().mean())
+        return torch.stack(folded).sum()
+
+
+class PerRow(nn.Module):
+    """A number of rows, which depends on data, divided by another number that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[x[:, 0] > 0]
+        share = chosen.shape[0] // (x > 0).sum().item()
+        return self.layer(x).square().mean() * share
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "text"),
+    [
+        (Folded, (4, 12, 4), r"is computed with, at test_refused_reading.py:\d+: "),
+        (PerRow, (8, 4), r"together with a size that depends on values too, at test_refused_reading.py:\d+: "),
+    ],
+)
+def test_sizes_that_follow_from_data_are_refused_with_their_line(
+    kind: type[nn.Module], shape: tuple[int, ...], text: str
+) -> None:
+    with pytest.raises(CaptureError, match=text):
+        capture(kind(), (torch.randn(shape),))

@@ -80,8 +80,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (Drawn, int, float))
 
 
+_WITH_SIZE = "together with a size that depends on values too"
+
+
 def _binary(function: Callable[[Any, Any], Any]) -> Any:
     def compute(self: Drawn, other: Any) -> Any:
+        if isinstance(other, torch.SymInt):
+            raise self.refusal(_WITH_SIZE)
         if isinstance(other, torch.Tensor):
             return function(self.tensor, other)
         return self.like(function(self.tensor, _tensor(other))) if _is_number(other) else NotImplemented
@@ -91,6 +96,8 @@ def _binary(function: Callable[[Any, Any], Any]) -> Any:
 
 def _swapped(function: Callable[[Any, Any], Any]) -> Any:
     def compute(self: Drawn, other: Any) -> Any:
+        if isinstance(other, torch.SymInt):
+            raise self.refusal(_WITH_SIZE)
         return self.like(function(other, self.tensor)) if _is_number(other) else NotImplemented
 
     return compute

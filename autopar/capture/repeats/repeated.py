@@ -67,7 +67,7 @@ from autopar.capture.repeats.python_state import (
     shape_of,
 )
 from autopar.capture.trace.quick import unstacked
-from autopar.torch_private import DisableTorchFunction, ModuleStackTracer, pytree
+from autopar.torch_private import DisableTorchFunction, ModuleStackTracer, module_at, pytree
 
 LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 LIBRARY.define("block(Tensor[] tensors, str key) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
@@ -180,7 +180,7 @@ class Repeats:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(ModuleStackTracer, "call_module", outermost))
             for kind, name in {
-                (type(m.get_submodule(path)), name)
+                (type(module_at(m, path)), name)
                 for g in self.groups.values() for m in g.instances[:1] for path, name in g.varying
             }:  # fmt: skip
                 stack.enter_context(watched(kind, name, self.reads))

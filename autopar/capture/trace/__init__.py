@@ -11,6 +11,7 @@
 :mod:`.progress`      how far it is, and Ctrl-C
 :mod:`.recording`     operators of autopar's own that stand for what export would take apart or forget
 :mod:`.functions`     ... a user's own backward; :mod:`.hooks` on tensors; :mod:`.regions` of activation checkpointing
+:mod:`.own_checkpoints` ... that a model has written itself
 :mod:`.inner_gradients` ``torch.autograd.grad`` inside a forward
 :mod:`.experts_by_rows` routed experts in one form; :mod:`.expert_loops`: where a loop runs them
 :mod:`.grouped_rows`  ... with rows in the order of their experts; counts of a known number

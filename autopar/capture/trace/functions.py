@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -20,8 +20,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from autopar.capture.trace import regions
+from autopar.capture.trace.own_checkpoints import as_region
 from autopar.capture.trace.recording import now, refuse
-from autopar.rules.function import PLAIN, Callee, ReadTensor, identity_of, on_zeros, tensors_of
+from autopar.rules.function import PLAIN, Callee, ReadTensor, identity_of, on_zeros, swapped, tensors_of
 from autopar.torch_private import (
     BackwardHookFunction,
     DisableTorchFunction,
@@ -110,7 +111,11 @@ def _copies(leaves: Sequence[Any]) -> list[Any]:
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
 
 
-def _try(run: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], name: str) -> _Trial:
+def _try(
+    run: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], name: str,
+    around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = lambda own: contextlib.nullcontext(),
+) -> _Trial:  # fmt: skip
+    """Run a call and its backward on tensors without values, ``around`` what it is run on."""
     mode = get_proxy_mode()
     assert mode is not None
     watch = _Watch(mode.tracer.tensor_tracker)
@@ -120,7 +125,9 @@ def _try(run: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], name: str) 
         with DisableTorchFunction(), disable_proxy_modes_tracing(), torch.enable_grad():
             starts = _apart(leaves)
             trial.own = _copies(starts)
-        with DisableTorchFunction(), disable_proxy_modes_tracing(), watch, torch.enable_grad():
+        with (
+            DisableTorchFunction(), disable_proxy_modes_tracing(), watch, torch.enable_grad(), around(trial.own),
+        ):  # fmt: skip
             trial.result = run(trial.own)
             trial.written = _written(trial.own)
             trial.random, watch.random = watch.random, False
@@ -183,11 +190,18 @@ def _call(cls: Any, args: Any, kwargs: Any, model: torch.nn.Module) -> Any:
         a, kw = pytree.tree_unflatten([v.detach() if k in hidden else v for k, v in enumerate(values)], spec)
         return _plainly(cls, a, kw)
 
-    trial = _try(run, leaves, name)
     flows = torch.is_grad_enabled() and any(leaves[k].requires_grad for k in tensors if k not in hidden)
+    if flows and (checkpointed := as_region(cls, args, kwargs)) is not None:
+        return checkpointed()
+    trial = _try(run, leaves, name)
     if not flows and not trial.opaque:
         return _plainly(cls, args, kwargs)
     reads = _reads(trial.read, model, name)
+    shared = {k: j for j, x in enumerate(trial.read) for k in tensors if leaves[k] is x and k not in hidden}
+    if shared:  # then its backward may ask for the gradient of the argument, and mean what the module has
+        in_module = [reads[j] for j in shared.values()]
+        once_more = _try(run, leaves, name, lambda own: swapped(in_module, [own[k] for k in shared]))
+        trial = replace(once_more, read=trial.read, changed=trial.changed)
     if trial.changed:
         raise refuse(
             f"the autograd.Function {name}: it changes a tensor that is not among its arguments,",
@@ -196,14 +210,15 @@ def _call(cls: Any, args: Any, kwargs: Any, model: torch.nn.Module) -> Any:
     if trial.random_backward:
         raise refuse(
             f"the autograd.Function {name}: its backward draws random numbers, which ranks would draw differently,",
-            "draw them in its forward and keep them in ctx.save_for_backward()",
+            "draw them in its forward and keep them in ctx.save_for_backward(); where it computes its forward again, "
+            "use torch.utils.checkpoint",
         )
     objects = tuple((k, x) for k, x in enumerate(leaves) if not isinstance(x, (torch.Tensor, *PLAIN)))
     modules = [x for _, x in objects if isinstance(x, torch.nn.Module)] + [r.module for r in reads]
     code = [getattr(cls, f, None) for f in ("forward", "backward", "setup_context")]
     callee = Callee(
         name, cls.apply, identity_of(code, modules), spec, objects, hidden, trial.written, tuple(reads),
-        trial.random, trial.opaque, autocast_now(),
+        trial.random, trial.opaque, autocast_now(), shared=shared,
     )  # fmt: skip
     return _record(callee, leaves, trial.read, trial, name)
 

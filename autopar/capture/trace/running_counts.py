@@ -135,12 +135,21 @@ class ReadNumbers:
             raise AttributeError(name)
         raise self._refused(f"asked for '{name}'")
 
+    def _computed(self, *others: Any) -> Any:
+        raise self._refused("computed with")
+
+    # Python looks for these on the class, so that __getattr__ would not be asked
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _computed
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _computed
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _computed  # type: ignore[assignment]
+
     @staticmethod
     def _refused(what: str) -> CaptureError:
         return CaptureError(
             f"a numpy array of integers that depend on data is {what}, at {site_of().partition('@')[0]}: only its "
             "numbers, its running sums (cumsum) and its sum can be followed\n  compute with the tensor instead of "
-            ".numpy(), or move it out of forward()"
+            ".numpy(), or move it out of forward(); sizes that follow from it, such as periods by which a series is "
+            "folded, must be known before: give them as numbers, from the configuration or of the training data"
         )
 
 

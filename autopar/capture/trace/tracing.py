@@ -21,6 +21,7 @@ from autopar.capture.branches.asking import asked_afresh
 from autopar.capture.branches.drawn import checked
 from autopar.capture.branches.taken import changing, from_the_start
 from autopar.capture.dataclass_nodes import know_dataclasses
+from autopar.capture.graph.exported import source_of
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
@@ -55,6 +56,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
     EXPORT_BUFFER_HOOK,
     arguments_of_to,
+    modules_found_by_name,
     some_rows,
 )
 from autopar.words.autocasting import autocast_now
@@ -92,6 +94,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(sizes_for_one_hot(module))
         stack.enter_context(with_strides())
         stack.enter_context(strings_hidden(module))
+        stack.enter_context(modules_found_by_name())
         yield
 
 
@@ -259,6 +262,9 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
+        of_node = trace.tb_frame.f_locals.get("node") if file.endswith("/fx/passes/runtime_assert.py") else None
+        if isinstance(of_node, torch.fx.Node) and not where:  # of sizes, which are looked at when the model has run
+            where = source_of(of_node)
         if _LAYERS in file and not file.endswith("/module.py"):
             layer = os.path.basename(file).removesuffix(".py")
             in_torch = f" (in torch/nn/modules/{layer}.py:{trace.tb_lineno}, {trace.tb_frame.f_code.co_name})"

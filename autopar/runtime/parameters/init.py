@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from autopar.errors import RunError
 from autopar.runtime.ranks.agree import SentValues
+from autopar.torch_private import module_at
 
 Init = Callable[[torch.nn.Module], Any]
 
@@ -40,7 +41,7 @@ class MetaValues:
         return self.values.pop(key)
 
     def _materialise(self, path: str) -> dict[str, torch.Tensor]:
-        module = self.model.get_submodule(path)
+        module = module_at(self.model, path)
         stand_in = copy.copy(module)
         blank: dict[str, torch.Tensor] = {}
         for kind in ("_parameters", "_buffers"):

@@ -17,6 +17,7 @@ from autopar.runtime.parameters.dtensor_fixes import meet_on
 from autopar.runtime.parameters.mixed import mix_on
 from autopar.runtime.parameters.state import as_dtensor, local_of, local_piece, torch_placements
 from autopar.runtime.stages.stage import Buffers, device_of
+from autopar.torch_private import module_at
 from autopar.words.graph import Graph
 from autopar.words.placements import State, whole_state
 
@@ -135,7 +136,7 @@ class Placing:
                     shown[source] = as_dtensor(local, state, shape, self.device_mesh) if cut else local
             if name in self.buffers:
                 parent, _, key = name.rpartition(".")
-                persistent = key not in self.model.get_submodule(parent)._non_persistent_buffers_set
+                persistent = key not in module_at(self.model, parent)._non_persistent_buffers_set
                 owner, key = self.home.owner_of(name)
                 owner._buffers[key] = shown[source]
                 if not persistent:
