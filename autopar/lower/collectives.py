@@ -16,6 +16,7 @@ import torch.fx
 
 from autopar.rules.lowerings.across_ranks import summed_back
 from autopar.rules.lowerings.local_piece import length_of, padded
+from autopar.torch_private import functional_collectives, group_of_axis
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import cut_extent
 from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, axis_and_unit, axis_text
@@ -99,7 +100,16 @@ def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
 
 @_of_memory
 def all_to_all(x: torch.Tensor, axis: str, src: int, dst: int) -> torch.Tensor:
-    """``S<src>`` -> ``S<dst>``."""
+    """``S<src>`` -> ``S<dst>``.
+
+    A compiler gets a functional collective: that of spmd-types writes to a list of tensors, which Dynamo leaves in the
+    graph as it is, and Inductor can trace once, but not a second time.
+    """
+    if torch.compiler.is_compiling():
+        group = group_of_axis(axis)
+        pieces = x.unflatten(dst, (group.size(), -1)).movedim(dst, 0).contiguous()
+        arrived = functional_collectives.all_to_all_single_autograd(pieces, None, None, group)
+        return arrived.movedim(0, src).flatten(src, src + 1)
     return spmd.all_to_all(x, axis, src=spmd.S(src), dst=spmd.S(dst), **summed_back(x))
 
 

@@ -30,6 +30,7 @@ CUTS: dict[str, dict[str, Any]] = {
         "constraints": {"*": {"data": "b"}}, "params": {"*.weight": "S0 use"}, "recompute": ["blocks.*"],
     },
     "data": {"constraints": {"*": {"data": "b"}}, "params": {"*": "I step"}},
+    "swapped": {"constraints": {"*up": {"data": "n"}, "*down": {"data": "b"}}},
     "uneven": {"constraints": {"*up": {"data": "n"}, "*down": {"data": "k"}, "head": {"data": "n"}}},
 }  # fmt: skip
 AROUND = ("tensor", "zero")

@@ -70,7 +70,9 @@ def test_a_rank_that_compiles_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", AS_INDUCTOR])
 def test_one_graph_of_other_cuts(backend: str):
-    on_two_ranks(["again", "zero", "data", "uneven", "zero again" if backend == "aot_eager" else "tensor"], backend)
+    on_two_ranks(
+        ["again", "zero", "data", "swapped", "uneven", "zero again" if backend == "aot_eager" else "tensor"], backend
+    )
 
 
 @pytest.mark.slow  # gcc compiles each kernel: minutes, where the machine has other work

@@ -306,3 +306,42 @@ class WithExtraState(nn.Linear):
 def test_an_extra_state_is_told_of() -> None:
     with pytest.warns(UserWarning, match=r"^0 of the model has an extra state .* which is not in state_dict"):
         autopar.parallelize(nn.Sequential(WithExtraState(4, 4)), 1, torch.randn(2, 4))
+
+
+class Counting(nn.Module):
+    """Has names that parallel modules use themselves: a number, a buffer, a private number and a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.leads, self._seed, self.stage = nn.Linear(4, 8), 1.0, 1.0, 1.0
+        self.register_buffer("count", torch.tensor(2.0))
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shard(self.first(x)).square().mean() * self.leads * self._seed * self.stage * self.count
+
+
+def test_names_of_the_model_and_of_parallel_modules() -> None:
+    """Setting one of both on the parallel module was lost in silence: forward went on with the model's."""
+    model = Counting()
+    with pytest.warns(
+        UserWarning, match="Counting and the parallel module both have .* called count, leads, shard, stage:"
+    ):
+        pm: Any = autopar.parallelize(model, 1, X, on_change="recapture")
+    before = pm(X)
+    for name in ("leads", "_seed"):
+        with pytest.raises(RunError, match=f"{name} was set on a parallel module, which has an attribute of this name"):
+            setattr(pm, name, 3.0)
+        with pytest.raises(RunError, match=f"model.{name} = "):
+            setattr(copy.deepcopy(pm), name, 3.0)
+    torch.testing.assert_close(pm(X), before, rtol=0, atol=0)
+    model.leads, model._seed, pm.stage = 3.0, 5.0, 7.0  # a property without a setter: the model's is set
+    dict(pm.named_buffers())["count"].fill_(4.0)
+    torch.testing.assert_close(pm(X), 3 * 5 * 7 * 2 * before)
+
+
+def test_names_of_others_are_not_spoken_of(recwarn: pytest.WarningsRecorder) -> None:
+    autopar.parallelize(Net(), 1, X)
+    assert not [w for w in recwarn if "both have" in str(w.message)]

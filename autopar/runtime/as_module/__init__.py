@@ -3,7 +3,7 @@
 ======================== ==============================================================================================
 :mod:`.spread`           what the modules on one mesh and in stages share; :mod:`.spread_state`: their state dicts
 :mod:`.submodules`       what stands for the model's submodules; :mod:`.methods`: the model's methods, on whole values
-:mod:`.left_attributes`  what the model would leave in attributes
+:mod:`.left_attributes`  what the model would leave in attributes; :mod:`.own_names`: names that both have
 :mod:`.spread_modes`     ``train()`` and ``eval()``; :mod:`.modes`: which modules train, and in which programs;
                          :mod:`.kept_modes`: those that ``train()`` leaves
 :mod:`.statistics_anew`  ``update_bn``; :mod:`.copied`: ``copy.deepcopy``

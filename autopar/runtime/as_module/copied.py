@@ -43,6 +43,7 @@ def copied(pm: Any, memo: dict[int, Any], build: Build) -> Any:
     new._captured_training, new._skeleton = pm._captured_training, pm._skeleton
     new._signature, new._model_ref, new._model_class = pm._signature, pm._model_ref, pm._model_class
     new._model_values, new._model_keys, new._model_tensors = pm._model_values, pm._model_keys, pm._model_tensors
+    new._names_of_both = pm._names_of_both
     new._gradient_dtype, new._compared.every, new._own_rows = pm._gradient_dtype, pm._compared.every, pm._own_rows
     new.buckets, new.layouts_change, new.told_of_statistics = pm.buckets, pm.layouts_change, pm.told_of_statistics
     new._batch = Batch(pm._captured, pm._signature, pm._device, pm._batch.pieces)

@@ -24,6 +24,7 @@ from autopar.runtime.as_module.left_attributes import filled_by_calls, refuse_le
 from autopar.runtime.as_module.methods import method_of
 from autopar.runtime.as_module.modes import Modes
 from autopar.runtime.as_module.original import Original
+from autopar.runtime.as_module.own_names import is_set_from_outside, names_of_both, tell
 from autopar.runtime.as_module.spread_modes import SpreadModes
 from autopar.runtime.as_module.submodules import (
     Part,
@@ -73,6 +74,8 @@ class SpreadModule(SpreadModes):
     _model_values: dict[str, Any]
     _model_tensors: frozenset[str] = frozenset()
     _model_keys: tuple[str, ...] = ()
+    _names_of_both: frozenset[str] = frozenset()
+    """Names that the model has, too (:mod:`~autopar.runtime.as_module.own_names`)."""
 
     _fields: frozenset[str] = frozenset()
     """Attributes of the parallel module itself: names of the model's own modules and parameters stay free."""
@@ -88,7 +91,18 @@ class SpreadModule(SpreadModes):
         optimizer_steps.correct()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the parallel module itself, or one of the model that the program was captured with.
+
+        Raises:
+            RunError: both have it, and code of the user's sets it: the model would not see it.
+        """
         refuse_replacing(self, name, value)
+        if name in self._fields and name in self._names_of_both and is_set_from_outside(1):
+            raise RunError(
+                f"{name} was set on a parallel module, which has an attribute of this name itself, and so has the "
+                f"{self._model_class.__name__} that was parallelized: forward would not see it; set it on the model "
+                f"(model.{name} = ...), or rename it"
+            )
         if name in self._fields:
             object.__setattr__(self, name, value)
         elif "_model_ref" not in self.__dict__ or not assigned(self, "", name, value):
@@ -165,6 +179,9 @@ class SpreadModule(SpreadModes):
         self._trained = self._modes.at_first
         self._model_ref, self._model_class, self._model_values = weakref.ref(model), type(model), plain_values(model)
         self._model_keys, self._model_tensors = tuple(model._modules), own_tensors(model)
+        if not isinstance(model, SpreadModule):  # it is one where a parallel module is copied
+            self._names_of_both = names_of_both(self, self._fields, model)
+            tell(self._names_of_both, model)
         modules = dict(model.named_modules(remove_duplicate=False))
         shown = self._paths_of_parts(modules)
         first: dict[torch.nn.Module, Part] = {}
@@ -345,6 +362,7 @@ class SpreadModule(SpreadModes):
             "torch.distributed.checkpoint, or autopar.full_state_dict(pm), which has the model's names and whole "
             "tensors"
         )
+
 
 def _same_tensors(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     """Whether two parts hold the same parameters."""
