@@ -6,25 +6,25 @@
 
 The stages, in the order in which a model passes through:
 
-===================== =================================================================================================
-:mod:`.frontends`     where models come from, for the command; a script brings its own
-:mod:`.capture`       a module becomes a graph
-:mod:`.comparison`    whether that graph does what the model does in eager mode, in parts and padded too; and whether
-                      programs have the numbers of one device
-:mod:`.rules`         how each operator may be cut: notation and lowerings
-:mod:`.planner`       the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``)
-:mod:`.certificate`   what a plan claims, recounted
-:mod:`.lower`         graph and plan become a program
-:mod:`.runtime`       programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints
-===================== =================================================================================================
+=================== ===================================================================================================
+:mod:`.frontends`   where models come from, for the command; a script brings its own
+:mod:`.capture`     a module becomes a graph
+:mod:`.comparison`  whether that graph does what the model does in eager mode, in parts and padded too; and whether
+                    programs have the numbers of one device
+:mod:`.rules`       how each operator may be cut: notation and lowerings
+:mod:`.planner`     the search: cuts, memory and what runs again (``intra_op``), stages and schedule (``inter_op``)
+:mod:`.certificate` what a plan claims, recounted
+:mod:`.lower`       graph and plan become a program
+:mod:`.runtime`     programs with parameters, on ranks: collectives, gradients, pipelines, checkpoints
+=================== ===================================================================================================
 
 What they hand to each other, which knows none of them:
 
-===================== =================================================================================================
-:mod:`.words`         graphs, meshes, placements, formats of numbers
-:mod:`.plans`         plans, what may be asked of them, clusters
-:mod:`.errors`        what users can cause
-===================== =================================================================================================
+============== ========================================================================================================
+:mod:`.words`  graphs, meshes, placements, formats of numbers
+:mod:`.plans`  plans, what may be asked of them, clusters
+:mod:`.errors` what users can cause
+============== ========================================================================================================
 
 What people use, around them:
 
@@ -34,8 +34,8 @@ What people use, around them:
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages
 :mod:`.integrations`  training loops of transformers and accelerate
 :mod:`.profiling`     a machine, and the load of experts, measured
-:mod:`.torch_private` private names of torch; :mod:`.allocations`: bytes that live; :mod:`.heard`: what long work tells;
-                      :mod:`.collection`: garbage
+:mod:`.torch_private` private names of torch; :mod:`.allocations`: bytes that live; :mod:`.progress`: what long work
+                      tells; :mod:`.garbage_collection`: garbage
 ===================== =================================================================================================
 
 Beside it: ``cost_models`` (seconds of operators and collectives, schedules and their simulation) and
@@ -67,25 +67,29 @@ if TYPE_CHECKING:
     from autopar.api import capture, parallelize, plan
     from autopar.plans.plan import Plan
     from autopar.rules.function import function_rule
-    from autopar.runtime.checkpoints.checkpoint import full_state_dict, load_full_state_dict
-    from autopar.runtime.checkpoints.checkpoint_folder import Checkpoint
+    from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
     from autopar.runtime.checkpoints.safetensors_folder import load_safetensors, save_safetensors
     from autopar.runtime.checkpoints.saving import save
+    from autopar.runtime.checkpoints.sharded_checkpoint import Checkpoint
     from autopar.runtime.one_mesh.executor import ParallelModule
-    from autopar.runtime.optimizers.optimizer_state import full_optimizer_state_dict, load_full_optimizer_state_dict
+    from autopar.runtime.optimizers.optimizer_state_dict import (
+        full_optimizer_state_dict,
+        load_full_optimizer_state_dict,
+    )
     from autopar.runtime.ranks.launch import run_local
-    from autopar.runtime.stages.graphed import GraphedStep
+    from autopar.runtime.stages.cuda_graphs import GraphedStep
     from autopar.words.precision import Precision
 
 _WHERE = {
     "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api", "Plan": "autopar.plans.plan",
-    "ParallelModule": "autopar.runtime.one_mesh.executor", "full_state_dict": "autopar.runtime.checkpoints.checkpoint",
-    "load_full_state_dict": "autopar.runtime.checkpoints.checkpoint", "run_local": "autopar.runtime.ranks.launch",
-    "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoints.checkpoint_folder",
-    "GraphedStep": "autopar.runtime.stages.graphed", "Precision": "autopar.words.precision",
+    "ParallelModule": "autopar.runtime.one_mesh.executor",
+    "full_state_dict": "autopar.runtime.checkpoints.full_state_dict",
+    "load_full_state_dict": "autopar.runtime.checkpoints.full_state_dict", "run_local": "autopar.runtime.ranks.launch",
+    "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoints.sharded_checkpoint",
+    "GraphedStep": "autopar.runtime.stages.cuda_graphs", "Precision": "autopar.words.precision",
     "save": "autopar.runtime.checkpoints.saving",
-    "full_optimizer_state_dict": "autopar.runtime.optimizers.optimizer_state",
-    "load_full_optimizer_state_dict": "autopar.runtime.optimizers.optimizer_state",
+    "full_optimizer_state_dict": "autopar.runtime.optimizers.optimizer_state_dict",
+    "load_full_optimizer_state_dict": "autopar.runtime.optimizers.optimizer_state_dict",
     "load_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
     "save_safetensors": "autopar.runtime.checkpoints.safetensors_folder",
 }  # fmt: skip

@@ -19,7 +19,7 @@ from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
 from autopar.comparison.same_model import check_capture, check_same_model
 from autopar.errors import CaptureError, ClusterError
-from autopar.parallelizing import arguments, bucket_plans, recapture, spreading
+from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
 from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
 from autopar.parallelizing.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
@@ -32,11 +32,11 @@ from autopar.plans.plan import Plan
 from autopar.plans.wishes import MOST_AXES, WISHES, documented
 from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
-from autopar.runtime.as_module.original import Original
+from autopar.runtime.as_module.original_model import Original
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.own_rows import as_whole
 from autopar.runtime.one_mesh.executor import ParallelModule
-from autopar.runtime.optimizers.made_before import replaced
+from autopar.runtime.optimizers.user_optimizers import replaced
 from autopar.runtime.parameters.init import Init
 from autopar.runtime.pipelines.pipeline import PipelineModule
 from autopar.runtime.ranks.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share
@@ -44,7 +44,7 @@ from autopar.runtime.ranks.devices import check_own_gpus
 from autopar.runtime.ranks.groups import abort_groups
 from autopar.runtime.ranks.presence import alive
 from autopar.runtime.variants.buckets import Buckets, Size
-from autopar.runtime.variants.programs import Programs
+from autopar.runtime.variants.program_cache import Programs
 from autopar.words.meshes import Mesh, mesh_shapes
 from autopar.words.precision import Precision, adding_up_in, parse_precision
 from hardware_profiles import Cluster
@@ -241,7 +241,7 @@ def parallelize(
             config, in a global) is not what it was: ``"error"`` names it; ``"recapture"`` captures the model again, and
             plans again where another graph needs another plan, with parameters where they are. Programs are kept by the
             values that they read, so that a flag may be toggled; stages of a pipeline stay where they are.
-            All ranks change values alike (:mod:`autopar.runtime.variants.programs`).
+            All ranks change values alike (:mod:`autopar.runtime.variants.program_cache`).
         shapes: what a call with another number of rows, another length, other plain arguments or without some of them
             does: ``"any"`` captures the model for it and plans it over the same parameters, once for each such call
             (the eight programs used last are kept); ``"fixed"`` refuses it. Stages of a pipeline stay where they are;
@@ -285,7 +285,7 @@ def parallelize(
     group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
     with alive(group, "parallelize", abort_groups):
         move = arguments.check_call(group, given)
-        check_own_gpus(group, device_mesh.device_type if device_mesh is not None else spreading.device_type_of(model))
+        check_own_gpus(group, device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model))
         if profile is not None:
             if isinstance(mesh, DeviceMesh | int):
                 cluster = profile_of(profile, cluster)
@@ -293,16 +293,16 @@ def parallelize(
                 mesh = profile_of(profile, mesh)
         if plan is not None and precision is None:
             given["precision"] = policy_of(plan, group)
-        asked = spreading.on_all(group, lambda: _asked(given, device_mesh))
+        asked = all_ranks.on_all(group, lambda: _asked(given, device_mesh))
         bare = example_inputs, example_kwargs, targets
         padded: Padded | None = None
         if buckets:
-            padded = spreading.on_all(group, lambda: padded_example(model, split_example(*bare), buckets))
+            padded = all_ranks.on_all(group, lambda: padded_example(model, split_example(*bare), buckets))
             example_inputs, example_kwargs, targets = padded.example
         if batch == "local":
             local_rows = split_example(example_inputs, example_kwargs, targets)
-            parts_of_rows = spreading.on_all(group, lambda: parts_of_batch(plan, asked, dist.get_world_size(group)))
-            whole = spreading.on_all(group, lambda: as_whole(local_rows, parts_of_rows))
+            parts_of_rows = all_ranks.on_all(group, lambda: parts_of_batch(plan, asked, dist.get_world_size(group)))
+            whole = all_ranks.on_all(group, lambda: as_whole(local_rows, parts_of_rows))
             example_inputs, example_kwargs, targets = whole
         fixed = asked.microbatches  # of 1 where it is to be chosen
 
@@ -316,17 +316,17 @@ def parallelize(
                 model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
             )  # fmt: skip
 
-        captured = spreading.on_all(group, taken)
+        captured = all_ranks.on_all(group, taken)
         check_same_model(captured, model, group)
         in_buckets: Buckets | None = None
         if padded is not None:
             before_capture = padded
-            in_buckets = spreading.on_all(group, lambda: proved(before_capture, captured, model, split_example(*bare)))
+            in_buckets = all_ranks.on_all(group, lambda: proved(before_capture, captured, model, split_example(*bare)))
         if verify_capture:
             args, kwargs = split_inputs(example_inputs, example_kwargs)
             check_capture(captured, model, first_part((args, kwargs, targets), fixed), group)
 
-        records = spreading.records_of(group, model, mesh) if plan is None else []
+        records = all_ranks.records_of(group, model, mesh) if plan is None else []
 
         together: BucketsTogether | None = None
 
@@ -345,11 +345,11 @@ def parallelize(
             if plan is None:
                 asked = with_measured_load(asked, captured, model, first(fixed))
             if plan is None and buckets and asked.microbatches == 1 and not asked.piped:
-                where, n, name = spreading.hardware_of(spreading.device_type_of(model), mesh, cluster, records)
+                where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
                 together = bucket_plans.find(captured, buckets, in_bucket, where, n, asked, name)
                 return together.outcome
             if plan is None:
-                where, n, name = spreading.hardware_of(spreading.device_type_of(model), mesh, cluster, records)
+                where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
                 return planning.find(model, captured, lambda: first(1), where, n, asked, name)
             return outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None)
 
@@ -357,30 +357,30 @@ def parallelize(
             """One of so many parts of the batch."""
             return captured if microbatches == fixed else planning.part_of(model, captured, first(1), microbatches)
 
-        one, decided = spreading.agreed(decide, captured, group, part)
+        one, decided = all_ranks.agreed(decide, captured, group, part)
         if device_mesh is not None and (len(decided.stages) > 1 or "pipe" in (device_mesh.mesh_dim_names or ())):
-            spreading.groups_of(device_mesh, None)  # a mesh for stages, of which each takes its part
+            all_ranks.groups_of(device_mesh, None)  # a mesh for stages, of which each takes its part
             device_mesh = None
         if verify_capture and decided.microbatches > 1 and dist.get_rank(group) == 0:
             said = difference_by_parts(one, model, first(1), decided.microbatches)
             if said:
                 warnings.warn(said, stacklevel=2)
-        pm = spreading.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
+        pm = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
         pm.told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
         if gradient_dtype is not None:
             pm.gradient_dtype = gradient_dtype
         if batch == "local" and dist.get_world_size(group) > 1:
-            spreading.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
+            all_ranks.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
             pm.take_own_rows()
-        device_type = spreading.device_type_of(model)
-        cluster_of_plan = spreading.hardware_when_asked(decided, device_type, mesh, cluster, records)
+        device_type = all_ranks.device_type_of(model)
+        cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, mesh, cluster, records)
         prepared = together.by_graph if together is not None else None
-        planner: Callable[..., Any] = recapture.planner_of(decided, cluster_of_plan, group, prepared)
+        planner: Callable[..., Any] = replanning.planner_of(decided, cluster_of_plan, group, prepared)
         if len(decided.stages) > 1:
-            planner = recapture.stage_planner_of(decided, one.graph, cluster_of_plan, group)
+            planner = replanning.stage_planner_of(decided, one.graph, cluster_of_plan, group)
         programs = Programs(
             model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,
-            recapture.comparer_of(group) if verify_capture else None,
+            replanning.comparer_of(group) if verify_capture else None,
             shapes=shapes != "fixed", values=on_change == "recapture",
         )  # fmt: skip
         pm.follow(programs)
@@ -393,7 +393,7 @@ def parallelize(
         if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
             say(decided, one.graph)
         if compile is not False:
-            spreading.on_all(group, lambda: pm.compile(**({} if compile is True else compile)))
+            all_ranks.on_all(group, lambda: pm.compile(**({} if compile is True else compile)))
         return pm
 
 
@@ -401,11 +401,11 @@ def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:
     """The wishes among the arguments of :func:`parallelize`; a DeviceMesh says the mesh, and maybe the stages."""
     wanted = {**given, "mesh": None, "optimizer": arguments.check_optimizer(given["optimizer"])}
     if device_mesh is not None:
-        wanted["mesh"] = spreading.axes_of(device_mesh)
+        wanted["mesh"] = all_ranks.axes_of(device_mesh)
         if any(wanted[wish.name] is not None for wish in WISHES if wish.pipelines) or (
             "pipe" in (device_mesh.mesh_dim_names or ())
         ):
-            wanted["stages"], wanted["mesh"] = spreading.groups_of(device_mesh, given["stages"])
+            wanted["stages"], wanted["mesh"] = all_ranks.groups_of(device_mesh, given["stages"])
     if given["plan"] is not None:  # it says all that there is to say
         wanted["microbatches"] = None
     elif given["gradient_dtype"] is not None:  # so that the bytes of the sums are priced

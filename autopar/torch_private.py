@@ -410,6 +410,10 @@ def has_other_groups(device_mesh: Any, along_axes: Sequence[dist.ProcessGroup]) 
     device_mesh._pg_registry.update({group.group_name: group for group in along_axes})
 
 
+assert_async = torch._assert_async
+"""Asserts what a tensor says; an accelerator does so when it comes to it, and nobody waits for the value."""
+
+
 def reached(node: Any) -> bool:
     """Whether the backward that runs now comes to a node of autograd; False for None."""
     if node is None:
@@ -478,21 +482,21 @@ _call_by_new_names()
 
 __all__ = [
     "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT",
-    "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FAKE_PARAMETERS", "FLEX_NAMES",
-    "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
-    "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK", "TOTAL_NORM",
-    "TRACEBACK_OF_NODES", "VARLEN_OPERATOR", "AttributeProxy", "BackwardHookFunction", "DTensorSpec",
+    "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FAKE_PARAMETERS",
+    "FLEX_NAMES", "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS",
+    "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
+    "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR", "AttributeProxy", "BackwardHookFunction", "DTensorSpec",
     "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "LocalIntNode",
-    "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace", "NormPartial", "OpOverload", "OpOverloadPacket",
-    "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction", "TensorMeta", "TorchDispatchMode",
-    "allow_plain_tensors", "arguments_of_to", "autograd_engine", "backend_named", "below_autograd", "callers_compiler",
-    "compiled_functions_run_as_they_are", "compiler_traces", "current_backward", "data_of_tensors", "default_store",
-    "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
-    "functional_collectives", "functorch_apis", "functorch_is_active", "functorch_transforms",
-    "generate_redistribute_costs", "group_names", "group_of_axis", "grouped_product", "has_kernel", "has_other_groups",
-    "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules",
-    "local_tensor_mode", "make_wrapper_subclass", "module_at", "modules_found_by_name", "no_dispatch_modes",
-    "options_of_compiler", "places_in_masks", "plainly", "preserve_version_counter", "pytree", "reached",
-    "return_and_correct_aliasing", "safe_softmax", "timeout_of_world", "top_saved_tensors_hooks",
+    "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace", "NormPartial", "OpOverload",
+    "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction", "TensorMeta",
+    "TorchDispatchMode", "allow_plain_tensors", "arguments_of_to", "assert_async", "autograd_engine",
+    "backend_named", "below_autograd", "callers_compiler", "compiled_functions_run_as_they_are", "compiler_traces",
+    "current_backward", "data_of_tensors", "default_store", "default_timeout_seconds", "each_rank", "fake_store",
+    "found_inf_reduce_handler", "function_modes", "functional_collectives", "functorch_apis", "functorch_is_active",
+    "functorch_transforms", "generate_redistribute_costs", "group_names", "group_of_axis", "grouped_product",
+    "has_kernel", "has_other_groups", "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "keeps_graph",
+    "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass", "module_at", "modules_found_by_name",
+    "no_dispatch_modes", "options_of_compiler", "places_in_masks", "plainly", "preserve_version_counter", "pytree",
+    "reached", "return_and_correct_aliasing", "safe_softmax", "timeout_of_world", "top_saved_tensors_hooks",
     "unset_fake_temporarily",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from autopar.rules.families import random
+from autopar.rules.families import sharded_random
 
 SHAPE, P, SITE = (64, 512, 1024), 0.1, 3
 
@@ -32,10 +32,10 @@ def main() -> None:
     cut = tuple(() for _ in SHAPE)
 
     def dropped() -> torch.Tensor:
-        return random.dropout(x, P, True, cut={}, seed=seed, site=SITE, shape=SHAPE, shards=cut)
+        return sharded_random.dropout(x, P, True, cut={}, seed=seed, site=SITE, shape=SHAPE, shards=cut)
 
     ten = seconds(dropped)
-    random.FUSED_ON.add("cpu")
+    sharded_random.FUSED_ON.add("cpu")
     one = seconds(dropped)
     scale, native = seconds(lambda: x * 2), seconds(lambda: torch.nn.functional.dropout(x, P))
     for name, value in (("ten passes", ten), ("compiled", one), ("x * 2", scale), ("torch's dropout", native)):

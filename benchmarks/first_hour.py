@@ -34,7 +34,7 @@ from autopar.cli.common import UsageError, where_to_run
 from autopar.errors import AutoparError
 from autopar.plans.detection import cluster_of_ranks, record_here
 from autopar.rules.attention.attention import attention_with_dropout
-from autopar.rules.families.random import bits, dropout
+from autopar.rules.families.sharded_random import bits, dropout
 from autopar.runtime.ranks.groups import channel, groups_for
 from autopar.runtime.ranks.launch import backend_of, run_local
 

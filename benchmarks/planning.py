@@ -88,7 +88,7 @@ def shell(case: str) -> dict[str, float | str]:
         "max_position_embeddings": 8192, "torch_dtype": "bfloat16",
     }  # fmt: skip
     from autopar.cli import app
-    from autopar.collection import uncollected
+    from autopar.garbage_collection import uncollected
 
     with uncollected():  # as the command imports them
         for name in ("rules", "frontends.models"):

@@ -67,10 +67,10 @@ def price(
     from autopar.errors import AutoparError
     from autopar.planner.inter_op.candidates import PipelineOptions
     from autopar.planner.inter_op.exact.exact_stages import ExactPlans
-    from autopar.planner.inter_op.layouts import parse_layout
-    from autopar.planner.inter_op.one_group import least_seconds
+    from autopar.planner.inter_op.layout_words import parse_layout
+    from autopar.planner.inter_op.single_stage import least_seconds
     from autopar.planner.inter_op.stage_search import plan_pipeline
-    from autopar.planner.intra_op.building.problem import Beaten
+    from autopar.planner.intra_op.building.integer_program import Beaten
 
     n, prices, least = n_devices or cluster.n_devices, Prices(), dict[int, float]()
     for words in layouts:

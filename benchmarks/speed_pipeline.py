@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import autopar
-from autopar.parallelizing.spreading import spread
+from autopar.parallelizing.all_ranks import spread
 from autopar.planner.planning import in_stages
 from autopar.plans.asked import asked as asked_for
 from hardware_profiles import load_cluster

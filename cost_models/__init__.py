@@ -2,12 +2,11 @@
 
 ======================= ===============================================================================================
 :mod:`.costs`           what the planner asks for prices; :mod:`.roofline` and :mod:`.measured` answer it, and
-                        importing them
-                        makes them known (the one that is imported last is asked first)
-:mod:`.compute`         seconds of an operator from a data sheet
+                        importing them makes them known (the one that is imported last is asked first)
+:mod:`.operator_cost`   seconds of an operator from a data sheet
 :mod:`.collective_cost` seconds of a collective; :mod:`.mesh_links`: which links it crosses; :mod:`.routes`: a
                         transfer's
-:mod:`.memory`          bytes that an optimizer keeps
+:mod:`.optimizer_bytes` bytes that an optimizer keeps
 :mod:`.fitting`         measurements as the few numbers of a curve
 :mod:`.schedules`       schedules and their simulation; :mod:`.staging`: stages on unequal groups of devices
 ======================= ===============================================================================================
@@ -15,12 +14,12 @@
 
 from .collective_cost import KINDS as COLLECTIVE_KINDS
 from .collective_cost import AxisCost
-from .compute import KINDS as OP_KINDS
-from .compute import op_seconds, peak_flops
 from .costs import Costs, cost_source, costs_of
 from .measured import MeasuredCosts
-from .memory import optimizer_state_bytes
 from .mesh_links import mesh_axes
+from .operator_cost import KINDS as OP_KINDS
+from .operator_cost import op_seconds, peak_flops
+from .optimizer_bytes import optimizer_state_bytes
 from .roofline import Roofline
 
 __all__ = [

@@ -13,9 +13,9 @@ from typing import Any
 from hardware_profiles import Cluster, Device
 
 from .collective_cost import AxisCost
-from .compute import op_seconds
 from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
 from .mesh_links import mesh_axes
+from .operator_cost import op_seconds
 
 ATTENTION_PASSES = 3.5
 """Forwards of attention that its forward and backward cost."""

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import autopar
 from autopar.planner.planning import in_stages
 from autopar.plans.asked import asked as asked_for
-from autopar.plans.staging import cut
+from autopar.plans.stage_graphs import cut
 from autopar.report import trace
 from cost_models.schedules import grid
 from hardware_profiles import load_cluster

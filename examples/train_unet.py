@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.plans.staging import cut
+from autopar.plans.stage_graphs import cut
 from cost_models.schedules import grid
 
 SIZE, BATCH, MICROBATCHES, STEPS = 32, 16, 4, 8

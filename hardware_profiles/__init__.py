@@ -1,12 +1,12 @@
 """What a cluster can do, as data: devices, links, curves. Floor 0: imports nothing of the project.
 
-====================== ================================================================================================
-:mod:`.model`          the nouns; :mod:`.abstract`: meshes without devices
-:mod:`.load`           names become devices, links and curves; :mod:`.clusters`: files become clusters
-:mod:`.profile_file`   files of what was measured; :mod:`.measurements`: the same as values
-:mod:`.product_names`  which of the devices a GPU is, by the name that its driver gives
-:mod:`.strict`         one strict reader of files; :mod:`.reader`: of their tables; :mod:`.errors`: what it raises
-====================== ================================================================================================
+===================== =================================================================================================
+:mod:`.model`         the nouns; :mod:`.abstract`: meshes without devices
+:mod:`.load`          names become devices, links and curves; :mod:`.clusters`: files become clusters
+:mod:`.profile_file`  files of what was measured; :mod:`.measurements`: the same as values
+:mod:`.product_names` which of the devices a GPU is, by the name that its driver gives
+:mod:`.strict`        one strict reader of files; :mod:`.reader`: of their tables; :mod:`.errors`: what it raises
+===================== =================================================================================================
 """
 
 from .abstract import abstract_cluster

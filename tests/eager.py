@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
-from autopar.comparison.verify import SGD, Trained, input_name
+from autopar.comparison.program_vs_eager import SGD, Trained, input_name
 from autopar.torch_private import pytree
 
 

@@ -27,7 +27,7 @@ from zoo import Case
 from autopar.capture import Captured, capture
 from autopar.capture.microbatches import first_part
 from autopar.comparison import compare_with_eager
-from autopar.comparison.verify import (
+from autopar.comparison.program_vs_eager import (
     Difference,
     beside_rounding,
     compare,
@@ -46,7 +46,7 @@ from autopar.planner.planning import can_be_cut, in_stages
 from autopar.plans.asked import Asked
 from autopar.plans.plan import Pins, StagePlan
 from autopar.rules.discovery import why_not_found
-from autopar.rules.local import cuts_of
+from autopar.rules.local_calls import cuts_of
 from autopar.rules.registry import rules_of, source_of_rule
 from autopar.rules.strategy import strategy_in_plan
 from autopar.words.graph import Graph

@@ -11,7 +11,7 @@ one spelling for each thing, so that rules see few operators:
 * ``no_grad`` regions are inlined with their inputs detached;
 * tied parameters are one node with their other names in ``Graph.tied``.
 
-Plain values that the model's Python code reads on the way (:mod:`~autopar.capture.python.reads`) are kept in
+Plain values that the model's Python code reads on the way (:mod:`~autopar.capture.python.python_reads`) are kept in
 ``Captured.guards``; what it writes, and random numbers that it draws outside torch, are refused where the next call
 would see them.
 
@@ -21,21 +21,21 @@ followed, and checked at every call; of one on random numbers both sides are kep
 
 What stands where, in the order in which a model passes through:
 
-===================== ==============================================================================================
-:mod:`.layouts`       sparse and nested tensors are refused
-:mod:`.recorded`      a trace with what Python code read on the way
-:mod:`.module_hooks`  models with hooks are refused, or the hooks traced
-:mod:`.trace`         ``torch.export``, with operators of autopar's own in it
-:mod:`.repeats`       repeated blocks are traced twice
-:mod:`.branches`      branches on random numbers: traces with other answers become one graph
-:mod:`.python`        plain values that the model's code reads: heard of, kept and compared
-:mod:`.graph`         the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed;
-                      :mod:`.normalize`: operators in one spelling each
-:mod:`.losses`        a loss without a gradient is refused; :mod:`.dataclass_nodes`: dataclasses in inputs and outputs
-of a captured model   :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
-                      :mod:`.without_values` (a copy to capture when the model is gone), :mod:`.unread` (strings of the
-                      call that nobody reads)
-===================== ==============================================================================================
+====================== ================================================================================================
+:mod:`.tensor_layouts` sparse and nested tensors are refused
+:mod:`.recorded`       a trace with what Python code read on the way
+:mod:`.module_hooks`   models with hooks are refused, or the hooks traced
+:mod:`.trace`          ``torch.export``, with operators of autopar's own in it
+:mod:`.repeats`        repeated blocks are traced twice
+:mod:`.branches`       branches on random numbers: traces with other answers become one graph
+:mod:`.python`         plain values that the model's code reads: heard of, kept and compared
+:mod:`.graph`          the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed;
+                       :mod:`.normalize`: operators in one spelling each
+:mod:`.losses`         a loss without a gradient is refused; :mod:`.dataclass_nodes`: dataclasses in inputs and outputs
+of a captured model    :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
+                       :mod:`.without_values` (a copy to capture when the model is gone), :mod:`.unread` (strings of
+                       the call that nobody reads)
+====================== ================================================================================================
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from typing import Any
 
 import torch
 
-from autopar.capture.branches.hearing import ways_of
-from autopar.capture.branches.taken import Ways, along, followed
-from autopar.capture.layouts import check_dense
+from autopar.capture.branches.data_branches import Ways, along, followed
+from autopar.capture.branches.observed_run import ways_of
 from autopar.capture.losses import check_loss
+from autopar.capture.python.attributes_left import Left, own_outputs
 from autopar.capture.python.guards import Guards
-from autopar.capture.python.left import Left, own_outputs
 from autopar.capture.recorded import traced
-from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
-from autopar.collection import uncollected
+from autopar.capture.tensor_layouts import check_dense
+from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
 from autopar.errors import CaptureError
+from autopar.garbage_collection import uncollected
 from autopar.torch_private import pytree
 from autopar.words.autocasting import AutocastState, autocast_now
 from autopar.words.graph import Graph

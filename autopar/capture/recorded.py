@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from autopar.capture.branches.asking import answering
-from autopar.capture.branches.exploring import Explorer
+from autopar.capture.branches.exploring_branches import Explorer
+from autopar.capture.branches.random_answers import answering
 from autopar.capture.graph.building import GraphBuilder
 from autopar.capture.python.generators import draw_place, same_state
 from autopar.capture.python.guards import Guards, repeated
-from autopar.capture.python.reads import Recorder, Written, undone
+from autopar.capture.python.python_reads import Recorder, Written, undone
 from autopar.capture.trace.tracing import export
 from autopar.errors import AutoparError, CaptureError
 
@@ -130,7 +130,7 @@ def build(
 
 
 def _at(fx: torch.fx.Node) -> str:
-    from autopar.capture.graph.exported import at, module_of
+    from autopar.capture.graph.exported_nodes import at, module_of
 
     return f" {fx.target} in '{module_of(fx)}'{at(fx)}"
 

@@ -20,7 +20,7 @@ import torch
 import torch.fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.lower.freed import is_empty
+from autopar.lower.freed_tensors import is_empty
 from autopar.lower.program import Program
 from autopar.lower.segments import again_in_backward, make_again
 from autopar.torch_private import pytree, top_saved_tensors_hooks

@@ -26,13 +26,13 @@ from autopar.allocations import Allocations
 from autopar.certificate.recount import Report
 from autopar.lower.collectives import state_step
 from autopar.lower.emit import lower
-from autopar.lower.freed import EMPTIED
+from autopar.lower.freed_tensors import EMPTIED
 from autopar.lower.program import Slot
 from autopar.planner.intra_op.pins.options import device_limit
 from autopar.plans.plan import ParamChoice, StagePlan
-from autopar.rules.lowerings.lowering_trial import as_last_rank
+from autopar.rules.lowering_helpers.lowering_trial import as_last_rank
 from autopar.rules.proving.many_ranks import fake_world
-from autopar.runtime.pipelines.arriving import Arrived, arriving
+from autopar.runtime.pipelines.received_tensors import Arrived, arriving
 from autopar.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
 from autopar.words.graph import Graph, Ref
 from autopar.words.pieces import local_shape

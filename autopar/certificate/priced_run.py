@@ -14,7 +14,7 @@ from autopar.certificate.activations import SavedTensors, Watched
 from autopar.lower.program import Program
 from autopar.plans.memory_decisions import DECISIONS
 from autopar.rules.attention.ring_attention import QUERIES, RING
-from autopar.rules.lowerings.lowering_trial import Begun, Counted
+from autopar.rules.lowering_helpers.lowering_trial import Begun, Counted
 from autopar.rules.option_names import factor_and_block
 from autopar.rules.registry import rules_of
 from autopar.torch_private import OpOverload, TorchDispatchMode, group_names, pytree

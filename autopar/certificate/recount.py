@@ -26,7 +26,7 @@ from autopar.lower.typecheck import typecheck
 from autopar.plans.plan import StagePlan
 from autopar.plans.prices import Price
 from autopar.rules.function import PREFIX
-from autopar.rules.lowerings.lowering_trial import Begun, ToOther, as_last_rank
+from autopar.rules.lowering_helpers.lowering_trial import Begun, ToOther, as_last_rank
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.torch_private import FakeTensorMode
 from autopar.words.graph import ITEM_BYTES, Graph

@@ -46,7 +46,7 @@ def check(
     with progress("checking") as say:
         from autopar import certificate
         from autopar.plans.prices import bytes_together
-        from autopar.plans.staging import cut
+        from autopar.plans.stage_graphs import cut
 
         reports = []
         of_stages: list[certificate.Peak | None] = []

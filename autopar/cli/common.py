@@ -143,11 +143,11 @@ def load_and_capture(
         from autopar.capture import capture
         from autopar.capture.microbatches import first_part
         from autopar.frontends.models import load_model
-        from autopar.heard import heard
+        from autopar.progress import heard
 
         loaded = replace(load_model(spec, batch, seq, folder=folder, device=device), parts=parts)
         if input_gradients:
-            from autopar.comparison.verify import wanting
+            from autopar.comparison.program_vs_eager import wanting
 
             args, kwargs = wanting((loaded.args, loaded.kwargs))
             loaded = replace(loaded, args=args, kwargs=kwargs)

@@ -25,7 +25,7 @@ from autopar.cli.common import (
     show_solution,
     styled,
 )
-from autopar.collection import uncollected
+from autopar.garbage_collection import uncollected
 from autopar.plans.asked import as_option, asked
 from autopar.plans.wishes import OPTIMIZERS, WISHES
 
@@ -94,11 +94,11 @@ def plan(
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
     from autopar.capture.microbatches import first_part
-    from autopar.heard import heard
     from autopar.planfile import dumps, save
     from autopar.planner import planning
     from autopar.plans.clusters import profile_of
     from autopar.profiling.measured_load import with_measured_load
+    from autopar.progress import heard
     from autopar.rules.experts.expert_load import with_load
     from hardware_profiles import load_cluster
 

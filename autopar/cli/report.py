@@ -76,9 +76,9 @@ def _layouts(
 
     from autopar.cli.common import load_and_capture
     from autopar.cli.layouts import rows_of_layouts
-    from autopar.heard import heard
     from autopar.planner import planning
     from autopar.plans.asked import Asked
+    from autopar.progress import heard
     from autopar.report.layouts import layout_row, with_front
     from autopar.report.page.tradeoff import THIS
 

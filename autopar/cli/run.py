@@ -117,7 +117,7 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
     import torch
     import torch.distributed as dist
 
-    from autopar.parallelizing.spreading import check_size, spread
+    from autopar.parallelizing.all_ranks import check_size, spread
     from autopar.runtime.pipelines.pipeline import PipelineModule
     from autopar.runtime.ranks.agree import ensure_process_group
 

@@ -74,7 +74,7 @@ def show(
         return
     with progress("reading the plan"):
         plan, cluster = bound(document, captured)
-    from autopar.plans.staging import cut
+    from autopar.plans.stage_graphs import cut
 
     graphs = [part.graph for part in cut(captured.graph, plan.starts)]
     if code:

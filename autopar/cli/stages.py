@@ -19,7 +19,7 @@ WIDEST = 400
 
 def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
     """What there is to say of a plan in stages, as values."""
-    from autopar.plans.staging import cut
+    from autopar.plans.stage_graphs import cut
     from autopar.report.coverage import coverage
     from autopar.report.stages import stage_rows, step_anatomy
 

@@ -126,7 +126,7 @@ def _report(rows: list[dict[str, Any]], limits: list[float], where: str, as_json
 def _in_stages(model: str, batch: int | None, seq: int | None, document: Document) -> list[dict[str, Any]]:
     """The row of a plan of several stages."""
     from autopar.capture.microbatches import first_part
-    from autopar.comparison.verify import verify_pipeline
+    from autopar.comparison.program_vs_eager import verify_pipeline
     from autopar.planfile import bind
 
     parts = (document.model or {}).get("parts")
@@ -144,7 +144,7 @@ def _in_stages(model: str, batch: int | None, seq: int | None, document: Documen
 def _in_one(
     loaded: Any, captured: Any, mesh: Any, cluster: Any, given: Plan | None, random_plans: int, seed: int
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    from autopar.comparison import verify as v
+    from autopar.comparison import program_vs_eager as v
 
     console = err()
     with console.status("verifying") as status:
@@ -165,10 +165,10 @@ def _in_processes(
     """The given or the best plan, then random ones, all on the same processes."""
     import torch
 
-    from autopar.comparison import verify as v
+    from autopar.comparison import program_vs_eager as v
     from autopar.planner.intra_op.building.price import pricer
-    from autopar.planner.intra_op.draw import random_plan
     from autopar.planner.intra_op.mesh_plan import plan_graph
+    from autopar.planner.intra_op.random_plans import random_plan
     from autopar.plans.plan import Plan
     from autopar.rules.registry import rules_of
     from autopar.runtime.ranks.launch import backend_of, run_local
@@ -239,7 +239,7 @@ def _rank(
     """
     import torch
 
-    from autopar.comparison import verify as v
+    from autopar.comparison import program_vs_eager as v
     from autopar.torch_private import pytree
 
     loaded, captured = load_and_capture(spec, batch, seq, device="cpu", precision=precision)
@@ -255,8 +255,8 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: Any, kwargs: 
     import torch
 
     import autopar
-    from autopar.comparison import verify as v
-    from autopar.parallelizing.spreading import check_size, spread
+    from autopar.comparison import program_vs_eager as v
+    from autopar.parallelizing.all_ranks import check_size, spread
     from autopar.runtime.ranks.agree import ensure_process_group
 
     ensure_process_group()

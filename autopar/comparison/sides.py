@@ -11,15 +11,15 @@ import torch.fx
 
 from autopar.capture import Captured, WithLoss
 from autopar.capture.python.restoring import Draws, generators_kept, kept, same_draws
-from autopar.capture.trace.flex import flex_attention_in_plain_operators
-from autopar.capture.trace.outside_torch import drawn_by_torch
-from autopar.capture.trace.varlen import varlen_attention_in_plain_operators
+from autopar.capture.trace.flex_attention import flex_attention_in_plain_operators
+from autopar.capture.trace.python_random import drawn_by_torch
+from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
 from autopar.comparison.relative import Ran, is_tensor
 from autopar.lower.emit import lower
 from autopar.lower.program import Program
-from autopar.planner.intra_op.single import one_device
-from autopar.rules.local import resolve
-from autopar.runtime.parameters.hops import dense
+from autopar.planner.intra_op.one_device import one_device
+from autopar.rules.local_calls import resolve
+from autopar.runtime.parameters.redistribution import dense
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
 from autopar.words.graph import Graph, Ref

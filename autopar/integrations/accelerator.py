@@ -19,7 +19,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from autopar.errors import AutoparError
 from autopar.integrations.first_call import ParallelOnFirstCall
 from autopar.integrations.one_process import as_one_process
-from autopar.runtime.checkpoints.checkpoint import full_state_dict
+from autopar.runtime.checkpoints.full_state_dict import full_state_dict
 from autopar.runtime.checkpoints.generator_states import generators, set_generators
 from autopar.runtime.checkpoints.saving import save
 

@@ -16,7 +16,7 @@ import torch
 from autopar.api import parallelize
 from autopar.errors import AutoparError
 from autopar.integrations.one_process import world_size
-from autopar.runtime.optimizers.made_before import Move
+from autopar.runtime.optimizers.user_optimizers import Move
 
 Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
 

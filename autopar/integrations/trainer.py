@@ -22,7 +22,7 @@ from accelerate.state import AcceleratorState
 from autopar.integrations.accelerator import Accelerator
 from autopar.integrations.first_call import ParallelOnFirstCall
 from autopar.integrations.one_process import tell_ranks, without_launcher
-from autopar.runtime.checkpoints.checkpoint import full_state_dict
+from autopar.runtime.checkpoints.full_state_dict import full_state_dict
 from autopar.runtime.checkpoints.saving import save
 
 _DEVICES = "_setup_devices"

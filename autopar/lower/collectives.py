@@ -14,8 +14,8 @@ import spmd_types as spmd
 import torch
 import torch.fx
 
-from autopar.rules.lowerings.across_ranks import summed_back
-from autopar.rules.lowerings.local_piece import length_of, padded
+from autopar.rules.lowering_helpers.across_ranks import summed_back
+from autopar.rules.lowering_helpers.local_piece import length_of, padded
 from autopar.torch_private import functional_collectives, group_of_axis
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import cut_extent

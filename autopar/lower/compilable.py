@@ -25,14 +25,14 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.errors import PlanError
 from autopar.lower import collectives
-from autopar.lower.freed import backwards_of, give_up
+from autopar.lower.freed_tensors import backwards_of, give_up
 from autopar.lower.program import Program
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again, with_segments
 from autopar.rules.experts.expert_block import rows_computed, rows_leave, rows_return, travelling_block
 from autopar.rules.families.branch import branch
 from autopar.rules.function import Callee
-from autopar.rules.lowerings.local_piece import length_of
+from autopar.rules.lowering_helpers.local_piece import length_of
 from autopar.torch_private import pytree
 
 _TRAVELLING = (travelling_block, rows_leave, rows_computed, rows_return)

@@ -4,7 +4,7 @@ Every rank runs the same code; what differs is its data and, inside collectives,
 
 1. placeholders: parameters in their used placement, buffers, the batch, the seed of random ops;
 2. every op in order, on local shapes, or its distributed lowering; what runs beside collectives of another one stands
-   between the parts of that (:mod:`autopar.rules.lowerings.meanwhile`);
+   between the parts of that (:mod:`autopar.rules.lowering_helpers.meanwhile`);
 3. before each op, the steps of the plan's routes that bring its inputs to the states it wants, each made once;
 4. after the last reader of what is gathered or made again for the backward, or waits for it, its release;
 5. outputs in the plan's placements, new values of updated buffers after them.
@@ -23,20 +23,20 @@ import torch.fx
 
 from autopar.errors import PlanError
 from autopar.lower.collectives import state_step
-from autopar.lower.freed import backwards_of, give_up
+from autopar.lower.freed_tensors import backwards_of, give_up
 from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again
 from autopar.plans.plan import StagePlan, route_key, segment_numbers
 from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
-from autopar.rules.local import PieceSize, Seed, gives_list, is_told_device, local_call
-from autopar.rules.lowerings.local_piece import length_of
-from autopar.rules.lowerings.meanwhile import Meanwhile, beside, in_order, lowering_in_parts
+from autopar.rules.local_calls import PieceSize, Seed, gives_list, is_told_device, local_call
+from autopar.rules.lowering_helpers.local_piece import length_of
+from autopar.rules.lowering_helpers.meanwhile import Meanwhile, beside, in_order, lowering_in_parts
 from autopar.rules.notation import CallPart
 from autopar.rules.operator_call import In, call_of
 from autopar.rules.registry import rules_of
-from autopar.rules.saved import saved_of
+from autopar.rules.saved_tensors import saved_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh

@@ -1,4 +1,5 @@
-"""Copies that are freed after the forward and gathered again when the backward first needs them (:mod:`.freed`).
+"""Copies that are freed after the forward and gathered again when the backward first needs them
+(:mod:`.freed_tensors`).
 
 The piece that a copy was gathered from is kept until the backward of the copy's last reader, as a saved tensor is.
 """
@@ -14,7 +15,7 @@ import torch
 
 from autopar.errors import RunError
 from autopar.lower import collectives
-from autopar.lower.freed import Backwards, Freed, fill_all, is_empty
+from autopar.lower.freed_tensors import Backwards, Freed, fill_all, is_empty
 from autopar.lower.segments import current_mesh, on_mesh
 from autopar.torch_private import top_saved_tensors_hooks
 

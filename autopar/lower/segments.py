@@ -23,7 +23,7 @@ import torch.fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from autopar.lower.freed import Backwards, Freed, fill_all
+from autopar.lower.freed_tensors import Backwards, Freed, fill_all
 from autopar.torch_private import function_modes
 
 _MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar("mesh", default=None)

@@ -5,7 +5,7 @@
 :mod:`.call_examples` example inputs, as scripts give them
 :mod:`.given_plans`   a plan that is given; else one is searched for (:mod:`autopar.planner.planning`),
                       :mod:`.bucket_plans`: for several shapes together
-:mod:`.spreading`     the plan on all ranks, and the module that runs it
-:mod:`.recapture`     another program for other shapes or values, later on
+:mod:`.all_ranks`     the plan on all ranks, and the module that runs it
+:mod:`.replanning`    another program for other shapes or values, later on
 ===================== =================================================================================================
 """

@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
-from autopar.capture.layouts import check_not_packed
 from autopar.capture.module_hooks import check_hooks
+from autopar.capture.tensor_layouts import check_not_packed
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.plans.plan import Plan
 from autopar.plans.wishes import OPTIMIZERS, WISHES, is_number, is_table, is_whole, optional
 from autopar.runtime.one_mesh.executor import ParallelModule
-from autopar.runtime.optimizers.made_before import Move, name_of
+from autopar.runtime.optimizers.user_optimizers import Move, name_of
 from autopar.runtime.pipelines.pipeline import PipelineModule
 from autopar.runtime.ranks.agree import together
 from autopar.runtime.ranks.devices import check_one_device

@@ -18,7 +18,7 @@ from math import inf
 
 from autopar.capture import Captured
 from autopar.errors import InfeasibleError
-from autopar.parallelizing.recapture import for_graph, stored_as
+from autopar.parallelizing.replanning import for_graph, stored_as
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph, priced_again
@@ -31,7 +31,7 @@ from autopar.runtime.variants.buckets import Size
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh, mesh_shapes
 from autopar.words.placements import INVARIANT, State, path
-from cost_models.memory import optimizer_state_bytes
+from cost_models.optimizer_bytes import optimizer_state_bytes
 from hardware_profiles import Cluster
 
 MOST_CHOICES = 4096

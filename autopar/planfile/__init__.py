@@ -35,7 +35,7 @@ The checksums cover the decisions, not the text. After an edit by hand they do n
 found anew, and the price is computed anew, so a file never shows the price of another plan. Loading executes nothing.
 
 ===================== =================================================================================================
-:mod:`.reading`       text and graph become a plan; :mod:`.write`: a plan becomes text
+:mod:`.reading`       text and graph become a plan; :mod:`.writing`: a plan becomes text
 :mod:`.parsing`       the form of a file, without the model; :mod:`.file_errors`: all that is wrong, at once
 :mod:`.stage_entries` decisions of a file, for the nodes that the model has; :mod:`.states`: placements
 :mod:`.patterns`      many decisions as few patterns; :mod:`.pins`: what the user asked for
@@ -48,6 +48,6 @@ from __future__ import annotations
 
 from autopar.planfile.parsing import Document, parse
 from autopar.planfile.reading import bind, load, loads, open_, read
-from autopar.planfile.write import dumps, save
+from autopar.planfile.writing import dumps, save
 
 __all__ = ["Document", "bind", "dumps", "load", "loads", "open_", "parse", "read", "save"]

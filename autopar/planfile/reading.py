@@ -13,11 +13,11 @@ from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.parsing import Document, parse
 from autopar.planfile.repricing import Setting, stage_plan
 from autopar.planfile.stage_entries import StageReader
-from autopar.planfile.write import step_checksum
+from autopar.planfile.writing import step_checksum
 from autopar.planner.inter_op.simulating.timing import timing_of
 from autopar.plans.device_groups import check_places, check_within
 from autopar.plans.plan import Pins, Plan, StagePlan
-from autopar.plans.staging import StageGraph, crossings_of, cut, first_op
+from autopar.plans.stage_graphs import StageGraph, crossings_of, cut, first_op
 from autopar.rules.experts.expert_load import with_load
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh

@@ -8,18 +8,18 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.planfile.stage_entries import Decisions, Route, StageReader
-from autopar.planfile.write import decisions, rest
-from autopar.planner.intra_op.building.hidden import hidden
+from autopar.planfile.writing import decisions, rest
+from autopar.planner.intra_op.building.overlap_seconds import hidden
 from autopar.planner.intra_op.building.price import Pricer, pricer
-from autopar.planner.intra_op.complete import complete, demand, needs
 from autopar.planner.intra_op.memory.ledger import seconds_again
 from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
+from autopar.planner.intra_op.plan_completion import complete, demand, needs
 from autopar.plans.clusters import check_mesh
 from autopar.plans.memory_decisions import RECOMPUTE
 from autopar.plans.plan import Pins, Solution, StagePlan, route_key, segment_numbers
 from autopar.plans.prices import Price
-from autopar.plans.staging import first_op
+from autopar.plans.stage_graphs import first_op
 from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State

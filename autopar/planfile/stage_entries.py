@@ -12,7 +12,7 @@ from typing import Any
 from autopar.errors import PlanError, closest
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
-from autopar.planfile.write import route_keys
+from autopar.planfile.writing import route_keys
 from autopar.plans.memory_decisions import DECISIONS, SEGMENTS, Memory, in_order
 from autopar.plans.plan import ParamChoice, Recompute, segment_numbers
 from autopar.plans.regather import waiting

@@ -26,7 +26,7 @@ from autopar.planner.inter_op.exact.exact_stages import Exact
 from autopar.planner.inter_op.simulating.order import check_name
 from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
 from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, Planned, plan_pipeline
-from autopar.planner.intra_op.building.problem import Beaten, NoChoice
+from autopar.planner.intra_op.building.integer_program import Beaten, NoChoice
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.pins.clashing_pins import explained
 from autopar.planner.plan_notes import next_best, notes_on, with_note_on_statistics

@@ -4,7 +4,7 @@ The plan
 
 ======================== ==============================================================================================
 :mod:`.plan`             stages, schedule, crossings: every decision; :mod:`.plan_table`: in a notebook
-:mod:`.device_groups`    where its stages run; :mod:`.staging`: a graph cut into their graphs
+:mod:`.device_groups`    where its stages run; :mod:`.stage_graphs`: a graph cut into their graphs
 :mod:`.transfer`         what crosses between them: which rank sends which piece to which rank
 :mod:`.memory_decisions` what is done about memory between forward and backward; :mod:`.regather`: which tensors are
                          gathered or made again, or let wait
@@ -13,8 +13,8 @@ The plan
 
 What is asked
 
-======================== ==============================================================================================
-:mod:`.wishes`           what may be asked: one record for each wish; :mod:`.asked`: from a call's arguments to a search
-:mod:`.clusters`         on which hardware; :mod:`.detection`: which that is, from what the ranks say
-======================== ==============================================================================================
+================ ======================================================================================================
+:mod:`.wishes`   what may be asked: one record for each wish; :mod:`.asked`: from a call's arguments to a search
+:mod:`.clusters` on which hardware; :mod:`.detection`: which that is, from what the ranks say
+================ ======================================================================================================
 """

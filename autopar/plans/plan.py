@@ -277,7 +277,7 @@ class Plan:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """First operators of all stages but the first, as :func:`autopar.plans.staging.cut` takes them."""
+        """First operators of all stages but the first, as :func:`autopar.plans.stage_graphs.cut` takes them."""
         return tuple(s.first for s in self.stages[1:])
 
     @property

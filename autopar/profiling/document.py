@@ -100,7 +100,7 @@ def measure_rank(passes: Passes, seconds: float, cluster: Cluster, device_type: 
     """
     import torch.distributed as dist
 
-    from autopar.profiling import around
+    from autopar.profiling import transfers_and_collectives
     from autopar.profiling.clock import Clock
     from autopar.profiling.measure import PATIENCE, measure_pass
     from autopar.profiling.quiet import until_quiet
@@ -123,17 +123,17 @@ def measure_rank(passes: Passes, seconds: float, cluster: Cluster, device_type: 
         for key, value in taken.items():
             ops.setdefault(key, value.medians())
     until_quiet(PATIENCE * seconds)
-    beside_ops: dict[str, Any] = {"optimizers": around.optimizer_seconds(clock)}
-    beside_ops["accumulate"] = around.accumulate_points(clock, in_place=True)
-    beside_ops["accumulate_new"] = around.accumulate_points(clock, in_place=False)
-    beside_ops["transfers"] = around.collective_points(clock) if dist.get_world_size() > 1 else {}
+    beside_ops: dict[str, Any] = {"optimizers": transfers_and_collectives.optimizer_seconds(clock)}
+    beside_ops["accumulate"] = transfers_and_collectives.accumulate_points(clock, in_place=True)
+    beside_ops["accumulate_new"] = transfers_and_collectives.accumulate_points(clock, in_place=False)
+    beside_ops["transfers"] = transfers_and_collectives.collective_points(clock) if dist.get_world_size() > 1 else {}
     until_quiet(PATIENCE * seconds)
     if dist.get_world_size() > 1:
-        beside_ops["transfers"]["send_recv"] = around.send_points(clock)
+        beside_ops["transfers"]["send_recv"] = transfers_and_collectives.send_points(clock)
     if dist.get_world_size() == 2:
         until_quiet(PATIENCE * seconds)
         beside_ops["spans"] = {
-            f"{schedule} {layers}": around.executor_spans(cluster, layers, schedule, device)
+            f"{schedule} {layers}": transfers_and_collectives.executor_spans(cluster, layers, schedule, device)
             for schedule in ("1f1b", "zb-h1") for layers in (1, 9)
         }  # fmt: skip
     return {"ops": ops, "failed": failed, "rounds": rounds, "others": max(others, default=0.0), "around": beside_ops,

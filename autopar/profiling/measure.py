@@ -24,7 +24,7 @@ import torch.distributed as dist
 from autopar.profiling.clock import Clock
 from autopar.profiling.ops import LocalOp, TensorArgument, values_of
 from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
-from autopar.rules.local import Seed, resolve
+from autopar.rules.local_calls import Seed, resolve
 from autopar.rules.operator_call import In
 
 LEAST_ROUNDS, MOST_ROUNDS = 6, 30

@@ -12,7 +12,7 @@ import torch
 
 from autopar.planner.intra_op.building.price import Pricer, key_of, pricer
 from autopar.planner.intra_op.building.space import strategies
-from autopar.rules.local import local_call
+from autopar.rules.local_calls import local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import call_of
 from autopar.rules.registry import rules_of

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from autopar.planfile.patterns import compress
-from autopar.planfile.write import route_keys
+from autopar.planfile.writing import route_keys
 from autopar.planner.inter_op.replan import Replanner
 from autopar.plans.memory_decisions import DECISIONS
 from autopar.plans.plan import Plan, StagePlan
-from autopar.plans.staging import hot_ops
+from autopar.plans.stage_graphs import hot_ops
 from autopar.plans.wishes import pin_words
 from autopar.rules.option_names import as_written
 from autopar.words.graph import Graph

@@ -10,7 +10,7 @@ from math import prod
 from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
-from cost_models.compute import COMPUTE_KINDS, peak_flops
+from cost_models.operator_cost import COMPUTE_KINDS, peak_flops
 from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from autopar.plans.memory_decisions import about_tensors
 from autopar.plans.plan import StagePlan, segment_numbers
 from autopar.rules.registry import rules_of
-from autopar.rules.saved import keeps
+from autopar.rules.saved_tensors import keeps
 from autopar.words.graph import Graph
 
 

@@ -10,15 +10,15 @@ from math import prod
 from typing import Any
 
 from autopar.planfile.patterns import compress
-from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.fold import fold
-from autopar.planner.intra_op.building.hidden import hidden_in
+from autopar.planner.intra_op.building.overlap_seconds import hidden_in
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again, waiting_seconds
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.plans.plan import StagePlan, route_key
 from autopar.plans.prices import Price
-from autopar.rules.local import collectives_inside, cuts_of
+from autopar.rules.local_calls import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import WHOLE
 from autopar.rules.registry import rules_of, source_of_rule

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isinf
 
-from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
-from autopar.planner.intra_op.complete import needs
+from autopar.planner.intra_op.plan_completion import needs
 from autopar.planner.intra_op.reshard import route
 from autopar.plans.plan import ParamChoice, StagePlan, route_key
 from autopar.rules.option_names import as_written

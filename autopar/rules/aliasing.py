@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.local import resolve
+from autopar.rules.local_calls import resolve
 from autopar.rules.operator_call import Call, In
 from autopar.torch_private import OpOverload, has_kernel, pytree
 

@@ -17,7 +17,7 @@ From a rule follows, for one mesh axis, a list of :class:`Option`:
 * for every factor that may be cut into uneven *blocks* of u of its elements, one option ``<factor>*<u>``, where the
   mesh divides its blocks unevenly: the same placements, with units (``S2*64``). A factor that shares a dim with others,
   h of ``(h d)``, has ``h*1``: its pieces in that dim are multiples of d. What blocks others want depends on the graph
-  (:mod:`autopar.rules.units`);
+  (:mod:`autopar.rules.block_units`);
 * ``I``: everything whole, gradients whole; ``R``: everything whole, gradients pending;
 * one option for every *linear* group of inputs: those are ``P``, the other inputs ``R``, the outputs ``P``.
 
@@ -65,9 +65,9 @@ class Comm:
         from_pieces: made where the factor is cut into so many pieces or more.
         gathers: the buffer is what the ranks of the axis gather, as often that of a rank as there are ranks.
         when: ``first`` if nothing of the operator is computed before it, ``last`` if nothing is behind it, so that
-            computation of others may run beside it (:mod:`autopar.rules.lowerings.meanwhile`); in a backward it is that
-            of the forward's collective whose adjoint it is. Of several axes the last one's is first, the first one's
-            last.
+            computation of others may run beside it (:mod:`autopar.rules.lowering_helpers.meanwhile`); in a backward it
+            is that of the forward's collective whose adjoint it is. Of several axes the last one's is first, the first
+            one's last.
     """
 
     factor: str

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import RuleError
+from autopar.rules.block_units import with_units
 from autopar.rules.function import PREFIX, has_rule, rule_of_function
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, call_of
 from autopar.rules.terms import Term
-from autopar.rules.units import with_units
 from autopar.words.graph import Graph, Node
 
 RuleFn = Callable[[Call], Rule]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .actions import Action, Schedule, parts
-from .exact import lower_bound_seconds, solve, work_seconds
+from .branch_and_bound import lower_bound_seconds, solve, work_seconds
 from .listing import SLACK, OrderProblem, list_schedule, policies
 from .schedule_kinds import SCHEDULES
 from .simulate import simulate

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture import Captured
 from autopar.lower.emit import lower
-from autopar.planner.intra_op.single import one_device
+from autopar.planner.intra_op.one_device import one_device
 from autopar.rules.families.branch import BRANCH
 
 

@@ -14,7 +14,7 @@ import autopar
 from autopar.capture import capture
 from autopar.errors import AutoparError
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.draw import random_plan
+from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
 from habits import HABITS

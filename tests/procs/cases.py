@@ -25,12 +25,12 @@ from zoo import ZOO, Case, as_float64, loss_of
 
 import autopar
 from autopar.capture import Captured, capture
-from autopar.comparison import verify
+from autopar.comparison import program_vs_eager
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
 from autopar.runtime.one_mesh.executor import ParallelModule
@@ -109,7 +109,7 @@ class OneDevice(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, captured: Captured) -> None:
         super().__init__()
         self.model, self.captured = copy.deepcopy(model), captured
-        self.lowered = lower(captured.graph, verify.one_device(captured.graph))
+        self.lowered = lower(captured.graph, program_vs_eager.one_device(captured.graph))
         self.seed = 0  # of random ops
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ class OneDevice(torch.nn.Module):
             **self.captured.constants,
             **dict(self.model.named_buffers(remove_duplicate=False)),
             **dict(self.model.named_parameters(remove_duplicate=False)),
-            **verify.inputs_of(self.captured, args, kwargs),
+            **program_vs_eager.inputs_of(self.captured, args, kwargs),
         }
         values = [torch.tensor(self.seed) if slot.kind == "seed" else state[slot.name] for slot in self.lowered.slots]
         flat = self.lowered.module(*values)
@@ -146,7 +146,8 @@ def compare_one(config: Config) -> dict[str, Any]:
     captured = capture(case.model, *cut(case.batch, k, 0))
     reference: torch.nn.Module = copy.deepcopy(case.model)
     if config.double and not config.eager:
-        captured = dataclasses.replace(verify.promoted(captured), constants=verify.doubled(captured.constants))
+        constants = program_vs_eager.doubled(captured.constants)
+        captured = dataclasses.replace(program_vs_eager.promoted(captured), constants=constants)
         reference = OneDevice(case.model, captured)
     plan = make_plan(captured, config)
     pm = ParallelModule(case.model, captured, plan, device_mesh(config.mesh))

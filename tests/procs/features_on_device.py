@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.errors import RunError
-from autopar.parallelizing import spreading
+from autopar.parallelizing import all_ranks
 
 Batch = tuple[torch.Tensor, ...]
 FEATURES = (
@@ -84,7 +84,7 @@ def on(device: str, model: nn.Module, batch: Batch, options: Mapping[str, Any], 
     Args:
         stack: until its end there is the accelerator.
     """
-    real = spreading.spread
+    real = all_ranks.spread
 
     def spread(model: nn.Module, captured: Any, plan: Any, group: Any, *, device_mesh: Any, init: Any) -> Any:
         if device == NAME:
@@ -95,7 +95,7 @@ def on(device: str, model: nn.Module, batch: Batch, options: Mapping[str, Any], 
         return real(copy.deepcopy(model).to(device), captured, plan, group, device_mesh=device_mesh, init=init)
 
     where = 2 if "stages" in options else init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
-    with mock.patch.object(spreading, "spread", spread):
+    with mock.patch.object(all_ranks, "spread", spread):
         return autopar.parallelize(copy.deepcopy(model), where, batch, **options)
 
 

@@ -28,7 +28,7 @@ from autopar import planfile as files
 from autopar.capture import capture
 from autopar.cli.common import optimizer_of
 from autopar.cli.run import train
-from autopar.comparison.verify import inputs_of
+from autopar.comparison.program_vs_eager import inputs_of
 from autopar.frontends.models import load_model
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
@@ -508,7 +508,7 @@ def run_of_a_stage_without_parameters() -> float:
 
 BUILDS = {
     "the stages": ("pipelines.pipeline", "cut", 1), "a parameter": ("parameters.registering", "as_dtensor", 2),
-    "the last step": ("stages.stage", "make_units", 1), "the messages": ("pipelines.work", "Ties", 1),
+    "the last step": ("stages.stage", "make_units", 1), "the messages": ("pipelines.rank_actions", "Ties", 1),
     "values": ("", "", 0),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.parallelizing import spreading
+from autopar.parallelizing import all_ranks
 
 WIDTH, LAYERS = 2048, 12
 WHOLE = LAYERS * WIDTH * WIDTH * 4
@@ -49,7 +49,7 @@ def peak(meta: bool, options: dict[str, Any]) -> tuple[int, int, float]:
     torch.manual_seed(0)
     with torch.device("meta" if meta else "cpu"):
         model = Stack()
-    real, most = spreading.spread, list[int]()
+    real, most = all_ranks.spread, list[int]()
 
     def spread(*args: Any, **kwargs: Any) -> Any:
         gc.collect()
@@ -59,7 +59,7 @@ def peak(meta: bool, options: dict[str, Any]) -> tuple[int, int, float]:
         most.append(_memory("VmHWM") - before)
         return module
 
-    with mock.patch.object(spreading, "spread", spread):
+    with mock.patch.object(all_ranks, "spread", spread):
         pm = autopar.parallelize(model, dist.get_world_size(), (torch.ones(8, WIDTH),), **options)
     pieces = [p.to_local() if hasattr(p, "to_local") else p for p in pm.parameters()]
     state = autopar.full_state_dict(pm, all_ranks=True)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import autopar
 import autopar.words.precision
-from autopar.rules.families.random import bits_at
+from autopar.rules.families.sharded_random import bits_at
 from autopar.runtime.optimizers import rounded_steps
 
 CUTS: dict[str, dict[str, Any]] = {

@@ -23,8 +23,8 @@ from zoo_wide import WIDE
 import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
-from autopar.parallelizing.spreading import spread
-from autopar.profiling import around
+from autopar.parallelizing.all_ranks import spread
+from autopar.profiling import transfers_and_collectives
 from autopar.profiling.document import MOST_BYTES, MOST_OPS, measure_rank
 from autopar.profiling.ops import passes_of
 from autopar.runtime.gradients import gradient_reduction
@@ -207,7 +207,7 @@ def profiled(graph: Any, cluster: str) -> dict[str, Any]:
         with no_dispatch_modes():  # a trace is without the accelerator
             return capture(*example)
 
-    with Accelerator() as accelerator, mock.patch.object(around, "capture", captured):
+    with Accelerator() as accelerator, mock.patch.object(transfers_and_collectives, "capture", captured):
         measured = measure_rank(passes, 0.5, hardware, NAME)
         assert accelerator.collectives.count and not accelerator.collectives.forgotten
     begin_world("cpu:gloo")

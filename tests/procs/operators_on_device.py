@@ -12,12 +12,12 @@ from accelerator import NAME, Accelerator, OnDevice, register
 
 import autopar.rules  # noqa: F401
 from autopar.rules.axis_options import Option
-from autopar.rules.local import is_told_device, local_call
-from autopar.rules.lowerings.lowering_trial import trial
+from autopar.rules.local_calls import is_told_device, local_call
+from autopar.rules.lowering_helpers.lowering_trial import trial
 from autopar.rules.proving.many_ranks import piece
 from autopar.rules.proving.proof import Case, strategies_of
 from autopar.rules.registry import SAMPLES
-from autopar.rules.saved import filled
+from autopar.rules.saved_tensors import filled
 from autopar.torch_private import pytree
 from autopar.words.meshes import Mesh
 

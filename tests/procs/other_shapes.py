@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime.variants import programs
+from autopar.runtime.variants import program_cache
 
 CUTS: dict[str, dict[str, Any]] = {
     "batch": {"constraints": {"*up": {"data": "b"}}},
@@ -87,8 +87,8 @@ def epochs(cut: str, compiled: bool = False) -> tuple[float, list[int], int]:
     before = list(pm.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (pm, alone)]
     worst, counts = 0.0, []
-    again = programs.Programs._captured_again
-    with mock.patch.object(programs.Programs, "_captured_again", autospec=True, side_effect=again) as count:
+    again = program_cache.Programs._captured_again
+    with mock.patch.object(program_cache.Programs, "_captured_again", autospec=True, side_effect=again) as count:
         for i, (rows, length) in enumerate(SIZES):
             words, labels = batch(rows, length, i)
             losses = []

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime.variants import programs
+from autopar.runtime.variants import program_cache
 
 
 class Switched(nn.Module):
@@ -80,8 +80,8 @@ def scheduled(cut: str, compiled: bool = False) -> tuple[float, list[int], int]:
     parameters = list(pm.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (pm, alone)]
     worst, counts = 0.0, []
-    again = programs.Programs._captured_again
-    with mock.patch.object(programs.Programs, "_captured_again", autospec=True, side_effect=again) as count:
+    again = program_cache.Programs._captured_again
+    with mock.patch.object(program_cache.Programs, "_captured_again", autospec=True, side_effect=again) as count:
         for values, x in zip(SCHEDULE, xs, strict=True):
             for name, value in values.items():
                 setattr(pm, name, value)
@@ -173,7 +173,7 @@ def without_a_plan() -> str:
     pm = spread(model, x, **CUTS["batch"], memory_limit="100kB")
     pm(x)
     no_room = autopar.errors.InfeasibleError("no room")
-    with mock.patch("autopar.parallelizing.recapture.on_only_mesh", side_effect=no_room):
+    with mock.patch("autopar.parallelizing.replanning.on_only_mesh", side_effect=no_room):
         pm.gate = True
         text = said(lambda: pm(x))
     pm.gate = False

@@ -18,16 +18,16 @@ from zoo import ZOO, as_float64, loss_of
 import autopar
 from autopar.allocations import Allocations
 from autopar.capture import Captured, capture
-from autopar.comparison import verify
+from autopar.comparison import program_vs_eager
 from autopar.errors import PlanError, RunError
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.memory.recompute import patterns_in, segments_of
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.plan import Plan
-from autopar.plans.staging import StageGraph, crossings_of, hot_ops
-from autopar.plans.staging import cut as stages_of
+from autopar.plans.stage_graphs import StageGraph, crossings_of, hot_ops
+from autopar.plans.stage_graphs import cut as stages_of
 from autopar.rules.registry import rules_of
 from autopar.runtime.pipelines.pipeline import PipelineModule
 from autopar.runtime.stages.seeds import mixed_seed
@@ -174,7 +174,8 @@ def compare_one(config: Config) -> dict[str, Any]:
     case = as_float64(ZOO[config.name](**config.zoo))
     k = config.microbatches
     captured = capture(case.model, *cut(case.batch, k, 0))
-    captured = dataclasses.replace(verify.promoted(captured), constants=verify.doubled(captured.constants))
+    constants = program_vs_eager.doubled(captured.constants)
+    captured = dataclasses.replace(program_vs_eager.promoted(captured), constants=constants)
     for tensor in case.model.state_dict().values():
         dist.broadcast(tensor, src=0)
     reference = OneDevice(case.model, captured)
@@ -234,9 +235,9 @@ def evaluates_one(config: Config) -> dict[str, Any]:
     """A step of training, eval mode, training again: losses, outputs and weights, against one device in each mode."""
     torch.manual_seed(5)
     case = as_float64(ZOO[config.name](**config.zoo))
-    k, double = config.microbatches, verify.promoted
+    k, double = config.microbatches, program_vs_eager.promoted
     captured = capture(case.model, *cut(case.batch, k, 0))
-    captured = dataclasses.replace(double(captured), constants=verify.doubled(captured.constants))
+    captured = dataclasses.replace(double(captured), constants=program_vs_eager.doubled(captured.constants))
     reference = OneDevice(case.model, captured)
     pm = PipelineModule(case.model, captured, make_plan(captured, config))
     ours = torch.optim.SGD(pm.parameters(), lr=0.1)
@@ -252,7 +253,7 @@ def evaluates_one(config: Config) -> dict[str, Any]:
         theirs.zero_grad()
         model = reference.model.eval()
         other = capture(model, *cut(case.batch2, k, 0))
-        other = dataclasses.replace(double(other), constants=verify.doubled(other.constants))
+        other = dataclasses.replace(double(other), constants=program_vs_eager.doubled(other.constants))
         alone = OneDevice(model, other)
         with torch.no_grad():
             wanted = [alone(*args, **kwargs) for args, kwargs in (cut(case.batch2, k, i) for i in range(k))]

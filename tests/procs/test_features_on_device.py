@@ -6,7 +6,7 @@ import pytest
 from procs.features_on_device import FEATURES, another_way, features
 
 from autopar.runtime.ranks.launch import run_local
-from autopar.runtime.stages.to_host import AHEAD
+from autopar.runtime.stages.async_host_reads import AHEAD
 
 QUICK = ["labels in stages", "terms"]
 

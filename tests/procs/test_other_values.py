@@ -28,7 +28,7 @@ def test_a_schedule_of_values_trains_as_in_eager_mode(found: list[dict[str, Any]
     for worst, captures, kept in (rank[how] for rank in found):
         assert worst < 1e-9
         assert captures[:6] == [0, 1, 2, 2, 2, 3]  # a flag that is set back, or set again, captures nothing
-        assert kept == captures[-1] <= other_values.programs.KEPT
+        assert kept == captures[-1] <= other_values.program_cache.KEPT
 
 
 def test_values_change_in_eval_mode(found: list[dict[str, Any]]) -> None:

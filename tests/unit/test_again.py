@@ -16,7 +16,7 @@ from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.mesh_problem import MeshProblem
-from autopar.planner.intra_op.solving.ilp import program
+from autopar.planner.intra_op.solving.highs import program
 from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.plans.plan import Plan
 from autopar.report.recomputed import runs_again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar.runtime.pipelines.arriving import arriving
+from autopar.runtime.pipelines.received_tensors import arriving
 
 
 def test_nobody_holds_what_autograd_does_not_need() -> None:

@@ -12,12 +12,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.rules.attention import attention_in_blocks
-from autopar.rules.families.random import bits, threshold_of
-from autopar.rules.needs import needs_of
+from autopar.rules.families.sharded_random import bits, threshold_of
 from autopar.rules.operator_call import Call, In
 from autopar.rules.proving.proof import Case, prove, strategies_of
 from autopar.rules.registry import SAMPLES, rule_for
-from autopar.rules.saved import LocalLayout, contiguous, saved_by
+from autopar.rules.saved_tensors import LocalLayout, contiguous, saved_by
+from autopar.rules.working_memory import needs_of
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
 
@@ -142,9 +142,9 @@ def test_the_ledger_counts_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for fewest in (0, 1 << 60):
         monkeypatch.setattr(attention_in_blocks, "FEWEST_SCORES", fewest)
-        for module in ("saved", "needs"):
+        for module in ("saved_tensors", "working_memory"):
             monkeypatch.setattr(f"autopar.rules.{module}._known", {})
-        monkeypatch.setattr("autopar.rules.saved._trials", {})
+        monkeypatch.setattr("autopar.rules.saved_tensors._trials", {})
         rule = rule_for(call)
         found.append((saved_by(call, rule, (), Mesh(), layouts), needs_of(call, rule, (), Mesh(), layouts)))
     (kept, needs), (kept_at_once, needs_at_once) = found

@@ -19,7 +19,7 @@ import torch
 from attention_cases import CASES, SEED, P, attend, both, inputs
 
 from autopar.rules.attention import attention_on_gpus
-from autopar.rules.families.random import bits, threshold_of
+from autopar.rules.families.sharded_random import bits, threshold_of
 
 pytest.importorskip("triton", reason="kernels are interpreted and compiled by triton")
 from autopar.rules.attention import attention_triton

@@ -7,7 +7,7 @@ import torch
 from balanced_experts import balanced
 
 import autopar
-from autopar.comparison.verify import one_device, state_of, train, verify
+from autopar.comparison.program_vs_eager import one_device, state_of, train, verify
 from hardware_profiles import load_cluster
 
 

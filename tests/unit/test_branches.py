@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.capture import Captured, capture
-from autopar.comparison.verify import inputs_of, state_of
+from autopar.comparison.program_vs_eager import inputs_of, state_of
 from autopar.rules.families.branch import BRANCH
 from autopar.runtime.stages.seeds import mixed_seed
 

@@ -19,7 +19,7 @@ from autopar import api, comparison
 from autopar.capture import capture
 from autopar.comparison import compare_with_eager
 from autopar.comparison.other_batch import other_batch
-from autopar.comparison.verify import (
+from autopar.comparison.program_vs_eager import (
     Trained,
     beside_rounding,
     compare,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.comparison import verify as V
+from autopar.comparison import program_vs_eager as V
 from autopar.words.meshes import Mesh
 from hardware_profiles import abstract_cluster
 

@@ -11,7 +11,7 @@ from procs.in_turn import marked
 from torch import nn
 
 import autopar
-from autopar.comparison.verify import verify
+from autopar.comparison.program_vs_eager import verify
 from autopar.errors import CaptureError
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster

@@ -14,7 +14,7 @@ import autopar
 from autopar.capture import Captured
 from autopar.errors import InfeasibleError, RunError
 from autopar.planner import planning
-from autopar.planner.inter_op.one_number import OneNumber
+from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.planner.inter_op.stage_search import INTERRUPTED
 from hardware_profiles import load_cluster
 

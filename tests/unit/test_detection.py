@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from unit.test_product_names import KNOWN, MIB
 
 from autopar.errors import MeshError
-from autopar.parallelizing import spreading
+from autopar.parallelizing import all_ranks
 from autopar.plans.clusters import get_cluster
 from autopar.plans.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, hosts_of, loads
 from autopar.runtime.ranks.launch import run_local
@@ -117,15 +117,15 @@ def world_of_eight() -> Any:
 def test_a_mesh_of_two_machines_is_not_one(world_of_eight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks are taken in the mesh's order: a transposed mesh of two machines is refused."""
     told = machines(H100, 2, 4)
-    monkeypatch.setattr(spreading, "from_all", lambda group, text: [dumps(record) for record in told])
-    monkeypatch.setattr(spreading, "record_here", lambda: told[0])
+    monkeypatch.setattr(all_ranks, "from_all", lambda group, text: [dumps(record) for record in told])
+    monkeypatch.setattr(all_ranks, "record_here", lambda: told[0])
     model = torch.nn.Linear(2, 2)
 
     def found(order: torch.Tensor) -> str:
         mesh = DeviceMesh("cpu", order, mesh_dim_names=("data", "tensor"))
         mesh._device_type = "cuda"
-        records = spreading.records_of(torch.distributed.group.WORLD, model, mesh)
-        return spreading.hardware_of("cpu", mesh, None, records)[2]
+        records = all_ranks.records_of(torch.distributed.group.WORLD, model, mesh)
+        return all_ranks.hardware_of("cpu", mesh, None, records)[2]
 
     assert found(torch.arange(8).view(2, 4)) == "dgx-h100-4of8-x2"
     with pytest.raises(MeshError, match="number the ranks machine by machine"):
@@ -134,8 +134,8 @@ def test_a_mesh_of_two_machines_is_not_one(world_of_eight: Any, monkeypatch: pyt
 
 def test_nothing_is_gathered_on_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Callable[..., Any] = pytest.fail
-    monkeypatch.setattr(spreading, "from_all", nothing)
-    assert spreading.records_of(None, torch.nn.Linear(2, 2), 4) == []
+    monkeypatch.setattr(all_ranks, "from_all", nothing)
+    assert all_ranks.records_of(None, torch.nn.Linear(2, 2), 4) == []
 
 
 def gathered() -> list[RankRecord]:

@@ -14,7 +14,7 @@ from torch.library import Library
 
 import autopar.rules  # noqa: F401
 from autopar.capture import capture
-from autopar.comparison import verify
+from autopar.comparison import program_vs_eager
 from autopar.planner.plan_notes import notes_on
 from autopar.rules.axis_options import Option, axis_options
 from autopar.rules.discovery import found_of, remembered
@@ -197,7 +197,7 @@ def test_a_custom_op_is_cut_and_right() -> None:
     rule = next(r for n, r in zip(captured.graph.nodes, rules_of(captured.graph), strict=True) if n is node)
     assert rule is not None and len(rule.cuttable) == 2
     mesh = Mesh.of(data=2, tensor=2)
-    rows = verify.verify(captured, model, (x,), {}, mesh, load_cluster("local-x4"), random_plans=3)
+    rows = program_vs_eager.verify(captured, model, (x,), {}, mesh, load_cluster("local-x4"), random_plans=3)
     assert all(max(row.loss, row.gradient, row.weight) < 1e-9 for row in rows[1:]), rows
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.rules.families import random
+from autopar.rules.families import sharded_random
 
 SHAPES = [(8,), (4, 6), (2, 3, 4, 5)]
 
@@ -26,8 +26,8 @@ def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return real(fn, **{**options, "backend": request.param})
 
     monkeypatch.setattr(torch, "compile", compile_)
-    monkeypatch.setattr(random, "FUSED_ON", {"cpu"})
-    monkeypatch.setattr(random, "_one_pass", random._OnePass())
+    monkeypatch.setattr(sharded_random, "FUSED_ON", {"cpu"})
+    monkeypatch.setattr(sharded_random, "_one_pass", sharded_random._OnePass())
     torch.compiler.reset()
     yield calls
     torch.compiler.reset()
@@ -35,7 +35,7 @@ def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def dropped(x: torch.Tensor, p: float, site: int) -> torch.Tensor:
     cut = tuple(() for _ in x.shape)
-    return random.dropout(x, p, True, cut={}, seed=torch.tensor(5), site=site, shape=tuple(x.shape), shards=cut)
+    return sharded_random.dropout(x, p, True, cut={}, seed=torch.tensor(5), site=site, shape=tuple(x.shape), shards=cut)
 
 
 def both(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor, list[torch.Size]]:
@@ -59,12 +59,12 @@ def test_the_same_bits(fused: list[int], monkeypatch: pytest.MonkeyPatch, dtype:
         x = torch.randn(shape).to(dtype)
         for p in (0.1, 0.5, 1.0):
             one, gradient, kept = both(x, p)
-            monkeypatch.setattr(random, "FUSED_ON", set())
+            monkeypatch.setattr(sharded_random, "FUSED_ON", set())
             ten, expected, _ = both(x, p)
-            monkeypatch.setattr(random, "FUSED_ON", {"cpu"})
+            monkeypatch.setattr(sharded_random, "FUSED_ON", {"cpu"})
             assert torch.equal(one, ten) and torch.equal(gradient, expected), (shape, p)
             assert all(len(size) < len(shape) or len(size) == 1 for size in kept), kept
-    assert fused == [1] and random._one_pass.run is not random._drop, "it is compiled once"
+    assert fused == [1] and sharded_random._one_pass.run is not sharded_random._drop, "it is compiled once"
 
 
 def test_ten_passes_where_the_compiler_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +75,12 @@ def test_ten_passes_where_the_compiler_fails(monkeypatch: pytest.MonkeyPatch) ->
         return fail
 
     monkeypatch.setattr(torch, "compile", broken)
-    monkeypatch.setattr(random, "FUSED_ON", {"cpu"})
-    monkeypatch.setattr(random, "_one_pass", random._OnePass())
+    monkeypatch.setattr(sharded_random, "FUSED_ON", {"cpu"})
+    monkeypatch.setattr(sharded_random, "_one_pass", sharded_random._OnePass())
     x = torch.randn(4, 6)
     with pytest.warns(UserWarning, match="dropout cannot be compiled.*: no compiler here$"):
         once = dropped(x, 0.5, 1)
-    monkeypatch.setattr(random, "FUSED_ON", set())
+    monkeypatch.setattr(sharded_random, "FUSED_ON", set())
     assert torch.equal(once, dropped(x, 0.5, 1))
 
 
@@ -116,7 +116,7 @@ def test_one_kernel_for_all_shapes_and_rates(fused: list[int]) -> None:
             for y in (dropped(x, p, 3), dropped(x.transpose(0, -1), p, 3), dropped(x[:1], p, 3)):
                 y.sum().backward()  # its gradient is expanded
     assert programs["unique_graphs"] - before == 1
-    assert random._one_pass.run is not random._drop
+    assert sharded_random._one_pass.run is not sharded_random._drop
 
 
 @pytest.mark.slow
@@ -126,8 +126,8 @@ def test_the_compiled_pass_reads_once_and_writes_once(monkeypatch: pytest.Monkey
     from torch._inductor import metrics
     from torch._inductor.utils import run_and_get_code
 
-    monkeypatch.setattr(random, "FUSED_ON", {"cpu"})
-    monkeypatch.setattr(random, "_one_pass", random._OnePass())
+    monkeypatch.setattr(sharded_random, "FUSED_ON", {"cpu"})
+    monkeypatch.setattr(sharded_random, "_one_pass", sharded_random._OnePass())
     torch.compiler.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         metrics.reset()

@@ -8,7 +8,7 @@ from skewed_experts import MODELS, mixtral
 
 import autopar
 from autopar.certificate.recount import check
-from autopar.comparison.verify import verify
+from autopar.comparison.program_vs_eager import verify
 from hardware_profiles import load_cluster
 
 FIRST = ("mixtral", "data=2,expert=2")

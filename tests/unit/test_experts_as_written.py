@@ -14,7 +14,7 @@ from written_experts import EXPERTS, HIDDEN, LAYERS, ROWS, Layer, Norms, SomeExp
 
 import autopar
 from autopar.certificate.recount import check
-from autopar.comparison.verify import verify
+from autopar.comparison.program_vs_eager import verify
 from autopar.errors import CaptureError, InfeasibleError, PlanError, RunError
 from autopar.rules.experts.expert_block import BLOCK
 from hardware_profiles import load_cluster

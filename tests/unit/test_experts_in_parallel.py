@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar.capture import capture
 from autopar.certificate.recount import check
-from autopar.comparison.verify import verify
+from autopar.comparison.program_vs_eager import verify
 from hardware_profiles import load_cluster
 
 HIDDEN, EXPERTS = 8, 4

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
 from autopar.capture import capture
-from autopar.capture.trace.flex import says_causal
-from autopar.comparison import verify as V
+from autopar.capture.trace.flex_attention import says_causal
+from autopar.comparison import program_vs_eager as V
 from autopar.errors import CaptureError
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.words.meshes import Mesh

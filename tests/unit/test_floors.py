@@ -12,7 +12,7 @@ import networkx as nx
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {
     "hardware_profiles": 0, "cost_models": 1, "autopar.errors": 2, "autopar.torch_private": 2, "autopar.allocations": 2,
-    "autopar.heard": 2, "autopar.collection": 2, "autopar.words": 2, "autopar.plans": 2, "autopar.rules": 3,
+    "autopar.progress": 2, "autopar.garbage_collection": 2, "autopar.words": 2, "autopar.plans": 2, "autopar.rules": 3,
     "autopar.plans.regather": 3, "autopar.capture": 4, "autopar.planner": 5, "autopar.planner.planning": 6,
     "autopar.lower": 6, "autopar.runtime": 7, "autopar.certificate": 8, "autopar.comparison": 8, "autopar.planfile": 8,
     "autopar.frontends": 8, "autopar.report": 8, "autopar.profiling": 8, "autopar.parallelizing": 9, "autopar.api": 9,
@@ -77,7 +77,8 @@ def test_steps_of_the_search_over_stages_import_earlier_ones_alone() -> None:
     """And a step knows nothing of what drives the search."""
     inter_op = "autopar.planner.inter_op"
     steps = [f"{inter_op}.{step}" for step in ("simulating", "estimating", "exact")]
-    drivers = tuple(f"{inter_op}.{name}" for name in ("one_number", "one_group", "incumbents", "stage_search"))
+    driving = ("per_microbatch_count", "single_stage", "incumbents", "stage_search")
+    drivers = tuple(f"{inter_op}.{name}" for name in driving)
     step_of = {name: k for name in modules() for k, step in enumerate(steps) if name.startswith(step)}
     assert set(step_of.values()) == {0, 1, 2} and all(name in modules() for name in drivers)
     assert [(a, b) for a, b in all_edges() if a in step_of and (step_of.get(b, -1) > step_of[a] or b in drivers)] == []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import Captured, capture
-from autopar.comparison import verify
+from autopar.comparison import program_vs_eager as V
 from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.words.meshes import Mesh
@@ -69,9 +69,9 @@ def test_steps_are_decided_once(unbinds: bool) -> None:
     assert folded.price.seconds == pytest.approx(plain.price.seconds, rel=1e-6)
     assert folded.solution.status == "optimal"
     assert any(name != "-" for strategy in folded.ops.values() for name in strategy)
-    state = (*verify.state_of(captured, model), verify.inputs_of(captured, (x,), {}))
-    reference = verify.train(captured, verify.one_device(graph), *map(verify.doubled, state))
-    found = verify.compare("folded", verify.train(captured, folded, *map(verify.doubled, state)), reference)
+    state = (*V.state_of(captured, model), V.inputs_of(captured, (x,), {}))
+    reference = V.train(captured, V.one_device(graph), *map(V.doubled, state))
+    found = V.compare("folded", V.train(captured, folded, *map(V.doubled, state)), reference)
     assert found.worst < 1e-9, found
 
 

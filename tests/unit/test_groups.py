@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import RunError
-from autopar.runtime.checkpoints.checkpoint import OnFirstRank
+from autopar.runtime.checkpoints.full_state_dict import OnFirstRank
 from autopar.runtime.ranks.groups import Wanted, blocks, destroy_groups, groups_for, groups_on
 from autopar.torch_private import fake_store
 from autopar.words.meshes import Mesh

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.heard import heard, tell
+from autopar.progress import heard, tell
 
 
 class Net(nn.Module):

@@ -13,8 +13,8 @@ import pulp
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.building.problem import ROUGH, Item, MomentBytes, Problem, SharedBytes, Tensor
-from autopar.planner.intra_op.solving import ilp, relaxation
+from autopar.planner.intra_op.building.integer_program import ROUGH, Item, MomentBytes, Problem, SharedBytes, Tensor
+from autopar.planner.intra_op.solving import highs, relaxation
 from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT, Effort, asked_seconds
 
 
@@ -106,9 +106,9 @@ def test_equals_brute_force(solver: str, limit: bool) -> None:
         expected = _brute_force(problem)
         if expected == float("inf"):
             with pytest.raises(InfeasibleError):
-                ilp.program(problem, solver=solver).solve()
+                highs.program(problem, solver=solver).solve()
             continue
-        choice = ilp.program(problem, solver=solver).solve()
+        choice = highs.program(problem, solver=solver).solve()
         assert choice.status == "optimal"
         assert choice.objective == pytest.approx(expected, abs=1e-6), problem
         feasible += 1
@@ -124,7 +124,7 @@ def test_rows_without_a_solution_are_found_by_the_fewest_bytes_too(monkeypatch: 
         found: list[float | None] = []
         for problem in problems:
             try:
-                found.append(ilp.program(problem).solve().objective)
+                found.append(highs.program(problem).solve().objective)
             except InfeasibleError:
                 found.append(None)
         return found
@@ -151,7 +151,7 @@ def test_what_has_the_fewest_bytes_says_whether_anything_fits() -> None:
     for _ in range(60):
         problem = _random_problem(rng, True)
         every = itertools.product(*(range(len(item.seconds)) for item in problem.items))
-        program, untouched = ilp.program(problem), ilp.program(problem)
+        program, untouched = highs.program(problem), highs.program(problem)
         found = program.fewest_bytes()
         if found is None:  # no way between some states
             assert _brute_force(replace(problem, limit_bytes=1e9)) == float("inf")
@@ -186,7 +186,7 @@ def _has_ways(problem: Problem, picked: Sequence[int]) -> bool:
 def test_same_problem_same_answer() -> None:
     rng = random.Random(3)
     problem = _random_problem(rng, False)
-    assert ilp.program(problem).solve().picked == ilp.program(problem).solve().picked
+    assert highs.program(problem).solve().picked == highs.program(problem).solve().picked
 
 
 def _knapsacks() -> Problem:
@@ -199,7 +199,7 @@ def _knapsacks() -> Problem:
 
 def test_cbc_says_where_its_time_ran_out_and_its_bound_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _knapsacks()
-    best = ilp.program(problem, solver="cbc").solve()
+    best = highs.program(problem, solver="cbc").solve()
     assert best.status == "optimal" and best.bound == best.objective
     solve = pulp.LpProblem.solve
 
@@ -209,7 +209,7 @@ def test_cbc_says_where_its_time_ran_out_and_its_bound_holds(monkeypatch: pytest
             model.sol_status = pulp.LpSolutionIntegerFeasible
 
     monkeypatch.setattr(pulp.LpProblem, "solve", out_of_time)
-    stopped = ilp.program(problem, solver="cbc").solve(0.01)
+    stopped = highs.program(problem, solver="cbc").solve(0.01)
     assert stopped.status == "time limit"
     assert 0 < stopped.bound < best.objective
 
@@ -224,26 +224,26 @@ class _Slow(int):
 
 def test_where_the_solver_stops_does_not_depend_on_how_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, effort, steps_of = _knapsacks(), Effort(1000, 40, 1.0), Effort.steps_of
-    idle = ilp.program(problem, effort=effort).solve()
+    idle = highs.program(problem, effort=effort).solve()
     assert idle.status == "time limit"
     begun = time.perf_counter()
     monkeypatch.setattr(Effort, "steps_of", lambda self, n_entries: _Slow(steps_of(self, n_entries)))
-    busy = ilp.program(problem, effort=effort).solve()
+    busy = highs.program(problem, effort=effort).solve()
     assert time.perf_counter() - begun > 40 * 0.005
     assert busy == idle
-    more = ilp.program(problem, effort=Effort(1000, 100, 1.0)).solve()
+    more = highs.program(problem, effort=Effort(1000, 100, 1.0)).solve()
     assert (more.objective, -more.bound) < (idle.objective, -idle.bound), "more work gets further"
 
 
 def test_the_clock_counts_only_where_seconds_are_asked_for() -> None:
     problem = _knapsacks()
     for effort in (PATIENT, BRIEF):
-        program = ilp.program(problem, effort=effort)
+        program = highs.program(problem, effort=effort)
         program.solve(0.5)
-        assert isinstance(program, ilp.HighsProgram)
+        assert isinstance(program, highs.HighsProgram)
         assert program.engine.getOptionValue("time_limit")[1] == float("inf")
     with suppress(InfeasibleError):  # a busy machine ends it before there is any choice
-        assert ilp.program(problem, effort=asked_seconds(0.02)).solve().status == "time limit"
+        assert highs.program(problem, effort=asked_seconds(0.02)).solve().status == "time limit"
 
 
 def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
@@ -254,9 +254,9 @@ def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
         expected = _brute_force(problem)
         if expected == float("inf"):
             with pytest.raises(InfeasibleError):
-                ilp.program(problem).solve(0.01)
+                highs.program(problem).solve(0.01)
             continue
-        choice = ilp.program(problem).solve(0.01)
+        choice = highs.program(problem).solve(0.01)
         n_bytes = _bytes(problem, choice.picked)
         assert problem.limit_bytes is not None and n_bytes <= problem.limit_bytes
         assert choice.bound <= expected + 1e-6
@@ -269,16 +269,16 @@ def test_large_programs_of_a_rough_search_fit_and_know_their_bound(monkeypatch: 
     """Presolved, and whole next to the relaxation: within the limit, no better than the best, the bound no worse."""
     monkeypatch.setattr(relaxation, "LARGE", 0)
     rng, rough, searched = random.Random(8), 0, []
-    real = ilp.HighsProgram.best
-    monkeypatch.setattr(ilp.HighsProgram, "best", lambda *a, **k: searched.append(1) or real(*a, **k))
+    real = highs.HighsProgram.best
+    monkeypatch.setattr(highs.HighsProgram, "best", lambda *a, **k: searched.append(1) or real(*a, **k))
     for _ in range(150):
         problem = _random_problem(rng, True)
         expected = _brute_force(problem)
         if expected == float("inf"):
             with pytest.raises(InfeasibleError):
-                ilp.program(problem).solve(gap=ROUGH)
+                highs.program(problem).solve(gap=ROUGH)
             continue
-        choice = ilp.program(problem).solve(gap=ROUGH)
+        choice = highs.program(problem).solve(gap=ROUGH)
         assert _bytes(problem, choice.picked) <= problem.limit_bytes
         assert choice.bound <= expected + 1e-6 <= choice.objective + 2e-6
         rough += choice.objective > expected * (1 + ROUGH)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import heard
+from autopar import progress
 from autopar.capture import capture
 from autopar.cli import main
 
@@ -53,9 +53,9 @@ def test_ctrl_c_is_no_error_of_the_model() -> None:
 
 
 def test_progress_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heard, "SECONDS", -1.0)
+    monkeypatch.setattr(progress, "SECONDS", -1.0)
     found: list[str] = []
-    with heard.heard(found.append):
+    with progress.heard(found.append):
         capture(Stack(), (torch.zeros(2, 8),))
     assert [f"layers.{i}" for i in range(6)] == [text for text in found if text]
     capture(Stack(), (torch.zeros(2, 8),))

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.planner.inter_op.estimating.menu import ALONE
+from autopar.planner.inter_op.estimating.block_costs import ALONE
 from autopar.planner.inter_op.exact.exact_stages import PipelineOptions
-from autopar.planner.inter_op.one_number import OneNumber
+from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.words.meshes import Mesh

@@ -10,7 +10,7 @@ from torch import nn
 
 import autopar
 from autopar.certificate import check
-from autopar.comparison.verify import verify
+from autopar.comparison.program_vs_eager import verify
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster

@@ -16,7 +16,7 @@ import autopar
 from autopar.capture import capture
 from autopar.comparison.parts_of_loss import difference_by_parts
 from autopar.runtime.batches.loss_counts import count_of
-from autopar.runtime.pipelines.ready import shares_of
+from autopar.runtime.pipelines.ready_runs import shares_of
 
 LOSSES = {
     "labels": (lambda out, y: F.cross_entropy(out, y), 4.0),

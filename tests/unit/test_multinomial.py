@@ -10,7 +10,7 @@ from family_trial import CLUSTER, LIMIT
 from torch import nn
 
 from autopar.capture import capture
-from autopar.comparison.verify import compare, doubled, inputs_of, one_device, promoted, state_of, train
+from autopar.comparison.program_vs_eager import compare, doubled, inputs_of, one_device, promoted, state_of, train
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.pins.options import Options
 from autopar.rules.families.multinomial import multinomial

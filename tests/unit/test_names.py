@@ -14,7 +14,7 @@ import autopar
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("autopar", "cost_models", "hardware_profiles")
 
-SAME_THING = {"plan", "simulate", "stages", "verify", "layouts", "clusters", "errors", "regather"}
+SAME_THING = {"plan", "simulate", "stages", "layouts", "clusters", "errors", "regather"}
 """Module names that stand twice for one thing: a command and what it runs or shows, the words of a thing on a lower
 floor and what is done with it."""
 

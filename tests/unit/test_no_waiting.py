@@ -27,9 +27,9 @@ ALLOWED = {
     "runtime/ranks/groups.py": {"*"},
     "runtime/ranks/agree.py": {"*"},
     # a branch on data that went another way, a loss whose terms count otherwise: read when they have come
-    "runtime/stages/to_host.py": {"sent"},
+    "runtime/stages/async_host_reads.py": {"sent"},
     # counts of labels, which stay on a device that is not the CPU
-    "runtime/pipelines/ready.py": {"shares_of"}, "runtime/one_mesh/mesh_step.py": {"shares_of_parts"},
+    "runtime/pipelines/ready_runs.py": {"shares_of"}, "runtime/one_mesh/mesh_step.py": {"shares_of_parts"},
     # how many rows each rank has, which is told between processors
     "runtime/batches/uneven_rows.py": {"__call__"},
     # experts where torch has no kernel that finds their rows on the device
@@ -38,17 +38,17 @@ ALLOWED = {
     "rules/experts/expert_by_expert.py": {"one_after_the_other"},
     # how many rows travel to each rank and come from it, where none is dropped: torch makes tensors of sizes that the
     # host knows, once for each block of experts and axis
-    "rules/experts/travelling.py": {"_on_host"},
+    "rules/experts/expert_all_to_all.py": {"_on_host"},
     # what scripts ask of DTensors, and the ranks of a mesh
     "runtime/parameters/dtensor_fixes.py": {"*"},
     # state dicts and checkpoints
-    "runtime/checkpoints/checkpoint.py": {"*"},
+    "runtime/checkpoints/full_state_dict.py": {"*"},
     "runtime/checkpoints/generator_states.py": {"*"},
     "runtime/checkpoints/safetensors_files.py": {"*"},
-    "runtime/optimizers/made_before.py": {"*"},
-    "runtime/as_module/spread_state.py": {"get_extra_state", "set_extra_state"},
+    "runtime/optimizers/user_optimizers.py": {"*"},
+    "runtime/as_module/parallel_state_dict.py": {"get_extra_state", "set_extra_state"},
     # many ranks in one process, for verify
-    "runtime/ranks/world.py": {"*"},
+    "runtime/ranks/in_process_ranks.py": {"*"},
     # proofs of rules
     "rules/proving/proof.py": {"*"},
     # torch's own generator is seeded for code that is kept as it is

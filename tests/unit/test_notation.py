@@ -11,7 +11,7 @@ from autopar.errors import RuleError
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.building.space import fitting_strategy, strategies
 from autopar.rules.axis_options import axis_options
-from autopar.rules.local import cuts_of, local_call
+from autopar.rules.local_calls import cuts_of, local_call
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In, call_of
 from autopar.rules.terms import bind

@@ -6,7 +6,7 @@ import pytest
 from procs import operators_on_device
 
 import autopar.rules  # noqa: F401
-from autopar.rules.local import is_told_device
+from autopar.rules.local_calls import is_told_device
 from autopar.rules.operator_call import Call
 from autopar.rules.proving.proof import Case
 from autopar.rules.registry import SAMPLES

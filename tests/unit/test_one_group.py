@@ -13,19 +13,19 @@ from zoo import ZOO
 
 from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
-from autopar.comparison import verify as V
+from autopar.comparison import program_vs_eager as V
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op import stage_search
 from autopar.planner.inter_op.candidates import Candidate
-from autopar.planner.inter_op.estimating.menu import Menus
+from autopar.planner.inter_op.estimating.block_costs import Menus
 from autopar.planner.inter_op.exact.memory_shares import counted_in_flight, share_of
-from autopar.planner.inter_op.one_group import least_seconds
-from autopar.planner.inter_op.one_number import OneNumber
+from autopar.planner.inter_op.per_microbatch_count import OneNumber
+from autopar.planner.inter_op.single_stage import least_seconds
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.within_memory import OutOfReach
 from autopar.plans.plan import Plan
-from autopar.plans.staging import crossings_of, cut
+from autopar.plans.stage_graphs import crossings_of, cut
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.placements import whole_state

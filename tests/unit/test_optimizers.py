@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.runtime.optimizers.made_before import name_of
+from autopar.runtime.optimizers.user_optimizers import name_of
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 

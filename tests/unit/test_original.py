@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import RunError
-from autopar.runtime.parameters import stagewise
+from autopar.runtime.parameters import one_rank_functions
 
 X = torch.arange(12.0).reshape(3, 4) / 7
 
@@ -197,7 +197,7 @@ def test_the_mode_of_the_model_is_its_own():
 def test_clipping_the_gradients_of_the_model_itself_warns():
     model, pm = made()
     pm(X).backward()
-    with mock.patch.object(stagewise, "_said", set()):
+    with mock.patch.object(one_rank_functions, "_said", set()):
         with pytest.warns(UserWarning, match="none of which has a gradient"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         nn.utils.clip_grad_norm_(pm.parameters(), 1.0)

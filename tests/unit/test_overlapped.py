@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.fx
 
 from autopar.lower import collectives
-from autopar.lower import overlapped as module
-from autopar.lower.overlapped import overlapped, with_overlap
+from autopar.lower import overlapped_reductions as module
+from autopar.lower.overlapped_reductions import overlapped, with_overlap
 from autopar.lower.segments import on_mesh
 from autopar.torch_private import fake_store
 

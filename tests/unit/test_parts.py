@@ -15,7 +15,7 @@ from torch import nn
 import autopar
 from autopar import ParallelModule
 from autopar.errors import RunError
-from autopar.runtime.as_module.spread import SpreadModule
+from autopar.runtime.as_module.parallel_module import SpreadModule
 
 
 class Net(nn.Module):

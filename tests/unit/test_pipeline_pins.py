@@ -18,7 +18,7 @@ from autopar.planner.inter_op.stage_pins import of_stage, starts_of
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.plans.asked import asked as asked_for
 from autopar.plans.plan import Plan
-from autopar.plans.staging import cut
+from autopar.plans.stage_graphs import cut
 from autopar.words.labels import op_labels
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State

@@ -20,7 +20,7 @@ from cost_models.schedules import (
     times,
     v_placement,
 )
-from cost_models.schedules.exact import lower_bound_seconds, solve
+from cost_models.schedules.branch_and_bound import lower_bound_seconds, solve
 from cost_models.schedules.listing import SLACK, OrderProblem, list_schedule, policies
 
 

@@ -18,14 +18,14 @@ from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.inter_op.blocks import blocks
+from autopar.planner.inter_op.estimating.block_costs import Way
 from autopar.planner.inter_op.estimating.filling import Filler, Places
-from autopar.planner.inter_op.estimating.menu import Way
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.plans.staging import hot_ops
+from autopar.plans.stage_graphs import hot_ops
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh

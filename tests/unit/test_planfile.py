@@ -20,10 +20,10 @@ from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.planfile import dumps, load, loads, parse, save
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.complete import complete
-from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import plan_graph
+from autopar.planner.intra_op.plan_completion import complete
+from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.plan import VERSION, ParamChoice, Pins, Plan, Solution
 from autopar.plans.prices import Price
 from autopar.rules.registry import rules_of

@@ -17,14 +17,14 @@ from autopar.capture import capture
 from autopar.certificate import check
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.building.fold import fold
+from autopar.planner.intra_op.building.integer_program import Beaten, Problem
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.building.problem import Beaten, Problem
-from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.solving import ilp
-from autopar.planner.intra_op.solving.by_cbc import ByCbc
+from autopar.planner.intra_op.random_plans import random_plan
+from autopar.planner.intra_op.solving import highs
+from autopar.planner.intra_op.solving.cbc import ByCbc
 from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT, Effort, asked_seconds
-from autopar.planner.intra_op.solving.ilp import HighsProgram
+from autopar.planner.intra_op.solving.highs import HighsProgram
 from autopar.planner.intra_op.within_memory import OutOfReach
 from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
@@ -127,7 +127,7 @@ def test_a_false_claim_is_caught() -> None:
 def test_without_highs_cbc_makes_plans_of_the_same_price(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), Mesh.of(data=2, tensor=2)
     plan = plan_graph(graph, cluster, mesh)
-    monkeypatch.setattr(ilp, "highspy", None)
+    monkeypatch.setattr(highs, "highspy", None)
     by_cbc = plan_graph(graph, cluster, mesh)
     assert by_cbc.solution.solver == "cbc"
     assert by_cbc.price.seconds == pytest.approx(plan.price.seconds, rel=1e-9)
@@ -139,7 +139,7 @@ def test_without_highs_plans_keep_within_memory_and_bounds_hold(monkeypatch: pyt
     graph, cluster, mesh = graph_of(name), load_cluster("dgx-h100"), Mesh.of(data=2, tensor=2)
     limit = 0.9 * plan_graph(graph, cluster, mesh).price.memory_bytes
     plan = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit))
-    monkeypatch.setattr(ilp, "highspy", None)
+    monkeypatch.setattr(highs, "highspy", None)
     by_cbc = plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit))
     assert by_cbc.solution.solver == "cbc" and by_cbc.price.memory_bytes <= limit
     assert by_cbc.solution.objective_seconds * (1 - by_cbc.solution.gap) <= plan.solution.objective_seconds
@@ -156,8 +156,8 @@ def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyP
         efforts.append(effort)
         return solver_program(problem, effort=effort)
 
-    solver_program = ilp.program
-    monkeypatch.setattr(ilp, "program", program)
+    solver_program = highs.program
+    monkeypatch.setattr(highs, "program", program)
     plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit, time_limit_seconds=asked))
     assert len(efforts) > 1
     assert set(efforts) == ({PATIENT, BRIEF} if asked is None else {asked_seconds(asked)})

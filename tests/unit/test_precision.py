@@ -15,7 +15,7 @@ import autopar
 from autopar import planfile
 from autopar.certificate import check
 from autopar.errors import AutoparError, RunError
-from autopar.planner.intra_op.building import params
+from autopar.planner.intra_op.building import parameter_sharding
 from autopar.plans.clusters import get_cluster
 from autopar.runtime.optimizers.rounded_steps import stochastically_rounded
 from autopar.words.graph import Graph
@@ -161,7 +161,7 @@ def gradients_sent(plan: autopar.Plan, graph: Graph) -> tuple[int, int]:
     (stage,) = plan.stages
     forth = back = 0
     for _, node in graph.of_kind("param"):
-        sent = params.collectives(
+        sent = parameter_sharding.collectives(
             node.out, True, stage.params[node.target], stage.mesh, stage.microbatches, graph.precision
         )
         forth += sum(n * times for _, kind, n, times in sent if kind == "all_gather")

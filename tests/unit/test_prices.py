@@ -12,7 +12,7 @@ from autopar.capture import capture
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.plans.plan import StagePlan
 from autopar.plans.prices import Crossed, MicrobatchPeaks, Moment, OnTheirWay, Price, StagePeaks, copies_ahead
-from autopar.plans.staging import cut, hot_ops
+from autopar.plans.stage_graphs import cut, hot_ops
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.cli.common import UsageError, where_to_run
 from autopar.errors import MeshError, RunError
-from autopar.parallelizing.spreading import device_type_of, tell_of_idle_gpus
+from autopar.parallelizing.all_ranks import device_type_of, tell_of_idle_gpus
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.ranks.devices import check_different, check_one_device, choose_device, gpu_here
 from autopar.runtime.ranks.groups import backend_for

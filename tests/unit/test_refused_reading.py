@@ -168,13 +168,14 @@ class Folded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix = nn.Conv2d(4, 4, 3, padding=1)
+        self.enter, self.mix = nn.Linear(4, 4), nn.Conv2d(4, 4, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
         rows, length, width = x.shape
         strongest = torch.fft.rfft(x, dim=1).abs().mean((0, 2))[1:].topk(2).indices + 1
         folded = []
-        for period in length // strongest.numpy():
+        for period in length // strongest.detach().numpy():
             y = x[:, : length // period * period].reshape(rows, length // period, period, width)
             folded.append(self.mix(y.permute(0, 3, 1, 2)).square().mean())
         return torch.stack(folded).sum()

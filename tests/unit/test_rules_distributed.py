@@ -16,11 +16,11 @@ import spmd_types as spmd
 import torch
 from spmd_types.checker import typecheck
 
-from autopar.rules import needs, saved
+from autopar.rules import saved_tensors, working_memory
 from autopar.rules.attention import attention
 from autopar.rules.axis_options import axis_options
-from autopar.rules.families import contraction, conv, embed, loss, norm, random
-from autopar.rules.local import LocalCall, Seed, cuts_of, local_call, resolve
+from autopar.rules.families import contraction, conv, embedding, loss, norm, sharded_random
+from autopar.rules.local_calls import LocalCall, Seed, cuts_of, local_call, resolve
 from autopar.rules.operator_call import Call, In
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import RULES, SAMPLES, Sample, T, rule_for
@@ -32,7 +32,7 @@ from autopar.words.placements import State
 
 MESH = Mesh.of(data=2, tensor=2)
 TYPES = {"S": spmd.V, "I": spmd.I, "R": spmd.R, "P": spmd.P}
-MODULES = {m.__name__ for m in (attention, contraction, conv, embed, loss, norm, random)}
+MODULES = {m.__name__ for m in (attention, contraction, conv, embedding, loss, norm, sharded_random)}
 RANDOM_WITHOUT_INPUT = ("aten.rand.", "aten.randn.", "aten.randint.")
 
 
@@ -132,7 +132,7 @@ def test_lowering_is_typed(mesh: Any, target: str, sample: Sample, dtype: str) -
 
 
 def mask(seed: int, site: int, shape: tuple[int, ...], p: float = 0.5) -> torch.Tensor:
-    return random.kept(p, torch.tensor(seed), site, shape, [()] * len(shape), torch.device("cpu")).double()
+    return sharded_random.kept(p, torch.tensor(seed), site, shape, [()] * len(shape), torch.device("cpu")).double()
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -180,16 +180,16 @@ def test_bytes_of_bits_are_uniform() -> None:
 
 def test_uniform_and_normal_moments() -> None:
     draw_of = {"seed": torch.tensor(1), "site": 2, "shape": (1024, 1024), "shards": ((), ())}
-    u = random.rand([0], cut={}, **draw_of)
+    u = sharded_random.rand([0], cut={}, **draw_of)
     assert 0 <= float(u.min()) and float(u.max()) < 1
     assert abs(float(u.mean()) - 0.5) < 0.002 and abs(float(u.var()) * 12 - 1) < 0.01
-    z = random.randn([0], cut={}, **draw_of)
+    z = sharded_random.randn([0], cut={}, **draw_of)
     assert abs(float(z.mean())) < 0.005 and abs(float(z.var()) - 1) < 0.01 and abs(float((z**4).mean()) - 3) < 0.05
-    i = random.randint(-3, 10, [0], cut={}, **draw_of)
+    i = sharded_random.randint(-3, 10, [0], cut={}, **draw_of)
     assert int(i.min()) == -3 and int(i.max()) == 9
 
 
-@pytest.mark.parametrize("tries", [saved.saved_by, needs.needs_of])
+@pytest.mark.parametrize("tries", [saved_tensors.saved_by, working_memory.needs_of])
 def test_what_cannot_be_tried_is_told_from_defects(tries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a kernel for tensors without values the rule's word counts; an error of our own is not hidden by it."""
 
@@ -202,14 +202,14 @@ def test_what_cannot_be_tried_is_told_from_defects(tries: Any, monkeypatch: pyte
     x = Spec((4, 6), "float32")
     call = Call("aten.relu.default", (In(0),), {}, (x,), (x,))
     rule = rule_for(call)
-    layout = saved.LocalLayout((4, 6), (6, 1), "float32", True)
+    layout = saved_tensors.LocalLayout((4, 6), (6, 1), "float32", True)
     arguments = call, rule, (axis_options(rule, [True], [True])[0],), Mesh.of(x=2), [layout]
-    for module in (saved, needs):
+    for module in (saved_tensors, working_memory):
         monkeypatch.setattr(module, "_known", {})
-    monkeypatch.setattr(saved, "local_call", raising(NotImplementedError("no kernel for meta")))
+    monkeypatch.setattr(saved_tensors, "local_call", raising(NotImplementedError("no kernel for meta")))
     assert tries(*arguments) is not None
-    for module in (saved, needs):
+    for module in (saved_tensors, working_memory):
         monkeypatch.setattr(module, "_known", {})
-    monkeypatch.setattr(saved, "local_call", raising(KeyError("a name that the lowering lacks")))
+    monkeypatch.setattr(saved_tensors, "local_call", raising(KeyError("a name that the lowering lacks")))
     with pytest.raises(KeyError, match="the lowering lacks"):
         tries(*arguments)

@@ -7,7 +7,7 @@ from zoo import ZOO
 
 from autopar.capture import capture
 from autopar.errors import PlanError
-from autopar.plans.staging import cut, hot_ops
+from autopar.plans.stage_graphs import cut, hot_ops
 from autopar.runtime.pipelines.schedule_check import check_rows
 from cost_models.schedules import SCHEDULES, build, forward_only, loop_placement, parse
 from cost_models.schedules.asynchronous import ASYNCHRONOUS

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.capture.graph.counted import number_of_choices
-from autopar.comparison.verify import verify
+from autopar.capture.graph.expert_counts import number_of_choices
+from autopar.comparison.program_vs_eager import verify
 from autopar.errors import CaptureError
 from autopar.rules.experts.expert_block import BLOCK
 from hardware_profiles import load_cluster

@@ -28,7 +28,7 @@ from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.prices import bytes_together
-from autopar.plans.staging import cut
+from autopar.plans.stage_graphs import cut
 from autopar.plans.transfer import Side, loads, transfer
 from autopar.report.stages import stage_rows
 from autopar.runtime.pipelines import wires

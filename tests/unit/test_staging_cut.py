@@ -10,10 +10,10 @@ from procs.in_turn import marked
 from zoo import ZOO
 
 from autopar.capture import Captured, capture
-from autopar.comparison import verify as V
+from autopar.comparison import program_vs_eager as V
 from autopar.errors import PlanError
 from autopar.lower.emit import lower
-from autopar.plans.staging import cut, hot_ops, spans_of_written_buffers
+from autopar.plans.stage_graphs import cut, hot_ops, spans_of_written_buffers
 from autopar.words.graph import Graph
 
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.certificate import check
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.rules import needs, saved
+from autopar.rules import saved_tensors, working_memory
 from autopar.rules.attention import ring_attention
-from autopar.rules.local import local_call
-from autopar.rules.needs import Needs, needs_of
+from autopar.rules.local_calls import local_call
 from autopar.rules.operator_call import call_of
 from autopar.rules.proving.proof import Case, strategies_of
 from autopar.rules.registry import SAMPLES, rules_of
-from autopar.rules.saved import LocalLayout, Saved, contiguous, saved_by
+from autopar.rules.saved_tensors import LocalLayout, Saved, contiguous, saved_by
 from autopar.rules.strategy import grads_of, strategy_named
+from autopar.rules.working_memory import Needs, needs_of
 from autopar.torch_private import FakeTensorMode
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
@@ -64,9 +64,9 @@ def observed(graph: Graph, target: str, mesh: Mesh, names: tuple[str, ...]) -> t
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (saved, needs):
+    for module in (saved_tensors, working_memory):
         monkeypatch.setattr(module, "_known", {})
-    monkeypatch.setattr(saved, "_trials", {})
+    monkeypatch.setattr(saved_tensors, "_trials", {})
 
 
 ROWS = "the batch"
@@ -121,13 +121,13 @@ def test_a_certificate_counts_the_steps_of_a_ring_that_it_does_not_make(
 def test_equal_pieces_of_different_meshes_and_batches_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch)
     few = observed(graph_of(False, rows=4), PRODUCT, Mesh.of(data=2), (ROWS,))
-    tried = len(saved._trials)
+    tried = len(saved_tensors._trials)
     many = observed(graph_of(False, rows=8), PRODUCT, Mesh.of(data=2, tensor=2), (ROWS, ROWS))
     assert many == few
-    assert len(saved._trials) == tried
+    assert len(saved_tensors._trials) == tried
     other = observed(graph_of(False, rows=8), PRODUCT, Mesh.of(data=2), (ROWS,))
     assert other != few
-    assert len(saved._trials) > tried
+    assert len(saved_tensors._trials) > tried
 
 
 def test_equal_calls_of_different_graphs_have_one_rule() -> None:
@@ -137,7 +137,7 @@ def test_equal_calls_of_different_graphs_have_one_rule() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", sorted(saved.LOWERED_ALIKE))
+@pytest.mark.parametrize("target", sorted(saved_tensors.LOWERED_ALIKE))
 def test_lowerings_are_tried_without_values_as_on_the_cpu(target: str) -> None:
     """What lowerings keep and need of operators that choose their kernel by the device."""
     tried = 0
@@ -152,7 +152,7 @@ def test_lowerings_are_tried_without_values_as_on_the_cpu(target: str) -> None:
                 shape = local_shape(spec.shape, State(option.ins[position] for option in options), mesh)
                 grad = case.grads[position]
                 ins.append(LocalLayout(shape, contiguous(shape), spec.dtype, grad))
-            for observe in (saved._watched, needs._counting(())):
+            for observe in (saved_tensors._watched, working_memory._counting(())):
                 with FakeTensorMode():
                     on_cpu = observe(local, ins, mesh.size_of, "cpu")
                 assert observe(local, ins, mesh.size_of, "meta") == on_cpu

@@ -17,7 +17,7 @@ from autopar.certificate import check
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.pins.options import Options
 from autopar.plans.transfer import Side, box_at, transfer
-from autopar.rules.local import cuts_of
+from autopar.rules.local_calls import cuts_of
 from autopar.rules.proving.proof import Case, prove, strategies_of
 from autopar.rules.registry import SAMPLES
 from autopar.words.graph import Spec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.comparison.verify import verify
+from autopar.comparison.program_vs_eager import verify
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 

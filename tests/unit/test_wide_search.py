@@ -13,7 +13,7 @@ from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.candidates import PipelineOptions
-from autopar.planner.inter_op.one_number import OneNumber
+from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.planner.inter_op.stage_search import INTERRUPTED, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.words.graph import Graph

@@ -19,9 +19,9 @@ from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, 
 ROOT = Path(__file__).resolve().parents[2]
 THEIR_OWN = {"autopar/words/placements.py", "autopar/words/meshes.py", "autopar/rules/option_names.py"}
 OTHER_WORDS = {
-    "autopar/runtime/parameters/hops.py": "a table by kinds, which stands beside torch's",
+    "autopar/runtime/parameters/redistribution.py": "a table by kinds, which stands beside torch's",
     "autopar/profiling/document.py": "an action of a schedule, a backward of inputs",
-    "autopar/runtime/ranks/world.py": "actions of schedules, too",
+    "autopar/runtime/ranks/in_process_ranks.py": "actions of schedules, too",
 }
 """Files in which a letter of a placement is another word, or a kind that was asked for by name."""
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from autopar.capture import capture
-from autopar.comparison.verify import verify
+from autopar.comparison.program_vs_eager import verify
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
-from autopar.planner.intra_op.written import held_whole
+from autopar.planner.intra_op.written_buffers import held_whole
 from autopar.plans.plan import Plan
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster

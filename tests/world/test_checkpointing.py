@@ -18,16 +18,16 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 from autopar import planfile
 from autopar.capture import Captured, capture
 from autopar.certificate import check
-from autopar.comparison import verify as V
+from autopar.comparison import program_vs_eager as V
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.complete import complete
-from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.plan_completion import complete
+from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.memory_decisions import memory
 from autopar.plans.plan import Plan, StagePlan
-from autopar.plans.staging import cut
+from autopar.plans.stage_graphs import cut
 from autopar.rules.registry import rules_of
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster

@@ -13,11 +13,11 @@ from zoo import ZOO
 
 from autopar.capture import Captured, capture
 from autopar.certificate import check
-from autopar.comparison import verify as V
+from autopar.comparison import program_vs_eager as V
 from autopar.errors import PlanError
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.random_plans import random_plan
 from autopar.rules.registry import rules_of
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State

@@ -15,16 +15,16 @@ from zoo import ZOO
 from autopar.allocations import Allocations
 from autopar.capture import Captured, capture
 from autopar.certificate.peak import peak_of
-from autopar.comparison import verify as V
+from autopar.comparison import program_vs_eager as V
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options
-from autopar.planner.intra_op.solving.ilp import program
+from autopar.planner.intra_op.random_plans import random_plan
+from autopar.planner.intra_op.solving.highs import program
 from autopar.plans.plan import StagePlan
-from autopar.plans.staging import cut, hot_ops
+from autopar.plans.stage_graphs import cut, hot_ops
 from autopar.rules.proving.many_ranks import piece
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph

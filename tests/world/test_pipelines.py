@@ -13,10 +13,10 @@ from procs.pipelines import MODELS, ONE, SCHEDULES, THREE, Config, by_three, mak
 from zoo import ZOO
 
 from autopar.capture import Captured, capture
-from autopar.comparison import verify as V
+from autopar.comparison import program_vs_eager as V
 from autopar.errors import RunError
 from autopar.plans.plan import Plan
-from autopar.plans.staging import cut
+from autopar.plans.stage_graphs import cut
 from autopar.words.meshes import Mesh
 from cost_models.schedules import build, parse
 

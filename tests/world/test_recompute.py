@@ -11,19 +11,19 @@ from zoo import ZOO
 
 from autopar.capture import Captured, capture
 from autopar.certificate import check
-from autopar.comparison import verify as V
+from autopar.comparison import program_vs_eager as V
 from autopar.errors import InfeasibleError, PlanError
 from autopar.lower.emit import lower
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.inter_op.stage_pins import starts_of
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.complete import complete
-from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.planner.intra_op.plan_completion import complete
+from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.memory_decisions import memory
-from autopar.plans.staging import cut, hot_ops
+from autopar.plans.stage_graphs import cut, hot_ops
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.words.meshes import Mesh

@@ -9,7 +9,7 @@ from family_trial import CLUSTER, LIMIT
 from torch import nn
 
 from autopar.capture import Captured, capture
-from autopar.comparison.verify import (
+from autopar.comparison.program_vs_eager import (
     compare,
     doubled,
     inputs_of,

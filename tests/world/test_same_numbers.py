@@ -17,11 +17,11 @@ from procs.in_turn import marked
 from zoo import ZOO, Case
 
 from autopar.capture import Captured, capture
-from autopar.comparison import verify as V
+from autopar.comparison import program_vs_eager as V
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.draw import random_plan
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, plan_graph
+from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of, source_of_rule
 from autopar.words.meshes import Mesh

@@ -8,7 +8,7 @@ from family_trial import CLUSTER
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.comparison.verify import compare, doubled, inputs_of, one_device, promoted, state_of, train
+from autopar.comparison.program_vs_eager import compare, doubled, inputs_of, one_device, promoted, state_of, train
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.capture.graph.exported import flat, storage_of, without_values
+from autopar.capture.graph.exported_nodes import flat, storage_of, without_values
 from autopar.torch_private import OpOverload
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from autopar.capture.aliasing.inverses import Form, flattened, picked, placed, put_back, written
-from autopar.rules.families.history import WITH_VALUE
+from autopar.rules.families.value_without_history import WITH_VALUE
 from autopar.words.graph import Ref, Spec, map_refs
 
 

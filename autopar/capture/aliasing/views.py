@@ -9,9 +9,9 @@ import torch
 from autopar.capture.aliasing.schemas import argument, facts
 from autopar.capture.aliasing.sharing import NEW, Shared, Sharing
 from autopar.capture.aliasing.storages import Alias, CannotInvert, Geometry, Memory, Place, Storage, ViewStep
-from autopar.capture.graph.emitting import Emitting
-from autopar.capture.graph.exported import flat, name_of, spec_of, storage_of
-from autopar.capture.graph.pruning import has_effect
+from autopar.capture.graph.dead_operators import has_effect
+from autopar.capture.graph.exported_nodes import flat, name_of, spec_of, storage_of
+from autopar.capture.graph.node_emitter import Emitting
 from autopar.capture.normalize import DROPPED, FRESH, Form, normalize
 from autopar.capture.trace.recording import DATA
 from autopar.torch_private import OpOverload

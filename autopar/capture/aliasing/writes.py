@@ -10,7 +10,7 @@ import torch
 from autopar.capture.aliasing.schemas import Facts, parts_of, with_defaults
 from autopar.capture.aliasing.storages import Alias, CannotInvert, Storage
 from autopar.capture.aliasing.views import Viewing
-from autopar.capture.graph.exported import at, flat, module_of, spec_of, without_values
+from autopar.capture.graph.exported_nodes import at, flat, module_of, spec_of, without_values
 from autopar.capture.normalize import normalize
 from autopar.errors import CaptureError
 from autopar.rules.operator_call import call_of

@@ -1,24 +1,25 @@
 """From an exported program to a :class:`~autopar.words.graph.Graph` in one spelling.
 
-====================== =============================================================================================
-:mod:`.building`       the walk over the exported program
-:mod:`.emitting`       one node of the graph
-:mod:`.exported`       what stands in an exported program, and where
-:mod:`.recorded_calls` calls of user functions and hooks
-:mod:`.selected_rows`  rows that a mask selects are all rows, and the mask; :mod:`.rows_of_graph`: what stands for
-                       them; :mod:`.row_by_row`: what works on each by itself; :mod:`.rows_put_back`: where they
-                       become part of a tensor of all; :mod:`.joined_rows`: those of several masks at once
-:mod:`.regions_inlined` regions without gradients in which such rows are worked on
-:mod:`.conditional_writes` what modules write that are called where there are such rows
-:mod:`.entered`        branches that are entered where there are such rows: which parameters take part
-:mod:`.same_masks`     masks that select the same rows, written down more than once
-:mod:`.alike_turns`    loops over experts on such rows are one turn; :mod:`.run_once`: its body;
-                       :mod:`.spread_gates`: masks that are columns of gates
-:mod:`.sorted_rows`    rows in the order of their experts stay in their own; :mod:`.counted`: how many each has
-:mod:`.gathered_matrices` a matrix that is gathered for each row: a product by rows
-:mod:`.experts_in_parallel` experts that are modules beside each other, with tensors of one size: computed at once
-:mod:`.merging`        equal expressions become one, on the pure graph
-:mod:`.expert_blocks`  routed experts become one operator each
-:mod:`.pruning`        what nobody reads goes
-====================== =============================================================================================
+============================= =========================================================================================
+:mod:`.building`              the walk over the exported program
+:mod:`.node_emitter`          one node of the graph
+:mod:`.exported_nodes`        what stands in an exported program, and where
+:mod:`.recorded_calls`        calls of user functions and hooks
+:mod:`.selected_rows`         rows that a mask selects are all rows, and the mask; :mod:`.rows_of_graph`: what stands
+                              for them; :mod:`.row_by_row`: what works on each by itself; :mod:`.rows_put_back`: where
+                              they become part of a tensor of all; :mod:`.joined_rows`: those of several masks at once
+:mod:`.regions_inlined`       regions without gradients in which such rows are worked on
+:mod:`.conditional_writes`    what modules write that are called where there are such rows
+:mod:`.entered_branches`      branches that are entered where there are such rows: which parameters take part
+:mod:`.same_masks`            masks that select the same rows, written down more than once
+:mod:`.expert_turns`          loops over experts on such rows are one turn; :mod:`.run_once`: its body;
+                              :mod:`.spread_gates`: masks that are columns of gates
+:mod:`.sorted_rows`           rows in the order of their experts stay in their own; :mod:`.expert_counts`: how many
+                              each has
+:mod:`.gathered_matrices`     a matrix that is gathered for each row: a product by rows
+:mod:`.experts_in_parallel`   experts that are modules beside each other, with tensors of one size: computed at once
+:mod:`.common_subexpressions` equal expressions become one, on the pure graph
+:mod:`.expert_blocks`         routed experts become one operator each
+:mod:`.dead_operators`        what nobody reads goes
+============================= =========================================================================================
 """

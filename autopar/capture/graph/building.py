@@ -12,21 +12,21 @@ import torch
 from autopar.capture.aliasing.schemas import argument, facts
 from autopar.capture.aliasing.storages import Alias, Geometry, Storage
 from autopar.capture.aliasing.writes import Writing
-from autopar.capture.branches.asking import ASK, Question, plain_path
-from autopar.capture.branches.taken import TAKEN, fault_at, pinned_at
+from autopar.capture.branches.data_branches import TAKEN, fault_at, pinned_at
+from autopar.capture.branches.random_answers import ASK, Question, plain_path
+from autopar.capture.graph.common_subexpressions import merged
+from autopar.capture.graph.dead_operators import has_effect, without_dead
 from autopar.capture.graph.expert_blocks import with_expert_blocks
 from autopar.capture.graph.experts_in_parallel import with_experts_at_once
-from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of, name_of, source_of, spec_of
+from autopar.capture.graph.exported_nodes import at, flat, get, is_symbolic, module_of, name_of, source_of, spec_of
 from autopar.capture.graph.gathered_matrices import with_rows_of_gathered
-from autopar.capture.graph.merging import merged
-from autopar.capture.graph.pruning import has_effect, without_dead
 from autopar.capture.graph.recorded_calls import recorded_call
 from autopar.capture.graph.selected_rows import with_masks
 from autopar.capture.graph.sorted_rows import with_rows_in_place
 from autopar.capture.losses import the_loss
-from autopar.capture.python.left import own_outputs
-from autopar.capture.trace.passed_over import TOOK_PART
+from autopar.capture.python.attributes_left import own_outputs
 from autopar.capture.trace.recording import ASSIGN, BEGIN, END, FUNCTION, HOOK
+from autopar.capture.trace.unused_parameters import TOOK_PART
 from autopar.errors import CaptureError
 from autopar.rules.function import PREFIX
 from autopar.torch_private import OpOverload

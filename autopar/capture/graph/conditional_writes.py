@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.graph.exported import name_of
+from autopar.capture.graph.exported_nodes import name_of
 from autopar.errors import CaptureError
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from autopar.capture.graph.conditional_writes import writes
-from autopar.capture.graph.exported import is_symbolic, name_of
+from autopar.capture.graph.exported_nodes import is_symbolic, name_of
 from autopar.capture.graph.rows_of_graph import RowsOfGraph
 from autopar.capture.graph.run_once import NotAlikeError, is_pointwise
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.graph.counted import CASTS
-from autopar.capture.graph.exported import name_of
+from autopar.capture.graph.expert_counts import CASTS
+from autopar.capture.graph.exported_nodes import name_of
 from autopar.capture.graph.row_by_row import is_by_element
 from autopar.capture.graph.rows_of_graph import RowsOfGraph
 from autopar.capture.graph.same_masks import behind

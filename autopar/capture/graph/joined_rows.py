@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.capture.graph.exported import name_of
+from autopar.capture.graph.exported_nodes import name_of
 from autopar.capture.graph.rows_of_graph import Rows
 from autopar.capture.graph.rows_put_back import RowsPutBack, writes_rows
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autopar.capture.graph.conditional_writes import writes
-from autopar.capture.graph.exported import flat, is_symbolic, name_of
+from autopar.capture.graph.exported_nodes import flat, is_symbolic, name_of
 
 aten = torch.ops.aten
 REGION = "wrap_with_set_grad_enabled"

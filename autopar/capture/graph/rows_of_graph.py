@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.graph.exported import at, is_symbolic, module_of
+from autopar.capture.graph.exported_nodes import at, is_symbolic, module_of
 from autopar.errors import CaptureError
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.graph.alike_turns import Turn, root_of
-from autopar.capture.graph.exported import name_of
+from autopar.capture.graph.expert_turns import Turn, root_of
+from autopar.capture.graph.exported_nodes import name_of
 from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph, is_mask
 from autopar.capture.graph.same_masks import SameMasks, picked_once
 

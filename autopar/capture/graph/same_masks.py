@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.capture.graph.conditional_writes import writes
-from autopar.capture.graph.exported import name_of
+from autopar.capture.graph.exported_nodes import name_of
 
 SHAPED = ("aten.reshape.default", "aten.view.default", "aten.flatten.using_ints", "aten.alias.default")
 """The same elements in the same order."""

@@ -8,7 +8,7 @@ are left out by the mask (:mod:`.rows_put_back`). So sizes are fixed, values and
 depends on data.
 
 What looks across rows (a mean over them, a softmax along them, their number) is refused (:mod:`.row_by_row`). Loops
-of which every turn does the same with the rows of one expert are then made one (:mod:`.alike_turns`).
+of which every turn does the same with the rows of one expert are then made one (:mod:`.expert_turns`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.branches.taken import OF_ROWS, TAKEN
-from autopar.capture.graph.alike_turns import as_one, routing
+from autopar.capture.branches.data_branches import OF_ROWS, TAKEN
 from autopar.capture.graph.conditional_writes import write_where_there_are_rows
-from autopar.capture.graph.counted import CASTS, counted_numbers, element_of, hot_by_dim
-from autopar.capture.graph.entered import note_parts
-from autopar.capture.graph.exported import flat, is_symbolic, name_of
+from autopar.capture.graph.entered_branches import note_parts
+from autopar.capture.graph.expert_counts import CASTS, counted_numbers, element_of, hot_by_dim
+from autopar.capture.graph.expert_turns import as_one, routing
+from autopar.capture.graph.exported_nodes import flat, is_symbolic, name_of
 from autopar.capture.graph.joined_rows import Joined, JoinedRows
 from autopar.capture.graph.regions_inlined import regions_of_rows_inlined
 from autopar.capture.graph.row_by_row import VIEWS, check

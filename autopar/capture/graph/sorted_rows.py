@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.capture.graph.counted import CASTS, counted_numbers
-from autopar.capture.graph.exported import flat, name_of
+from autopar.capture.graph.expert_counts import CASTS, counted_numbers
+from autopar.capture.graph.exported_nodes import flat, name_of
 from autopar.capture.graph.row_by_row import VIEWS, check
 from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph
 from autopar.capture.graph.run_once import is_pointwise

@@ -14,8 +14,8 @@ import torch
 from torch.fx import Node
 
 from autopar.capture.graph.conditional_writes import writes
-from autopar.capture.graph.counted import CASTS, picking
-from autopar.capture.graph.exported import name_of
+from autopar.capture.graph.expert_counts import CASTS, picking
+from autopar.capture.graph.exported_nodes import name_of
 from autopar.capture.graph.same_masks import VIEWS, behind
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.python.frozen import OTHER, Held
+from autopar.capture.python.frozen_values import OTHER, Held
 from autopar.errors import CaptureError
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.python.frozen import OTHER, Held, SameObject, frozen, leaves_out, show
+from autopar.capture.python.frozen_values import OTHER, Held, SameObject, frozen, leaves_out, show
 from autopar.errors import RunError, first_few
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.python.frozen import is_plain
+from autopar.capture.python.frozen_values import is_plain
 from autopar.torch_private import DisableTorchFunction, TorchDispatchMode, pytree
 
 _SEED = 20240229

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from autopar.capture.branches.asking import ASK
-from autopar.capture.branches.taken import TAKEN
+from autopar.capture.branches.data_branches import TAKEN
+from autopar.capture.branches.random_answers import ASK
 from autopar.capture.repeats.python_state import Unknown, plain, seen, shape_of
 from autopar.torch_private import OpOverload, pytree
 

@@ -27,8 +27,8 @@ from unittest import mock
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
-from autopar.capture.branches.asking import ASK, asking
-from autopar.capture.branches.taken import TAKEN, would_take
+from autopar.capture.branches.data_branches import TAKEN, would_take
+from autopar.capture.branches.random_answers import ASK, asking
 from autopar.capture.repeats.attribute_reads import watched
 from autopar.capture.repeats.block_calls import (
     FAKE,
@@ -66,7 +66,7 @@ from autopar.capture.repeats.python_state import (
     seen,
     shape_of,
 )
-from autopar.capture.trace.quick import unstacked
+from autopar.capture.trace.faster_tracing import unstacked
 from autopar.torch_private import DisableTorchFunction, ModuleStackTracer, module_at, pytree
 
 LIBRARY = torch.library.Library("autopar", "FRAGMENT")

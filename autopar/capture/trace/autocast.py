@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.capture.graph.exported import at, flat, get, is_symbolic, module_of, name_of
+from autopar.capture.graph.exported_nodes import at, flat, get, is_symbolic, module_of, name_of
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, has_kernel, pytree
 from autopar.words.autocasting import AutocastState as State

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.branches.drawn import Drawn
+from autopar.capture.branches.unknown_numbers import Drawn
 from autopar.torch_private import FakeTensor
 
 
@@ -59,7 +58,7 @@ class CumulativeNorms(TorchFunctionMode):
 
 def _in_a_norm(tensor: torch.Tensor, frame: FrameType) -> bool:
     """Whether the frame is that of a batch norm that reads its number of batches."""
-    norm = frame.f_locals.get("self") if frame.f_code is _BatchNorm.forward.__code__ else None
+    norm = frame.f_locals.get("self") if frame.f_code is torch.nn.BatchNorm1d.forward.__code__ else None
     return norm is not None and norm.num_batches_tracked is tensor
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.trace.experts_by_rows import rows_of
-from autopar.capture.trace.passed_over import took_part
+from autopar.capture.trace.unused_parameters import took_part
 from autopar.rules.experts.experts import expert_product
 
 

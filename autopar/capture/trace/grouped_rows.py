@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.branches.asking import site_of
-from autopar.capture.branches.taken import Read
-from autopar.capture.graph.counted import counted_numbers, element_of
-from autopar.capture.trace.dispatched import Dispatched
+from autopar.capture.branches.data_branches import Read
+from autopar.capture.branches.random_answers import site_of
+from autopar.capture.graph.expert_counts import counted_numbers, element_of
+from autopar.capture.trace.expert_dispatch import Dispatched
 from autopar.capture.trace.hit_experts import HitExperts
-from autopar.capture.trace.made_from import depends_on_data, node_of
 from autopar.capture.trace.one_hot_sizes import hot_of
 from autopar.capture.trace.running_counts import RunningCounts, as_numbers, summed
+from autopar.capture.trace.value_origins import depends_on_data, node_of
 from autopar.torch_private import grouped_product
 
 GROUPED = (torch.nn.functional.grouped_mm, grouped_product)

@@ -19,12 +19,12 @@ from unittest import mock
 
 import torch
 
-from autopar.capture.branches.asking import site_of, users_frame
+from autopar.capture.branches.data_branches import OF_ROWS
 from autopar.capture.branches.only_rows import loop_of_rows
-from autopar.capture.branches.taken import OF_ROWS
-from autopar.capture.graph.counted import CASTS, number_of_choices
+from autopar.capture.branches.random_answers import site_of, users_frame
+from autopar.capture.graph.expert_counts import CASTS, number_of_choices
 from autopar.capture.graph.same_masks import behind
-from autopar.capture.trace.made_from import constant_value, depends_on_data, node_of
+from autopar.capture.trace.value_origins import constant_value, depends_on_data, node_of
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor
 

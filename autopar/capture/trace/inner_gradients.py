@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.graph.exported import storage_of
+from autopar.capture.graph.exported_nodes import storage_of
 from autopar.capture.trace.recording import DATA, FUNCTION, HOOK, now, refuse
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor, OpOverload, plainly, pytree

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from autopar.capture.branches.asking import site_of, users_frame
-from autopar.capture.branches.drawn import Drawn
-from autopar.capture.trace.made_from import depends_on_data
+from autopar.capture.branches.random_answers import site_of, users_frame
+from autopar.capture.branches.unknown_numbers import Drawn
+from autopar.capture.trace.value_origins import depends_on_data
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor
 

@@ -3,7 +3,8 @@
 Diffusion models and many scripts after them have one: ``forward`` calls a function that it gets as an argument without
 keeping anything, ``backward`` calls it again and asks ``torch.autograd.grad`` for the gradients. Kept whole like other
 Functions, its operators could not be cut, and its code would have to find the parameters of modules in its arguments.
-So a call that does just this is traced as a region (:mod:`.regions`), and plans decide what is computed again.
+So a call that does just this is traced as a region (:mod:`.checkpointed_regions`), and plans decide what is computed
+again.
 
 No name says that it does just this; a trial on tensors without values does. All is watched that the two methods do:
 
@@ -25,8 +26,8 @@ from unittest import mock
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
-from autopar.capture.graph.exported import storage_of
-from autopar.capture.trace import regions
+from autopar.capture.graph.exported_nodes import storage_of
+from autopar.capture.trace import checkpointed_regions
 from autopar.capture.trace.recording import here, now
 from autopar.rules.function import PLAIN, tensors_of
 from autopar.torch_private import DisableTorchFunction, OpOverload, SingleLevelFunction, TorchDispatchMode, pytree
@@ -145,7 +146,7 @@ def as_region(cls: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] |
                 f"{name} computes its forward under autocast, and in its backward again without; the program computes "
                 "it under autocast, as torch.utils.checkpoint does"
             ] = None
-        with regions.marked():
+        with checkpointed_regions.marked():
             return args[place](*given)
 
     return run

@@ -21,7 +21,7 @@ import torch
 import torch.fx
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode
 
-from autopar.capture.branches.taken import asked_for_rows_only
+from autopar.capture.branches.data_branches import asked_for_rows_only
 from autopar.errors import CaptureError
 from autopar.rules.function import Callee
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from autopar.capture.branches.asking import site_of
-from autopar.capture.branches.taken import Read
-from autopar.capture.graph.counted import CASTS, counted_numbers, element_of
+from autopar.capture.branches.data_branches import Read
+from autopar.capture.branches.random_answers import site_of
+from autopar.capture.graph.expert_counts import CASTS, counted_numbers, element_of
 from autopar.capture.graph.same_masks import behind
-from autopar.capture.trace.made_from import node_of
+from autopar.capture.trace.value_origins import node_of
 from autopar.errors import CaptureError
 
 TAKEN_APART = (torch.Tensor.__getitem__, torch.Tensor.unbind, torch.unbind)

@@ -17,40 +17,40 @@ from unittest import mock
 
 import torch
 
-from autopar.capture.branches.asking import asked_afresh
-from autopar.capture.branches.drawn import checked
-from autopar.capture.branches.taken import changing, from_the_start
+from autopar.capture.branches.data_branches import changing, from_the_start
+from autopar.capture.branches.random_answers import asked_afresh
+from autopar.capture.branches.unknown_numbers import checked
 from autopar.capture.dataclass_nodes import know_dataclasses
-from autopar.capture.graph.exported import source_of
+from autopar.capture.graph.exported_nodes import source_of
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
-from autopar.capture.trace.answers import AnswerConstants
 from autopar.capture.trace.autocast import write_casts
-from autopar.capture.trace.bags import BagsOfRows
+from autopar.capture.trace.autograd_functions import whole_functions
+from autopar.capture.trace.checkpointed_regions import marked_regions
+from autopar.capture.trace.ctc_targets import Transcripts
 from autopar.capture.trace.cumulative_norms import CumulativeNorms
+from autopar.capture.trace.embedding_bags import BagsOfRows
 from autopar.capture.trace.expert_loops import loops_by_rows
 from autopar.capture.trace.experts_by_rows import experts_by_rows
-from autopar.capture.trace.flex import flex_attention_in_plain_operators
-from autopar.capture.trace.functions import whole_functions
+from autopar.capture.trace.faster_tracing import quickly
+from autopar.capture.trace.flex_attention import flex_attention_in_plain_operators
+from autopar.capture.trace.functorch_transforms import transforms_written_out
 from autopar.capture.trace.grouped_rows import GroupedRows
-from autopar.capture.trace.hooks import as_in_eager
 from autopar.capture.trace.inner_gradients import KeptInside, in_plain_operators
-from autopar.capture.trace.lengths import lengths_of_rows
-from autopar.capture.trace.made_from import constant_value
-from autopar.capture.trace.mapped import transforms_written_out
-from autopar.capture.trace.memos import memos_forgotten
+from autopar.capture.trace.lengths_of_rows import lengths_of_rows
+from autopar.capture.trace.memoized_functions import memos_forgotten
 from autopar.capture.trace.one_hot_sizes import sizes_for_one_hot
-from autopar.capture.trace.outside_torch import drawn_by_torch
-from autopar.capture.trace.packed import packed_as_padded
-from autopar.capture.trace.progress import told
-from autopar.capture.trace.quick import quickly
+from autopar.capture.trace.packed_sequences import packed_as_padded
+from autopar.capture.trace.python_questions import AnswerConstants
+from autopar.capture.trace.python_random import drawn_by_torch
 from autopar.capture.trace.recording import parameters_noted, recording, rows_are_asked_for
-from autopar.capture.trace.recurrent import LayerByLayer
-from autopar.capture.trace.regions import marked_regions
+from autopar.capture.trace.recurrent_layers import LayerByLayer
 from autopar.capture.trace.seeding import own_draws_refused
-from autopar.capture.trace.transcripts import Transcripts
+from autopar.capture.trace.tensor_hooks import as_in_eager
+from autopar.capture.trace.trace_progress import told
 from autopar.capture.trace.unread_strings import are_hidden, strings_hidden
+from autopar.capture.trace.value_origins import constant_value
 from autopar.capture.without_values import with_strides
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (

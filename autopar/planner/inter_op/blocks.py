@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from autopar.planner.intra_op.building.fold import Fold
-from autopar.plans.staging import hot_ops, spans_of_written_buffers
+from autopar.plans.stage_graphs import hot_ops, spans_of_written_buffers
 from autopar.rules.notation import Rule
 from autopar.words.graph import Graph, Ref
 
@@ -28,7 +28,7 @@ NEAR = 0.4
 
 @dataclass(frozen=True)
 class Block:
-    """Operators ``first`` to ``end`` (positions in :func:`autopar.plans.staging.hot_ops`); equal ``kind``: equal
+    """Operators ``first`` to ``end`` (positions in :func:`autopar.plans.stage_graphs.hot_ops`); equal ``kind``: equal
     cost."""
 
     first: int

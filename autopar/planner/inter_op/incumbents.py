@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from math import inf
 
 from autopar.errors import InfeasibleError
-from autopar.heard import tell
 from autopar.planner.inter_op.candidates import SMALL, Candidate
 from autopar.planner.inter_op.exact.exact_stages import Exact
-from autopar.planner.inter_op.one_number import CANDIDATES, OneNumber
-from autopar.planner.intra_op.building.problem import Beaten
+from autopar.planner.inter_op.per_microbatch_count import CANDIDATES, OneNumber
+from autopar.planner.intra_op.building.integer_program import Beaten
+from autopar.progress import tell
 from autopar.words.texts import show_seconds
 
 FAILED = 12

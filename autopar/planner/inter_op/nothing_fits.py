@@ -7,7 +7,7 @@ from math import ceil
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.inter_op.candidates import PipelineOptions
-from autopar.planner.inter_op.one_number import OneNumber
+from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.words.texts import show_bytes
 
 

@@ -18,7 +18,7 @@ from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.plans.plan import Plan, StagePlan
-from autopar.plans.staging import StageGraph, crossings_of, cut, hot_ops
+from autopar.plans.stage_graphs import StageGraph, crossings_of, cut, hot_ops
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from cost_models.schedules import Timeline, simulate

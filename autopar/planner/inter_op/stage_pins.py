@@ -11,7 +11,7 @@ from autopar.errors import InfeasibleError, MeshError, PlanError, closest
 from autopar.planner.inter_op.simulating.order import SEARCHED, START
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.intra_op.pins.pinned_choices import PinnedChoices
-from autopar.plans.staging import StageGraph, hot_ops
+from autopar.plans.stage_graphs import StageGraph, hot_ops
 from autopar.rules.option_names import option_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import options_of

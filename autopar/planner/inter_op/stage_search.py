@@ -1,14 +1,14 @@
 """Where to cut the pipeline, and which schedule to run: stages of blocks on groups of devices.
 
-Every number of microbatches (:mod:`.one_number`) goes through four steps, each of which costs more than the one before
-and sees less of what there is to choose from:
+Every number of microbatches (:mod:`.per_microbatch_count`) goes through four steps, each of which costs more than the
+one before and sees less of what there is to choose from:
 
 1. Bound: what no step in so many microbatches, on such a mesh, beats. Every kind of block is planned alone
-   (:mod:`.estimating.menu`), in its fastest way.
+   (:mod:`.estimating.block_costs`), in its fastest way.
 2. Estimate: for every number of groups, mesh shape and schedule, stages are filled with blocks within the memory that
    the microbatches in flight leave (:mod:`.estimating.equal`). Where devices differ, or their number divides badly, a
    dynamic program cuts over unequal groups (:mod:`.estimating.unequal`).
-3. Simulate: on many devices, the best estimates are run in the simulator (:mod:`.estimating.trial`).
+3. Simulate: on many devices, the best estimates are run in the simulator (:mod:`.estimating.simulated_estimate`).
 4. Plan exactly: the best few are planned stage by stage and simulated again (:mod:`.exact.exact_stages`), as long as
    they may beat the best so far (:mod:`.incumbents`), which is the plan.
 """
@@ -19,23 +19,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, log2
 
-from autopar.collection import uncollected
 from autopar.errors import PlanError
-from autopar.heard import tell
+from autopar.garbage_collection import uncollected
 from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
+from autopar.planner.inter_op.estimating.block_costs import BlockPlans
 from autopar.planner.inter_op.estimating.equal import NEAR
-from autopar.planner.inter_op.estimating.menu import BlockPlans
 from autopar.planner.inter_op.exact.exact_stages import Exact
 from autopar.planner.inter_op.incumbents import Incumbents
 from autopar.planner.inter_op.nothing_fits import nothing_fits
-from autopar.planner.inter_op.one_group import least_seconds, one_group
-from autopar.planner.inter_op.one_number import AXES, CANDIDATES, DEEPER, WORTH_A_LOOK, OneNumber
+from autopar.planner.inter_op.per_microbatch_count import AXES, CANDIDATES, DEEPER, WORTH_A_LOOK, OneNumber
 from autopar.planner.inter_op.simulating.order import check_name
+from autopar.planner.inter_op.single_stage import least_seconds, one_group
 from autopar.planner.intra_op.building.fold import fold
-from autopar.planner.intra_op.building.problem import Beaten
+from autopar.planner.intra_op.building.integer_program import Beaten
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.within_memory import TIGHT
 from autopar.plans.plan import Plan
+from autopar.progress import tell
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh

@@ -8,9 +8,9 @@ Driven by :mod:`.mesh_plan`, a graph passes through:
 :mod:`.building`        the integer program: what each operator can do, seconds and bytes of it; the mathematics
 :mod:`.solving`         its solution; no other folder knows a solver
 :mod:`.within_memory`   the cheapest plan whose bytes, counted in full, stay within the limit
-:mod:`.complete`        decided strategies -> a whole plan; :mod:`.reshard`: its routes
+:mod:`.plan_completion` decided strategies -> a whole plan; :mod:`.reshard`: its routes
 :mod:`.memory`          decisions about memory, the ledger of what is held, and the peak of a step
-:mod:`.single`          the plan for one device; :mod:`.draw`: random plans, for tests; :mod:`.written`: buffers that
-                        operators write to
+:mod:`.one_device`      the plan for one device; :mod:`.random_plans`: random plans, for tests;
+                        :mod:`.written_buffers`: buffers that operators write to
 ======================= ===============================================================================================
 """

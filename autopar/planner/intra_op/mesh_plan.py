@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from autopar.collection import uncollected
 from autopar.errors import InfeasibleError, MeshError, PlanError
+from autopar.garbage_collection import uncollected
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
-from autopar.planner.intra_op.building.problem import Beaten, Choice
+from autopar.planner.intra_op.building.integer_program import Beaten, Choice
 from autopar.planner.intra_op.building.space import fitting_strategy
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options, device_limit
-from autopar.planner.intra_op.solving import ilp
+from autopar.planner.intra_op.solving import highs
 from autopar.planner.intra_op.within_memory import UNLIMITED, AllTooLarge, OutOfReach, WithinMemory, against, too_big
 from autopar.plans.memory_decisions import GATHER_AGAIN
 from autopar.plans.plan import ParamChoice, StagePlan
@@ -171,15 +171,15 @@ class PlansByMemory:
         """The fastest plan, for a small part of what all of them cost to find: with nothing to choose from that only
         saves memory, and bytes not counted."""
         problem, decoder = self.setting.problem(False)
-        program = ilp.program(problem, effort=self.setting.options.effort())
+        program = highs.program(problem, effort=self.setting.options.effort())
         return self.setting.realise(decoder.decided(program.hull(())[0].picked, self.setting.folding), weighed=False)
 
     @uncollected()
-    def every(self, prices: Sequence[float] = ilp.PRICES) -> list[StagePlan]:
+    def every(self, prices: Sequence[float] = highs.PRICES) -> list[StagePlan]:
         """All of them, the fastest first; prices as for
-        :meth:`autopar.planner.intra_op.solving.ilp.HighsProgram.hull`."""
+        :meth:`autopar.planner.intra_op.solving.highs.HighsProgram.hull`."""
         problem, decoder = self.setting.problem(True, choices=True)
-        program = ilp.program(replace(problem, limit_bytes=UNLIMITED), effort=self.setting.options.effort())
+        program = highs.program(replace(problem, limit_bytes=UNLIMITED), effort=self.setting.options.effort())
         fastest, *others = program.hull(prices, PEAK_SHARE)
         plans: dict[object, StagePlan] = {}
         self._add_ways(decoder, fastest, plans)
@@ -217,7 +217,7 @@ def priced_again(
     devices: Sequence[int] | None = None, weighed: bool = True,
 ) -> list[StagePlan] | None:  # fmt: skip
     """The plans of a graph that differs from another in sizes only, decided as those of the other; None if the sizes
-    do not allow it. ``weighed`` as for :func:`.complete.complete`."""
+    do not allow it. ``weighed`` as for :func:`.plan_completion.complete`."""
     setting = MeshProblem(graph, cluster, mesh, options, devices)
     priced = []
     for plan in plans:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from autopar.planner.intra_op.building.build import Builder
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
 from autopar.planner.intra_op.building.fold import fold, unfolded
+from autopar.planner.intra_op.building.integer_program import Problem
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.building.problem import Problem
-from autopar.planner.intra_op.complete import complete
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.memory.recompute_choices import Again
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.intra_op.pins.pinned_choices import PinnedChoices
+from autopar.planner.intra_op.plan_completion import complete
 from autopar.plans.clusters import check_mesh
 from autopar.plans.memory_decisions import MAKE_AGAIN, RECOMPUTE
 from autopar.plans.plan import StagePlan

@@ -14,9 +14,9 @@ from typing import Any
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.intra_op.building.decoder import Decoder
-from autopar.planner.intra_op.building.problem import ROUGH, ROUNDING, Beaten, Choice, Item, Problem
+from autopar.planner.intra_op.building.integer_program import ROUGH, ROUNDING, Beaten, Choice, Item, Problem
 from autopar.planner.intra_op.mesh_problem import MeshProblem
-from autopar.planner.intra_op.solving import ilp
+from autopar.planner.intra_op.solving import highs
 from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT
 from autopar.planner.intra_op.solving.mixture import mixture
 from autopar.plans.plan import Solution, StagePlan
@@ -44,7 +44,7 @@ LARGEST = 3
 MIXED_GAP = 0.02
 """The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
 STEEP_PRICES = (10.0, 30.0, 100.0)
-"""Like :data:`autopar.planner.intra_op.building.problem.PRICES`, where little memory is all that counts."""
+"""Like :data:`autopar.planner.intra_op.building.integer_program.PRICES`, where little memory is all that counts."""
 BOUNDED = "rows of the first moments"
 """The kind of program that :attr:`WithinMemory.ends` are of."""
 TIGHT = 0.9
@@ -174,7 +174,7 @@ class WithinMemory:
         known = options.worth_seconds < float("inf")
         return not options.explains and (self.bound == float("inf") or (known and self.fewest is not None))
 
-    def _of_fewest_bytes(self, program: ilp.HighsProgram | ilp.ByCbc) -> StagePlan:
+    def _of_fewest_bytes(self, program: highs.HighsProgram | highs.ByCbc) -> StagePlan:
         """The plan nearest to the fewest bytes of the relaxation, where that is too large, too: rows may count a little
         that a finished plan does not have at once.
 
@@ -193,7 +193,7 @@ class WithinMemory:
         found = replace(plan, solution=Solution("smallest", "best found", plan.price.seconds, 0.0, True))
         return replace(found, solution=against(bound, found, self.setting.options.memory_gap))
 
-    def _mixed(self, program: ilp.HighsProgram | ilp.ByCbc, gap: float, bound: float) -> StagePlan | None:
+    def _mixed(self, program: highs.HighsProgram | highs.ByCbc, gap: float, bound: float) -> StagePlan | None:
         """A plan whose blocks differ, at the program's present limit, measured against the bound at the full one."""
         setting = self.setting
         plan = mixture(
@@ -202,7 +202,7 @@ class WithinMemory:
         )  # fmt: skip
         return replace(plan, solution=against(bound, plan, gap)) if plan is not None else None
 
-    def _roughly(self, program: ilp.HighsProgram | ilp.ByCbc, gap: float, bound: float) -> StagePlan | None:
+    def _roughly(self, program: highs.HighsProgram | highs.ByCbc, gap: float, bound: float) -> StagePlan | None:
         """The fastest plan that fits and is found without branch and bound: by the price of a byte, or, where that is
         further from the bound than was asked, with blocks that differ under a limit so much lower that they fit."""
         best = self._by_price(program, gap, bound)
@@ -220,7 +220,7 @@ class WithinMemory:
         program.limit(self.limit)
         return best
 
-    def _by_price(self, program: ilp.HighsProgram | ilp.ByCbc, gap: float, bound: float) -> StagePlan | None:
+    def _by_price(self, program: highs.HighsProgram | highs.ByCbc, gap: float, bound: float) -> StagePlan | None:
         """The fastest plan that fits of those that are the best at a price of a byte, from the relaxation's on.
 
         Bytes are those of the finished plan, and no branch and bound is needed: a tenth of a second, where the solver
@@ -248,7 +248,7 @@ class WithinMemory:
                 best = min(best, plan, key=lambda p: p.price.seconds)
         return replace(best, solution=against(bound, best, gap))
 
-    def _at_price(self, program: ilp.HighsProgram | ilp.ByCbc, factor: float) -> StagePlan | None:
+    def _at_price(self, program: highs.HighsProgram | highs.ByCbc, factor: float) -> StagePlan | None:
         choice = program.at_price(factor)
         return self._finish(choice) if choice is not None else None
 
@@ -268,7 +268,7 @@ class WithinMemory:
         """
         self._limited(self.limit)
 
-    def _limited(self, limit: float) -> ilp.HighsProgram | ilp.ByCbc:
+    def _limited(self, limit: float) -> highs.HighsProgram | highs.ByCbc:
         """The program with the limit, and rows of the moments that it binds.
 
         Raises:
@@ -299,7 +299,7 @@ class WithinMemory:
                 break
         return program
 
-    def _sees(self, program: ilp.HighsProgram | ilp.ByCbc, plan: StagePlan) -> bool:
+    def _sees(self, program: highs.HighsProgram | highs.ByCbc, plan: StagePlan) -> bool:
         """Make the fullest moment of a plan a row of the program; returns whether it was none yet."""
         moment, rows = plan.fullest, self.decoder.moments
         if moment is None or rows is None or moment in self.moments or len(self.moments) >= MOMENTS:
@@ -308,10 +308,10 @@ class WithinMemory:
         program.add(rows.at(moment))
         return True
 
-    def _program(self, problem: Problem) -> ilp.HighsProgram | ilp.ByCbc:
+    def _program(self, problem: Problem) -> highs.HighsProgram | highs.ByCbc:
         options = self.setting.options
         binds = problem.moments or self.decoder.again is not None
-        return ilp.program(problem, effort=options.effort(BRIEF if binds else PATIENT))
+        return highs.program(problem, effort=options.effort(BRIEF if binds else PATIENT))
 
     def _finish(self, choice: Choice) -> StagePlan:
         plan = self.setting.realise(self.decoder.decided(choice.picked, self.setting.folding))

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from autopar.planner.intra_op.building.price import pricer
 from autopar.plans.plan import Plan, StagePlan
-from autopar.plans.staging import StageGraph
+from autopar.plans.stage_graphs import StageGraph
 from autopar.report.page.markup import bar, filled, joined, table
 from autopar.report.rows import BlockRows, OpRow, ParamRow, block_rows, param_rows
 from autopar.words.graph import Graph

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from autopar.planner.inter_op.simulating.timing import crossing_messages
 from autopar.plans.plan import Plan
-from autopar.plans.staging import StageGraph
+from autopar.plans.stage_graphs import StageGraph
 from autopar.report.page.markup import bar, filled, joined, table
 from autopar.report.page.seconds_spent import StageTally
 from autopar.words.meshes import Mesh

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.planner.intra_op.building import params as P
-from autopar.planner.intra_op.building.hidden import Hidden, hidden
+from autopar.planner.intra_op.building import parameter_sharding as P
+from autopar.planner.intra_op.building.overlap_seconds import Hidden, hidden
 from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.memory.ledger import waiting_seconds
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.plans.plan import Plan, StagePlan, route_key, segment_numbers
-from autopar.plans.staging import StageGraph
-from autopar.rules.local import collectives_inside, cuts_of
+from autopar.plans.stage_graphs import StageGraph
+from autopar.rules.local_calls import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of, strategy_named

@@ -19,7 +19,7 @@ import torch
 
 from autopar.rules.attention.attention_in_blocks import AttentionForm, goes_in_blocks, in_blocks
 from autopar.rules.attention.ring_attention import QUERIES, RING, attention_across
-from autopar.rules.families.random import halves, threshold_of
+from autopar.rules.families.sharded_random import halves, threshold_of
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, rule, sample

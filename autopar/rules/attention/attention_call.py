@@ -20,7 +20,7 @@ from autopar.rules.attention.attention_pairs import (
     pairs,
     zigzag_stretches,
 )
-from autopar.rules.families.random import Shards, dropping, hashes_at, threshold_of
+from autopar.rules.families.sharded_random import Shards, dropping, hashes_at, threshold_of
 from autopar.words.pieces import nested_piece_of
 
 Hashes = tuple[torch.Tensor | None, torch.Tensor | None]

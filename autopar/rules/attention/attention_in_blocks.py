@@ -4,8 +4,8 @@ A block of queries sees all of its keys at once, so no running softmax is needed
 probabilities, use them and let them go; the backward makes them again from queries, keys and the log-sum-exp of each
 query's scores, and draws the same bits again. What is kept for it is queries, keys, values, the mask, the result, the
 log-sum-exps, and one hash for each query and key: for S of both, and blocks of B queries, memory is S B in place of
-S S. Which element is dropped is decided by its place in the whole tensor (:mod:`.random`), so neither blocks nor meshes
-change the numbers.
+S S. Which element is dropped is decided by its place in the whole tensor (:mod:`.sharded_random`), so neither blocks
+nor meshes change the numbers.
 
 On GPUs with Triton the forward is one kernel and the backward are two (:mod:`.attention_triton`), which keep the same
 and make no block in memory; the passes here take over where a call has no kernel (a mask that learns, float64).
@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import pad
 
 from autopar.rules.attention.attention_on_gpus import fits_kernels, has_kernels_for, kernels
-from autopar.rules.families.random import dropping
+from autopar.rules.families.sharded_random import dropping
 from autopar.torch_private import safe_softmax
 
 QUERIES, MOST_BLOCKS = 128, 64
@@ -284,7 +284,7 @@ def in_blocks(
     Args:
         q, k, v: [.. h q d], [.. g k d] and [.. g k e]; h is a multiple of g.
         mask: of booleans, or added to the scores; or None.
-        row, column: hashes of the queries [.. h q] and keys [k] of which bits are drawn (:mod:`.random`).
+        row, column: hashes of the queries [.. h q] and keys [k] of which bits are drawn (:mod:`.sharded_random`).
 
     Returns:
         [.. h q e].

@@ -2,9 +2,10 @@
 
 As flash attention (Dao, arXiv:2205.14135 and 2307.08691): a block of queries meets the keys block by block under a
 running softmax, and the backward makes probabilities again from the log-sum-exp of each query. Which probabilities are
-dropped is a hash of their row's and column's hashes (:mod:`.random`), made in registers where a block is made: the same
-elements for any blocks, cuts and devices, where kernels of torch's draw by how a launch numbers its elements. The
-softmax is over all keys, dropped ones included, so the sum that divides counts all and the product only what is kept.
+dropped is a hash of their row's and column's hashes (:mod:`.sharded_random`), made in registers where a block is made:
+the same elements for any blocks, cuts and devices, where kernels of torch's draw by how a launch numbers its elements.
+The softmax is over all keys, dropped ones included, so the sum that divides counts all and the product only what is
+kept.
 
 Only this module imports triton; whoever imports it has asked
 :func:`~autopar.rules.attention.attention_on_gpus.has_kernels`.
@@ -18,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autopar.rules.families.random import MULTIPLIERS
+from autopar.rules.families.sharded_random import MULTIPLIERS
 
 _FIRST, _SECOND = (tl.constexpr(n) for n in MULTIPLIERS)
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = (tl.constexpr(n) for n in range(3))
@@ -26,7 +27,7 @@ _NO_MASK, _BOOL_MASK, _ADDED_MASK = (tl.constexpr(n) for n in range(3))
 
 @triton.jit
 def _is_kept(row, column, threshold):
-    """Which elements of a block are kept: the hash of :mod:`autopar.rules.families.random` below the threshold."""
+    """Which elements of a block are kept, by the hash of :mod:`~autopar.rules.families.sharded_random`."""
     z = row[:, None] + column[None, :]
     z = z ^ (z >> 16)
     z = z * _FIRST

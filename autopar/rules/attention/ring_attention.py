@@ -11,8 +11,8 @@ exchange halves: of 2 n pieces, rank i gets numbers i and 2 n - 1 - i (*zigzag*,
 what they may not see.
 
 *Dropout* of the probabilities leaves the log-sum-exp as it is, so parts are put together as without; which element is
-dropped is decided by its place in the whole sequence (:mod:`.random`). What has it is computed step by step, some
-queries at a time.
+dropped is decided by its place in the whole sequence (:mod:`.sharded_random`). What has it is computed step by step,
+some queries at a time.
 
 A message of the ring is one all-to-all in which each rank sends to one other: a collective, which all ranks post in one
 order, so nothing waits for what is posted behind it.
@@ -32,9 +32,9 @@ from autopar.rules.attention.attention_call import Draw, Going, Hashes
 from autopar.rules.attention.attention_halves import add_to, as_message, exchanged, message_of_halves, parts_of, whole
 from autopar.rules.attention.attention_pairs import mask_of
 from autopar.rules.attention.attention_sums import AttentionSoFar, SumOfParts
-from autopar.rules.lowerings.across_ranks import permuted, sends_on
-from autopar.rules.lowerings.local_piece import axes_of, cuts_on, n_pieces, positions, which_piece
-from autopar.rules.lowerings.lowering_trial import makes_some_steps, standing_for
+from autopar.rules.lowering_helpers.across_ranks import permuted, sends_on
+from autopar.rules.lowering_helpers.local_piece import axes_of, cuts_on, n_pieces, positions, which_piece
+from autopar.rules.lowering_helpers.lowering_trial import makes_some_steps, standing_for
 from autopar.torch_private import each_rank
 
 QUERIES, RING = "q", "ring"

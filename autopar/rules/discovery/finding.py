@@ -24,7 +24,7 @@ from autopar.rules.discovery.proposal import Discovered, Factor, rule_from
 from autopar.rules.discovery.remembered import keep, key_of, recall
 from autopar.rules.discovery.small import says_nothing, small_call
 from autopar.rules.discovery.trying import REFUSALS, NotTried, in_a_fork, outputs
-from autopar.rules.local import resolve
+from autopar.rules.local_calls import resolve
 from autopar.rules.operator_call import Call
 from autopar.rules.option_names import GRADIENTS_PENDING, WHOLE
 from autopar.rules.proving.proof import Case, RuleIsWrong, prove, strategies_of

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.rules.discovery.trying import REFUSALS, moved
-from autopar.rules.local import resolve
+from autopar.rules.local_calls import resolve
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.proving.proof import invoke

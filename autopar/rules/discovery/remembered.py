@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autopar.rules.discovery.proposal import Discovered, Factor
-from autopar.rules.local import resolve
+from autopar.rules.local_calls import resolve
 from autopar.rules.registry import Sample
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 

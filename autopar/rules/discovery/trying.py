@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from autopar.rules.local import resolve
+from autopar.rules.local_calls import resolve
 from autopar.rules.proving.proof import invoke
 
 REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)

@@ -8,7 +8,7 @@ On one device it is the sequence of these operators. Its reason are the ways to 
 * ``s``: every rank has all experts and computes its rows;
 * ``e``: every rank has some experts and all rows, and a term of the result, which is zero for rows of other experts;
 * ``travel``: every rank has some experts and some rows; rows travel to their expert and back, once each way
-  (:mod:`autopar.rules.experts.travelling`);
+  (:mod:`autopar.rules.experts.expert_all_to_all`);
 * ``ffn``: every rank has the same piece of the features between the products
   (:mod:`autopar.rules.experts.expert_features`), of all its experts, and a term of the result; also beside ``e`` or
   ``travel`` on other axes.
@@ -30,12 +30,12 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
+from autopar.rules.experts.expert_all_to_all import Passage, Trip, untyped
 from autopar.rules.experts.expert_features import LOOKUP, SPLIT, features_of
 from autopar.rules.experts.expert_program import COMMON, EXPERT, ROW, Body, Value, body_of, computed
 from autopar.rules.experts.experts import EXPERTS, most_rows
-from autopar.rules.experts.travelling import Passage, Trip, untyped
-from autopar.rules.lowerings.across_ranks import pending
-from autopar.rules.lowerings.local_piece import axes_of, first, n_pieces
+from autopar.rules.lowering_helpers.across_ranks import pending
+from autopar.rules.lowering_helpers.local_piece import axes_of, first, n_pieces
 from autopar.rules.notation import CallPart, Comm, Lowering, Parts, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample

@@ -15,7 +15,7 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules.experts.experts import EXPERTS
-from autopar.rules.local import resolve
+from autopar.rules.local_calls import resolve
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import rule_for
 from autopar.words.graph import Spec

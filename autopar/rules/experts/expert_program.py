@@ -18,7 +18,7 @@ from autopar.rules.experts.expert_by_expert import Matrices, in_turn, one_after_
 from autopar.rules.experts.expert_features import LOOKUP, SPLIT
 from autopar.rules.experts.experts import EXPERTS
 from autopar.rules.experts.stacked_columns import own_parts
-from autopar.rules.local import resolve
+from autopar.rules.local_calls import resolve
 
 ROW, EXPERT, COMMON = "row", "expert", "common"
 """What a tensor of a block is: of rows, of experts, or the same for all."""

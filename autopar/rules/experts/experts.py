@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from autopar.rules.lowerings.across_ranks import pending
-from autopar.rules.lowerings.local_piece import axes_of, first
+from autopar.rules.lowering_helpers.across_ranks import pending
+from autopar.rules.lowering_helpers.local_piece import axes_of, first
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from autopar.rules.experts.travelling import exchanged
-from autopar.rules.lowerings.local_piece import for_each, n_pieces, piece
-from autopar.rules.lowerings.lowering_trial import in_trial
+from autopar.rules.experts.expert_all_to_all import exchanged
+from autopar.rules.lowering_helpers.local_piece import for_each, n_pieces, piece
+from autopar.rules.lowering_helpers.lowering_trial import in_trial
 from autopar.torch_private import group_of_axis
 
 

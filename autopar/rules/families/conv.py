@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from autopar.rules.local import resolve
-from autopar.rules.lowerings.across_ranks import bilinear, pending
-from autopar.rules.lowerings.local_piece import axes_of
+from autopar.rules.local_calls import resolve
+from autopar.rules.lowering_helpers.across_ranks import bilinear, pending
+from autopar.rules.lowering_helpers.local_piece import axes_of
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample

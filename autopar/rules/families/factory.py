@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar.rules.families.shape import named
-from autopar.rules.lowerings.local_piece import positions
+from autopar.rules.lowering_helpers.local_piece import positions
 from autopar.rules.notation import Lowering, Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample

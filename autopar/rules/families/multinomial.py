@@ -1,4 +1,5 @@
-"""``aten.multinomial``: places in rows of weights, as likely as these are large, by the numbers of :mod:`.random`.
+"""``aten.multinomial``: places in rows of weights, as likely as these are large, by the numbers of
+:mod:`.sharded_random`.
 
 The numbers that decide over a row are hashes of where the row stands in the whole tensor, so rows may be cut: a rank
 draws for its rows what one device would. The weights of one row stay together, since their sum and order decide.
@@ -11,10 +12,11 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.families.random import Shards, uniform
+from autopar.rules.families.sharded_random import Shards, uniform
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
+from autopar.torch_private import assert_async
 
 _BITS_A_DRAW = 24
 """How fine :func:`uniform` is. Words of a vocabulary may be rarer than 2**-24, so two draws make one number here."""
@@ -55,7 +57,7 @@ def _refuse_invalid(weights: torch.Tensor) -> None:
     """As torch refuses them; on accelerators without waiting for the values."""
     if spmd.is_type_checking():
         return
-    torch._assert_async(
+    assert_async(
         ((weights >= 0) & weights.isfinite()).all() & (weights.sum(-1) > 0).all(),
         "torch.multinomial: a weight is inf, nan or below 0, or all weights of a row are 0; give each row weights of "
         "which none is negative and one is above 0",

@@ -10,7 +10,7 @@ the planner's choice. A step needs the state of all cells, so ranks gather it at
 direction (with projections they sum what their cells add to it), and what they gather is the output of the step. There
 the operator is taken apart into torch's formulas for one step: on a GPU it is slower than the fused kernels, whose
 launches are what a short sequence takes. Layers are parted among the stages of a pipeline: a stack is traced layer by
-layer, and so is dropout between them, as an operator of its own (:mod:`autopar.capture.trace.recurrent`).
+layer, and so is dropout between them, as an operator of its own (:mod:`autopar.capture.trace.recurrent_layers`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from autopar.errors import RuleError
-from autopar.rules.lowerings.across_ranks import all_parts, part_of, total
-from autopar.rules.lowerings.local_piece import axes_of
-from autopar.rules.lowerings.lowering_trial import in_trial
+from autopar.rules.lowering_helpers.across_ranks import all_parts, part_of, total
+from autopar.rules.lowering_helpers.local_piece import axes_of
+from autopar.rules.lowering_helpers.lowering_trial import in_trial
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import Sample, T, prove_with, rule, sample

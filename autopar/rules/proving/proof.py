@@ -1,7 +1,7 @@
 """Proof of a rule on numbers: every option it offers, forward and backward.
 
 The operator runs whole, on random inputs, with a random output gradient. Then, for every strategy on a mesh, it runs
-in pieces the way a program would run it (:func:`autopar.rules.local.local_call`), many ranks in this process; the
+in pieces the way a program would run it (:func:`autopar.rules.local_calls.local_call`), many ranks in this process; the
 pieces of outputs and of input gradients are joined by their placements and compared. Pending inputs are random
 terms of a sum, so that an operator that is not linear is caught.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from autopar.rules.axis_options import Option, axis_options
-from autopar.rules.local import PieceSize, Seed, local_call, resolve
-from autopar.rules.lowerings.local_piece import length_of
+from autopar.rules.local_calls import PieceSize, Seed, local_call, resolve
+from autopar.rules.lowering_helpers.local_piece import length_of
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, In
 from autopar.rules.proving.many_ranks import join, many_ranks, piece

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.left_attributes import as_calls_left_it, refuse_unseen
-from autopar.runtime.as_module.modes import in_modes
-from autopar.runtime.as_module.original import unheard
-from autopar.runtime.optimizers.made_before import Move
+from autopar.runtime.as_module.module_modes import in_modes
+from autopar.runtime.as_module.original_model import unheard
+from autopar.runtime.optimizers.user_optimizers import Move
 from autopar.runtime.parameters.attributes import with_attributes
 from autopar.torch_private import pytree
 

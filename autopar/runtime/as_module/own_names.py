@@ -1,7 +1,7 @@
 """Names that the model and the parallel module both have: ``count``, ``stage``, ``leads``.
 
-A parallel module shows the model's attributes as its own (:mod:`~autopar.runtime.as_module.spread`), but not those
-whose names it uses itself: ``pm.plan`` is the plan, whatever the model calls so. A warning says so once, when the
+A parallel module shows the model's attributes as its own (:mod:`~autopar.runtime.as_module.parallel_module`), but not
+those whose names it uses itself: ``pm.plan`` is the plan, whatever the model calls so. A warning says so once, when the
 module is made. To set one that it keeps in itself is refused: ``forward`` would never see it.
 """
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
-from autopar.capture.layouts import not_dense
+from autopar.capture.tensor_layouts import not_dense
 from autopar.errors import RunError
 from autopar.lower.program import Slot
 from autopar.runtime.batches.calls import (

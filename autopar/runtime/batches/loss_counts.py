@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.lower.emit import lower
-from autopar.planner.intra_op.single import one_device
+from autopar.planner.intra_op.one_device import one_device
 from autopar.runtime.gradients.reached import part_for
-from autopar.runtime.stages.to_host import ToHost
+from autopar.runtime.stages.async_host_reads import ToHost
 from autopar.words.graph import Graph, Node, Ref
 
 Shares = Sequence[float] | torch.Tensor

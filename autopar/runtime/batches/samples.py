@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar.runtime.parameters.hops import all_gather_flat
+from autopar.runtime.parameters.redistribution import all_gather_flat
 from autopar.runtime.stages.streams import current_stream
 from autopar.words.placements import State
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.spread import SpreadModule
-from autopar.runtime.checkpoints.checkpoint import by_source, in_state_dict, misfit, specs_of
+from autopar.runtime.as_module.parallel_module import SpreadModule
+from autopar.runtime.checkpoints.full_state_dict import by_source, in_state_dict, misfit, specs_of
 from autopar.runtime.checkpoints.safetensors_files import INDEX, NAMES, SINGLE, Writer
 from autopar.runtime.checkpoints.safetensors_files import stored_tensors as tensors_in
-from autopar.runtime.parameters.hops import as_sent
+from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import box_held
 from autopar.runtime.ranks.agree import everywhere
 from autopar.words.texts import parse_bytes

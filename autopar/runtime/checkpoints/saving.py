@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.spread import SpreadModule
-from autopar.runtime.as_module.spread_state import EXTRA
-from autopar.runtime.checkpoints.checkpoint import OnFirstRank, full_state_dict
+from autopar.runtime.as_module.parallel_module import SpreadModule
+from autopar.runtime.as_module.parallel_state_dict import EXTRA
 from autopar.runtime.checkpoints.durable_files import on_disk
+from autopar.runtime.checkpoints.full_state_dict import OnFirstRank, full_state_dict
 from autopar.runtime.parameters.dtensor_fixes import meet_at
 from autopar.runtime.ranks.agree import everywhere
 
@@ -33,9 +33,9 @@ def save(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
     Args:
         state: what ``torch.save`` takes: a state dict of a parallel module or of its optimizer, or anything with such
             inside of dicts, lists and tuples. DTensors in it are gathered, one at a time; a parallel module stands for
-            its :func:`~autopar.runtime.checkpoints.checkpoint.full_state_dict`. Where dropout stands (``_extra_state``)
-            is left
-            out, so that the model on one device loads it: :class:`autopar.Checkpoint` keeps that.
+            its :func:`~autopar.runtime.checkpoints.full_state_dict.full_state_dict`. Where dropout stands
+            (``_extra_state``) is left out, so that the model on one device loads it: :class:`autopar.Checkpoint` keeps
+            that.
         file: a path, which gets the whole file at once, or a file that is open on every rank, into which rank 0 writes.
 
     Raises:

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.parameters.hops import Hop, apply, dense, of_its_own, own_part, reduce_scatter_flat, stacked
+from autopar.runtime.parameters.redistribution import (
+    Hop,
+    apply,
+    dense,
+    of_its_own,
+    own_part,
+    reduce_scatter_flat,
+    stacked,
+)
 from autopar.runtime.parameters.state import HeldParam
 
 BUCKET_BYTES = 25 << 20

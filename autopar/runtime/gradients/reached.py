@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from autopar.lower.emit import lower
-from autopar.planner.intra_op.single import one_device
+from autopar.planner.intra_op.one_device import one_device
 from autopar.plans.plan import route_key
 from autopar.rules.families.branch import BRANCH
 from autopar.words.graph import Graph, Node, Ref

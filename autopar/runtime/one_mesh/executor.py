@@ -24,7 +24,7 @@ from autopar.errors import RunError
 from autopar.lower.program import Program
 from autopar.plans.plan import Plan
 from autopar.runtime.as_module.copied import copied
-from autopar.runtime.as_module.spread import SpreadModule
+from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.statistics_anew import taken_anew
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.calls import without_inference_mode
@@ -35,7 +35,7 @@ from autopar.runtime.batches.same_batch import Calls, Seen, first_readers
 from autopar.runtime.one_mesh.crossing import crossed
 from autopar.runtime.one_mesh.mesh_outputs import outputs_of
 from autopar.runtime.one_mesh.mesh_step import parts_of_step, trained
-from autopar.runtime.optimizers import scaled_steps
+from autopar.runtime.optimizers import grad_scaler
 from autopar.runtime.parameters.registering import Placing
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.ranks.agree import mesh_group
@@ -46,7 +46,7 @@ from autopar.runtime.stages.compiled import compiled_as_callers
 from autopar.runtime.stages.seeds import agreed_seed, mixed_seed
 from autopar.runtime.stages.stage import Stage, device_of
 from autopar.runtime.variants.module_calls import ModuleCall
-from autopar.runtime.variants.programs import AllWell, Fields, PlanAgain
+from autopar.runtime.variants.program_cache import AllWell, Fields, PlanAgain
 from autopar.runtime.variants.recaptured import fields_of, resume, take
 from autopar.runtime.variants.values import check_values
 
@@ -358,7 +358,7 @@ class ParallelModule(TakesRows, SpreadModule):
             optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.
             args, kwargs: the batch, of global shapes, the same on every rank.
             microbatches: how many; by default found from the shapes.
-            scaler: multiplies the gradients (:mod:`~autopar.runtime.optimizers.scaled_steps`); with ``optimizer``,
+            scaler: multiplies the gradients (:mod:`~autopar.runtime.optimizers.grad_scaler`); with ``optimizer``,
                 ``step()`` and ``update()`` of it follow, else ``unscale_``, clipping and these are the caller's.
 
         Returns:
@@ -371,10 +371,10 @@ class ParallelModule(TakesRows, SpreadModule):
         if self.buckets is not None:
             (args, kwargs), _ = self.buckets.padded(args, kwargs)
         parts = parts_of_step(self, args, kwargs, microbatches)
-        loss = trained(self, parts, scaled_steps.scale_of(scaler, self._device))
+        loss = trained(self, parts, grad_scaler.scale_of(scaler, self._device))
         if optimizer is not None:
             with self.fails_everywhere(f"the optimizer's step after call {self._calls}"):
-                scaled_steps.step(optimizer, scaler)
+                grad_scaler.step(optimizer, scaler)
             optimizer.zero_grad()
         return loss
 

@@ -9,8 +9,8 @@ Stochastic rounding takes the upper of the two nearest numbers of bfloat16 with 
 right, so that many small updates are not lost: the lower 16 bits of a float32 get a random number of 16 bits added,
 and what carries over stays (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"). The random bits are a
 hash of the step's number, the name of the parameter, which value of it is rounded, and where an element lies in the
-whole tensor (:func:`autopar.rules.families.random.bits_at`): any mesh, and one device, round alike. The step's number
-stands in the optimizer's group of parameters, so it is saved and loaded with the state.
+whole tensor (:func:`autopar.rules.families.sharded_random.bits_at`): any mesh, and one device, round alike. The step's
+number stands in the optimizer's group of parameters, so it is saved and loaded with the state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import RunError
-from autopar.rules.families.random import bits_at
+from autopar.rules.families.sharded_random import bits_at
 from autopar.torch_private import OPTIMIZER_STATES
 from autopar.words.pieces import piece_of
 from autopar.words.precision import Precision

@@ -1,7 +1,8 @@
 """Parameters: stored as DTensors for the optimizer, used as plain local tensors by programs.
 
 =================== ===================================================================================================
-:mod:`.state`       a parameter as it is stored and as it is used; :mod:`.hops`: the collectives between the two
+:mod:`.state`       a parameter as it is stored and as it is used; :mod:`.redistribution`: the collectives between the
+                    two
 :mod:`.gathering`   parameters that are gathered together; :mod:`.prefetch`: when
 :mod:`.init`        values of models that have none yet
 :mod:`.registering` a model's parameters and buffers, placed and registered under their names
@@ -11,9 +12,9 @@
 
 In a script they are DTensors
 
-====================== ================================================================================================
-:mod:`.dtensor_fixes`  what torch gets wrong in silence; :mod:`.dtensor_writes`: of writes to parts
-:mod:`.mixed`          plain tensors beside them
-:mod:`.stagewise`      functions of torch that take the parameters of one rank for all there are
-====================== ================================================================================================
+========================== ============================================================================================
+:mod:`.dtensor_fixes`      what torch gets wrong in silence; :mod:`.dtensor_writes`: of writes to parts
+:mod:`.mixed`              plain tensors beside them
+:mod:`.one_rank_functions` functions of torch that take the parameters of one rank for all there are
+========================== ============================================================================================
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.parameters.hops import Hop, all_gather_flat, apply, padded_to, stacked, unstack
+from autopar.runtime.parameters.redistribution import Hop, all_gather_flat, apply, padded_to, stacked, unstack
 from autopar.runtime.parameters.state import HeldParam
 from autopar.torch_private import preserve_version_counter
 

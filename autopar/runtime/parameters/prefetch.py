@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from autopar.lower.overlapped import with_overlap
+from autopar.lower.overlapped_reductions import with_overlap
 from autopar.lower.program import Program
 from autopar.lower.segments import with_segments
 from autopar.rules.function import Callee

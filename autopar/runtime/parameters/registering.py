@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.plans.plan import StagePlan
-from autopar.runtime.as_module.spread import SpreadModule
+from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.optimizers import rounded_steps
 from autopar.runtime.parameters.attributes import with_attributes
 from autopar.runtime.parameters.dtensor_fixes import meet_on

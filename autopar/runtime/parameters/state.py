@@ -1,9 +1,9 @@
 """How a rank holds parameters: stored as DTensors for the optimizer, used as plain local tensors by the program.
 On a mesh of one device they are stored as plain tensors, too.
 
-Between the two stand hops (see :mod:`autopar.runtime.parameters.hops`). A :class:`HeldParam` parameter has a *used
-leaf*, a plain tensor on which autograd accumulates. If no hop changes the values, the leaf shares the stored tensor's
-memory: nothing is copied. Otherwise it belongs to a :class:`~autopar.runtime.parameters.gathering.Unit`, a few
+Between the two stand hops (see :mod:`autopar.runtime.parameters.redistribution`). A :class:`HeldParam` parameter has a
+*used leaf*, a plain tensor on which autograd accumulates. If no hop changes the values, the leaf shares the stored
+tensor's memory: nothing is copied. Otherwise it belongs to a :class:`~autopar.runtime.parameters.gathering.Unit`, a few
 parameters that are gathered together, for one step or for one use.
 """
 
@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import RunError
 from autopar.plans.plan import ParamChoice
-from autopar.runtime.parameters.hops import Cut, Hop, dense, gather, hops, of_its_own
+from autopar.runtime.parameters.redistribution import Cut, Hop, dense, gather, hops, of_its_own
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import Box, box_of, local_shape
 from autopar.words.placements import REPLICATED, State, shard

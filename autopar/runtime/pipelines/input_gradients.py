@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.plans.staging import StageGraph
+from autopar.plans.stage_graphs import StageGraph
 
 
 class InputGradients:

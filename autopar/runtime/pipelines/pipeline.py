@@ -2,8 +2,8 @@
 
 A stage is a :class:`~autopar.runtime.stages.stage.Stage` on the group's own mesh, so parameters, gathers and gradient
 reductions are those of a plan without pipeline; what is in flight through it, and its messages, are
-:mod:`autopar.runtime.pipelines.flight`. This file is the module that people hold: a step of all stages, and what
-crosses them.
+:mod:`autopar.runtime.pipelines.stage_in_flight`. This file is the module that people hold: a step of all stages, and
+what crosses them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from autopar.capture import Captured
 from autopar.capture.evaluation import Skeleton
 from autopar.errors import RunError
 from autopar.plans.plan import Plan
-from autopar.plans.staging import StageGraph, cut
+from autopar.plans.stage_graphs import StageGraph, cut
 from autopar.rules.registry import rules_of
 from autopar.runtime.as_module.copied import copied
-from autopar.runtime.as_module.spread import SpreadModule
+from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import without_inference_mode
@@ -31,19 +31,19 @@ from autopar.runtime.batches.loss_counts import Count, count_of
 from autopar.runtime.batches.own_rows import TakesRows
 from autopar.runtime.batches.own_rows_in_stages import RowsInStages
 from autopar.runtime.batches.same_batch import Calls, first_readers
-from autopar.runtime.checkpoints.checkpoint import full_state_dict, load_full_state_dict
+from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from autopar.runtime.gradients.reached import ReachedBy, reached_by
-from autopar.runtime.optimizers import scaled_steps
+from autopar.runtime.optimizers import grad_scaler
+from autopar.runtime.parameters.one_rank_functions import flat_optimizer_states, scaled, squared_norm
 from autopar.runtime.parameters.registering import Placing
-from autopar.runtime.parameters.stagewise import flat_optimizer_states, scaled, squared_norm
 from autopar.runtime.pipelines import pipeline_programs
 from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
 from autopar.runtime.pipelines.pipeline_programs import Lines
 from autopar.runtime.pipelines.pipeline_runs import forwards, ready_runs, shares_in_loss
 from autopar.runtime.pipelines.pipeline_start import begun, check_fits, take_values, unread_in
+from autopar.runtime.pipelines.rank_actions import Span, Unfinished, Work
 from autopar.runtime.pipelines.schedule_check import check_buffers, check_rows
 from autopar.runtime.pipelines.ties import Tied
-from autopar.runtime.pipelines.work import Span, Unfinished, Work
 from autopar.runtime.ranks.agree import Meeting, first_seed
 from autopar.runtime.ranks.failures import Failures
 from autopar.runtime.ranks.groups import Groups
@@ -52,7 +52,7 @@ from autopar.runtime.stages.seeds import mixed_seed
 from autopar.runtime.stages.stage import Stage, device_of
 from autopar.runtime.variants.buckets import Padding
 from autopar.runtime.variants.module_calls import ModuleCall
-from autopar.runtime.variants.programs import AllWell, Fields
+from autopar.runtime.variants.program_cache import AllWell, Fields
 from autopar.torch_private import pytree
 
 
@@ -235,7 +235,7 @@ class PipelineModule(TakesRows, SpreadModule):
         Args:
             args, kwargs: the batch, of global shapes, the same on every rank.
             optimizer: if given, ``step()`` and ``zero_grad()`` follow.
-            scaler: multiplies the gradients (:mod:`~autopar.runtime.optimizers.scaled_steps`); with ``optimizer``,
+            scaler: multiplies the gradients (:mod:`~autopar.runtime.optimizers.grad_scaler`); with ``optimizer``,
                 ``step()`` and ``update()`` of it follow, else ``unscale_``, clipping and these are the caller's.
 
         Returns:
@@ -246,7 +246,7 @@ class PipelineModule(TakesRows, SpreadModule):
         """
         self.check_trains()
         with self._step(f"train_step {self._steps}"):
-            scale = scaled_steps.scale_of(scaler, self._device)
+            scale = grad_scaler.scale_of(scaler, self._device)
             ready = ready_runs(self, args, kwargs, "to train on")
             if not self.told_of_statistics:
                 microbatches = sum(each.run.microbatches for each in ready)
@@ -268,9 +268,9 @@ class PipelineModule(TakesRows, SpreadModule):
                 torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
             self._steps, self._drawn = self._steps + 1, self._drawn + drawn
             if scale is not None:
-                scaled_steps.share_overflows(self.parameters(), self._device, self._work.everyone)
+                grad_scaler.share_overflows(self.parameters(), self._device, self._work.everyone)
             if optimizer is not None:
-                scaled_steps.step(optimizer, scaler)
+                grad_scaler.step(optimizer, scaler)
         if optimizer is not None:
             optimizer.zero_grad()
         return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)

@@ -1,7 +1,7 @@
 """Programs of a pipeline, by the shapes that it is called with and by the values that its model has.
 
 A program is all that follows from one captured microbatch: graphs and plans of the stages, what crosses between them,
-and what a rank does in a step (:class:`~autopar.runtime.pipelines.work.Work`) for each number of microbatches.
+and what a rank does in a step (:class:`~autopar.runtime.pipelines.rank_actions.Work`) for each number of microbatches.
 Parameters stay
 where they are: another graph is cut where the first one was, and planned with every parameter stored as it is on the
 ranks that have it. What these stages send each other may pass between other ranks than before; then all ranks make the
@@ -17,17 +17,17 @@ from typing import Any
 from autopar.capture import Captured
 from autopar.errors import RunError
 from autopar.plans.plan import Plan
-from autopar.plans.staging import StageGraph, cut
+from autopar.plans.stage_graphs import StageGraph, cut
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.loss_counts import count_of
 from autopar.runtime.gradients.reached import reached_by
+from autopar.runtime.pipelines.rank_actions import Work
 from autopar.runtime.pipelines.schedule_check import check_rows
 from autopar.runtime.pipelines.ties import Tied, tie_wires, tied_parameters
 from autopar.runtime.pipelines.wires import Wire, wires_of
-from autopar.runtime.pipelines.work import Work
 from autopar.runtime.ranks.plan_groups import groups_of
 from autopar.runtime.stages.stage import Buffers, Stage
-from autopar.runtime.variants.programs import KEPT, AllWell, Fields
+from autopar.runtime.variants.program_cache import KEPT, AllWell, Fields
 from autopar.runtime.variants.recaptured import (
     buffers_for,
     check_stored,

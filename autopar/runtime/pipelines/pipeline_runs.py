@@ -16,7 +16,7 @@ from autopar.runtime.batches.runs import Run, runs
 from autopar.runtime.batches.same_batch import Seen
 from autopar.runtime.pipelines.pipeline_outputs import Parts
 from autopar.runtime.pipelines.pipeline_programs import work_of
-from autopar.runtime.pipelines.ready import Ready, shares_of
+from autopar.runtime.pipelines.ready_runs import Ready, shares_of
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.values import check_values
 

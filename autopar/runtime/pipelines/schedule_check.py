@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from autopar.errors import PlanError
 from autopar.plans.device_groups import stored_differently
 from autopar.plans.plan import Plan
-from autopar.plans.staging import StageGraph
+from autopar.plans.stage_graphs import StageGraph
 from cost_models.schedules import Deadlock, Edge, Schedule, simulate, times
 from cost_models.schedules.asynchronous import ASYNCHRONOUS
 

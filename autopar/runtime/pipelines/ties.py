@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.plans.plan import Plan
-from autopar.plans.staging import StageGraph
+from autopar.plans.stage_graphs import StageGraph
 from autopar.plans.transfer import Side, transfer
 from autopar.runtime.gradients.gradient_reduction import in_dtype
 from autopar.runtime.gradients.reached import Reached

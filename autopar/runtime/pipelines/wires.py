@@ -27,7 +27,7 @@ import torch.distributed as dist
 from autopar.errors import PlanError
 from autopar.lower.collectives import state_step
 from autopar.plans.plan import Crossing, Plan
-from autopar.plans.staging import StageGraph
+from autopar.plans.stage_graphs import StageGraph
 from autopar.plans.transfer import (
     RECEIVED_AHEAD,
     RECEIVED_AHEAD_ON_DEVICE,
@@ -36,7 +36,7 @@ from autopar.plans.transfer import (
     box_at,
     transfer,
 )
-from autopar.runtime.parameters.hops import as_sent
+from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.stages.streams import StepStream
 from autopar.words.placements import path
 from cost_models.schedules.actions import Action

@@ -1,13 +1,13 @@
 """Ranks together: how they start, agree, fail and end.
 
-=========================== ===========================================================================================
-:mod:`.launch`              processes on this machine; :mod:`.world`: many ranks in one process
-:mod:`.devices`             one device for each rank
-:mod:`.groups`              process groups, each made once; :mod:`.plan_groups`: which ones a plan needs
-:mod:`.agree`               one plan, and errors that are raised everywhere
-:mod:`.failures`            a step that breaks on one rank; :mod:`.presence`: one that ends within ``parallelize``
-:mod:`.store_meeting`       ranks tell each other through the store; :mod:`.ended`: that they have ended;
-                            :mod:`.threads`: which look there end before the interpreter does
-:mod:`.collective_seconds`  how long collectives took
-=========================== ===========================================================================================
+========================== ============================================================================================
+:mod:`.launch`             processes on this machine; :mod:`.in_process_ranks`: many ranks in one process
+:mod:`.devices`            one device for each rank
+:mod:`.groups`             process groups, each made once; :mod:`.plan_groups`: which ones a plan needs
+:mod:`.agree`              one plan, and errors that are raised everywhere
+:mod:`.failures`           a step that breaks on one rank; :mod:`.presence`: one that ends within ``parallelize``
+:mod:`.store_meeting`      ranks tell each other through the store; :mod:`.ended`: that they have ended;
+                           :mod:`.threads`: which look there end before the interpreter does
+:mod:`.collective_seconds` how long collectives took
+========================== ============================================================================================
 """

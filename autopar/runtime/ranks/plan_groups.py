@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
 from autopar.plans.plan import Plan, StagePlan
-from autopar.plans.staging import StageGraph
-from autopar.runtime.parameters.hops import hop_axes
+from autopar.plans.stage_graphs import StageGraph
+from autopar.runtime.parameters.redistribution import hop_axes
 from autopar.runtime.pipelines.ties import Tied
 from autopar.runtime.pipelines.wires import Wire, pairs_of
 from autopar.runtime.ranks.groups import Wanted, blocks, channel, groups_for

@@ -1,12 +1,12 @@
 """A stage at run time: a program on one mesh with what it reads. A whole model has one.
 
-====================== ================================================================================================
-:mod:`.stage`          bind, run forward, run backward or its halves, hand over gradients, free
-:mod:`.renewed`        buffers of which the program is given a copy
-:mod:`.seeds`          of random operators, one for each forward
-:mod:`.ways_taken`     whether branches on data would go the ways that the program follows; :mod:`.to_host`: numbers
-                       that the host reads when they have come
-:mod:`.compiled`       programs under torch.compile; :mod:`.compiled_order`: their collectives, alike on all ranks
-:mod:`.graphed`        a step as a CUDA graph; :mod:`.streams`: the one of an accelerator on which a step runs
-====================== ================================================================================================
+======================= ===============================================================================================
+:mod:`.stage`           bind, run forward, run backward or its halves, hand over gradients, free
+:mod:`.buffer_versions` buffers of which the program is given a copy
+:mod:`.seeds`           of random operators, one for each forward
+:mod:`.branch_checks`   whether branches on data would go the ways that the program follows; :mod:`.async_host_reads`:
+                        numbers that the host reads when they have come
+:mod:`.compiled`        programs under torch.compile; :mod:`.compiled_order`: their collectives, alike on all ranks
+:mod:`.cuda_graphs`     a step as a CUDA graph; :mod:`.streams`: the one of an accelerator on which a step runs
+======================= ===============================================================================================
 """

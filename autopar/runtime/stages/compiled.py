@@ -7,8 +7,8 @@ begins.
 
 A parallel module that is called within a ``torch.compile`` of the user's, of the module itself or of a function around
 it, is compiled as that one asks (:func:`compiled_as_callers`): Dynamo leaves the Python of the runtime as it is, and
-the programs, which :meth:`~autopar.runtime.as_module.spread.SpreadModule.compile` compiles, get the same backend and
-options.
+the programs, which :meth:`~autopar.runtime.as_module.parallel_module.SpreadModule.compile` compiles, get the same
+backend and options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from autopar.errors import RunError
 from autopar.lower.compilable import Gather, breaks, compilable
 from autopar.lower.program import Program
-from autopar.runtime.parameters.hops import apply
+from autopar.runtime.parameters.redistribution import apply
 from autopar.runtime.parameters.state import HeldParam
 from autopar.runtime.stages.compiled_order import OneOrder
 from autopar.torch_private import callers_compiler, options_of_compiler

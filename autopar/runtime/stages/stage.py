@@ -21,18 +21,18 @@ from autopar.lower.emit import lower
 from autopar.lower.program import Program
 from autopar.lower.segments import on_mesh
 from autopar.plans.plan import StagePlan
-from autopar.runtime.as_module.spread import SpreadModule
+from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.batches.batch import local_part, part_shape
 from autopar.runtime.gradients.step_gradients import Gradients
 from autopar.runtime.gradients.taking_part import TakingPart
 from autopar.runtime.parameters import prefetch
 from autopar.runtime.parameters.gathering import Unit, make_units
 from autopar.runtime.parameters.state import Followed, HeldParam, joined, note_write
+from autopar.runtime.stages.branch_checks import WaysTaken
+from autopar.runtime.stages.buffer_versions import outliving
 from autopar.runtime.stages.compiled import CompileArguments, compiled
 from autopar.runtime.stages.compiled_order import OneOrder
-from autopar.runtime.stages.renewed import outliving
 from autopar.runtime.stages.streams import StepStream
-from autopar.runtime.stages.ways_taken import WaysTaken
 from autopar.words.autocasting import without_autocast
 from autopar.words.graph import Graph
 from autopar.words.placements import State

@@ -1,4 +1,4 @@
-"""How a module takes another capture of its model (:mod:`autopar.runtime.variants.programs` says when).
+"""How a module takes another capture of its model (:mod:`autopar.runtime.variants.program_cache` says when).
 
 Parameters and buffers stay where they are; another :class:`~autopar.runtime.stages.stage.Stage` reads them.
 """
@@ -21,7 +21,7 @@ from autopar.rules.registry import rules_of
 from autopar.runtime.parameters.relayout import relaid
 from autopar.runtime.parameters.state import as_dtensor, joined, local_of, local_piece, mesh_of, torch_placements
 from autopar.runtime.stages.stage import Buffers, Stage
-from autopar.runtime.variants.programs import AllWell, Fields, PlanAgain
+from autopar.runtime.variants.program_cache import AllWell, Fields, PlanAgain
 from autopar.words.graph import Graph
 from autopar.words.placements import State, whole_placement, whole_state
 

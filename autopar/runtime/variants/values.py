@@ -2,7 +2,7 @@
 
 The model that was parallelized is the owner of its numbers and flags. What is set on the parallel module, or on a part
 of it, goes there; what was changed there is an error at the next call, or (``on_change="recapture"``) the module gets
-another program (:mod:`autopar.runtime.variants.programs`).
+another program (:mod:`autopar.runtime.variants.program_cache`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from autopar.capture.python.frozen import show
+from autopar.capture.python.frozen_values import show
 from autopar.capture.python.guards import Guards, refusal
 from autopar.errors import RunError
 from autopar.runtime.variants.module_calls import ModuleCall
-from autopar.runtime.variants.programs import check_autocast
+from autopar.runtime.variants.program_cache import check_autocast
 
 
 def assigned(pm: Any, path: str, name: str, value: Any) -> bool:

@@ -17,9 +17,9 @@ from math import inf
 
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block
+from autopar.planner.inter_op.estimating.block_costs import ALONE, kinds_of
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, crossing_seconds, estimated
 from autopar.planner.inter_op.estimating.filling import PRECISE, Fillers, Places
-from autopar.planner.inter_op.estimating.menu import ALONE, kinds_of
 from autopar.words.meshes import Mesh
 from autopar.words.texts import show_bytes
 from cost_models.costs import costs_of
@@ -198,7 +198,7 @@ class Equal:
     @cached_property
     def _alone(self) -> list[dict[int, float]]:
         """What blocks of every kind take on one device of each pool: a part of a cut operator never takes less than
-        its share (see :mod:`cost_models.compute`); 0 where the cost source does not promise that."""
+        its share (see :mod:`cost_models.operator_cost`); 0 where the cost source does not promise that."""
         if not costs_of(self.cluster).share_bounds:
             return [dict.fromkeys(self._counts, 0.0) for _ in self.pools]
         least = []

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import inf
 
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.estimating.menu import Menus, Way, kinds_of, menus_of
+from autopar.planner.inter_op.estimating.block_costs import Menus, Way, kinds_of, menus_of
 from autopar.words.meshes import Mesh
 from cost_models.schedules import Fill
 

@@ -15,9 +15,9 @@ from functools import cached_property
 
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block
+from autopar.planner.inter_op.estimating.block_costs import WAYS, Way
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, crossing_seconds, estimated
 from autopar.planner.inter_op.estimating.filling import Fillers
-from autopar.planner.inter_op.estimating.menu import WAYS, Way
 from autopar.plans.wishes import MEMORY_FRACTION
 from autopar.words.meshes import Mesh
 from cost_models.costs import costs_of

@@ -17,7 +17,7 @@ from typing import TypeVar
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
-from autopar.planner.inter_op.estimating.trial import simulated
+from autopar.planner.inter_op.estimating.simulated_estimate import simulated
 from autopar.planner.inter_op.exact.memory_shares import counted_in_flight, share_of
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.exact.stage_plans import StagePlans, is_pinned, pace_of, rounded
@@ -26,14 +26,14 @@ from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.inter_op.simulating.timing import timing_of
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.intra_op.building.fold import Fold, fold
+from autopar.planner.intra_op.building.integer_program import Beaten
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.building.problem import Beaten
 from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
 from autopar.planner.intra_op.memory.recompute_choices import block_starts
 from autopar.planner.intra_op.mesh_plan import Options, device_limit
 from autopar.plans.plan import Plan, StagePlan, one_stage
 from autopar.plans.prices import bytes_together
-from autopar.plans.staging import StageGraph, crossings_of, cut, hot_ops
+from autopar.plans.stage_graphs import StageGraph, crossings_of, cut, hot_ops
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes

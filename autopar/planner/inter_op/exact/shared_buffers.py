@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.planner.intra_op.building.price import pricer
-from autopar.planner.intra_op.complete import complete
+from autopar.planner.intra_op.plan_completion import complete
 from autopar.plans.device_groups import stored_differently
 from autopar.plans.plan import StagePlan
-from autopar.plans.staging import StageGraph
+from autopar.plans.stage_graphs import StageGraph
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph

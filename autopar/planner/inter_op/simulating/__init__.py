@@ -1,8 +1,8 @@
 """What planned stages give a simulator, and the orders that are searched with it.
 
-================ ======================================================================================================
-:mod:`.timing`   seconds of phases and of what crosses between stages, and bytes
-:mod:`.phases`   when within a step a plan's seconds are spent; :mod:`.beside`: those that no operator takes
-:mod:`.order`    schedules that are searched for, within the stages' memory
-================ ======================================================================================================
+============== ========================================================================================================
+:mod:`.timing` seconds of phases and of what crosses between stages, and bytes
+:mod:`.phases` when within a step a plan's seconds are spent; :mod:`.reduction_and_step`: those that no operator takes
+:mod:`.order`  schedules that are searched for, within the stages' memory
+============== ========================================================================================================
 """

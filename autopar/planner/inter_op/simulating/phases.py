@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.planner.inter_op.simulating.beside import beside_ops
-from autopar.planner.intra_op.building.hidden import Hidden, hidden
+from autopar.planner.inter_op.simulating.reduction_and_step import beside_ops
+from autopar.planner.intra_op.building.overlap_seconds import Hidden, hidden
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import seconds_again
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.plans.plan import StagePlan, route_key, segment_numbers
-from autopar.rules.lowerings.meanwhile import any_in_parts
+from autopar.rules.lowering_helpers.meanwhile import any_in_parts
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_named

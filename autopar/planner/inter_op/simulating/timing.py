@@ -9,7 +9,7 @@ from functools import lru_cache
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.price import pricer
 from autopar.plans.plan import StagePlan
-from autopar.plans.staging import StageGraph
+from autopar.plans.stage_graphs import StageGraph
 from autopar.plans.transfer import Load, Side, loads, transfer
 from autopar.words.graph import Spec
 from autopar.words.placements import State, path

@@ -1,13 +1,14 @@
 """The integer program: from a graph to numbers only, and from a solution back.
 
-================== ====================================================================================================
-:mod:`.fold`       identical blocks are found and decided once
-:mod:`.space`      what each operator can do on each axis; :mod:`.params`: how a parameter can be stored and used
-:mod:`.price`      seconds and bytes of an operator and of a step of a reshard; :mod:`.hidden`: seconds of collectives
-                   that pass while others compute, :mod:`.overlaps`: in the problem
-:mod:`.chains`     operators that follow each other's cuts, decided as one; :mod:`.flows`: tensors on the way to their
-                   readers
-:mod:`.build`      graph -> :mod:`.problem`, where the mathematics stands
-:mod:`.decoder`    a solution, read back
-================== ====================================================================================================
+=============== =======================================================================================================
+:mod:`.fold`    identical blocks are found and decided once
+:mod:`.space`   what each operator can do on each axis; :mod:`.parameter_sharding`: how a parameter can be stored and
+                used
+:mod:`.price`   seconds and bytes of an operator and of a step of a reshard; :mod:`.overlap_seconds`: seconds of
+                collectives that pass while others compute, :mod:`.overlap_terms`: in the problem
+:mod:`.chains`  operators that follow each other's cuts, decided as one; :mod:`.flows`: tensors on the way to their
+                readers
+:mod:`.build`   graph -> :mod:`.integer_program`, where the mathematics stands
+:mod:`.decoder` a solution, read back
+=============== =======================================================================================================
 """

@@ -1,4 +1,5 @@
-"""From a graph to a :class:`~autopar.planner.intra_op.building.problem.Problem`, and from a choice back to strategies.
+"""From a graph to a :class:`~autopar.planner.intra_op.building.integer_program.Problem`, and from a choice back to
+strategies.
 
 Only hot nodes (those that depend on a parameter) are decided here; masks, positions and the like follow demand
 afterwards. A chain of operators is one item where nothing is lost by it: an operator that moves or maps its one input
@@ -14,18 +15,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
-from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.chains import Chain, is_plain, most_cut, position_of
 from autopar.planner.intra_op.building.decoder import Decoder
 from autopar.planner.intra_op.building.flows import ReadAlike, flow, read_alike
 from autopar.planner.intra_op.building.fold import Fold
-from autopar.planner.intra_op.building.overlaps import overlaps
+from autopar.planner.intra_op.building.integer_program import Item, Problem, Tensor
+from autopar.planner.intra_op.building.overlap_terms import overlaps
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.building.problem import Item, Problem, Tensor
 from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.memory.kept import KeptBytes, StrategyRows
 from autopar.planner.intra_op.memory.ledger import Ledger
-from autopar.planner.intra_op.memory.memory_offers import MemoryOffers
+from autopar.planner.intra_op.memory.memory_choices import MemoryOffers
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.planner.intra_op.memory.moment_rows import MomentRows
 from autopar.plans.memory_decisions import memory

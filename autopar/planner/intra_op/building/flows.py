@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.integer_program import Tensor
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.building.problem import Tensor
 from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.plans.regather import is_gather, is_same
 from autopar.words.graph import Graph, Ref

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from math import prod
 
-from autopar.rules.local import collectives_inside, cuts_of, local_call
+from autopar.rules.local_calls import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import In, call_of
 from autopar.rules.registry import rules_of

@@ -2,8 +2,8 @@
 
 The ledger of the whole tensors (:mod:`.ledger`) says which pieces of memory are kept, and by whom. An entry takes the
 share of its bytes that a strategy leaves of the tensor by which an operator keeps it. Memory that several operators
-keep, or that an operator may make again, is a variable of the program (:class:`.problem.SharedBytes`); the rest is
-added to the strategies of the one operator that keeps it.
+keep, or that an operator may make again, is a variable of the program (:class:`.integer_program.SharedBytes`); the rest
+is added to the strategies of the one operator that keeps it.
 
 What a segment takes from outside counts in the layout in which it is made there; of what it keeps while it runs again
 the segment that keeps most counts (by whole tensors). Copies in other layouts than the first, and another segment that
@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.integer_program import Item, SharedBytes
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.building.problem import Item, SharedBytes
 from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
 from autopar.planner.intra_op.memory.recompute_choices import Again
 from autopar.rules.notation import Rule
-from autopar.rules.saved import saved_of
+from autopar.rules.saved_tensors import saved_of
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.planner.intra_op.building.hidden import hidden
+from autopar.planner.intra_op.building.overlap_seconds import hidden
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.recompute import Segment
 from autopar.plans.memory_decisions import (
@@ -25,7 +25,7 @@ from autopar.plans.memory_decisions import (
     Memory,
 )
 from autopar.plans.plan import segment_numbers
-from autopar.rules.lowerings.meanwhile import Routes
+from autopar.rules.lowering_helpers.meanwhile import Routes
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref

@@ -1,7 +1,7 @@
 """The walk that makes the :mod:`.ledger`: a graph in the order in which its program runs, and what becomes of memory.
 
 An operator's result lies in memory of its own or in that of an input (a view), a step of a reshard makes new memory or
-does not, and what autograd keeps of each call is asked of :mod:`autopar.rules.saved`.
+does not, and what autograd keeps of each call is asked of :mod:`autopar.rules.saved_tensors`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopar.plans.memory_decisions import (
 from autopar.plans.plan import route_key, segment_numbers
 from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
-from autopar.rules.needs import Needs, needs_of
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import call_of
-from autopar.rules.saved import LocalLayout, Saved, Strides, contiguous, saved_by
+from autopar.rules.saved_tensors import LocalLayout, Saved, Strides, contiguous, saved_by
 from autopar.rules.strategy import Strategy, grads_of
+from autopar.rules.working_memory import Needs, needs_of
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import local_shape
@@ -276,7 +276,7 @@ class Walk:
         return _bytes(local_shape(spec.shape, state, self.mesh), spec.item_bytes)
 
     def needs(self, i: int, arriving: tuple[Strides, ...] = ()) -> Needs:
-        """What an operator needs while it runs; ``arriving`` as in :func:`~autopar.rules.needs.needs_of`."""
+        """What an operator needs while it runs; ``arriving`` as in :func:`~autopar.rules.working_memory.needs_of`."""
         node, rule, strategy = self.graph.nodes[i], self.rules[i], self.strategy(i, self.graph.nodes[i])
         strides = tuple([lies for _, lies in self.places[i]])
         key = self.graph.alike[i], id(strategy), strides, arriving

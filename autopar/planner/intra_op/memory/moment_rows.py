@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from autopar.planner.intra_op.building import params as P
+from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.integer_program import MomentBytes, Problem
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.building.problem import MomentBytes, Problem
 from autopar.planner.intra_op.memory.kept import KeptBytes
 from autopar.planner.intra_op.memory.ledger import Entry
 from autopar.planner.intra_op.memory.memory_walk import Walk
@@ -32,10 +32,10 @@ from autopar.planner.intra_op.memory.stage_peaks import OPTIMIZER_COPIES, sends_
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import ParamChoice
 from autopar.plans.prices import Moment, OnTheirWay, copies_ahead
-from autopar.rules.needs import needs_of
 from autopar.rules.operator_call import call_of
-from autopar.rules.saved import contiguous, saved_of
+from autopar.rules.saved_tensors import contiguous, saved_of
 from autopar.rules.strategy import Strategy
+from autopar.rules.working_memory import needs_of
 from autopar.words.graph import Graph, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import local_shape

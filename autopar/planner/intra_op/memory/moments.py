@@ -4,8 +4,9 @@ Moments are operators and steps of reshards: those of the forward in their order
 reverse order, as autograd runs them (of all nodes whose gradients are there, the one that was made last). Each piece of
 memory of the ledger's walk lives from the operator that makes it to its last reader, or, if it is kept, to the backward
 of the first operator that keeps it; gradients live from the backward that makes them to that of the operator whose
-result they belong to; what an operator needs beside all that while it runs was tried out (:mod:`autopar.rules.needs`).
-A segment runs again right before the first backward that asks for something of it.
+result they belong to; what an operator needs beside all that while it runs was tried out
+(:mod:`autopar.rules.working_memory`). A segment runs again right before the first backward that asks for something of
+it.
 
 Gradients are followed as torch handles them: the gradient of an output can go on as that of an input; where two arrive
 for one tensor, the second is added to the first in its memory, unless somebody else has that; and a parameter takes its
@@ -30,7 +31,7 @@ from autopar.planner.intra_op.memory.reshard_needs import (
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import ParamChoice
 from autopar.plans.prices import MicrobatchPeaks, Moment
-from autopar.rules.saved import Strides, contiguous, is_contiguous, lie_alike, strides_of_copy
+from autopar.rules.saved_tensors import Strides, contiguous, is_contiguous, lie_alike, strides_of_copy
 from autopar.rules.strategy import grads_of
 from autopar.words.graph import Ref
 from autopar.words.pieces import local_shape

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import PlanError, first_few
 from autopar.plans.plan import Recompute
 from autopar.rules.notation import Rule
-from autopar.rules.saved import keeps
+from autopar.rules.saved_tensors import keeps
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from autopar.capture.graph.pruning import has_effect
+from autopar.capture.graph.dead_operators import has_effect
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.memory.ledger import Entry
 from autopar.plans.plan import Recompute, route_key

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.building.problem import NoChoice
+from autopar.planner.intra_op.building.integer_program import NoChoice
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options
-from autopar.planner.intra_op.solving import ilp
+from autopar.planner.intra_op.solving import highs
 from autopar.rules.option_names import WHOLE, as_written
 from autopar.words.graph import Graph
 from autopar.words.labels import matches, op_labels
@@ -99,7 +99,7 @@ class _Clash:
         )  # fmt: skip
         try:
             problem, _ = trial.problem(False)
-            ilp.program(problem, effort=options.effort()).solve()
+            highs.program(problem, effort=options.effort()).solve()
         except NoChoice:
             return False
         except InfeasibleError:  # the solver ran out of time

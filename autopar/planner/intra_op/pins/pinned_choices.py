@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import InfeasibleError, MeshError, PlanError, first_few
 from autopar.planner.intra_op.building.fold import Fold
-from autopar.planner.intra_op.building.problem import Problem
+from autopar.planner.intra_op.building.integer_program import Problem
 from autopar.planner.intra_op.pins.options import Options
-from autopar.planner.intra_op.written import held_whole, holds_whole
+from autopar.planner.intra_op.written_buffers import held_whole, holds_whole
 from autopar.plans.plan import LIFETIMES, ParamChoice
 from autopar.rules.experts.expert_load import ROUTED
 from autopar.rules.notation import Rule

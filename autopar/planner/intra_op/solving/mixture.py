@@ -2,7 +2,7 @@
 
 One choice for all the blocks of a deep model is a coarse tool: 126 layers that keep a parameter whole may be just too
 large, and cutting it in all of them wasteful. The relaxation of the integer program says which two choices to mix
-(:meth:`.ilp.HighsProgram.pairs`); here the boundary between blocks is found at which the mixture fits.
+(:meth:`.highs.HighsProgram.pairs`); here the boundary between blocks is found at which the mixture fits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
 from autopar.planner.intra_op.building.fold import Fold
-from autopar.planner.intra_op.building.problem import Choice
-from autopar.planner.intra_op.solving import ilp
+from autopar.planner.intra_op.building.integer_program import Choice
+from autopar.planner.intra_op.solving import highs
 from autopar.plans.plan import Solution, StagePlan
 from autopar.words.graph import Graph, Ref
 
 
 def mixture(
-    graph: Graph, folding: Fold, program: ilp.HighsProgram | ilp.ByCbc, decoder: Decoder, limit: float,
+    graph: Graph, folding: Fold, program: highs.HighsProgram | highs.ByCbc, decoder: Decoder, limit: float,
     realise: Callable[[Decided], StagePlan], seconds_of: Callable[[StagePlan], float], gap: float,
 ) -> StagePlan | None:  # fmt: skip
     """A mixture within the limit, its gap measured against the relaxation; None if there is none.

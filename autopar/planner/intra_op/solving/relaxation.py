@@ -1,6 +1,6 @@
 """The relaxation of an integer program in HiGHS: under a limit of its bytes, or at a price of a byte.
 
-Whole choices are made of it in :mod:`.ilp`.
+Whole choices are made of it in :mod:`.highs`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.building.problem import ROUGH, ROUNDING, Choice, MomentBytes, NoChoice, Problem
+from autopar.planner.intra_op.building.integer_program import ROUGH, ROUNDING, Choice, MomentBytes, NoChoice, Problem
 from autopar.planner.intra_op.solving.effort import Effort
-from autopar.planner.intra_op.solving.matrix import Matrix, matrix
+from autopar.planner.intra_op.solving.program_matrix import Matrix, matrix
 
 try:
     import highspy

@@ -1,0 +1,195 @@
+"""Two drafts of one model that differ in what Python was told: what they have in common, and where their values meet.
+
+Between one flipped question and the next the *base* runs what the *other* trace leaves out, and the other what the base
+leaves out; then both run the same operators again. Operators of the same line, module and arguments are one, counted
+from the end of such a stretch. Where one of them reads a value of the base's in one trace and another in the other,
+the two meet: the random number chooses between them.
+
+Which operators are taken for one decides how much is computed twice, not what is computed: an operator is given the
+base's arguments where the answer is the base's, and the other's where it is the other's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from autopar.capture.branches.random_answers import Question
+from autopar.capture.graph.building import Draft
+from autopar.rules.function import Callee
+from autopar.words.graph import Node, Ref, Spec, map_refs
+
+
+class Apart(Exception):
+    """Traces that cannot be one graph; the text says why."""
+
+
+class Use(NamedTuple):
+    """Where a value is read: tensor number ``position`` of a node, an output of the model, or a buffer's new value."""
+
+    reader: int | str
+    position: int | str
+
+
+@dataclass
+class Union:
+    """What several traces compute.
+
+    Attributes:
+        base: the trace that the others are compared with.
+        nodes: those of the base; then those that others have beside them.
+        only: the question on which a node of another trace hangs, by its number.
+        left_out: questions on which a node of the base hangs, by its number.
+        meets: for a use of a value of the base, what is read there instead when a question is answered otherwise.
+        inside: the question on which a question hangs.
+        values: constants of other traces, by the number of their node.
+    """
+
+    base: Draft
+    constants: Mapping[str, Any]
+    nodes: list[Node] = field(default_factory=list)
+    only: dict[int, Question] = field(default_factory=dict)
+    left_out: dict[int, set[Question]] = field(default_factory=lambda: defaultdict(set))
+    meets: dict[Use, dict[Question, Ref]] = field(default_factory=lambda: defaultdict(dict))
+    inside: dict[Question, Question] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.base.nodes)
+        self.asks = {ask.question: ask for ask in self.base.asks}
+        self.keys = [key_of(node, self.constants) for node in self.nodes]
+
+    def spec(self, ref: Ref) -> Spec:
+        spec = self.nodes[ref.node].outs[ref.out]
+        assert spec is not None
+        return spec
+
+    def join(self, draft: Draft, flipped: Collection[Question], constants: Mapping[str, Any]) -> None:
+        """Take in a trace in which some questions of the base were answered otherwise; its questions are the base's.
+
+        Raises:
+            Apart: they have too little in common.
+        """
+        _Joining(self, draft, flipped, constants).run()
+
+
+def key_of(node: Node, constants: Mapping[str, Any]) -> Any:
+    """What a node computes, but for which tensors it is given."""
+    if node.kind != "op":
+        value = constants.get(node.target)
+        if value is None or value.is_meta:
+            return node.kind, node.target
+        return "constant", str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().tolist().__repr__()
+    return node.target, node.module, node.source, node.outs, literals(node)
+
+
+def literals(node: Node) -> str:
+    """The arguments that are no tensors, as text."""
+
+    def plain(value: Any) -> Any:
+        return f"<{value.name}>" if isinstance(value, Callee) else value
+
+    args = tuple(plain(map_refs(a, lambda r: "%")) for a in node.args)
+    return repr((args, sorted(map_refs(node.kwargs, lambda r: "%").items())))
+
+
+class _Joining:
+    """One call of :meth:`Union.join`."""
+
+    def __init__(self, union: Union, draft: Draft, flipped: Collection[Question], constants: Mapping[str, Any]) -> None:
+        self.union, self.other, self.constants = union, draft, constants
+        self.flips = [ask for ask in draft.asks if ask.question in flipped]
+        here = [union.asks[ask.question].position for ask in self.flips]
+        there = [ask.position for ask in self.flips]
+        self.here, self.there = [0, *here, len(union.base.nodes)], [0, *there, len(draft.nodes)]
+        self.image: dict[int, int] = {}
+        self.missing: dict[int, Question] = {}
+
+    def run(self) -> None:
+        self._match()
+        union = self.union
+        last = len(self.flips)
+        for segment, begin in enumerate(self.there[:-1]):
+            for f in range(begin, self.there[segment + 1]):
+                b, node = self.image.get(f), self.other.nodes[f]
+                if b is None:
+                    self._take(f, node, segment)
+                    continue
+                node_here = union.nodes[b]
+                if (node.needs_grad, node.hot) != (node_here.needs_grad, node_here.hot):
+                    union.nodes[b] = replace(
+                        node_here, needs_grad=node_here.needs_grad or node.needs_grad, hot=node_here.hot or node.hot
+                    )
+                for position, (mine, theirs) in enumerate(zip(node_here.refs, node.refs, strict=True)):
+                    self._meet(Use(b, position), mine, self._moved(theirs), segment)
+        if len(union.base.outputs) != len(self.other.outputs):
+            raise Apart("the model gives more outputs on one side")
+        for i, (mine, theirs) in enumerate(zip(union.base.outputs, self.other.outputs, strict=True)):
+            if isinstance(mine, Ref) and isinstance(theirs, Ref):
+                self._meet(Use("output", i), mine, self._moved(theirs), last)
+            elif isinstance(mine, Ref) or isinstance(theirs, Ref) or mine != theirs:
+                raise Apart(f"output {i} of the model is a tensor on one side only, or another value")
+        for name in union.base.updates.keys() | self.other.updates.keys():
+            mine, theirs = (
+                draft.updates.get(name) or Ref(next(i for i, n in enumerate(draft.nodes) if n.target == name))
+                for draft in (union.base, self.other)
+            )
+            self._meet(Use("update", name), mine, self._moved(theirs), last)
+
+    def _match(self) -> None:
+        """Which operators of the other trace are operators of the base."""
+        union = self.union
+        for segment in range(len(self.flips) + 1):
+            waiting: dict[Any, list[int]] = defaultdict(list)
+            for b in range(self.here[segment], self.here[segment + 1]):
+                waiting[union.keys[b]].append(b)
+            for f in range(self.there[segment + 1] - 1, self.there[segment] - 1, -1):
+                same = waiting.get(key_of(self.other.nodes[f], self.constants))
+                if same:
+                    self.image[f] = same.pop()
+            for b in (b for rest in waiting.values() for b in rest if union.nodes[b].kind == "op"):
+                if not segment:
+                    raise Apart(f"{union.nodes[b].where} is left out before a random number is asked for")
+                self.missing[b] = self.flips[segment - 1].question
+                union.left_out[b].add(self.missing[b])
+
+    def _take(self, f: int, node: Node, segment: int) -> None:
+        """A node that the base does not have."""
+        union = self.union
+        if node.kind == "op" and not segment:
+            raise Apart(f"{node.where} is computed before a random number is asked for, on one side only")
+        self.image[f] = len(union.nodes)
+        if node.kind == "op":
+            union.only[len(union.nodes)] = self.flips[segment - 1].question
+        elif node.target in self.constants:
+            union.values[len(union.nodes)] = self.constants[node.target]
+        else:
+            raise Apart(f"'{node.target}' is read on one side only")
+        union.nodes.append(replace(node.moved(self._moved), again=-1))
+
+    def _moved(self, ref: Ref) -> Ref:
+        return Ref(self.image[ref.node], ref.out)
+
+    def _meet(self, use: Use, mine: Ref, theirs: Ref, segment: int) -> None:
+        """Two values that one operator is given."""
+        if mine == theirs:
+            return
+        union = self.union
+        if union.spec(mine) != union.spec(theirs):
+            raise Apart(
+                f"both sides meet in tensors that differ: {union.spec(mine)} of {union.nodes[mine.node].where}, and "
+                f"{union.spec(theirs)} of {union.nodes[theirs.node].where}"
+            )
+        hangs_on = [q for q in (self.missing.get(mine.node), union.only.get(theirs.node)) if q is not None]
+        if hangs_on:
+            question = max(hangs_on, key=lambda q: q.number)
+        elif segment:
+            question = self.flips[segment - 1].question
+        else:
+            raise Apart("values differ before a random number is asked for")
+        union.meets[use][question] = theirs
+
+
+__all__ = ["Apart", "Union", "Use", "key_of", "literals"]

@@ -1,0 +1,75 @@
+"""Nodes of a graph, made one after the other at a node of the traced program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.capture.aliasing.schemas import draws_by_itself
+from autopar.capture.graph.exported_nodes import at, module_of, source_of
+from autopar.errors import CaptureError
+from autopar.words.graph import Node, Ref, Spec, refs_in
+
+
+class Emitting:
+    """Makes nodes.
+
+    Attributes:
+        at: where the walk stands: new nodes have its name, module and line.
+        no_grad: gradients do not flow there.
+        region: number of the region under activation checkpointing where it stands; -1 for none.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.nodes: list[Node] = []
+        self.names: set[str] = set()
+        self.at: torch.fx.Node | None = None
+        self.no_grad = False
+        self.region = -1
+
+    def emit(
+        self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[Spec | None, ...], name: str
+    ) -> list[Ref]:
+        """Make an operator at the traced node where the walk stands."""
+        fx = self.at
+        assert fx is not None
+        if draws_by_itself(target, args, kwargs):
+            raise self._refused(
+                fx, "draws random numbers, and no rule draws them alike on all ranks",
+                "make them from torch.rand, torch.randn or torch.randint, or give the operator a rule (docs/adding.md)",
+            )  # fmt: skip
+        refs = list(refs_in((args, kwargs)))
+        hot = any(self.nodes[r.node].hot for r in refs)
+        grads = target != "aten.detach.default" and not self.no_grad and any(map(self.needs_grad, refs))
+        floats = any(o is not None and o.is_float for o in outs)
+        ref = self._add(
+            Node(name or fx.name, "op", target, tuple(args), dict(kwargs), outs,
+                 module_of(fx).removeprefix(self.prefix), source_of(fx), grads and floats, hot)
+        )  # fmt: skip
+        return [Ref(ref.node, i) for i in range(len(outs))]
+
+    def needs_grad(self, ref: Ref) -> bool:
+        """Whether gradients flow through a value."""
+        return self.nodes[ref.node].needs_grad and self._spec_of(ref).is_float
+
+    def _add(self, node: Node) -> Ref:
+        name = node.name
+        count = 1
+        while name in self.names:
+            name, count = f"{node.name}_{count}", count + 1
+        self.names.add(name)
+        if name != node.name or (self.region >= 0 and node.kind == "op"):
+            node = replace(node, name=name, again=self.region if node.kind == "op" else -1)
+        self.nodes.append(node)
+        return Ref(len(self.nodes) - 1)
+
+    def _spec_of(self, ref: Ref) -> Spec:
+        spec = self.nodes[ref.node].outs[ref.out]
+        assert spec is not None
+        return spec
+
+    def _refused(self, fx: torch.fx.Node, what: str, instead: str) -> CaptureError:
+        return CaptureError(f"'{fx.target}' in '{module_of(fx)}'{at(fx)} {what}\n  {instead}")

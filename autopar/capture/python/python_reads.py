@@ -1,0 +1,444 @@
+"""What ``forward`` reads and writes outside of tensors while it is traced.
+
+The classes of the model's modules, and of the objects that hang on them, look up attributes through a recorder for as
+long as a trace runs. What it hears of are attribute reads of plain values (they become
+:class:`.guards.Guards`), writes (a value that was read before and is written anew is another one at
+every call), and generators of random numbers outside torch, whose state shows whether they were used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.capture.python.attribute_lookups import Lookups, behind, can_tell, only_appends, only_counts, stored
+from autopar.capture.python.attributes_left import LeftBehind
+from autopar.capture.python.containers import OfTheCallBefore, new_tensors, only_more, refill, restored, unreadable
+from autopar.capture.python.frozen_values import OTHER, Held, SameObject, frozen, is_plain, says_the_same, show
+from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
+from autopar.capture.python.globals_read import Free, free_values
+from autopar.capture.python.guards import Guards, ReadValue
+from autopar.capture.python.user_lines import from_machinery, user_line
+from autopar.capture.trace.value_origins import depends_on_data
+
+_FOREIGN = ("torch", "builtins", "numpy", "enum", "types", "functools", "collections", "typing", "threading", "logging",
+            "re", "weakref", "_thread", "abc", "pathlib", "inspect", "contextlib")  # fmt: skip
+"""Packages whose objects are not looked into."""
+
+
+@dataclass
+class Written:
+    """An attribute that a forward read, and then gave another value."""
+
+    owner: Any
+    read: ReadValue
+    value: Any
+    where: str
+
+    def __str__(self) -> str:
+        now = self.value if isinstance(self.value, tuple) else frozen(self.value)
+        return f"{self.read.label}, from {show(self.read.value)} to {show(now)} at {self.where}"
+
+
+class Recorder:
+    """Around a trace: ``with recorder: export(...)``.
+
+    Args:
+        root: what is traced.
+        prefix: of module paths that users do not see.
+        functions: that are called beside modules, such as a loss function.
+    """
+
+    def __init__(self, root: torch.nn.Module, prefix: str = "", functions: tuple[Any, ...] = ()) -> None:
+        self.root, self.prefix = root, prefix
+        self.owned: dict[int, tuple[Any, str]] = {}
+        self.first: dict[tuple[int, str], tuple[Any, ReadValue]] = {}
+        self.raw: dict[tuple[int, str], Any] = {}
+        self.before: dict[tuple[int, str], Any] = {}
+        self.counted: dict[tuple[int, str], tuple[Any, ReadValue, Any]] = {}
+        self.written: dict[tuple[int, str], Written] = {}
+        self.fresh: set[tuple[int, str]] = set()
+        self.tensors: set[tuple[int, str]] = set()
+        self.plain: dict[tuple[int, str], tuple[Any, ReadValue, torch.Tensor]] = {}
+        self.kept: dict[tuple[int, str], str] = {}
+        """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
+        self.set_on_none: dict[tuple[int, str], tuple[Any, str]] = {}
+        """Those of :attr:`kept` that stand in attributes which were None: their owners and names."""
+        self.examined: set[tuple[int, str]] = set()
+        """Attributes with lists that are read for more than to append to them."""
+        self.into: dict[tuple[int, str], Any] = {}
+        """Those of :attr:`kept` that stand in lists and dicts: what these hold when forward ends."""
+        self.held: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
+        """Modules with their buffers before the trace: register_buffer sets none of their attributes."""
+        self.traced: list[tuple[torch.nn.Module, str, dict[str, Any]]] = []
+        """The same with the trace's own tensors, when forward begins."""
+        self.generators: dict[int, tuple[Any, str, Any]] = {}
+        self.left = LeftBehind()
+        self.lookups = Lookups(self._saw, self._wrote)
+        self.changed: list[Written] = []
+        """What the next call would read otherwise."""
+        self.filled: tuple[str, ...] = ()
+        """Dicts to which the forward added tensors for its next call."""
+        for path, module in root.named_modules():
+            if path or not prefix:  # with a prefix the root is ours
+                self.owned[id(module)] = module, (path + ".").removeprefix(prefix).removesuffix(".")
+        self.of_gradient_mode: list[str] = []
+        """Functions that ask whether gradients are on."""
+        modules = [m for m, _ in self.owned.values()]
+        self.free: list[Free] = free_values(modules, functions, self.of_gradient_mode)
+
+    # -- around a trace
+
+    def __enter__(self) -> Recorder:
+        self.lookups.active = True
+        for module, _ in list(self.owned.values()):
+            self.lookups.listen(type(module))
+        for value in self.free:
+            if value.read.value is OTHER:
+                self._adopt(value.value, value.read.path if value.read.kind == "cell" else value.read.name)
+        self.held = [(m, path, dict(m._buffers)) for m, path in self.owned.values() if isinstance(m, torch.nn.Module)]
+        self.drawn = global_states()
+        self.begin = self.root.register_forward_pre_hook(self._forward_begins)
+        self.end = self.root.register_forward_hook(self._forward_ends)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.lookups.active = False
+        OfTheCallBefore.in_forward.set(False)
+        self.begin.remove()
+        self.end.remove()
+        self._ended()
+        for module, _, buffers in self.held:
+            for name in [name for name in module._buffers if buffers.get(name) is None]:
+                if name in buffers:
+                    module._buffers[name] = None
+                else:
+                    del module._buffers[name]  # the trace's own tensor, which is of no use to anybody
+        self.lookups.end()
+
+    # -- what is heard
+
+    def _saw(self, owner: Any, name: str, value: Any) -> None:
+        owner = behind(owner)
+        key = id(owner), name
+        if type(value) is list and key not in self.examined:
+            caller = sys._getframe(2)
+            if not from_machinery(caller) and not only_appends(caller, name):
+                self.examined.add(key)
+        if key in self.first or key in self.fresh or isinstance(value, (torch.nn.Module, OfTheCallBefore)):
+            return
+        if isinstance(value, torch.Tensor):
+            frame = sys._getframe(2)
+            if not from_machinery(frame):
+                self.tensors.add(key)
+                self._saw_tensor(owner, name, value, frame)
+            return
+        owner_and_path = self.owned.get(id(owner))
+        if owner_and_path is None or owner_and_path[0] is not owner or not stored(owner, name, value):
+            return
+        frame = sys._getframe(2)
+        if from_machinery(frame):
+            return
+        where = user_line(frame)
+        path = owner_and_path[1]
+        if is_generator(value):
+            self.generators.setdefault(id(value), (value, ReadValue(path, name, None).label, state_of(value)))
+            return
+        in_forward = OfTheCallBefore.in_forward.set(False)  # it is the recorder that looks at the tensors
+        frozen_value = frozen(value)
+        OfTheCallBefore.in_forward.reset(in_forward)
+        if key in self.counted:  # not only counted: what the next call reads is another value
+            if not only_counts(frame, name):
+                read, value = self.counted[key][1:]
+                self.first[key], self.raw[key] = (owner, read), value
+            return
+        if is_plain(value) and only_counts(frame, name):
+            self.counted[key] = owner, ReadValue(path, name, frozen_value, where), value
+            return
+        if frozen_value is OTHER:
+            if not isinstance(value, types.MethodType) and self._adopt(value, f"{path}.{name}".lstrip(".")):
+                self.first[key] = owner, ReadValue(path, name, SameObject(value), where)
+                self.raw[key] = value
+            return
+        self.first[key] = owner, ReadValue(path, name, frozen_value, where)
+        self.raw[key] = value
+        if not is_plain(value):
+            self.before[key] = copy.copy(value)
+            self._inside(value, f"{path}.{name}".lstrip("."))
+
+    def _saw_tensor(self, owner: Any, name: str, value: torch.Tensor, frame: Any) -> None:
+        """A tensor that is no parameter and no buffer, but an attribute like others, is part of the program."""
+        owner_and_path = self.owned.get(id(owner))
+        if owner_and_path is not None and owner_and_path[0] is owner and stored(owner, name, value):
+            key = id(owner), name
+            read = ReadValue(owner_and_path[1], name, Held(value), user_line(frame))
+            self.plain.setdefault(key, (owner, read, value))
+
+    def _inside(self, container: Any, path: str) -> None:
+        """Follow objects that stand in a container."""
+        if isinstance(container, dict):
+            for key, item in container.items():
+                self._member(item, f"{path}[{key!r}]")
+        elif isinstance(container, (list, tuple)):
+            for i, item in enumerate(container):
+                self._member(item, f"{path}[{i}]")
+
+    def _member(self, item: Any, path: str) -> None:
+        if isinstance(item, (dict, list, tuple)):
+            self._inside(item, path)
+        elif not is_plain(item):
+            self._adopt(item, path)
+
+    def _adopt(self, value: Any, path: str) -> bool:
+        """Hear of an object that hangs on the model; whether it is the first time."""
+        cls = type(value)
+        if isinstance(value, torch.Tensor) or id(value) in self.owned or not can_tell(cls):
+            return False
+        if cls.__module__.split(".")[0] in _FOREIGN and not isinstance(value, torch.nn.Module):
+            return False
+        self.owned[id(value)] = value, path
+        self.lookups.listen(cls)
+        return True
+
+    def _wrote(self, owner: Any, name: str, value: Any) -> None:
+        owner = behind(owner)
+        owner_and_path = self.owned.get(id(owner))
+        if owner_and_path is None or owner_and_path[0] is not owner:
+            return
+        key = id(owner), name
+        if not is_plain(value):
+            self.left.note(owner, owner_and_path[1], name)
+        if isinstance(value, torch.Tensor):
+            self._kept(key, owner, owner_and_path[1], name, value)
+            return
+        if key not in self.first and key not in self.counted:  # what is read later is the forward's own
+            self.fresh.add(key)
+            self.left.note(owner, owner_and_path[1], name)
+            return
+        frame = sys._getframe(2)
+        if from_machinery(frame):
+            return
+        self.left.note(owner, owner_and_path[1], name, counted=key in self.counted)
+        read = self.first[key][1] if key in self.first else self.counted[key][1]
+        self.written[key] = Written(owner, read, value, user_line(frame))
+
+    def _kept(self, key: tuple[int, str], owner: Any, path: str, name: str, value: torch.Tensor) -> None:
+        """A tensor is put into an attribute: the next call reads it if this one did before."""
+        if key not in self.first and key not in self.tensors:
+            self.fresh.add(key)
+            return
+        frame = sys._getframe(3)
+        if not from_machinery(frame) and depends_on_data(value, self._buffers_before()):
+            self.kept[key] = f"{ReadValue(path, name, None).label} at {user_line(frame)}"
+            if key in self.first and self.raw[key] is None:
+                self.set_on_none[key] = owner, name
+
+    def _forward_begins(self, *call: Any) -> None:
+        self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
+        OfTheCallBefore.in_forward.set(True)
+
+    def _buffers_before(self) -> list[torch.Tensor | None]:
+        """The trace's buffers as they were when forward began."""
+        return [buffer for _, _, buffers in self.traced for buffer in buffers.values()]
+
+    def _forward_ends(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Look, while the trace still runs, for tensors that were put into containers.
+
+        Returns:
+            The model's output, with what it leaves in attributes if that is something.
+        """
+        OfTheCallBefore.in_forward.set(False)
+        for key, before in self.before.items():
+            read = self.first[key][1]
+            container = self.raw[key]
+            if any(map(depends_on_data, new_tensors(before, container))):
+                self.kept[key] = f"{read.label} at {read.where or 'its forward'}"
+                owner = self.first[key][0]
+                if type(container) in (list, dict) and vars(owner).get(read.name) is container:
+                    self.into[key] = copy.copy(container)
+                    self.left.note_filled(owner, read.path, read.name, before)
+        buffers_before = self._buffers_before()
+        assigned: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        for module, path, buffers in self.traced:
+            for name, value in module._buffers.items():
+                before = buffers.get(name)
+                if before is value or not isinstance(value, torch.Tensor):
+                    continue
+                if before is not None and (before.shape, before.dtype) == (value.shape, value.dtype):
+                    shared = value._is_view() or any(
+                        value is b for b in buffers_before
+                    )  # two buffers may change places
+                    assigned.append((module, name, before, value.detach().clone() if shared else value))
+                elif before is not None or depends_on_data(value, buffers_before):
+                    label = ReadValue(path, name, None).label
+                    self.kept[id(module), name] = f"{label}, which forward registers as a buffer"
+        with torch.no_grad():
+            for module, name, before, value in assigned:  # another tensor in a buffer's place: it takes its values
+                module._buffers[name] = before.copy_(value)
+        left = self.left.at_the_end()
+        return (output, left) if left else None
+
+    # -- after a trace
+
+    def _ended(self) -> None:
+        """Note what the trace changed; containers get back what they held, and torch's copies of them make way."""
+        renewed = [
+            key for key, w in self.written.items()
+            if key in self.first and not isinstance(w.owner, torch.nn.Module) and isinstance(w.read.value, SameObject)
+            and w.value is not self.raw[key] and says_the_same(self.raw[key], w.value)
+        ]  # fmt: skip
+        for key in renewed:
+            del self.first[key]
+        changes = [w for key, w in self.written.items() if key in self.first and frozen(w.value) != w.read.value]
+        filled = []
+        for key, (owner, read) in self.first.items():
+            container = self.raw[key]
+            if key in self.before:
+                now = frozen(container)
+                if now != read.value:
+                    if key in self.into:
+                        pass  # the next call is tried with what this one has left
+                    elif only_more(read.value, now):
+                        filled.append(read.label)
+                    elif key not in self.written:
+                        changes.append(Written(owner, read, now, read.where or "its forward"))
+                    refill(container, self.before[key])
+                if key not in self.written and isinstance(owner, torch.nn.Module):
+                    restored(owner, read.name, container)
+        for value in self.free:
+            now = frozen(value.now())
+            if value.read.value is not OTHER and now != value.read.value:
+                changes.append(Written(None, value.read, now, f"a call of {type(self.root).__name__}"))
+        self.changed = changes
+        self.filled = tuple(filled)
+
+    def apply(self) -> None:
+        """Leave the attributes that a forward wrote as it left them."""
+        for written in self.written.values():
+            restored(written.owner, written.read.name, written.value)
+
+    @contextlib.contextmanager
+    def next_call(self) -> Iterator[None]:
+        """In here attributes that were None, and were given tensors, and lists and dicts that were given some, have
+        something that nobody can read."""
+        try:
+            for owner, name in self.set_on_none.values():
+                restored(owner, name, unreadable(None))
+            for key, left in self.into.items():
+                in_dict = isinstance(left, dict)
+                now = {k: unreadable(x) for k, x in left.items()} if in_dict else [unreadable(x) for x in left]
+                refill(self.raw[key], now)
+            yield
+        finally:
+            for key in self.into:
+                refill(self.raw[key], self.before[key])
+            for owner, name in self.set_on_none.values():
+                restored(owner, name, None)
+
+    def leaves_alike(self, second: Recorder) -> bool:
+        """Whether the next call has left the same in lists and dicts, and of this one nothing but in lists to which it
+        appended."""
+        one, other = self.left.all, second.left.all
+        if [(x.path, x.name, x.spec, x.plain) for x in one] != [(x.path, x.name, x.spec, x.plain) for x in other]:
+            return False
+        appends = {(x.path, x.name) for x in other if x.appends}
+        for key, now in second.into.items():
+            read = second.first[key][1]
+            before = len(second.before[key]) if (read.path, read.name) in appends else 0
+            if before and key in self.examined | second.examined:  # what is done to a long one is not known
+                return False
+            items = list(now.values()) if isinstance(now, dict) else now[before:]
+            if any(isinstance(item, OfTheCallBefore) for item in items):
+                return False
+        return self.into.keys() == second.into.keys()
+
+    def forget(self, keys: Iterable[tuple[int, str]]) -> None:
+        """That attributes were read, because it made no difference what they were."""
+        for key in keys:
+            del self.first[key], self.raw[key]
+
+    def undo(self) -> None:
+        """Give the attributes that a forward wrote the values that they had."""
+        for key, written in self.written.items():
+            before = self.raw[key] if key in self.raw else self.counted[key][2]
+            restored(written.owner, written.read.name, before)
+        for value in self.free:
+            if is_plain(value.value):
+                value.restore()
+
+    def drew(self) -> list[str]:
+        """Generators of random numbers outside torch that the trace drew from."""
+        return [name for name, get, _, state in self._generators() if not same_state(get(), state)]
+
+    def states(self) -> tuple[Any, ...]:
+        """What tells whether any of them is drawn from."""
+        return tuple(get() for _, get, _, _ in self._generators())
+
+    def set_back(self) -> None:
+        """Give them the states that they had."""
+        for _, _, put, state in self._generators():
+            put(state)
+
+    def _generators(self) -> Iterator[tuple[str, Any, Any, Any]]:
+        for name, get, state, put in self.drawn:
+            yield name, get, put, state
+        of_modules = [(label, generator, state) for generator, label, state in self.generators.values()]
+        from_outside = [(v.read.label, v.value, v.state) for v in self.free if v.state is not None]
+        for label, generator, state in (*of_modules, *from_outside):
+            get, put = functools.partial(state_of, generator), functools.partial(set_state, generator)
+            yield label, get, put, state
+
+    def learn(self, other: Recorder) -> None:
+        """What another trace of the same model read beside what this one did."""
+        for key, (owner, read) in other.first.items():
+            if key not in self.first:
+                self.first[key], self.raw[key] = (owner, read), other.raw.get(key)
+        for place, plain_read in other.plain.items():
+            self.plain.setdefault(place, plain_read)
+
+    def guards(self, constants: Mapping[str, torch.Tensor]) -> Guards:
+        """What was read, to be checked at each call.
+
+        Args:
+            constants: tensors that are part of the program and that it does not write, by name.
+        """
+        guards = Guards()
+        guards.of_gradient_mode = tuple(self.of_gradient_mode)
+        memory = {tensor.untyped_storage()._cdata for tensor in constants.values()}
+        plain = [(o, r) for o, r, t in self.plain.values() if t.untyped_storage()._cdata in memory]
+        by_owner: dict[int, tuple[Any, list[ReadValue]]] = {}
+        for owner, read in (*self.first.values(), *plain):
+            by_owner.setdefault(id(owner), (owner, []))[1].append(read)
+        for owner, reads in by_owner.values():
+            guards.add(owner, reads)
+        by_place: dict[int, tuple[Any, list[ReadValue]]] = {}
+        for value in self.free:
+            is_written = isinstance(value.value, torch.Tensor) and value.value.untyped_storage()._cdata not in memory
+            if value.read.value is not OTHER and not is_written:
+                by_place.setdefault(id(value.place), (value.place, []))[1].append(value.read)
+        for place, reads in by_place.values():
+            guards.add(place, reads)
+        for name, tensor in constants.items():
+            guards.watch(name, tensor)
+        return guards
+
+
+@contextlib.contextmanager
+def undone(recorder: Recorder) -> Iterator[None]:
+    """What an attempt that fails wrote to the model is taken back."""
+    try:
+        yield
+    except BaseException:
+        recorder.undo()
+        raise
+
+
+__all__ = ["Recorder", "Written", "undone"]

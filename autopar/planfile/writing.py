@@ -1,0 +1,209 @@
+"""Plan -> text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.planfile import pins as pin_section
+from autopar.planfile.patterns import compress
+from autopar.planner.intra_op.plan_completion import demand
+from autopar.plans.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE
+from autopar.plans.plan import VERSION, Pins, Plan, StagePlan, one_stage, route_key
+from autopar.plans.stage_graphs import cut
+from autopar.rules.option_names import as_written
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
+from autopar.words.graph import Graph, Ref
+from autopar.words.labels import op_labels
+from autopar.words.placements import whole_state
+
+SECTIONS = frozenset({"pins", "ops", "params", "buffers", "inputs", "routes", "price"})
+"""Tables with one line for every entry."""
+LISTS = frozenset({"notes", "schedule"})
+"""Lists with one line for every entry."""
+MEMORY = "memory"
+"""The table of decisions about memory: for each a list with one line for every entry."""
+
+
+def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> str:
+    """The text of a plan; the same plan gives the same bytes.
+
+    Args:
+        model: how the command line finds the model again: ``{"spec": "gpt.py:make", "batch": 8, "seq": 128}``.
+    """
+    whole = plan.schedule.text().splitlines()
+    document = {
+        "autopar_plan": VERSION,
+        "model": dict(model) if model else None,
+        "fingerprint": plan.fingerprint,
+        "cluster": plan.cluster,
+        "optimizer": plan.optimizer,
+        "seconds": plan.seconds,
+        "pins": pin_section.write(plan.pins),
+        "schedule": whole[:1] if plan.schedule == one_stage(plan.microbatches) else whole,
+        "stages": [
+            _stage(stage, part.graph, plan) for stage, part in zip(plan.stages, cut(graph, plan.starts), strict=True)
+        ],
+        "notes": list(plan.notes),
+        "checksum": step_checksum(plan),
+    }
+    return _format(document) + "\n"
+
+
+def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
+    """The entry of a stage."""
+    keys = route_keys(graph)
+    labels = op_labels(graph)
+    named = {key: name for name, key in keys.items()}
+    routed = {key for key in keys if keys[key] in stage.routes}
+    memory = {
+        name: [named[e] if isinstance(e, str) else [labels[op] for op in e] for e in entries]
+        for name, entries in stage.memory.items()
+    }
+    return {
+        "first": stage.first,
+        "devices": list(stage.devices),
+        "mesh": stage.mesh.text,
+        "fingerprint": stage.fingerprint,
+        **({"in_flight": stage.in_flight} if stage.in_flight != 1 else {}),
+        "ops": _ops(stage, graph),
+        "params": {
+            pattern: {"stored": c.stored.text, "used": c.used.text, "lifetime": c.lifetime}
+            for pattern, c in compress([n.target for _, n in graph.of_kind("param")], stage.params.__getitem__)
+        },
+        "buffers": {
+            pattern: state.text
+            for pattern, state in compress([n.target for _, n in graph.of_kind("buffer")], stage.buffers.__getitem__)
+        },
+        "inputs": {name: stage.inputs[name].text for name in sorted(stage.inputs)},
+        "outputs": [None if state is None else state.text for state in stage.outputs],
+        "routes": {
+            pattern: [f"{a.text} -> {b.text}" for a, b in route]
+            for pattern, route in compress(list(keys), lambda key: stage.routes.get(keys[key], ()), routed)
+        },
+        **({MEMORY: memory} if memory else {}),
+        "price": _price(stage),
+        "solution": asdict(stage.solution) if stage.solution else None,
+        "checksum": {"decisions": decisions(stage), "rest": rest(stage, plan.cluster, plan.pins)},
+    }
+
+
+def save(path: str | Path, plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> None:
+    """Write a plan file; the cluster's file, if it has one, is named by its path from there.
+
+    Raises:
+        PlanError: the folder is not there, or cannot be written to.
+    """
+    if Path(plan.cluster).is_absolute():
+        near = os.path.relpath(plan.cluster, Path(path).parent.resolve())
+        plan = replace(plan, cluster=Path(near).as_posix())
+    try:
+        Path(path).write_text(dumps(plan, graph, model), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write the plan to {path}: {error.strerror}; choose a folder that exists") from error
+
+
+def _format(document: Mapping[str, Any], indent: str = "", lists: Collection[str] = LISTS) -> str:
+    """JSON with one line for every entry of a section, and of these lists."""
+    lines = []
+    more = indent + "  "
+    for key, value in document.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if key in SECTIONS and value:
+            entries = [f"{more}  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items()]
+            text = "{\n" + ",\n".join(entries) + f"\n{more}}}"
+        elif key in lists and value:
+            text = "[\n" + ",\n".join(f"{more}  {json.dumps(v, ensure_ascii=False)}" for v in value) + f"\n{more}]"
+        elif key == MEMORY:
+            text = _format(value, more, LISTS | set(value))
+        elif key == "stages":
+            text = "[\n" + ",\n".join(f"{more}  {_format(stage, more + '  ')}" for stage in value) + f"\n{more}]"
+        lines.append(f"{more}{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+def _price(plan: StagePlan) -> dict[str, Any]:
+    """The price; what only recomputing has is left out without it, and working memory where it was not counted."""
+    price = asdict(plan.price)
+    for optional in ("again_bytes", "working_bytes"):
+        if not price[optional]:
+            del price[optional]
+    return price
+
+
+def _ops(plan: StagePlan, graph: Graph) -> dict[str, dict[str, str]]:
+    """Entries for the ops that are cut, and for those that neither follow demand nor are whole."""
+    rules = rules_of(graph)
+    labels = op_labels(graph)
+    whole = whole_state(plan.mesh, True)
+    strategy = {
+        i: strategy_named(graph, node, rules[i], plan.ops[node.name])
+        for i, node in enumerate(graph.nodes)
+        if node.kind == "op"
+    }
+    explicit = {i for i in strategy if graph.nodes[i].hot}
+    while True:
+        chosen, _ = demand(graph, rules, plan.mesh, {i: strategy[i] for i in explicit}, partly=True)
+        differing = {i for i in strategy if chosen[i].names != plan.ops[graph.nodes[i].name]}
+        if not differing:
+            break
+        explicit |= differing
+    by_label = {labels[graph.nodes[i].name]: plan.ops[graph.nodes[i].name] for i in strategy}
+    needed = {
+        labels[graph.nodes[i].name]
+        for i in explicit
+        if plan.ops[graph.nodes[i].name] != whole or not graph.nodes[i].hot
+    }
+    entries = compress(list(by_label), by_label.__getitem__, needed)
+    return {
+        pattern: {axis: as_written(name) for (axis, _), name in zip(plan.mesh, names, strict=True)}
+        for pattern, names in entries
+    }
+
+
+def route_keys(graph: Graph) -> dict[str, str]:
+    """``{name in the file: key in StagePlan.routes}`` of every tensor; ops go by their label."""
+    labels = op_labels(graph)
+    keys = {}
+    for i, node in enumerate(graph.nodes):
+        for number, spec in enumerate(node.outs):
+            if spec is not None:
+                name = labels.get(node.name, node.name) + (f"#{number}" if number else "")
+                keys[name] = route_key(graph, Ref(i, number))
+    return keys
+
+
+def decisions(plan: StagePlan) -> str:
+    """Checksum of everything that is decided, routes apart."""
+    others = [e for e in plan.memory.items() if e[0] not in (RECOMPUTE.name, GATHER_AGAIN.name, MAKE_AGAIN.name)]
+    return digest(
+        plan.fingerprint, plan.mesh, sorted(plan.ops.items()),
+        sorted((k, v.stored, v.used, v.lifetime) for k, v in plan.params.items()),
+        sorted(plan.buffers.items()), sorted(plan.inputs.items()), plan.outputs, plan.recompute,
+        plan.gather_again, *([plan.make_again] if plan.make_again else []), *others,
+    )  # fmt: skip
+
+
+def rest(plan: StagePlan, cluster: str, pins: Pins) -> str:
+    """Checksum of what else decides the price, of the price, and of the wishes under which it was proven best."""
+    return digest(
+        cluster, plan.devices, plan.optimizer, plan.microbatches, plan.in_flight, sorted(plan.routes.items()),
+        _price(plan), asdict(plan.solution) if plan.solution else None, pin_section.write(pins),
+    )  # fmt: skip
+
+
+def step_checksum(plan: Plan) -> str:
+    """Checksum of what decides the seconds of a step beside the stages, and of these seconds."""
+    return digest([(s.first, s.devices) for s in plan.stages], plan.schedule.text(), float(plan.seconds))
+
+
+def digest(*values: Any) -> str:
+    """Some letters that differ where the values do."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]

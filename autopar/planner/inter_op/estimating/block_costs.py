@@ -1,0 +1,347 @@
+"""What a block can cost on a mesh: a few plans from the fastest to the smallest, with more and less that runs again.
+
+Stages are put together from these (:mod:`.filling`) before any stage is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import prod
+from typing import NamedTuple
+
+from autopar.errors import InfeasibleError
+from autopar.planner.inter_op.blocks import Block
+from autopar.planner.inter_op.simulating.phases import phases
+from autopar.planner.intra_op.building.integer_program import PRICES
+from autopar.planner.intra_op.building.parameter_sharding import peak_bytes
+from autopar.planner.intra_op.building.price import pricer
+from autopar.planner.intra_op.memory.recompute import patterns_in
+from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
+from autopar.plans.plan import StagePlan
+from autopar.rules.registry import rules_of
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
+from hardware_profiles import Cluster
+
+WAYS = 1 + len(PRICES)
+"""Plans of a block on a mesh, at most."""
+RARE_PRICES = (2.0,)
+"""Like :data:`PRICES`, for blocks that hardly count, and on meshes of more than :data:`AXES` axes."""
+AXES = 2
+"""Of a mesh whose programs are quickly solved: with three, each price takes five times as long."""
+ALONE = Mesh.of(data=1)
+"""The mesh of one device."""
+IN_FLIGHT = 4
+"""Microbatches in flight for which the bytes of a block's plans are weighed."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a block; seconds of one microbatch (but for ``step_seconds``), bytes of one device.
+
+    Attributes:
+        step_seconds: once a step.
+        weight_seconds: of the backward, what is for gradients of weights and may run later.
+        static_bytes: whatever does not grow with the microbatches in flight, but for ``peak_bytes``.
+        kept_bytes: of one microbatch in flight.
+        again_bytes: what lives beside at the fullest moment, while parts of the block run again say: once for all
+            blocks of a stage.
+        recomputed: something of it runs again.
+        peak_bytes: of parameters that are gathered for each use: once for all blocks of a stage, too.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    step_seconds: float
+    static_bytes: float
+    kept_bytes: float
+    again_bytes: float = 0.0
+    recomputed: bool = False
+    weight_seconds: float = 0.0
+    peak_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of a microbatch."""
+        return self.forward_seconds + self.backward_seconds
+
+
+class SizedPlans(NamedTuple):
+    """Plans of a block of one size on a mesh, and by how many devices its tensors could be cut (:func:`evenly_cut`)."""
+
+    plans: list[StagePlan]
+    cuts: tuple[frozenset[int], ...]
+
+    def serves(self, cuts: tuple[frozenset[int], ...]) -> bool:
+        """Whether these plans are good ones of the same block at another size too: nothing can be cut there that could
+        not be cut here. Eight rows cannot be cut over 64 devices; a plan that cuts their sequence instead says
+        nothing of the fastest way for 64 rows."""
+        return len(cuts) == len(self.cuts) and all(a <= b for a, b in zip(cuts, self.cuts, strict=True))
+
+
+@dataclass
+class BlockPlans:
+    """Plans of blocks, which serve for the same blocks with microbatches of other sizes too.
+
+    Attributes:
+        every: the plans of a block from the fastest to the smallest, by kind, mesh and devices.
+        fastest: the fastest alone, by kind and mesh: of a mesh that was too slow to plan more.
+    """
+
+    every: dict[tuple[object, ...], SizedPlans] = field(default_factory=dict)
+    fastest: dict[tuple[object, ...], SizedPlans] = field(default_factory=dict)
+
+    def alike(
+        self, key: tuple[object, ...], share: bool, cuts: tuple[frozenset[int], ...]
+    ) -> list[StagePlan] | None:  # fmt: skip
+        """Every plan for the key, or, if they are shared, for the same kind and mesh on other devices; of a size at
+        which all ``cuts`` could be made."""
+        if key in self.every and self.every[key].serves(cuts):
+            return self.every[key].plans
+        alike = (sized for place, sized in self.every.items() if share and place[:2] == key[:2])
+        return next((sized.plans for sized in alike if sized.serves(cuts)), None)
+
+    def fastest_alike(self, key: tuple[object, ...], cuts: tuple[frozenset[int], ...]) -> list[StagePlan]:
+        """The fastest plan for the same kind and mesh, on any devices, of a size at which all ``cuts`` could be made;
+        empty if there is none."""
+        sized = self.fastest.get(key[:2])
+        return sized.plans if sized is not None and sized.serves(cuts) else []
+
+
+def evenly_cut(graph: Graph, mesh: Mesh) -> tuple[frozenset[int], ...]:
+    """Into how many even pieces the axes of a mesh can cut each dim of every tensor."""
+    sizes = [size for size in mesh.sizes if size > 1]
+    pieces = {prod(axes) for n in range(1, len(sizes) + 1) for axes in combinations(sizes, n)}
+    sets: dict[int, frozenset[int]] = {}
+    for node in graph.nodes:
+        for dim in (dim for out in node.outs if out is not None for dim in out.shape):
+            if dim not in sets:
+                sets[dim] = frozenset(n for n in pieces if dim % n == 0)
+    return tuple(sets[dim] for node in graph.nodes for out in node.outs if out is not None for dim in out.shape)
+
+
+@dataclass
+class Menus:
+    """Ways of every kind of block on every mesh.
+
+    Attributes:
+        graph_of: the graph of one block.
+        options: for its plans; those that name operators or placements are left out.
+        recompute: whether operators of a block may run again.
+        rare: kinds of which there are so few that one smaller way is enough.
+        common: the one kind for which programs of more than :data:`AXES` axes are worth solving; None for all.
+        decided: plans of the same blocks at another size: these are priced at this size, which takes a tenth of the
+            time of finding the best ones here, unless more can be cut here. What is decided here is added.
+        share: whether what is decided for some devices serves for others too.
+    """
+
+    cluster: Cluster
+    graph_of: Callable[[Block], Graph]
+    options: Options
+    recompute: bool
+    rare: frozenset[tuple[int, ...]] = frozenset()
+    decided: BlockPlans = field(default_factory=lambda: BlockPlans())
+    share: bool = False
+    common: tuple[int, ...] | None = None
+    _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
+    _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
+    _launches: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _evenly_cut: dict[tuple[object, ...], tuple[frozenset[int], ...]] = field(default_factory=dict)
+
+    def ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
+        """From the fastest to the smallest; those that gather copies again are the last.
+
+        Raises:
+            InfeasibleError: the block cannot be planned on the mesh at all.
+        """
+        key = self._key(block, mesh, devices)
+        if len(mesh) > AXES and self.common not in (None, block.kind):
+            return self._ways_of_fewer_axes(block, mesh, devices)
+        if not self._know(block, mesh, devices):
+            prices = RARE_PRICES if block.kind in self.rare or len(mesh) > AXES else PRICES
+            plans = self._plans(block, mesh, devices).every(prices)
+            self.decided.every[key] = SizedPlans(plans, self._cuts(block, mesh))
+            self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
+            del self._begun[key]
+        return self._known[key]
+
+    def _ways_of_fewer_axes(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
+        """The ways of a block on the same devices with two neighbouring axes taken as one: it can be run so, and the
+        program of three axes, of which there is one for every price, takes ten times as long to solve."""
+        ways: list[Way] = []
+        failed: InfeasibleError | None = None
+        for fewer in mesh.merged():
+            try:
+                ways += self.ways(block, fewer, devices)
+            except InfeasibleError as error:
+                failed = error
+        if not ways and failed is not None:
+            raise failed
+        return tuple(ways)
+
+    def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> float:
+        """Seconds of a microbatch in the fastest way, which is found before the others.
+
+        Raises:
+            InfeasibleError: as for :meth:`ways`.
+        """
+        key = self._key(block, mesh, devices)
+        if key in self._known:
+            return min(w.seconds for w in self._known[key])
+        plans: list[StagePlan] | None = None
+        if key not in self._begun:  # begun: what was decided at another size is not possible here
+            cuts = self._cuts(block, mesh)
+            decided = (self.decided.alike(key, self.share, cuts) or [])[:1]
+            if self.share and not decided:
+                decided = self.decided.fastest_alike(key, cuts)
+            plans = self._again(block, mesh, devices, decided, weighed=False)
+        if not plans:
+            plans = [self._plans(block, mesh, devices).fastest()]
+            if self.share:
+                self.decided.fastest[key[:2]] = SizedPlans(plans, self._cuts(block, mesh))
+        priced = pricer(self.cluster, mesh, devices)
+        spent = [phases(self._graph(block), plan, priced) for plan in plans]
+        return min(of_plan.forward_seconds + of_plan.backward_seconds for of_plan in spent)
+
+    def launches(self, block: Block, device: int) -> float:
+        """Seconds of a microbatch that launches of a block's operators take on any mesh with that device."""
+        key = block.kind, device
+        if key not in self._launches:
+            self._launches[key] = pricer(self.cluster, ALONE, (device,)).launches(self._graph(block))
+        return self._launches[key]
+
+    def _know(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> bool:
+        """Whether the ways are known: by what was decided at another size, or on others, if that is possible here."""
+        key = self._key(block, mesh, devices)
+        if key not in self._known and key not in self._begun:  # begun: it was not possible
+            decided = self.decided.alike(key, self.share, self._cuts(block, mesh))
+            plans = self._again(block, mesh, devices, decided) if decided is not None else None
+            if plans is not None:
+                self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
+        return key in self._known
+
+    def _again(
+        self, block: Block, mesh: Mesh, devices: Sequence[int], plans: Sequence[StagePlan], weighed: bool = True
+    ) -> list[StagePlan] | None:
+        graph = self._graph(block)
+        return priced_again(
+            graph, self.cluster, mesh, self._options(graph), plans, devices=devices, weighed=weighed
+        )
+
+    def forget(self) -> None:
+        """Let go of what was begun for :meth:`fastest` and not needed since."""
+        self._begun.clear()
+
+    @staticmethod
+    def _key(block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[object, ...]:
+        return block.kind, mesh, tuple(devices)
+
+    def _plans(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> PlansByMemory:
+        key = self._key(block, mesh, devices)
+        if key not in self._begun:
+            graph = self._graph(block)
+            self._begun[key] = PlansByMemory(graph, self.cluster, mesh, self._options(graph), devices=devices)
+        return self._begun[key]
+
+    def _cuts(self, block: Block, mesh: Mesh) -> tuple[frozenset[int], ...]:
+        """:func:`evenly_cut` of a block."""
+        key = block.kind, mesh
+        if key not in self._evenly_cut:
+            self._evenly_cut[key] = evenly_cut(self._graph(block), mesh)
+        return self._evenly_cut[key]
+
+    def _graph(self, block: Block) -> Graph:
+        if block.kind not in self._graphs:
+            self._graphs[block.kind] = self.graph_of(block)
+        return self._graphs[block.kind]
+
+    def _options(self, graph: Graph) -> Options:
+        return replace(
+            self.options, constraints=None, params=None, inputs=None, outputs=None,
+            in_flight=min(IN_FLIGHT, self.options.microbatches),
+            recompute=patterns_in(graph, self.options.recompute), may_recompute=self.recompute,
+        )  # fmt: skip
+
+    def _ways(self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
+        priced = pricer(self.cluster, mesh, devices)
+        rules = rules_of(graph)
+        peaks = [peak_bytes(graph, plan, priced) for plan in plans]
+        ways = []
+        for plan, peak in _undominated(plans, peaks):
+            spent, price = phases(graph, plan, priced, rules), plan.price
+            ways.append(
+                Way(
+                    spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
+                    price.stored_bytes - peak, plan.kept_bytes, max(0, price.passing_bytes),
+                    recomputed=bool(plan.recompute), peak_bytes=peak,
+                    weight_seconds=0.0 if _is_whole(plan) else min(spent.weight_seconds, spent.backward_seconds),
+                )
+            )  # fmt: skip
+        return tuple(ways)
+
+
+def _is_whole(plan: StagePlan) -> bool:
+    """Whether the backward is not split: something is done again in it."""
+    return plan.whole_backward
+
+
+def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple[StagePlan, int]]:
+    """The plans, with their peaks, of which no other is as good in everything: seconds and bytes of every sort, and
+    whether the backward is split. Of several that are the same in all of it, the first. To tell when within a step
+    the seconds of a plan are spent takes half as long as to make the plan, and many are dominated."""
+
+    def account(plan: StagePlan, peak: int) -> tuple[float, ...]:
+        price = plan.price
+        a_microbatch = price.compute_seconds + price.activation_seconds
+        stored, passing = price.stored_bytes - peak, max(0, price.passing_bytes)
+        return (
+            a_microbatch, price.parameter_seconds, stored, plan.kept_bytes, passing, peak, _is_whole(plan),
+            bool(plan.recompute),
+        )  # fmt: skip
+
+    accounts = [account(plan, peak) for plan, peak in zip(plans, peaks, strict=True)]
+    best: list[tuple[StagePlan, int]] = []
+    for k, mine in enumerate(accounts):
+        better = (
+            all(a <= b for a, b in zip(each, mine, strict=True)) and (each != mine or n < k)
+            for n, each in enumerate(accounts) if n != k
+        )  # fmt: skip
+        if not any(better):
+            best.append((plans[k], peaks[k]))
+    return best
+
+
+FREE = Way(0.0, 0.0, 0.0, 0.0, 0.0)
+"""Of a block that is left out of account."""
+
+
+def menus_of(
+    menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int], only: int | None = None
+) -> dict[int, tuple[Way, ...]] | None:
+    """Ways of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh.
+
+    Args:
+        only: the number of the one kind that is taken into account; the others are free.
+    """
+    menus_by_kind: dict[int, tuple[Way, ...]] = {}
+    for number, block in zip(kinds_of(blocks), blocks, strict=True):
+        if only is not None and number != only:
+            menus_by_kind[number] = (FREE,)
+        elif number not in menus_by_kind:
+            try:
+                menus_by_kind[number] = menus.ways(block, mesh, devices)
+            except InfeasibleError:
+                return None
+    return menus_by_kind
+
+
+def kinds_of(blocks: Sequence[Block]) -> list[int]:
+    """The number of every block's kind, in order of appearance."""
+    number_of: dict[tuple[int, ...], int] = {}
+    return [number_of.setdefault(b.kind, len(number_of)) for b in blocks]
+
+
+__all__ = ["ALONE", "BlockPlans", "Menus", "Way", "kinds_of", "menus_of"]

@@ -1,0 +1,235 @@
+"""Ways to cut for one number of microbatches, with their estimates: on equal groups of devices, on unequal ones, and
+those that are pinned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+
+from autopar.errors import InfeasibleError
+from autopar.planner.inter_op.blocks import Block
+from autopar.planner.inter_op.candidates import SMALL, Candidate
+from autopar.planner.inter_op.estimating import simulated_estimate
+from autopar.planner.inter_op.estimating.block_costs import ALONE, BlockPlans, Menus
+from autopar.planner.inter_op.estimating.equal import FAR, Equal, Need
+from autopar.planner.inter_op.estimating.estimates import EstimatedCut
+from autopar.planner.inter_op.estimating.filling import Fillers
+from autopar.planner.inter_op.estimating.unequal import Unequal
+from autopar.planner.inter_op.exact.exact_stages import ExactPlans
+from autopar.planner.inter_op.simulating.order import SEARCHED, START
+from autopar.planner.inter_op.stage_pins import allows
+from autopar.planner.intra_op.memory.recompute import is_asked
+from autopar.plans.stage_graphs import cut
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh, mesh_shapes
+from cost_models.costs import costs_of
+from cost_models.schedules import Fill, fill_of, parse_kind
+
+CANDIDATES = 3
+"""Ways to cut that are planned exactly and simulated, at most."""
+TRIALS = 16
+"""Cuts for every number of microbatches that are simulated with the times of their estimates."""
+RARE = 32
+"""A kind of block of which there is at most one among so many is rare, on more than :data:`SMALL` devices."""
+AXES = 2
+"""Axes of a group's mesh, at most, in the first look. Those of more are looked at for groups of the number that is best
+so far, once that is known: they are many, take several times as long to plan, and win by little where they win."""
+DEEPER = 0.99
+"""On more than :data:`SMALL` devices, meshes of more axes are planned exactly only where they seem to take less than
+this factor of the best: the programs of their stages, where memory binds, take minutes."""
+WORTH_A_LOOK = 2.0
+"""The best way of every number of groups is planned exactly too, on few devices, if its estimate is within this factor
+of the best; and so is every schedule of the best cuts."""
+
+
+@dataclass(eq=False)
+class OneNumber(ExactPlans):
+    """Ways to cut for one number of microbatches: bounds, estimates and exact plans of them.
+
+    Attributes:
+        unfit: what was planned exactly and did not fit.
+        infeasible: an error of what did not fit.
+        leanest: what the leanest cut needs, where no estimate fits.
+        fastest: seconds of the commonest block on every mesh that was looked at, by pool and mesh.
+        decided: plans of blocks, which may be shared with other numbers.
+    """
+
+    unfit: Candidate | None = None
+    infeasible: InfeasibleError | None = None
+    leanest: Need | None = None
+    fastest: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
+    decided: BlockPlans = field(default_factory=BlockPlans)
+
+    def candidates(
+        self, floors: Mapping[tuple[int, Mesh], float] | None = None, best_known: float = inf, far: float = FAR,
+        share: float = 1.0, groups: int | None = None, beaten: float = inf, fewest: int = 1,
+        shapes: Sequence[Mesh] = (),
+    ) -> list[Candidate]:  # fmt: skip
+        """The most promising ways to cut, by estimate.
+
+        Args:
+            floors, best_known, far, beaten, fewest: as for :class:`Equal`.
+            share: of the devices' memory that may be filled.
+            groups: how many, where the user leaves that open; None for any number.
+            shapes: the only meshes to look at.
+        """
+        if self.asked.starts is not None:
+            return self._pinned(self.asked.starts)
+        asked = self.asked
+        schedules = tuple(dict.fromkeys(START if name == SEARCHED else name for name in asked.schedules))
+        pools = self._pools
+        shapes_of = (lambda size: [m for m in shapes if m.n_devices == size]) if shapes else self.shapes
+        fillers = Fillers(self.menus, self.blocks, asked.microbatches)
+        search = Equal(
+            self.cluster, pools, self.blocks, fillers, shapes_of, schedules, asked.microbatches,
+            [share * self.limit(pool) for pool in pools], asked.groups or groups, floors or {}, best_known, far,
+            self.n_devices <= SMALL and not shapes, beaten, fewest,
+        )  # fmt: skip
+        cuts = search.cuts()
+        self.fastest = search.fastest
+        self.infeasible = self.infeasible or search.infeasible
+        self.leanest = self.leanest or search.leanest
+        if self.n_devices > SMALL:
+            cuts = [replace(c, seconds=s) for s, c in simulated_estimate.best(cuts, asked.microbatches, TRIALS)]
+        best = cuts[:CANDIDATES] if self.n_devices <= SMALL else cuts
+        if self.n_devices <= SMALL and cuts:  # the estimate knows neither the order of actions nor the exact plans
+            near = [c for c in cuts if c.seconds <= WORTH_A_LOOK * cuts[0].seconds]
+            for groups in sorted({len(c.groups) for c in near}):
+                best += [c for c in near if len(c.groups) == groups][:1]
+            best += [c for c in near if any(c.groups == d.groups for d in cuts[:CANDIDATES])]
+        unequal = [] if shapes else self._unequal(fillers)
+        return [self._candidate(cut) for cut in (*dict.fromkeys(best), *unequal)]
+
+    def _candidate(self, cut: EstimatedCut) -> Candidate:
+        """An estimated cut as what is planned exactly."""
+        return Candidate(
+            tuple(g.mesh for g in cut.groups), tuple(g.devices for g in cut.groups), self._named(cut.schedule),
+            tuple(self.blocks[b].first for b in cut.bounds), cut.seconds,
+            tuple((s.static_bytes, s.kept_bytes) for s in cut.stages), cut if cut.stages else None,
+        )  # fmt: skip
+
+    def launches_most(self) -> bool:
+        """Whether launches of operators, which every device has to do, take longer than the rest of the work shared by
+        all devices."""
+        if not costs_of(self.cluster).share_bounds:
+            return False
+        counts = Counter(block.kind for block in self.blocks)
+        alone = launches = 0.0
+        for block in {block.kind: block for block in reversed(self.blocks)}.values():
+            n = counts[block.kind]
+            try:
+                alone += n * self.menus.fastest(block, ALONE, (0,))
+            except InfeasibleError:
+                return False
+            launches += n * self.menus.launches(block, 0)
+        return launches > (alone - launches) / self.n_devices
+
+    def _pinned(self, starts: Sequence[str]) -> list[Candidate]:
+        """All groups, shapes and schedules for which the user's cuts are right."""
+        positions = {self.name(p): p for p in range(len(self.ops))}
+        bounds = tuple(positions.get(s, 0) for s in starts)
+        candidates = []
+        n_stages = len(starts) + 1
+        for text in self.asked.schedules:
+            kind, degree = parse_kind(START if text == SEARCHED else text)
+            name = SEARCHED if text == SEARCHED else kind.name
+            for each in range(1, n_stages + 1) if degree is None else [degree]:
+                groups, rest = divmod(n_stages, each)
+                if rest or not kind.allows_degree(each) or self.n_devices % groups:
+                    continue
+                if self.asked.groups not in (None, groups) or (groups == 1 and n_stages > 1):
+                    continue
+                candidates += [_equal(groups, mesh, name, bounds) for mesh in self.shapes(self.n_devices // groups)]
+        return candidates
+
+    def _named(self, fill: Fill) -> str:
+        """The schedule's name; that of the one that is searched for, where its stages are planned for this one."""
+        return SEARCHED if fill.name == START and SEARCHED in self.asked.schedules else fill.name
+
+    @cached_property
+    def menus(self) -> Menus:
+        """What blocks can cost."""
+        options = replace(self.asked.options, microbatches=self.asked.microbatches)
+        may = self.asked.may_recompute and not is_asked(self.graph, options.recompute)
+        counts = Counter(b.kind for b in self.blocks)
+        rare = [k for k, n in counts.items() if RARE * n <= len(self.blocks) and self.n_devices > SMALL]
+        many = self.n_devices > SMALL
+        common = counts.most_common(1)[0][0] if many else None
+        return Menus(self.cluster, self._graph_of, options, may, frozenset(rare), self.decided, many, common)
+
+    def _unequal(self, fillers: Fillers) -> list[EstimatedCut]:
+        """Cuts over unequal groups, where these are worth a search: devices that differ, or divide badly."""
+        asked, n = self.asked, self.n_devices
+        names = [name for name in asked.schedules if name != SEARCHED and fill_of(name).chunks == 1]
+        divides = sum(n % g == 0 for g in range(1, n + 1)) > 2
+        if asked.mesh or not names or n != self.cluster.n_devices or n < 3 or len(self._pools) > 1:
+            return []
+        if divides and not self._uneven and not (asked.groups and n % asked.groups):
+            return []
+        search = Unequal(self.cluster, self.blocks, fillers, self.shapes, asked.microbatches, self.limit)
+        try:
+            return search.cuts(names, CANDIDATES, asked.groups)
+        except InfeasibleError as error:
+            self.infeasible = self.infeasible or error
+            return []
+
+    def _graph_of(self, block: Block) -> Graph:
+        """The block alone."""
+        starts = [self.name(block.first)] if block.first else []
+        starts += [self.name(block.end)] if block.end < len(self.ops) else []
+        return cut(self.graph, starts)[1 if block.first else 0].graph
+
+    def shapes(self, size: int, most_axes: int = AXES) -> list[Mesh]:
+        """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two. If
+        more than :data:`AXES` axes are asked for, only those that have more."""
+        if self.asked.mesh:
+            return [self.asked.mesh] if self.asked.mesh.n_devices == size else []
+        near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
+        every = mesh_shapes(size, min(most_axes, self.asked.max_axes), self.asked.options.named_axes)
+        shapes = [m for m in every if len(m) == 1 or m.inner(1).n_devices <= near]
+        if most_axes > AXES:  # those with fewer were looked at before
+            shapes = [m for m in shapes if len(m) > AXES]
+        return [m for m in shapes if allows(m, self.asked.options)]
+
+    def deeper_shapes(self, fewer: Mesh, devices: Sequence[int]) -> list[Mesh]:
+        """Meshes of more than :data:`AXES` axes that split those of one of fewer, and on which the commonest block is
+        faster: where it is not, the stages' programs would take long to say the same."""
+        if self.asked.mesh or self.asked.max_axes <= AXES:
+            return []
+        common, _ = Counter(b.kind for b in self.blocks).most_common(1)[0]
+        block = next(b for b in self.blocks if b.kind == common)
+        faster = []
+        for mesh in self.shapes(len(devices), self.asked.max_axes):
+            if not mesh.refines(fewer):
+                continue
+            try:
+                before = self.menus.fastest(block, fewer, devices)
+                faster += [mesh] if self.menus.fastest(block, mesh, devices) <= DEEPER * before else []
+            except InfeasibleError:
+                continue
+        return faster
+
+    @cached_property
+    def _pools(self) -> list[list[int]]:
+        """Devices whose groups are alike: those of each type on many devices; on few, unequal groups are searched."""
+        by_type: dict[str, list[int]] = {}
+        for d in range(self.n_devices):
+            by_type.setdefault(self.cluster.device(d).name, []).append(d)
+        return list(by_type.values()) if self.n_devices > SMALL else [list(range(self.n_devices))]
+
+    @cached_property
+    def _uneven(self) -> bool:
+        """Whether groups of equal size can differ: devices of several types."""
+        return len({self.cluster.device(d).name for d in range(self.n_devices)}) > 1
+
+
+def _equal(groups: int, mesh: Mesh, schedule: str, bounds: tuple[int, ...]) -> Candidate:
+    size = mesh.n_devices
+    devices = tuple(tuple(range(g * size, (g + 1) * size)) for g in range(groups))
+    return Candidate((mesh,) * groups, devices, schedule, bounds, 0.0)
+
+
+__all__ = ["AXES", "CANDIDATES", "DEEPER", "WORTH_A_LOOK", "OneNumber"]

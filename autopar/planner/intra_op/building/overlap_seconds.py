@@ -1,0 +1,98 @@
+"""Seconds of collectives that pass while other operators compute (:mod:`autopar.rules.lowering_helpers.meanwhile`).
+
+A collective and what is computed beside it take as long as the longer of the two, so what is hidden is the shorter. In
+the backward the gradients of a product's weights are computed beside it too, unless a schedule computes them later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.plans.plan import StagePlan, segment_numbers
+from autopar.rules.lowering_helpers.meanwhile import Meanwhile, Routes, any_in_parts, beside
+from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy, strategy_named
+from autopar.words.graph import Graph
+
+
+class Hidden(NamedTuple):
+    """Seconds of a microbatch that are no part of its price although operators and collectives take them.
+
+    Attributes:
+        forward, backward: of these passes.
+        split: of the backward, where gradients of weights are computed later.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    split: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, more: Hidden) -> Hidden:  # type: ignore[override]
+        return Hidden(*(a + b for a, b in zip(self, more, strict=True)))
+
+
+def hidden(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], routes: Routes,
+    segment_of: Mapping[int, int],
+) -> dict[int, Hidden]:  # fmt: skip
+    """What is hidden of the collectives of each operator beside which others run, by its number.
+
+    Args:
+        chosen, routes, segment_of: as :func:`~autopar.rules.lowering_helpers.meanwhile.beside` has them.
+    """
+    memo: dict[object, Hidden] = {}
+    seconds: dict[int, Hidden] = {}
+    for meanwhile in beside(graph, rules, pricer.mesh, chosen, routes, segment_of):
+        runs = meanwhile.op, *meanwhile.first, *meanwhile.last
+        key = tuple([(graph.alike[k], id(chosen[k])) for k in runs]), len(meanwhile.first)
+        if key not in memo:
+            memo[key] = hidden_of(graph, rules, pricer, chosen, meanwhile)
+        seconds[meanwhile.op] = memo[key]
+    return seconds
+
+
+def hidden_in(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, plan: StagePlan, i: int
+) -> tuple[tuple[int, ...], float]:
+    """The operators that run beside the collectives of operator ``i`` in a plan, and the seconds of these that are
+    hidden, forward and backward; none, and 0, where it has no such collectives."""
+    if not any_in_parts([rules[i]]):
+        return (), 0.0
+    chosen = {k: strategy_named(graph, node, rules[k], plan.ops[node.name]) for k, node in graph.of_kind("op")}
+    segment_of = segment_numbers(graph, plan.recompute)
+    for meanwhile in beside(graph, rules, pricer.mesh, chosen, plan.routes, segment_of):
+        if meanwhile.op == i:
+            spent = hidden_of(graph, rules, pricer, chosen, meanwhile)
+            return (*meanwhile.first, *meanwhile.last), spent.total
+    return (), 0.0
+
+
+def hidden_of(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], meanwhile: Meanwhile
+) -> Hidden:
+    """What is hidden of the collectives of one operator."""
+    rule = rules[meanwhile.op]
+    assert rule is not None
+    waits = pricer.waits(graph, graph.nodes[meanwhile.op], rule, chosen[meanwhile.op])
+    total = Hidden()
+    for when, others in (("first", meanwhile.first), ("last", meanwhile.last)):
+        forward = backward = split = 0.0
+        for k in others:
+            rule_there = rules[k]
+            assert rule_there is not None
+            spent = pricer.compute(graph, graph.nodes[k], rule_there, chosen[k])
+            forward += spent.forward
+            backward += spent.total - spent.forward
+            split += spent.total - spent.forward - spent.weights
+        there, back = waits[when]
+        total += Hidden(min(there, forward), min(back, backward), min(back, split))
+    return total
+
+
+__all__ = ["Hidden", "hidden", "hidden_in", "hidden_of"]

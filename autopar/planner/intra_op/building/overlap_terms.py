@@ -1,0 +1,65 @@
+"""Collectives beside which others compute, as the integer program has them: what is hidden depends on both.
+
+Where operators that might stand beside are cut in a way in which they communicate, or are brought there by collectives,
+or run again at another time, the plan hides less than is said here (:mod:`.overlap_seconds`), so the bound remains one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.planner.intra_op.building.fold import Fold
+from autopar.planner.intra_op.building.integer_program import HiddenSeconds
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.rules.lowering_helpers.meanwhile import any_in_parts, halves, independent_of
+from autopar.rules.notation import Rule
+from autopar.words.graph import Graph
+
+
+def overlaps(
+    graph: Graph, rules: Sequence[Rule | None], fold: Fold, pricer: Pricer, microbatches: int,
+    item_of: Mapping[int, int], row_of: Mapping[int, tuple[Sequence[Any], int]],
+) -> tuple[HiddenSeconds, ...]:  # fmt: skip
+    """The overlaps of a problem, with the seconds of all blocks of a class.
+
+    Args:
+        item_of: the item of each operator that is decided.
+        row_of: of each of these, the rows of its item, of strategies by operator, and its place in them.
+    """
+    result: list[HiddenSeconds] = []
+    for i, rule in enumerate(rules):
+        if rule is None or i not in row_of or not any_in_parts([rule]):
+            continue
+        times = fold.counts[i] * microbatches
+        rows, place = row_of[i]
+        waits = [pricer.waits(graph, graph.nodes[i], rule, row[place]) for row in rows]
+        groups = zip(("first", "last"), halves(rules, independent_of(graph, rules, i)), strict=True)
+        for when, others in groups:
+            for backward in (False, True):
+                wait = item_of[i], tuple([times * wait[when][backward] for wait in waits])
+                computed: dict[int, list[float]] = {}
+                for k in others:
+                    _add(computed, graph, rules, fold.representative[k], backward, times, pricer, item_of, row_of)
+                beside = tuple([(item, tuple(seconds)) for item, seconds in computed.items()])
+                if any(wait[1]) and any(map(any, computed.values())):
+                    result.append(HiddenSeconds(((wait,), beside)))
+    return tuple(result)
+
+
+def _add(
+    computed: dict[int, list[float]], graph: Graph, rules: Sequence[Rule | None], k: int, backward: bool, times: int,
+    pricer: Pricer, item_of: Mapping[int, int], row_of: Mapping[int, tuple[Sequence[Any], int]],
+) -> None:  # fmt: skip
+    """Add what an operator computes to the seconds of its item, by strategy."""
+    rule = rules[k]
+    if rule is None or k not in row_of:
+        return
+    rows, place = row_of[k]
+    of_item = computed.setdefault(item_of[k], [0.0] * len(rows))
+    for number, row in enumerate(rows):
+        spent = pricer.compute(graph, graph.nodes[k], rule, row[place])
+        of_item[number] += times * (spent.total - spent.forward if backward else spent.forward)
+
+
+__all__ = ["overlaps"]

@@ -1,0 +1,307 @@
+"""From the decided strategies to a whole plan: cold nodes follow demand, routes are found, everything is priced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from autopar.capture.graph.dead_operators import has_effect
+from autopar.errors import PlanError
+from autopar.planner.intra_op.building import parameter_sharding as P
+from autopar.planner.intra_op.building.overlap_seconds import hidden
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.planner.intra_op.building.space import strategies
+from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again
+from autopar.planner.intra_op.memory.memory_walk import Walk
+from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
+from autopar.planner.intra_op.reshard import Edge, route
+from autopar.planner.intra_op.written_buffers import held_whole
+from autopar.plans.memory_decisions import GATHER_AGAIN, RECOMPUTE, Memory, about_tensors, in_order
+from autopar.plans.plan import ParamChoice, StagePlan, route_key, segment_numbers
+from autopar.plans.prices import Price
+from autopar.plans.regather import gathers, may_wait, ref_of
+from autopar.plans.stage_graphs import first_op
+from autopar.rules.lowering_helpers.meanwhile import Routes
+from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph, Ref, Spec
+from autopar.words.meshes import Mesh
+from autopar.words.placements import PENDING, State, whole_state
+
+
+def demand(
+    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, decided: Mapping[int, Strategy],
+    *, partly: bool = False,
+) -> tuple[dict[int, Strategy], dict[str, State]]:  # fmt: skip
+    """Strategies of the undecided ops, and placements of buffers.
+
+    Backwards through the graph: if all readers of a tensor want the same shard, and its op can make just that, it
+    does (positions and masks are made sharded); else it is computed whole and sliced, which costs nothing.
+
+    Args:
+        partly: more is to be decided, so buffers need not agree yet.
+
+    Raises:
+        PlanError: a buffer is written to in different pieces.
+    """
+    whole = whole_state(mesh)
+    chosen = dict(decided)
+    uncut = held_whole(graph)
+    wanted: dict[Ref, set[State]] = {}
+    for ref in graph.updates.values():
+        wanted.setdefault(ref, set()).add(whole)
+    for out in graph.outputs:
+        if isinstance(out, Ref):
+            wanted.setdefault(out, set()).add(whole)
+    cache: dict[int, list[Strategy]] = {}
+    buffers: dict[str, State] = {}
+    written: dict[int, set[State]] = {}  # of buffers that operators write to as they run
+    readers: dict[int, list[tuple[int, State]]] = {}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        if node.kind == "buffer":
+            states = wanted.get(Ref(i), set())
+            only = next(iter(states)) if len(states) == 1 else whole
+            updated = node.target in graph.updates
+            inside = written.get(i, set())
+            if len(inside) == 1 and not updated:
+                only = next(iter(inside))
+            buffers[node.target] = whole if updated or PENDING in only else only
+            if partly:
+                continue
+            moved = [k for k, state in readers.get(i, ()) if state != buffers[node.target]]
+            writers = [k for k, _ in readers.get(i, ()) if inside and has_effect(graph.nodes[k].target)]
+            if any(min(moved) < k < max(moved) for k in writers if moved):
+                raise PlanError(
+                    f"buffer '{node.target}' is read in other pieces before and after an operator that writes to it, "
+                    "and one copy would serve both; constrain that operator to a cut of the batch, or clone it first"
+                )
+            if inside - {buffers[node.target]}:
+                raise PlanError(
+                    f"buffer '{node.target}' is written by operators that hold it in different pieces "
+                    f"({'; '.join(sorted(state.text for state in inside))}): no placement keeps what all of them "
+                    "write; constrain them to the same cut, such as the batch"
+                )
+        if node.kind != "op":
+            continue
+        if i not in chosen:
+            rule = rules[i]
+            assert rule is not None
+            if id(rule) not in cache:
+                cache[id(rule)] = strategies(graph, node, rule, mesh)
+            options = cache[id(rule)]
+            pick = options[0]
+            states = wanted.get(Ref(i), set())
+            if len(node.outs) == 1 and len(states) == 1 and i not in uncut:
+                goal = next(iter(states))
+                pick = next((s for s in options if s.outs[0] == goal and _plain(s)), pick)
+            chosen[i] = pick
+        for ref, state in zip(node.refs, chosen[i].ins, strict=True):
+            if graph.nodes[ref.node].kind == "buffer":
+                if has_effect(node.target):
+                    written.setdefault(ref.node, set()).add(state)
+                readers.setdefault(ref.node, []).append((i, state))
+            if ref.node not in decided:  # what is decided does not follow
+                wanted.setdefault(ref, set()).add(state)
+    return chosen, buffers
+
+
+def _plain(strategy: Strategy) -> bool:
+    """No pending sums: only those need communication."""
+    return not any(PENDING in state for state in (*strategy.ins, *strategy.outs))
+
+
+def needs(
+    graph: Graph, mesh: Mesh, chosen: Mapping[int, Strategy], params: Mapping[int, ParamChoice],
+    buffers: Mapping[str, State], inputs: Mapping[str, State], outputs: Mapping[int, State],
+) -> tuple[dict[Ref, State], dict[Ref, dict[State, None]], list[State | None]]:  # fmt: skip
+    """``(made, wanted, outputs)``: the state in which each tensor is made, those in which it is wanted, and the
+    placement of every output (None for one that is no tensor)."""
+    whole_grad, whole = whole_state(mesh, True), whole_state(mesh)
+    made_as: dict[Ref, State] = {}
+    wanted: dict[Ref, dict[State, None]] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.kind == "op":
+            strategy = chosen[i]
+            if len(node.outs) == len(strategy.outs) == 1:
+                made_as[Ref(i)] = strategy.outs[0]
+            else:
+                tensors = (k for k, spec in enumerate(node.outs) if spec is not None)
+                made_as.update({Ref(i, k): state for k, state in zip(tensors, strategy.outs, strict=True)})
+            for ref, state in zip(node.refs, strategy.ins, strict=True):
+                goals = wanted.get(ref)
+                if goals is None:
+                    wanted[ref] = {state: None}
+                else:
+                    goals[state] = None
+        elif node.kind == "param":
+            made_as[Ref(i)] = params[i].used
+        else:
+            states = buffers if node.kind == "buffer" else inputs
+            made_as[Ref(i)] = states.get(node.target, whole_grad if node.needs_grad else whole)
+    out_states: list[State | None] = []
+    for number, out in enumerate(graph.outputs):
+        if not isinstance(out, Ref):
+            out_states.append(None)
+            continue
+        grad = graph.nodes[out.node].needs_grad and graph.spec(out).is_float
+        state = outputs.get(number, whole_grad if grad else whole)
+        out_states.append(state)
+        wanted.setdefault(out, {})[state] = None
+    for name, ref in graph.updates.items():
+        wanted.setdefault(ref, {})[buffers.get(name, whole)] = None
+    return made_as, wanted, out_states
+
+
+def complete(
+    graph: Graph,
+    rules: Sequence[Rule | None],
+    pricer: Pricer,
+    decided: Mapping[int, Strategy],
+    params: Mapping[int, ParamChoice],
+    outputs: Mapping[int, State],
+    *,
+    inputs: Mapping[str, State] | None = None,
+    buffers: Mapping[str, State] | None = None,
+    optimizer: str = "adamw",
+    microbatches: int = 1,
+    in_flight: int = 1,
+    memory: Mapping[str, Collection[Any]] | None = None,
+    weighed: bool = True,
+) -> StagePlan:
+    """The plan of the given decisions, with routes and price.
+
+    Args:
+        decided: strategies by node; ops left out follow demand.
+        params: by parameter node; parameters left out (nobody reads them) are replicated.
+        outputs: placements by output position; the others come out whole.
+        buffers: placements by name; the others follow demand.
+        memory: what is not kept for the backward, by decision. Tensors that are not gathered after all, and results
+            that nobody keeps, are left out.
+        weighed: with the bytes of activations and of what works on them, which take longer to find than all else;
+            without, and if nothing is done again, they count as none: for who asks only how long a plan takes.
+        weighed: with the bytes of activations and of what works on them, which take longer to find than all else;
+            without, they count as none, for who asks how long a plan takes that does nothing again.
+        devices: ranks of the mesh, in row-major order; by default the first.
+
+    Raises:
+        PlanError: a tensor cannot be brought to where it is wanted.
+    """
+    mesh = pricer.mesh
+    chosen, buffer_states = demand(graph, rules, mesh, decided)
+    buffer_states.update(buffers or {})
+    whole_grad, whole = whole_state(mesh, True), whole_state(mesh)
+    owned: dict[int, ParamChoice] = {}
+    for i, node in graph.of_kind("param"):
+        state = whole_grad if node.needs_grad else whole
+        owned[i] = params.get(i, ParamChoice(state, state))
+    made_as, wanted, out_states = needs(graph, mesh, chosen, owned, buffer_states, inputs or {}, outputs)
+    routes: dict[str, tuple[Edge, ...]] = {}
+    seconds = 0.0
+    cache: dict[object, tuple[float, tuple[Edge, ...]] | None] = {}
+    for ref, goals in wanted.items():
+        state = made_as[ref]
+        if len(goals) == 1 and state in goals:
+            continue
+        node, spec = graph.nodes[ref.node], graph.spec(ref)
+        grad = node.needs_grad and spec.is_float
+        key = (spec, grad, state, tuple(sorted(goals)))
+        if key not in cache:
+            cache[key] = route(spec.shape, mesh, grad, state, list(goals), partial(pricer.step, spec, grad))
+        cheapest = cache[key]
+        if cheapest is None:
+            raise PlanError(
+                f"{node.where}: a tensor of shape {spec.shape} made as {made_as[ref].text} cannot be brought "
+                f"to {' and '.join(g.text for g in goals)}; choose another cut for it or for its readers"
+            )
+        if cheapest[1]:
+            routes[route_key(graph, ref)] = cheapest[1]
+            seconds += cheapest[0]
+    decisions = that_can_be(graph, mesh, routes, memory or {})
+    weighed = weighed or any(decisions.values())
+    walk = Walk(graph, rules, mesh, chosen, routes, decisions) if weighed else None
+    holds = walk.ledger() if walk is not None else Ledger((), ())
+    segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
+    beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, routes, segment_of).values())
+    price = _price(
+        graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight, routes, holds
+    )
+    peaks = None
+    if walk is not None:
+        price, peaks = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
+    names_of = {key: s.names for key, s in {id(s): s for s in chosen.values()}.items()}  # blocks share strategies
+    return StagePlan(
+        graph.fingerprint, mesh,
+        {node.name: names_of[id(chosen[i])] for i, node in enumerate(graph.nodes) if node.kind == "op"},
+        {graph.nodes[i].target: choice for i, choice in owned.items()},
+        buffer_states, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
+        memory=holds.memory, in_flight=in_flight, first=first_op(graph), devices=pricer.devices,
+        fullest=peaks.fullest(in_flight) if peaks is not None else None, peaks=peaks,
+    )  # fmt: skip
+
+
+def that_can_be(
+    graph: Graph, mesh: Mesh, routes: Mapping[str, Sequence[Edge]], decided: Mapping[str, Collection[Any]]
+) -> Memory:
+    """What is decided about memory, without copies of tensors that are not gathered after all, and without tensors that
+    what is recomputed makes or reads."""
+    can = {name: tuple(entries) for name, entries in decided.items()}
+    if not can:
+        return can
+    segment_of = segment_numbers(graph, can.get(RECOMPUTE.name, ()))
+    if copies := can.get(GATHER_AGAIN.name):
+        can[GATHER_AGAIN.name] = tuple(sorted(set(copies).intersection(gathers(graph, mesh, routes, segment_of))))
+    for record in about_tensors():
+        refs = {key: ref_of(graph, key) for key in can.get(record.name, ())}
+        can[record.name] = tuple(
+            key for key, ref in refs.items()
+            if ref is not None and may_wait(graph, ref, segment_of) and record.may(graph, ref)
+        )  # fmt: skip
+    return in_order(can)
+
+
+def _price(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
+    owned: Mapping[int, ParamChoice], moved_seconds: float, optimizer: str, microbatches: int,
+    in_flight: int, routes: Routes, holds: Ledger,
+) -> Price:  # fmt: skip
+    """The price, in which passing bytes are still missing.
+
+    Args:
+        moved_seconds: of reshards, without what others' computation hides of collectives inside operators.
+    """
+    compute, inside = seconds_again(graph, rules, pricer, chosen, routes, holds)
+    memo: dict[tuple[int, int], tuple[float, float]] = {}
+    nodes, alike = graph.nodes, graph.alike
+    for i, node in enumerate(nodes):
+        if node.kind != "op":
+            continue
+        strategy = chosen[i]
+        key = (alike[i], id(strategy))
+        if key not in memo:
+            rule = rules[i]
+            assert rule is not None
+            memo[key] = pricer.op(graph, node, rule, strategy)
+        compute += memo[key][0]
+        inside += memo[key][1]
+    totals = [0] * 4
+    parameter_seconds = 0.0
+    peak = 0
+    cost_of: dict[tuple[Spec, bool, ParamChoice], P.ParamCost] = {}  # repeated blocks have the same parameters
+    for i, choice in owned.items():
+        key = nodes[i].out, nodes[i].needs_grad, choice
+        cost = cost_of.get(key)
+        if cost is None:
+            cost = cost_of[key] = P.cost(*key, pricer, optimizer, microbatches, graph.precision)
+        parameter_seconds += cost.seconds
+        for k, n in enumerate((cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.gathered_bytes)):
+            totals[k] += n
+        peak = max(peak, cost.peak_bytes)
+    lives_again = holds.again_bytes
+    return Price(
+        compute * microbatches, (moved_seconds + inside) * microbatches, parameter_seconds, totals[0],
+        totals[1], totals[2],
+        totals[3] + peak,
+        in_flight * holds.kept_bytes + lives_again, lives_again,
+    )  # fmt: skip

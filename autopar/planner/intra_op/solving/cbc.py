@@ -1,0 +1,127 @@
+"""CBC, through PuLP, in the place of HiGHS: a second solver of the same programs, asked by the same methods."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pulp
+
+from autopar.planner.intra_op.building.integer_program import PRICES, ROUGH, Choice, MomentBytes, NoChoice, Problem
+from autopar.planner.intra_op.solving.program_matrix import Matrix, matrix
+
+
+class ByCbc:
+    """A problem for CBC: solved at once, whatever it is."""
+
+    def __init__(self, problem: Problem, cpu_seconds: float) -> None:
+        self.problem, self.cpu_seconds = problem, cpu_seconds
+
+    def limit(self, n_bytes: float | None) -> None:
+        """As in :class:`~.highs.HighsProgram`."""
+        if self.problem.limit_bytes is not None:
+            self.problem = replace(self.problem, limit_bytes=n_bytes)
+
+    def nearest(self) -> Choice:
+        """As in :class:`~.highs.HighsProgram`."""
+        return self.solve(ROUGH)
+
+    def add(self, moment: MomentBytes) -> None:
+        """As in :class:`~.highs.HighsProgram`."""
+        self.problem = replace(self.problem, moments=(*self.problem.moments, moment))
+
+    def lower(self, number: int, n_bytes: float) -> None:
+        """As in :class:`~.highs.HighsProgram`, of all moments."""
+        if self.problem.limit_bytes is not None:
+            self.limit(self.problem.limit_bytes - n_bytes)
+
+    def is_rough(self, gap: float) -> bool:
+        """Never: CBC knows no choices near the relaxation."""
+        return False
+
+    @property
+    def end(self) -> None:
+        """Not known."""
+        return None
+
+    def begin_at(self, end: object) -> None:
+        """Nowhere else."""
+
+    def at_price(self, factor: float) -> Choice | None:
+        """Not known."""
+        return None
+
+    def whole(self) -> Choice | None:
+        """Not known before the problem is solved."""
+        return None
+
+    def least(self) -> float:
+        """Not known before the problem is solved."""
+        return 0.0
+
+    def fewest_bytes(self) -> None:
+        """Not known."""
+        return None
+
+    def pairs(self) -> Iterator[tuple[Choice, Choice]]:
+        """Not known."""
+        return iter(())
+
+    def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
+        """The fastest alone."""
+        self.limit(None)
+        return [self.solve()]
+
+    def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
+        """As :meth:`~.highs.HighsProgram.solve`."""
+        problem = self.problem
+        lp = matrix(problem)
+        model, columns = _pulp(lp)
+        model.solve(_cbc()(msg=False, timeLimit=self.cpu_seconds, timeMode="cpu", gapRel=gap, threads=1))
+        values = [[columns[v].varValue for v in picks] for picks in lp.picks]
+        if pulp.LpStatus[model.status] == "Infeasible" or any(v is None for row in values for v in row):
+            raise NoChoice("no choice of strategies satisfies the constraints")
+        objective = pulp.value(model.objective) / lp.scale
+        picked = tuple(row.index(max(row)) for row in values)
+        proven = model.sol_status == pulp.LpSolutionOptimal  # where time ran out its status is that of an optimum, too
+        exact = gap == 0.0 or problem.limit_bytes is None
+        status = "time limit" if not proven else "optimal" if exact else "within gap"
+        if not proven:
+            bound = min(objective, self._relaxed(model) / lp.scale)
+        else:
+            bound = objective if exact else objective * (1 - gap)
+        return Choice(picked, objective, bound, status, "cbc", binds=problem.limit_bytes is not None)
+
+    def _relaxed(self, model: pulp.LpProblem) -> float:
+        """The objective of the relaxation, which no choice is below; 0 if that takes too long, too."""
+        model.solve(_cbc()(msg=False, timeLimit=self.cpu_seconds, timeMode="cpu", threads=1, mip=False))
+        return float(pulp.value(model.objective)) if model.sol_status == pulp.LpSolutionOptimal else 0.0
+
+
+def _cbc() -> type:
+    """CBC as its own program (``pulp[cbc]``) if it is installed, else the one that PuLP 3 brings along."""
+    if pulp.COIN_CMD(msg=False).available():
+        return pulp.COIN_CMD
+    warnings.filterwarnings("ignore", message="PULP_CBC_CMD is deprecated")
+    return pulp.PULP_CBC_CMD
+
+
+def _pulp(lp: Matrix) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+    """The program in PuLP, with its columns."""
+    model = pulp.LpProblem("autopar", pulp.LpMinimize)
+    columns = [
+        model.add_variable(f"v{k}", 0, None if up == math.inf else up, pulp.LpInteger if whole else pulp.LpContinuous)
+        for k, (up, whole) in enumerate(zip(lp.upper, lp.whole, strict=True))
+    ]
+    for r, (low, high) in enumerate(zip(lp.low, lp.high, strict=True)):
+        entries = range(lp.start[r], lp.start[r + 1])
+        terms = pulp.LpAffineExpression([(columns[lp.columns[e]], lp.values[e]) for e in entries])
+        sense = pulp.LpConstraintEQ if low == high else pulp.LpConstraintLE if low == -math.inf else pulp.LpConstraintGE
+        model.addConstraint(pulp.LpConstraint(terms, sense, f"r{r}", high if low == -math.inf else low))
+    model.setObjective(pulp.LpAffineExpression([(v, c) for v, c in zip(columns, lp.cost, strict=True) if c]))
+    return model, columns
+
+
+__all__ = ["ByCbc"]

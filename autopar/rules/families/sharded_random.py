@@ -1,0 +1,264 @@
+"""Random numbers that do not depend on the mesh.
+
+Element i of the output of call ``site`` in a step with seed s is a hash of (s, site, i), where i is its position in the
+whole tensor. So every rank draws exactly its part of what one device would draw, for any cut, and a recomputed forward
+draws the same again. (The numbers differ from torch's own generator.)
+
+The hash: a 64-bit one (splitmix64) of each row gives 32 bits, another of each column 32 more; their sum passes two
+multiply-xorshift rounds. Rows are all dims but the last, so the expensive part is small and the rest is a few 32-bit
+passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+
+from autopar.rules.lowering_helpers.local_piece import positions
+from autopar.rules.notation import Lowering, Rule, line
+from autopar.rules.operator_call import Call
+from autopar.rules.registry import T, rule, sample
+
+Shards = Sequence[Sequence[str]]
+
+
+def _signed(value: int, bits: int) -> int:
+    return (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
+
+
+_GOLDEN, _M1, _M2 = (_signed(m, 64) for m in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+MULTIPLIERS = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
+"""Of the two rounds that mix the hashes of a row and a column."""
+
+
+def _splitmix(z: torch.Tensor) -> torch.Tensor:
+    """A bijective hash of int64."""
+    z = z * _GOLDEN
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _M1
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _M2
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def bits(seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device) -> torch.Tensor:
+    """Uniform int32 for this rank's piece of a tensor of global ``shape``; ``shards`` has the axes cutting each dim."""
+    # -> [*local shape]
+    return bits_at(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
+
+
+def bits_at(seed: torch.Tensor, site: int, shape: Sequence[int], places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Uniform int32 for the elements of a tensor of global ``shape`` at these positions along each dim."""
+    # -> [*local shape]
+    if not shape:
+        return bits_at(seed, site, (1,), (torch.zeros(1, dtype=torch.int64, device=seed.device),)).reshape(())
+    return _mixed(*hashes_at(seed, site, shape, places))
+
+
+def halves(
+    seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
+    return hashes_at(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
+
+
+def hashes_at(
+    seed: torch.Tensor, site: int, shape: Sequence[int], places: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of the elements at these positions."""
+    *lead, last = places
+    device = last.device
+    key = _splitmix(_splitmix(seed.to(device) + 1) + site)
+    row = torch.zeros((), dtype=torch.int64, device=device)
+    for n, at in zip(shape, lead, strict=False):
+        row = row.unsqueeze(-1) * n + at
+    row = _splitmix(row + key)
+    column = _splitmix(last ^ _splitmix(key + _M1))
+    return row.to(torch.int32), column.to(torch.int32)
+
+
+def _mixed(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """The bits of all elements, from those of their rows and columns."""
+    z = row.unsqueeze(-1) + column
+    # arithmetic shifts: the sign bits smear, which costs one bit in 2^32 and saves two passes
+    z ^= z >> 16
+    z *= MULTIPLIERS[0]
+    z ^= z >> 15
+    z *= MULTIPLIERS[1]
+    return z
+
+
+def kept(p: float, seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: Any) -> torch.Tensor:
+    """Bool mask that is True with probability ``1 - p``."""
+    return bits(seed, site, shape, shards, device) < threshold_of(p)
+
+
+def threshold_of(p: float) -> int:
+    """Below which a share of ``1 - p`` of all int32 lies."""
+    return min(round((1 - p) * 2**32) - 2**31, 2**31 - 1)
+
+
+def uniform(
+    seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    """Uniform in [0, 1), as fine as ``dtype`` allows up to 24 bits."""
+    n_bits = {torch.bfloat16: 8, torch.float16: 11}.get(dtype, 24)
+    fraction = (bits(seed, site, shape, shards, device) >> (32 - n_bits)) + (1 << (n_bits - 1))
+    return fraction.to(dtype) * 2.0**-n_bits
+
+
+def dropout(
+    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any
+) -> torch.Tensor:
+    """``aten.dropout`` in training; on accelerators in one pass (:class:`_Dropped`)."""
+    if shape and type(x) is torch.Tensor and x.device.type in FUSED_ON and _can_fuse(x.device):
+        row, column = halves(seed, site, shape, shards, x.device)
+        return _Dropped.apply(x, row, column, threshold_of(p), 1 / (1 - p) if p < 1 else 0.0)
+    return x * kept(p, seed, site, shape, shards, x.device) * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def dropping(row: torch.Tensor, column: torch.Tensor, threshold: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What sets elements of a tensor to zero, not scaled, several tensors alike.
+
+    Args:
+        row, column: what :func:`halves` gives for the tensor.
+        threshold: what :func:`threshold_of` gives.
+    """
+    if row.device.type in FUSED_ON and type(row) is torch.Tensor and _can_fuse(row.device):
+        return lambda x: _Dropped.apply(x, row, column, threshold, 1.0)
+    keep = _mixed(row, column) < threshold
+    return lambda x: x * keep
+
+
+FUSED_ON = {"cuda"}
+"""Types of devices on which dropout is compiled: one pass that reads and writes, in place of ten."""
+
+
+def _can_fuse(device: torch.device) -> bool:
+    """Whether the compiler may be used here: not while types are checked, nor inside of what is compiled as a whole."""
+    return not (spmd.is_type_checking() or torch.compiler.is_compiling()) and _has_compiler(device)
+
+
+@functools.cache
+def _has_compiler(device: torch.device) -> bool:
+    """Whether torch.compile makes kernels for a device: on GPUs it needs Triton, and they must not be too old."""
+    if device.type != "cuda":
+        return True
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+def _drop(x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float) -> torch.Tensor:
+    return x * (_mixed(row, column) < threshold) * scale
+
+
+class _OnePass:
+    """:func:`_drop`, compiled when it is first called; as it is where that fails, with a warning."""
+
+    def __init__(self) -> None:
+        self.run: Callable[..., torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def __call__(self, x: torch.Tensor, row: torch.Tensor, *numbers: Any) -> torch.Tensor:
+        n_rows, n_columns = row.numel(), x.shape[-1]
+        if n_rows < 2 or n_columns < 2:  # the compiler makes a kernel of its own for a size of 1
+            return _drop(x, row, *numbers)
+        if self.run is None:
+            self.run = torch.compile(_drop, dynamic=True, fullgraph=True)
+        flat = _as_new(x, n_rows, n_columns), _as_new(row, n_rows)
+        try:
+            return self.run(*flat, *numbers).view(x.shape)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self.run is _drop:
+                raise
+            reason = str(error).strip().split("\n")[0]
+            warnings.warn(f"dropout cannot be compiled, so it takes ten passes in place of one: {reason}", stacklevel=2)
+            self.run = _drop
+            return _drop(*flat, *numbers).view(x.shape)
+
+
+def _as_new(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """``x`` in another shape, not known as a view: of one form, so that one kernel is compiled for a dtype.
+
+    A view is compiled anew for each form of what it is a view of, and after eight of them not at all.
+    """
+    return torch.ops.aten._unsafe_view(x.detach().contiguous(), shape)
+
+
+_one_pass = _OnePass()
+
+
+class _Dropped(torch.autograd.Function):
+    """Dropout as one kernel forward and one backward. Nothing of the size of ``x`` is kept: the backward draws the same
+    bits again, from the hashes of rows and columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(row, column)
+        ctx.numbers = threshold, scale
+        return _one_pass(x, row, column, threshold, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _one_pass(grads[0], *ctx.saved_tensors, *ctx.numbers), None, None, None, None
+
+
+@rule(
+    "aten.dropout.default",
+    "aten.feature_dropout.default",
+    samples=[sample(T((4, 2, 8)), 0.25, True), sample(T((8,)), 0.5, True), sample(T((4, 8)), 0.5, False)],
+)
+def dropout_rule(call: Call) -> Rule:
+    p, train = call.arg(1, "p", 0.5), call.arg(2, "train", True)
+    draws = bool(train) and p > 0
+    lowering = Lowering(dropout if call.target == "aten.dropout.default" else feature_dropout)
+    return line("... -> ...", call, linear=[{0}], random=draws, lowerings=(lowering,) if draws else ())
+
+
+def feature_dropout(
+    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any
+) -> torch.Tensor:
+    """``aten.feature_dropout`` (``nn.Dropout2d``): whole channels of x [b c ...] are dropped."""
+    mask = kept(p, seed, site, shape[:2], shards[:2], x.device)
+    return x * mask.reshape(*mask.shape, *[1] * (x.dim() - 2)) * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def _dtype(kwargs: Mapping[str, Any], x: Any) -> torch.dtype:
+    return kwargs.get("dtype") or (x.dtype if isinstance(x, torch.Tensor) else torch.get_default_dtype())
+
+
+def _device(kwargs: Mapping[str, Any], x: Any, seed: torch.Tensor) -> torch.device:
+    return torch.device(kwargs.get("device") or (x.device if isinstance(x, torch.Tensor) else seed.device))
+
+
+def rand(x: Any, *_: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+    """``aten.rand`` and ``aten.rand_like``."""
+    return uniform(seed, site, shape, shards, _device(kwargs, x, seed), _dtype(kwargs, x))
+
+
+def randn(x: Any, *_: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+    """``aten.randn`` and ``aten.randn_like``, by Box and Muller."""
+    device, dtype = _device(kwargs, x, seed), _dtype(kwargs, x)
+    u, v = (uniform(seed, 2 * site + i + (1 << 40), shape, shards, device, torch.float32) for i in (0, 1))
+    return (torch.sqrt(-2 * torch.log1p(-u)) * torch.cos(2 * math.pi * v)).to(dtype)
+
+
+def randint(*args: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+    """``aten.randint`` with ``(high, size)`` or ``(low, high, size)``."""
+    low, high = (0, args[0]) if len(args) == 2 else args[:2]
+    draw = bits(seed, site, shape, shards, _device(kwargs, None, seed)).to(torch.int64)
+    return (((draw + 2**31) * (high - low)) >> 32).add(low).to(kwargs.get("dtype") or torch.int64)
+
+
+def bernoulli(x: Any, p: Any = None, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **_: Any) -> Any:
+    """``aten.bernoulli``: probabilities ``x``, or one ``p`` in the shape of ``x``."""
+    u = uniform(seed, site, shape, shards, x.device, torch.float32)
+    return (u < (x.detach() if p is None else p)).to(x.dtype)

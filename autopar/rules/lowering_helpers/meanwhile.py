@@ -1,0 +1,231 @@
+"""What is computed while the collectives of another operator are under way.
+
+Where routed experts stand beside a shared one, its products need nothing of what the routed ones give, and nothing that
+the routed ones need comes from it. So they run while rows travel: a part of them while rows go to their experts, the
+rest while these come back; in the backward, which goes through the program in reverse order, while gradients do. That
+is an order of operators, the same on every rank. It follows from the graph and the plan, so the program, the plan's
+price and the certificate each find it here.
+
+An operator can have others run beside it if its lowering comes in parts (:class:`~autopar.rules.notation.Lowering`).
+Those that do are the ones that come from the same tensor as it (the *source*, behind which the two ways part), in front
+of the next product behind it, make no collective, and are no functions of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from autopar.plans.plan import route_key
+from autopar.rules.function import PREFIX
+from autopar.rules.local_calls import collectives_inside, cuts_of
+from autopar.rules.notation import Lowering, Rule
+from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph, Ref
+from autopar.words.meshes import Mesh
+from autopar.words.placements import State, Step
+
+CONTRACTIONS = frozenset({"matmul", "conv", "attention"})
+Routes = Mapping[str, Sequence[tuple[State, State]]]
+
+
+class Meanwhile(NamedTuple):
+    """What runs beside the collectives of an operator, by numbers of nodes in execution order.
+
+    Attributes:
+        op: whose collectives they are.
+        first: what runs beside the collectives with which it begins.
+        last: beside those with which it ends.
+        later: what stands in front of it in the graph, and runs behind it, because it reads one of ``first``.
+    """
+
+    op: int
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    later: tuple[int, ...] = ()
+
+
+def any_in_parts(rules: Iterable[Rule | None]) -> bool:
+    """Whether any operator may have others run beside its collectives."""
+    return any(_may_be_in_parts(rule) for rule in rules)
+
+
+def _may_be_in_parts(rule: Rule | None) -> bool:
+    return rule is not None and any(lowering.in_parts is not None for lowering in rule.lowerings)
+
+
+def lowering_in_parts(rule: Rule, strategy: Strategy, mesh: Mesh) -> Lowering | None:
+    """The lowering of an operator under a strategy, if others may run beside the collectives at its ends."""
+    if not _may_be_in_parts(rule):
+        return None
+    pieces, axes = cuts_of(rule, strategy.options, mesh)
+    lowering = rule.lowering(axes)
+    if lowering is None or lowering.in_parts is None:
+        return None
+    inside = collectives_inside(rule, pieces, axes, False, mesh.size_of)
+    return lowering if any(comm.when for comm, _, _ in inside) else None
+
+
+def beside(
+    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy], routes: Routes,
+    segment_of: Mapping[int, int],
+) -> list[Meanwhile]:  # fmt: skip
+    """What runs beside collectives in the program of a plan, in the order of the operators whose they are.
+
+    Args:
+        chosen: strategies by node.
+        routes: reshard steps by :func:`~autopar.plans.plan.route_key`.
+        segment_of: the recomputed segment of each operator that is in one: what is in another runs at another time.
+    """
+    plans: list[Meanwhile] = []
+    taken = -1  # up to which node the order is changed already
+    for i, rule in enumerate(rules):
+        if rule is None or lowering_in_parts(rule, chosen[i], mesh) is None:
+            continue
+        free: list[int] = []
+        for k in independent_of(graph, rules, i):
+            rule_there = rules[k]
+            assert rule_there is not None
+            if segment_of.get(k) != segment_of.get(i):
+                break
+            if _communicates(graph, k, rule_there, mesh, chosen, routes, frozenset(free)):
+                break
+            free.append(k)
+        first, last = halves(rules, free)
+        before = set(first) | {k for k in last if k < i}
+        later = _descendants(graph, before, i) - before
+        if not (first or last) or min(i, *free) <= taken or any(segment_of.get(k) != segment_of.get(i) for k in later):
+            continue
+        plans.append(Meanwhile(i, first, last, tuple(sorted(later))))
+        taken = max(i, *free)
+    return plans
+
+
+def in_order(graph: Graph, plans: Iterable[Meanwhile]) -> list[int]:
+    """All operators of a graph by number, each before those that read it, so that what runs beside the collectives of
+    an operator stands next to it: ``first`` in front of it, ``last`` behind it."""
+    order = [i for i, _ in graph.of_kind("op")]
+    for meanwhile in plans:
+        together = [*meanwhile.first, meanwhile.op, *meanwhile.last, *meanwhile.later]
+        others = [i for i in order if i not in set(together)]
+        ahead = sum(i < meanwhile.op for i in others)
+        order = [*others[:ahead], *together, *others[ahead:]]
+    return order
+
+
+def independent_of(graph: Graph, rules: Sequence[Rule | None], i: int) -> list[int]:
+    """Operators around operator ``i`` that need nothing of it, and of which it needs nothing."""
+    by_operator = graph.derived.setdefault("independent operators", {})
+    if i not in by_operator:
+        by_operator[i] = _independent_of(graph, rules, i)
+    return by_operator[i]  # type: ignore[no-any-return]
+
+
+def _independent_of(graph: Graph, rules: Sequence[Rule | None], i: int) -> list[int]:
+    source = _source(graph, i)
+    if source is None:
+        return []
+    needed, of_it, free = _ancestors(graph, i, source), {i}, set[int]()
+    for k in range(source + 1, len(graph.nodes)):
+        node, rule = graph.nodes[k], rules[k]
+        if rule is None or k == i:
+            continue
+        reads = {ref.node for ref in node.refs if graph.nodes[ref.node].kind == "op"}
+        if reads & of_it:
+            if rule.kind in CONTRACTIONS:
+                break  # the next layer
+            of_it.add(k)
+            continue
+        if k in needed or not any(r == source or r in needed or r in free for r in reads):
+            continue
+        if all(r <= source or r in needed or r in free for r in reads):
+            free.add(k)
+    return sorted(free)
+
+
+def _source(graph: Graph, i: int) -> int | None:
+    """The last operator that all comes from which operator ``i`` reads, functions of parameters alone apart."""
+
+    def reads(k: int) -> set[int]:
+        nodes = (ref.node for ref in graph.nodes[k].refs)
+        return {n for n in nodes if graph.nodes[n].kind == "op" and n in graph.from_inputs}
+
+    waiting = [-k for k in reads(i)]
+    heapify(waiting)
+    while len(set(waiting)) > 1:
+        latest = heappop(waiting)
+        while waiting and waiting[0] == latest:
+            heappop(waiting)
+        for k in reads(-latest):
+            heappush(waiting, -k)
+    return -waiting[0] if waiting else None
+
+
+def _ancestors(graph: Graph, i: int, source: int) -> set[int]:
+    """Operators behind the source that operator ``i`` needs."""
+    needed, todo = set[int](), [i]
+    while todo:
+        for ref in graph.nodes[todo.pop()].refs:
+            if ref.node > source and graph.nodes[ref.node].kind == "op" and ref.node not in needed:
+                needed.add(ref.node)
+                todo.append(ref.node)
+    return needed
+
+
+def _descendants(graph: Graph, of: set[int], end: int) -> set[int]:
+    """Operators in front of node ``end`` that need one of these, and these."""
+    reached = set(of)
+    for k in range(min(of, default=end), end):
+        if any(ref.node in reached for ref in graph.nodes[k].refs):
+            reached.add(k)
+    return reached
+
+
+def _communicates(
+    graph: Graph, k: int, rule: Rule, mesh: Mesh, chosen: Mapping[int, Strategy], routes: Routes, free: frozenset[int]
+) -> bool:  # fmt: skip
+    """Whether operator ``k`` makes collectives, or what it reads of ``free`` is brought to it by some: those wait for
+    what is under way. Code of the user's may make any."""
+    if graph.nodes[k].target.startswith(PREFIX):
+        return True
+    pieces, axes = cuts_of(rule, chosen[k].options, mesh)
+    if any(True for _ in collectives_inside(rule, pieces, axes, True, mesh.size_of)):
+        return True
+    for ref, wanted in zip(graph.nodes[k].refs, chosen[k].ins, strict=True):
+        if ref.node in free and _moved(graph, ref, wanted, mesh, routes):
+            return True
+    return False
+
+
+def _moved(graph: Graph, ref: Ref, wanted: State, mesh: Mesh, routes: Routes) -> bool:
+    """Whether a tensor is brought to a state by a collective, or its gradient back."""
+    before = {dst: src for src, dst in routes.get(route_key(graph, ref), ())}
+    state = wanted
+    while state in before:
+        step = Step.between(before[state], state)
+        if mesh.size(step.axis) > 1 and any(kind is not None for kind in step.collectives):
+            return True
+        state = before[state]
+    return False
+
+
+def halves(rules: Sequence[Rule | None], free: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The operators in two parts with about as much to compute in each, since as many bytes travel there as back; none
+    if there is no product among them: it is not worth another order to hide less."""
+    flops = []
+    for k in free:
+        rule = rules[k]
+        assert rule is not None
+        flops.append(rule.flops_at({}) if rule.kind in CONTRACTIONS else 0.0)
+    done, half = 0.0, sum(flops) / 2
+    if not half:
+        return (), ()
+    for n, more in enumerate(flops):
+        if done + more / 2 > half:
+            return tuple(free[:n]), tuple(free[n:])
+        done += more
+    return tuple(free), ()
+
+
+__all__ = ["Meanwhile", "any_in_parts", "beside", "halves", "in_order", "independent_of", "lowering_in_parts"]

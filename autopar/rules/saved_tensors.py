@@ -1,0 +1,312 @@
+"""What autograd keeps of one call, and in whose memory its results lie: asked of the operator itself.
+
+A call is tried once, on tensors without values in the sizes, strides and dtypes of one rank, while torch is watched:
+``saved_tensors_hooks`` show every tensor that its autograd nodes keep, storages show which of them are inputs, outputs
+or memory of the call's own (the statistics of a norm, the log-sum-exp of attention, the mask of a dropout, copies that
+a product makes of what it cannot read as it lies). So there is no table of operators that could be wrong, composite
+operators and distributed lowerings are seen through, and being a view is found here and nowhere else.
+
+What is modelled is torch's kernels for the CPU. GPUs keep the same of nearly every operator, since what is saved is
+decided above the kernels; fused attention keeps its inputs, its output and the log-sum-exp of every query on both. A
+user's own function is not run: the rule says what it keeps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.rules.axis_options import Option
+from autopar.rules.function import PREFIX
+from autopar.rules.local_calls import LocalCall, PieceSize, Seed, local_call
+from autopar.rules.lowering_helpers.local_piece import length_of
+from autopar.rules.lowering_helpers.lowering_trial import trial
+from autopar.rules.notation import Rule
+from autopar.rules.operator_call import Call, In, call_of
+from autopar.rules.strategy import Strategy, grads_of
+from autopar.torch_private import FakeTensorMode, pytree
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
+from autopar.words.pieces import local_shape
+from autopar.words.placements import State, axis_and_unit
+
+Strides = tuple[int, ...]
+T = TypeVar("T")
+
+BY_DEVICE = frozenset({"aten.scaled_dot_product_attention.default", "aten.batch_norm.default"})
+"""Operators that choose their kernel by the device: on ``meta`` there is no fused attention, and a batch norm in eval
+mode makes statistics that nobody needs. They are tried on fake tensors of the CPU."""
+LOWERED_ALIKE = frozenset({"aten.scaled_dot_product_attention.default"})
+"""Of those, the ones whose distributed lowerings take the kernels of the CPU on ``meta`` too, where a trial takes a
+quarter of the time of one on fake tensors."""
+
+CANNOT_BE_TRIED = (RuntimeError, ZeroDivisionError)
+"""What torch raises for a call that cannot be made without values: an operator without a kernel for ``meta``
+(``NotImplementedError``, a ``RuntimeError``), sizes or numbers that depend on values, a gradient asked of an argument
+that has none, the variance of a single value (``ZeroDivisionError``). Anything else is a defect of a rule or a
+lowering, and shows as such."""
+
+
+class LocalLayout(NamedTuple):
+    """One tensor as it lies on one rank."""
+
+    shape: tuple[int, ...]
+    strides: Strides
+    dtype: str
+    grad: bool
+
+    @property
+    def n_bytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+class Result(NamedTuple):
+    """One output: in the memory of an input (``source``), or in that of the call's own number ``memory``."""
+
+    strides: Strides
+    source: int | None
+    memory: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a call leaves behind.
+
+    Attributes:
+        ins: positions of the inputs whose memory autograd keeps.
+        results: one for every output that is a tensor.
+        memories: ``(bytes, whether autograd keeps it)`` of the memory that outputs lie in, but for that of inputs.
+        inside_bytes: of memory that no output lies in and autograd keeps.
+    """
+
+    ins: tuple[int, ...]
+    results: tuple[Result, ...]
+    memories: tuple[tuple[int, bool], ...]
+    inside_bytes: int = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything at all is kept."""
+        return bool(self.ins or self.inside_bytes or any(kept for _, kept in self.memories))
+
+
+def contiguous(shape: Sequence[int]) -> Strides:
+    """Strides of a tensor in row-major order."""
+    strides, step = [0] * len(shape), 1
+    for d in range(len(shape) - 1, -1, -1):
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def lie_alike(shape: Sequence[int], some: Strides, others: Strides) -> bool:
+    """Whether two tensors lie in the same order; strides of dims of one element say nothing."""
+    return all(n == 1 or one == other for n, one, other in zip(shape, some, others, strict=True))
+
+
+def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
+    """Whether a tensor lies in row-major order."""
+    return lie_alike(shape, strides, contiguous(shape))
+
+
+def strides_of_copy(shape: Sequence[int], strides: Strides) -> Strides:
+    """How a copy of a tensor lies that keeps its order of dims: as the tensor, unless that has holes or repeats."""
+    step = 1
+    for stride, n in sorted((stride, n) for stride, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != step:
+            return contiguous(shape)
+        step *= n
+    return strides
+
+
+_known: dict[object, Saved] = {}
+
+
+def saved_by(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Saved:
+    """What is kept of a call on one rank.
+
+    Args:
+        ins: its inputs on that rank.
+    """
+    key = key_of_call(call, rule, options, mesh, ins)
+    if key not in _known:
+        _known[key] = _tried(call, rule, options, mesh, ins)
+    return _known[key]
+
+
+def key_of_call(
+    call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]
+) -> object:
+    """All that a call's trial depends on."""
+    return (
+        call.target, repr(call.args), repr(call.kwargs), call.outs, tuple(o.name for o in options), mesh, tuple(ins),
+        tuple(s.shape for s in call.ins) if rule.localize is not None or rule.random else (), call.load,
+    )  # fmt: skip
+
+
+def saved_of(graph: Graph, i: int, rule: Rule, strategy: Strategy | None, mesh: Mesh) -> Saved:
+    """What is kept of operator ``i``, whose inputs lie in row-major order; of the whole operator if not cut."""
+    node = graph.nodes[i]
+    states = strategy.ins if strategy is not None else (State(),) * len(node.refs)
+    ins = []
+    for spec, state, grad in zip(map(graph.spec, node.refs), states, grads_of(graph, node)[0], strict=True):
+        shape = local_shape(spec.shape, state, mesh)
+        ins.append(LocalLayout(shape, contiguous(shape), spec.dtype, grad))
+    options = strategy.options if strategy is not None else ()
+    return saved_by(call_of(node, graph.spec), rule, options, mesh, ins)
+
+
+def keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
+    """Whether autograd keeps anything of node ``i``."""
+    rule = rules[i]
+    return rule is not None and graph.nodes[i].needs_grad and saved_of(graph, i, rule, None, Mesh()).keeps
+
+
+def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Saved:
+    saved = trial_of(_watched, call, rule, options, mesh, ins)
+    return saved if saved is not None else _said(call, rule, options, mesh)
+
+
+def trial_of(
+    observe: Callable[[LocalCall, Sequence[LocalLayout], Mapping[str, int], str], T], call: Call, rule: Rule,
+    options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout],
+) -> T | None:  # fmt: skip
+    """What ``observe`` finds when it makes the call of one rank on tensors without values; None if that cannot be.
+
+    Args:
+        observe: is given the call, its inputs' layouts, the mesh's sizes and the device of those tensors.
+    """
+    if call.target.startswith(PREFIX):
+        return None
+    local = local_call(call, rule, options, mesh)
+    key = observe, _key_of_trial(local, call, mesh, ins)
+    if key not in _trials:
+        try:
+            if call.target in BY_DEVICE and not (local.distributed and call.target in LOWERED_ALIKE):
+                with FakeTensorMode():
+                    _trials[key] = observe(local, ins, mesh.size_of, "cpu")
+            else:
+                _trials[key] = observe(local, ins, mesh.size_of, "meta")
+        except CANNOT_BE_TRIED:
+            _trials[key] = None
+    return cast("T | None", _trials[key])
+
+
+_trials: dict[object, object] = {}
+"""What was observed of the calls of one rank: the same pieces come of many meshes and numbers of microbatches."""
+
+
+def _key_of_trial(local: LocalCall, call: Call, mesh: Mesh, ins: Sequence[LocalLayout]) -> object:
+    """All that the trial of one rank's call depends on: of a mesh, only the sizes of axes that it asks about."""
+    args = repr(local.args), repr(sorted(local.kwargs.items(), key=itemgetter(0)))
+    asked: object = mesh
+    if not any(PieceSize.__name__ in text for text in args) and (not local.distributed or "cut" in local.kwargs):
+        axes = {axis_and_unit(axis)[0] for of_factor in local.kwargs.get("cut", {}).values() for axis in of_factor}
+        asked = tuple(sorted((axis, mesh.size_of[axis]) for axis in axes))
+    return local.fn, args, call.target in BY_DEVICE, tuple(ins), asked
+
+
+def without_values(ins: Sequence[LocalLayout], device: str) -> list[torch.Tensor]:
+    """Tensors that lie as the inputs of a call do on one rank."""
+    return [
+        torch.empty_strided(x.shape, x.strides, dtype=getattr(torch, x.dtype), device=device).requires_grad_(x.grad)
+        for x in ins
+    ]
+
+
+def _watched(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, int], device: str) -> Saved:
+    tensors = without_values(ins, device)
+    args, kwargs = filled(local, tensors, sizes, device)
+    packed: list[weakref.ref[_Packed]] = []
+
+    def pack(x: torch.Tensor) -> _Packed:
+        packing = _Packed(x.detach())  # an output in its own node's hand would keep both alive for ever
+        packed.append(weakref.ref(packing))
+        return packing
+
+    with torch.enable_grad(), trial(sizes), saved_tensors_hooks(pack, lambda packing: packing.tensor):
+        results_of_call = local.fn(*args, **kwargs)
+    alive = [packing.tensor for packing in (ref() for ref in packed) if packing is not None]
+    kept = {_storage(x): x for x in alive}
+    given = {_storage(x): position for position, x in reversed([*enumerate(tensors)])}
+    numbers: dict[int, int] = {}
+    memories: list[tuple[int, bool]] = []
+    results = []
+    for x in pytree.tree_leaves(results_of_call):
+        if not isinstance(x, torch.Tensor):
+            continue
+        storage = _storage(x)
+        if storage in given:
+            results.append(Result(x.stride(), given[storage], 0))
+            continue
+        if storage not in numbers:
+            numbers[storage] = len(memories)
+            memories.append((x.untyped_storage().nbytes(), storage in kept))
+        results.append(Result(x.stride(), None, numbers[storage]))
+    seeds = {_storage(x) for x in pytree.tree_leaves(kwargs) if isinstance(x, torch.Tensor)} - given.keys()
+    inside = sum(
+        x.untyped_storage().nbytes() for storage, x in kept.items()
+        if storage not in given and storage not in numbers and storage not in seeds
+    )  # fmt: skip
+    positions = tuple(p for p, x in enumerate(tensors) if _storage(x) in kept)
+    return Saved(positions, tuple(results), tuple(memories), inside)
+
+
+def filled(
+    local: LocalCall, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int], device: str
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call on one rank: its tensors, a seed, and the sizes of the first rank's pieces."""
+    seed = torch.empty((), dtype=torch.int64, device=device)
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, In):
+            return tensors[value.position]
+        if isinstance(value, Seed):
+            return seed
+        if isinstance(value, PieceSize):
+            with trial(sizes):
+                return length_of(value.n, value.axes)
+        if isinstance(value, (tuple, list)):
+            return type(value)(fill(v) for v in value)
+        return value
+
+    kwargs = {name: fill(value) for name, value in local.kwargs.items()}
+    if not tensors and not local.distributed:
+        kwargs["device"] = device
+    return list(map(fill, local.args)), kwargs
+
+
+class _Packed:
+    """What an autograd node holds in place of a tensor; it dies with the node, as of a result that nobody reads."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _said(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh) -> Saved:
+    """As the rule says, where a call cannot be tried: results in memory of their own."""
+    specs = [spec for spec in call.outs if spec is not None]
+    results, memories = [], []
+    for k, spec in enumerate(specs):
+        shape = local_shape(spec.shape, State(option.outs[k] for option in options), mesh)
+        results.append(Result(contiguous(shape), None, k))
+        memories.append((prod(shape) * spec.item_bytes, rule.saves_out))
+    return Saved(rule.saves, tuple(results), tuple(memories))
+
+
+__all__ = [
+    "LocalLayout", "Result", "Saved", "Strides", "contiguous", "keeps", "saved_by", "saved_of", "trial_of",
+    "without_values",
+]  # fmt: skip

@@ -1,0 +1,203 @@
+"""One stage of a pipeline on this rank, and the microbatches that are in flight through it.
+
+A forward takes what earlier stages send, runs the stage, and sends what later ones want; a backward does the same the
+other way round, whole (``B``) or in two halves (``I`` and ``W``, :mod:`autopar.runtime.pipelines.backward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autopar.plans.stage_graphs import StageGraph
+from autopar.runtime.batches.loss_counts import Shares
+from autopar.runtime.batches.own_rows_in_stages import RowsInStages
+from autopar.runtime.gradients.reached import Reached
+from autopar.runtime.pipelines.backward import Halves
+from autopar.runtime.pipelines.input_gradients import InputGradients
+from autopar.runtime.pipelines.received_tensors import Arrived, arriving
+from autopar.runtime.pipelines.wires import Post, Wire
+from autopar.runtime.stages.stage import Stage
+from autopar.words.autocasting import without_autocast
+from cost_models.schedules.actions import Action
+
+
+@dataclass
+class _Microbatch:
+    """What a backward needs of the forward. The tensors themselves live as long as autograd saved them, and no longer.
+
+    Attributes:
+        arrived: by name, of tensors of earlier stages whose gradients these want, and of inputs that want one.
+        outputs: by position among the stage's outputs, where gradients from later stages enter the graph of autograd.
+        reached: what has a gradient in this microbatch; None where all that wants one does.
+    """
+
+    arrived: dict[str, Arrived]
+    outputs: dict[int, GradientEdge]
+    loss: torch.Tensor | None
+    reached: Reached | None
+
+
+class Flight:
+    """A stage with its wires.
+
+    Attributes:
+        part: what of the model the stage is.
+        shares: of the microbatches' losses in that of the step.
+        scale: by which the gradients of the step are multiplied.
+        leads: this rank is the first of the stage's, the one that speaks for it where all have the same.
+    """
+
+    def __init__(
+        self, part: StageGraph, stage: Stage, wires: Sequence[Wire], row: Sequence[Action],
+        input_gradients: InputGradients, leads: bool,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            wires: of the whole pipeline.
+            row: what this rank does in a step.
+        """
+        self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads
+        self.shares: Shares = ()
+        self.scale: torch.Tensor | None = None
+        self.own_rows: RowsInStages | None = None
+        self.into = [wire for wire in wires if wire.target == part.number]
+        self.out = [wire for wire in wires if wire.source == part.number]
+        backwards = [action for action in row if action.stage == part.number and action.kind in "BW"]
+        self.last = backwards[-1] if backwards else None
+        self.halves = Halves()
+        self.begun = False
+        self.flying: dict[int, _Microbatch] = {}
+
+    @property
+    def whole_backward(self) -> bool:
+        """Whether the backward is not split: what is done again in it would be done again in both halves, and a
+        compiled one is one piece."""
+        stage = self.stage
+        return stage.plan.whole_backward or stage.compile_args is not None
+
+    def begin(self, shares: Shares, own_rows: RowsInStages | None, scale: torch.Tensor | None = None) -> None:
+        """A step begins: what was gathered before the optimizer's step counts no more.
+
+        Args:
+            own_rows: where each rank is called with rows of its own.
+        """
+        self.own_rows = own_rows
+        self.begun, self.shares, self.scale = False, shares, scale
+        self.stage.bind()
+
+    def counts(self, microbatch: int) -> bool:
+        """Whether anything in a microbatch counts: else its loss, a mean over nothing, is no number."""
+        return not (isinstance(self.shares, Sequence) and self.shares[microbatch] == 0.0)
+
+    def drop(self) -> None:
+        """Forget a step that broke off."""
+        self.stage.gradients.drop()
+        self.halves.waiting.clear()
+        self.flying.clear()
+
+    def forward(
+        self, post: Post, microbatch: int, batch: Mapping[str, torch.Tensor], shown: Mapping[str, str], seed: int,
+        evaluating: bool, reached: Reached | None = None,
+    ) -> tuple[torch.Tensor | None, tuple[Any, ...]]:  # fmt: skip
+        """The loss, if the stage makes it, and all that the stage makes.
+
+        Args:
+            batch: the model's inputs of the microbatch, whole; messages call them as ``shown`` says.
+            reached: what will have a gradient; None where all that wants one does.
+        """
+        with spmd.set_current_mesh(self.stage.device_mesh):
+            arrived: dict[str, Arrived] = {}
+            inputs: dict[str, torch.Tensor] = {}
+            for wire in self.into:
+                inputs[wire.name] = post.take(wire, False, microbatch).detach()
+                if wire.back is not None and torch.is_grad_enabled():
+                    inputs[wire.name], arrived[wire.name] = arriving(inputs[wire.name])
+            for name in self.part.inputs:
+                leaf = batch[name].detach()
+                if self.own_rows is not None:
+                    leaf = self.own_rows.joined(leaf, self.stage.inputs[name].shape, self.stage.device_mesh)
+                inputs[name] = self.stage.local_input(name, leaf, shown[name])
+                if name in self.input_gradients and torch.is_grad_enabled():
+                    inputs[name], arrived[name] = arriving(inputs[name].detach())
+            flat = self.stage.run(inputs, seed, same_step=self.begun, evaluating=evaluating)
+            self.begun = True
+            for wire in self.out:
+                assert wire.crossing is not None
+                post.send(wire, False, microbatch, flat[wire.crossing.output])
+        graph = self.part.graph
+        loss: torch.Tensor | None = None if graph.loss is None else flat[graph.loss]
+        if torch.is_grad_enabled():
+            if self.counts(microbatch):
+                self.stage.gradients.in_step.add(self.stage.gradients.took)
+            outputs = {
+                at: get_gradient_edge(x) for at, x in enumerate(flat[: len(self.part.gives)]) if x.requires_grad
+            }
+            self.flying[microbatch] = _Microbatch(arrived, outputs, loss, reached)
+        return loss, flat
+
+    def backward(self, post: Post, action: Action) -> None:
+        """Gradients of what arrived, and with them (``B``) or later (``I``) those of the parameters."""
+        with spmd.set_current_mesh(self.stage.device_mesh):
+            flown = self.flying.pop(action.microbatch)
+            roots, grads = self._roots(post, action.microbatch, flown)
+            if action.kind == "B" or self.whole_backward:
+                with self.stage.gradients.reducing(last=action == self.last):
+                    if roots:
+                        with without_autocast():
+                            torch.autograd.backward(roots, grads)
+            else:
+                wanted = list(flown.arrived.values())
+                gradients = self.halves.inputs(
+                    action.microbatch, roots, grads, [arrived.edge for arrived in wanted], self.stage.leaves()
+                )
+                for arrived, gradient in zip(wanted, gradients, strict=True):
+                    arrived.gradient = gradient
+                self.stage.free()
+            for wire in self.into:
+                if wire.back is not None:
+                    post.send(wire, True, action.microbatch, flown.arrived[wire.name].gradient_or_zeros())
+            self._give_inputs(action.microbatch, flown)
+
+    def weights(self, action: Action) -> None:
+        """Gradients of the parameters, where the backward is split."""
+        with (
+            spmd.set_current_mesh(self.stage.device_mesh),
+            self.stage.gradients.reducing(last=action == self.last, by_hand=True),
+        ):
+            if not self.whole_backward:
+                self.halves.weights(action.microbatch, self.stage.leaves())
+
+    def _roots(self, post: Post, microbatch: int, flown: _Microbatch) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Where gradients enter the graph of autograd, and these."""
+        sums: dict[int, torch.Tensor] = {}
+        for wire in self.out:
+            if wire.back is not None and wire.crossing is not None:
+                grad, at = post.take(wire, True, microbatch), wire.crossing.output
+                if flown.reached is not None and wire.crossing.tensor not in flown.reached:
+                    continue  # zeros for what in eager mode would not be in the backward at all
+                sums[at] = sums[at] + grad if at in sums else grad
+        used = [at for at in sorted(sums) if at in flown.outputs]
+        roots, grads = [flown.outputs[at] for at in used], [sums[at] for at in used]
+        if flown.loss is not None and self.counts(microbatch):
+            share = self.shares[microbatch]
+            whole = isinstance(share, float)
+            roots.append(get_gradient_edge(flown.loss))
+            first = torch.full_like(flown.loss, share) if whole else share.to(flown.loss.dtype)  # type: ignore
+            grads.append(first if self.scale is None else first * self.scale.to(first.dtype))
+        return roots, grads
+
+    def _give_inputs(self, microbatch: int, flown: _Microbatch) -> None:
+        for name in self.part.inputs:
+            if name in flown.arrived and (grad := flown.arrived[name].gradient) is not None:
+                whole = self.stage.joined_gradient(name, grad)
+                if self.leads:
+                    self.input_gradients.add(name, microbatch, whole)
+
+
+__all__ = ["Flight"]

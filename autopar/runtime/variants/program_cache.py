@@ -1,0 +1,368 @@
+"""Programs of one module: by the shapes that it is called with, and by the values that its model has.
+
+A program is for the shapes, and for the flags and numbers, that its model had when it was captured. The last batch of
+an epoch is smaller, validation has larger ones, sentences have other lengths; a flag, a module's ``p`` or a schedule
+may change what a model computes. Then the model is captured again, and what has changed decides the rest:
+
+* only literals of operators differ: the plan holds, and a new program reads the parameters as the old one did;
+* shapes, the autocast around the call or operators differ: it is planned again, with the user's pins and with every
+  parameter stored as it is, so the same ``Parameter`` objects go on, and the state that an optimizer keeps for them.
+  What is gathered or reduced, and when, is the new plan's own.
+
+Programs are kept with the shapes and values of their capture, the :data:`KEPT` that were used last, so that a smaller
+last batch is captured once, and a flag that is toggled in every other step twice in all. Ranks tell each other their
+calls through the process group's store; where something has changed they wait for each other, and go on only if all
+have the same change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.capture import Captured, Example
+from autopar.capture.evaluation import Skeleton
+from autopar.capture.microbatches import rows_of
+from autopar.capture.python.guards import Change, refusal
+from autopar.capture.unread import changed_strings, unread_strings
+from autopar.errors import AutoparError, RunError, first_few
+from autopar.plans.plan import StagePlan
+from autopar.runtime.as_module.module_modes import difference, in_modes
+from autopar.runtime.as_module.original_model import unheard
+from autopar.runtime.batches.outputs import CollectiveLog
+from autopar.runtime.ranks.agree import everywhere
+from autopar.runtime.variants.module_calls import Batch, ModuleCall, batch_rows
+from autopar.torch_private import pytree
+from autopar.words.autocasting import autocast_now, shown
+
+KEPT = 8
+"""Programs of one module that are kept beside the one that runs."""
+CHANGED = (
+    "values that forward reads have changed there, and not in the same way on every rank; change them on all ranks "
+    "alike, before the same call"
+)
+OTHER_CALL = (
+    "all ranks are called with the same shapes: with the whole batch (no DistributedSampler, and drop_last alike), or, "
+    "with batch='local', with equally many rows each; give all ranks batches alike"
+)
+OTHER_MODES = (
+    "train() and eval() of parts are the program's, which all ranks compute together: call them on all ranks alike, "
+    "before the same call"
+)
+ON_ALL = (
+    "ranks compute together, in evaluation too, so every rank makes the same calls in the same order; evaluate on all "
+    "ranks (and print on one)"
+)
+ON_ALL_METHOD = (
+    "parameters are gathered for it from all ranks, so every rank calls it, at the same place in the script (and one "
+    "prints)"
+)
+
+PlanAgain = Callable[[Captured, Mapping[str, str]], StagePlan]
+"""Of a captured graph and of how parameters are stored, by name: a plan, the same on all ranks."""
+
+Compare = Callable[[Captured, torch.nn.Module, Batch], None]
+"""Refuses a capture that is not what the model does with a batch."""
+AllWell = Callable[[], contextlib.AbstractContextManager[None]]
+"""Gives contexts (:func:`~autopar.runtime.ranks.agree.everywhere`): what fails in one on any rank is raised on all."""
+Fields = dict[str, Any]
+
+
+class Programs:
+    """The programs that one module has had.
+
+    Args:
+        model: that the module was made of; it owns the values.
+        example: how it was called when it was captured first.
+        skeleton: a copy of it without values of parameters, captured instead where the model is gone.
+        ranks: of all processes that hold a part of the module.
+        plan_again: makes a plan for a graph with other operators, as the module's ``_take_program`` calls it; None
+            where that is not possible.
+        compare: for every new capture; None where captures are trusted.
+        shapes: follow calls with other shapes; else these are refused.
+        values: follow values that change; else these are refused.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, example: Example | None, skeleton: Skeleton | None, ranks: list[int],
+        plan_again: Callable[..., Any] | None, compare: Compare | None, *, shapes: bool, values: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.example, self.skeleton = weakref.ref(model), example, skeleton
+        self.ranks, self.plan_again, self.compare = ranks, plan_again, compare
+        self.shapes, self.values = shapes, values
+        self.kept: list[Fields] = []
+        """Programs that do not run now, the one that was used last at the end."""
+        self.meeting = CollectiveLog(ranks) if len(ranks) > 1 else None
+        self.strings_read: set[frozenset[int]] = set()
+        """Places of strings of calls that the model was found to read: that is tried once."""
+        self.calls = self.captures = 0
+        self.rows: int | None = None
+        """Of a microbatch of the program that was captured first; 0 where that is not known."""
+        self.way: tuple[str, int | None] = ("in training" if model.training else "in eval mode", None)
+        """Of the last call: a rank that goes into eval mode by itself would compute with steps of the others, and one
+        that has another number of microbatches would wait for more than they send."""
+
+    def meet_all(self, what: str) -> None:
+        """Wait until all ranks call a method of the model.
+
+        Raises:
+            RunError: others go on with something else.
+        """
+        if self.meeting is not None:
+            self.meeting.meet("calls", f"{what}() behind call {self.calls}", ON_ALL_METHOD)
+
+    def of_copy(self) -> Programs:
+        """Those of a copy of the module, which follows shapes as this one does; values stay those of the program."""
+        twin = copy.copy(self)
+        twin.kept, twin.calls, twin.captures, twin.values = [], 0, 0, False
+        twin.meeting = CollectiveLog(self.ranks) if self.meeting is not None else None
+        return twin
+
+    def follow(self, pm: Any, call: ModuleCall) -> None:
+        """Have ``pm`` run the program of a call and of the values that its model has; before each call, on every rank.
+
+        Raises:
+            RunError: ranks are called differently, or have changed different values; or the change cannot be followed,
+                and it is named.
+        """
+        self.calls += 1
+        if self.meeting is not None:
+            self.meeting.broken_off = pm._failures.heard if pm._failures is not None else str
+        same = pm._captured.guards.same()
+        of_example = self._of_example(pm, call)
+        fits = self._fits(pm, call) and of_example is None and not self._is_of_fewer(pm, pm._captured, call)
+        in_mode = pm.runs_in(pm._trained)
+        if not same and not self.values:
+            raise RunError(refusal(pm._captured.guards.changes()))
+        mode = "in training" if pm.training else "in eval mode"
+        mode += "" if torch.is_grad_enabled() else " without gradients"
+        rows_differ = same and not self.shapes and pm._own_rows is not None and not self._fits_as_captured(pm, call)
+        if rows_differ and self.meeting is not None:  # maybe on this rank alone, and others wait for its rows
+            self.meeting.meet("is at", f"call {self.calls} with {_unmarked(call.shown())}", OTHER_CALL)
+        way_before = self.way
+        self.way = mode, way_before[1] if call.of_step else call.parts_of(pm._captured)
+        if same and fits and in_mode and self.way == way_before:
+            if self.meeting is not None:
+                self.meeting.note(f"call {self.calls} without a change")
+            return
+        if same and fits and in_mode:
+            if self.meeting is not None:
+                parts = f" in {self.way[1]} microbatches" if self.way[1] is not None else ""
+                why = ON_ALL if mode != way_before[0] else OTHER_CALL
+                self.meeting.meet("is at", f"call {self.calls} {mode}{parts}", why)
+            return
+        changes = [] if same else pm._captured.guards.changes()
+        takes = (i for i, fields in enumerate(self.kept) if self._is_for(pm, fields, call))
+        place = next((i for i in takes if not self._is_of_fewer(pm, self.kept[i]["_captured"], call)), None)
+        place = of_example if of_example is not None else place
+        self._meet(place, changes, None if fits else call, "" if in_mode else pm.modes_now.shown())
+        if pm._in_step():
+            what = self._change(pm, changes, call, fits)
+            raise RunError(f"values, shapes or modes have changed between two microbatches of one step\n{what}")
+        if not fits:
+            one_of_several = pm.training and not call.in_parts
+            pm._batch.check_other(call.args, call.kwargs, pm.plan.microbatches if one_of_several else 1)
+        before = pm._kept_program()
+        try:
+            if place is None:
+                self._captured_again(pm, changes, call, fits)
+            else:
+                pm._resume_program(self.kept.pop(place))
+            if pm.modes_now.training != pm._trained and not pm.have_evaluation():
+                self._captured_again(pm, changes, call, fits=False)  # eval mode is another graph
+        except BaseException:
+            pm._resume_program(before)
+            raise
+        pm._compared.next_one()
+        self.kept = [*self.kept, before][-KEPT:]
+
+    def _fits(self, pm: Any, call: ModuleCall) -> bool:
+        """Whether the program that runs now takes a call; where shapes are not followed, it says itself what is wrong.
+
+        Raises:
+            RunError: the call is under another autocast, and other calls are not followed.
+        """
+        if not self.shapes:
+            check_autocast(pm._captured)
+        return self._takes(pm._captured, pm._batch, call)
+
+    def _takes(self, captured: Captured, batch: Any, call: ModuleCall) -> bool:
+        if not self.shapes:
+            return True
+        under = captured.autocast == autocast_now()
+        if call.one is not None:
+            return under and batch.fits(*call.one)
+        return under and (bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts))
+
+    def _is_counted(self, pm: Any, call: ModuleCall) -> bool:
+        """Whether the number of microbatches of a step follows from its rows and those of the example."""
+        if self.rows is None:
+            self.rows = batch_rows(pm._captured) if pm._captured.example is not None else 0
+        whole = call.in_parts and call.one is None and call.parts is None
+        return whole and self.shapes and pm.buckets is None and self.rows > 0
+
+    def _of_example(self, pm: Any, call: ModuleCall) -> int | None:
+        """Which kept program is of the example's rows and takes a step that another, smaller one would take in more
+        microbatches, whose batch statistics are others; None where there is none, or it runs now."""
+        if not self._is_counted(pm, call) or batch_rows(pm._captured) == self.rows:
+            return None
+        return next(
+            (
+                i for i, fields in enumerate(self.kept)
+                if batch_rows(fields["_captured"]) == self.rows and self._is_for(pm, fields, call)
+            ), None,
+        )  # fmt: skip
+
+    def _is_of_fewer(self, pm: Any, captured: Captured, call: ModuleCall) -> bool:
+        """Whether a step that has fewer rows than the example would be cut, where it is one microbatch."""
+        if not self._is_counted(pm, call):
+            return False
+        have = rows_of((call.args, dict(call.kwargs)))
+        return have < (self.rows or 0) and batch_rows(captured) != have
+
+    def _fits_as_captured(self, pm: Any, call: ModuleCall) -> bool:
+        args, kwargs = call.one or (call.args, call.kwargs)
+        return bool(pm._batch.fits(args, kwargs, call.in_parts and call.one is None))
+
+    def _is_for(self, pm: Any, fields: Fields, call: ModuleCall) -> bool:
+        captured = fields["_captured"]
+        fits = pm.runs_in(fields["_trained"]) and captured.guards.same()
+        return fits and self._takes(captured, fields["_batch"], call)
+
+    def _meet(
+        self, place: int | None, changes: list[Change], call: ModuleCall | None, modes: str
+    ) -> None:  # fmt: skip
+        """Wait for all ranks, and go on if they have the same change.
+
+        Args:
+            call: where its shapes are what has changed.
+            modes: where these are.
+        """
+        if self.meeting is None:
+            return
+        shown = _unmarked(call.shown()) if call is not None else ""
+        checksum = zlib.crc32(f"{place} {sorted(map(str, changes))}".encode())
+        what = f"call {self.calls} with changed values (checksum {checksum:08x})" if changes else f"call {self.calls}"
+        what += f" with {shown}" if shown else ""
+        what += f" in other modes ({_unmarked(modes)})" if modes else ""
+        why = OTHER_MODES if modes else OTHER_CALL
+        self.meeting.meet("is at", what, f"{CHANGED}\n{refusal(changes)}" if changes else why)
+
+    @staticmethod
+    def _change(pm: Any, changes: list[Change], call: ModuleCall, fits: bool) -> str:
+        """What has changed since the program that runs now, for a message."""
+        if changes:
+            return refusal(changes)
+        if fits and (modes := difference(pm._trained, pm.modes_now.training)):
+            return f"  called with {modes}"
+        return f"  called with {call.shown()}"
+
+    def _captured_again(self, pm: Any, changes: list[Change], call: ModuleCall, fits: bool) -> None:
+        """Capture the model, plan where that is needed, and have ``pm`` run it.
+
+        Args:
+            fits: the call is one of the program that runs now, and only values have changed.
+        """
+        group = pm._ranks()[0] if dist.is_initialized() else None
+        what = self._change(pm, changes, call, fits)
+        if self.example is not None and self.example.ways.listed:
+            lines = dict.fromkeys(site.partition("@")[0] for site in self.example.ways.listed)
+            what += (
+                f"\n  integers that the model reads from its inputs at {first_few(list(lines))} are those of the first "
+                "example here, too: for others, parallelize the model with a batch that has them"
+            )
+
+        def told(error: Exception) -> Exception:
+            if not isinstance(error, AutoparError):
+                error = RunError(f"capturing again failed: {type(error).__name__}: {error}")
+            return type(error)(f"{error}\n{what}")
+
+        def all_well() -> contextlib.AbstractContextManager[None]:
+            return everywhere(group, told)
+
+        model, training = self.model(), pm.captures_in()
+        with all_well():
+            source = model if model is not None or self.skeleton is None else self.skeleton.model
+            if source is None or self.example is None:
+                raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
+            batch, loss_fn = call.of(self.example, batch_rows(pm._captured))
+            example = pm._captured.example if fits else Example(
+                *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision
+            )  # fmt: skip
+            assert example is not None
+            with unheard(), in_modes(source, training):
+                new = example.capture(source)
+                changed = [] if fits else changed_strings(pm._captured, new)
+                if groups := [group for group in changed if group not in self.strings_read]:
+                    new = replace(new, unread=unread_strings(new, source, groups))
+                    self.strings_read.update(group for group in groups if not group <= new.unread)
+        with all_well():
+            _check_same(new, group)
+        if self.compare is not None and model is not None and _is_whole(batch, new):
+            with all_well(), unheard(), in_modes(model, training):
+                self.compare(new, model, batch)
+        pm._take_program(new, call, self.plan_again, all_well)
+        pm._trained = training
+        self.captures += 1
+        if self.captures == KEPT + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(
+                f"this module has been captured {self.captures} times since parallelize, for calls and values that "
+                f"differ, and keeps the {KEPT} programs that were used last: each new one costs seconds. Pad batches "
+                "to a few sizes, and pass numbers that change as tensors\n" + what,
+                stacklevel=6,
+            )
+
+
+def _unmarked(text: str) -> str:
+    """A text that may stand in what ranks tell each other."""
+    return text.replace("|", " ").replace(";", " ")
+
+
+def check_autocast(captured: Captured) -> None:
+    """Refuse a call under another autocast than that of the capture.
+
+    Raises:
+        RunError: with both.
+    """
+    if captured.autocast != (on := autocast_now()):
+        raise RunError(
+            f"the program was captured {shown(captured.autocast)}, and is called {shown(on)}: its casts are part "
+            "of it; call it as it was captured, or parallelize with shapes='any', which captures again by itself"
+        )
+
+
+def _is_whole(batch: Batch, captured: Captured) -> bool:
+    """Whether a batch has the shapes that were captured; ranks may have passed their pieces."""
+    example = captured.example
+    assert example is not None
+    wanted = pytree.tree_leaves((example.args, dict(example.kwargs), example.targets))
+    have = pytree.tree_leaves((batch[0], dict(batch[1]), batch[2]))
+    return len(have) == len(wanted) and all(
+        x.shape == y.shape for x, y in zip(have, wanted, strict=True) if isinstance(x, torch.Tensor)
+    )
+
+
+def _check_same(new: Captured, group: Any) -> None:
+    """Refuse different graphs on the ranks.
+
+    Raises:
+        RunError: with their fingerprints.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    prints: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(prints, new.graph.fingerprint, group=group)
+    if len(set(prints)) > 1:
+        raise RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
+
+
+__all__ = ["KEPT", "AllWell", "Compare", "Fields", "PlanAgain", "Programs", "check_autocast"]
