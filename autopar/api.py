@@ -366,12 +366,12 @@ def parallelize(
             if said:
                 warnings.warn(said, stacklevel=2)
         pm = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
-        pm.told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
+        pm._autopar_told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
         if gradient_dtype is not None:
             pm.gradient_dtype = gradient_dtype
         if batch == "local" and dist.get_world_size(group) > 1:
             all_ranks.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
-            pm.take_own_rows()
+            pm._autopar_take_own_rows()
         device_type = all_ranks.device_type_of(model)
         cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, mesh, cluster, records)
         prepared = together.by_graph if together is not None else None
@@ -379,17 +379,17 @@ def parallelize(
         if len(decided.stages) > 1:
             planner = replanning.stage_planner_of(decided, one.graph, cluster_of_plan, group)
         programs = Programs(
-            model, one.example, pm.skeleton_for_programs(model), _ranks_of(pm), planner,
+            model, one.example, pm._autopar_skeleton_for_programs(model), _ranks_of(pm), planner,
             replanning.comparer_of(group) if verify_capture else None,
             shapes=shapes != "fixed", values=on_change == "recapture",
         )  # fmt: skip
-        pm.follow(programs)
-        pm.buckets = in_buckets
-        pm.layouts_change = bool(share(group, "yes" if together and together.changes else "", None))
+        pm._autopar_follow(programs)
+        pm._autopar_buckets = in_buckets
+        pm._autopar_layouts_change = bool(share(group, "yes" if together and together.changes else "", None))
         if move is not None:
             move.to(pm, group)
         replaced(dict(model.named_parameters(remove_duplicate=False)))
-        object.__setattr__(pm, "_original", Original(model, pm))
+        object.__setattr__(pm, "_autopar_original", Original(model, pm))
         if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
             say(decided, one.graph)
         if compile is not False:

@@ -81,10 +81,10 @@ class ParallelOnFirstCall(torch.nn.Module):
         if holding:
             options["optimizer"] = holding[0]
         pm = parallelize(model, mesh, inputs[0], **inputs[1], **options)
-        if pm.leads is not None:
+        if pm._autopar_leads is not None:
             raise AutoparError(_NO_STAGES)
         for move in moves[1:]:
-            move.to(pm, pm._ranks()[0])
+            move.to(pm, pm._autopar_ranks()[0])
         if self.stands is not None:
             pm.set_extra_state(self.stands)
         self.now, self.is_parallel = pm, True

@@ -436,7 +436,10 @@ def recomputed_in_another_thread(name: str, pattern: str, frozen: str, seed: int
         pm = ParallelModule(case.model, captured, plan, device_mesh(TWO))
     gathered: list[list[int]] = [[], []]
     now = gathered[0]
-    real, units = Unit.start, list(dict.fromkeys(h.unit for h in pm.held_params.values() if h.unit is not None))
+    real, units = (
+        Unit.start,
+        list(dict.fromkeys(h.unit for h in pm._autopar_held_params.values() if h.unit is not None)),
+    )
 
     def start(unit: Unit) -> None:
         if not unit.ready and unit.work is None:
@@ -444,7 +447,7 @@ def recomputed_in_another_thread(name: str, pattern: str, frozen: str, seed: int
         real(unit)
 
     def alive() -> int:
-        return sum(h.leaf.untyped_storage().nbytes() for h in pm.held_params.values() if h.per_use)
+        return sum(h.leaf.untyped_storage().nbytes() for h in pm._autopar_held_params.values() if h.per_use)
 
     with mock.patch.object(Unit, "start", start):
         loss = loss_of(pm(*case.args, **case.kwargs))

@@ -194,7 +194,7 @@ def left_out(how: str, k: int) -> float:
         for name in ("layers.0.weight", "layers.1.weight", "outer.weight") if k == 1 else ():
             params[name].register_hook(lambda _, n=name, c=calls_of: c.append(n))
             params[name].register_post_accumulate_grad_hook(lambda _, n=name, c=calls_of: c.append(f"after {n}"))
-    seed, calls = pm._position()
+    seed, calls = pm._autopar_position()
     for i, x in enumerate(xs):
         if k == 1 and place != 2:
             loss = pm(x)

@@ -210,9 +210,9 @@ def fails_at(place: Place) -> tuple[float, str]:
     for _ in range(place.step):
         pm.train_step(*case.batch[0], **case.batch[1])  # these go well
     if dist.get_rank() == place.rank:
-        row = pm._work.forward_row if place.evaluate else pm._work.row
+        row = pm._autopar_work.forward_row if place.evaluate else pm._autopar_work.row
         action = row[place.at]
-        flight = pm._work.flights[action.stage]
+        flight = pm._autopar_work.flights[action.stage]
         name = {"F": "forward", "W": "weights"}.get(action.kind, "backward")
         real, calls = getattr(flight, name), itertools.count()
         kinds = {"forward": "F", "weights": "W", "backward": "BI"}[name]

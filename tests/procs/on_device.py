@@ -182,7 +182,7 @@ def gathers_in_a_step() -> tuple[int, list[str]]:
     with mock.patch.object(gathering, "UNIT_BYTES", 1):  # each by itself
         with no_dispatch_modes():
             pm = autopar.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), (x,), **options)
-            captured, plan = pm._captured, pm.plan
+            captured, plan = pm._autopar_captured, pm.plan
         with Accelerator() as accelerator:
             there: Any = ParallelModule(model, captured, plan, mesh, seed=3)
             there.compare_every = 0

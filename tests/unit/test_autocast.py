@@ -167,7 +167,11 @@ def test_each_autocast_around_the_call_has_a_program_over_the_same_parameters() 
     parameters = list(map(id, pm.parameters()))
     for around in (True, False, True):
         train(pm, twin, around, steps=1)
-    assert pm._programs is not None and pm._programs.captures == 1 and list(map(id, pm.parameters())) == parameters
+    assert (
+        pm._autopar_programs is not None
+        and pm._autopar_programs.captures == 1
+        and list(map(id, pm.parameters())) == parameters
+    )
     with region():
         pm.eval()
         assert torch.equal(pm(X), twin.eval()(X))

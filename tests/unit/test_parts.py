@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import gc
+import inspect
 import types
 from typing import Any
 
@@ -15,7 +16,10 @@ from torch import nn
 import autopar
 from autopar import ParallelModule
 from autopar.errors import RunError
+from autopar.runtime.as_module.own_names import PREFIX
 from autopar.runtime.as_module.parallel_module import SpreadModule
+from autopar.runtime.as_module.submodules import Part
+from autopar.runtime.pipelines.pipeline import PipelineModule
 
 
 class Net(nn.Module):
@@ -236,24 +240,24 @@ class Block(nn.Module):
 class SecondStage(SpreadModule):
     """What the rank of a pipeline's second stage shows."""
 
-    position: tuple[int, int]
+    _autopar_position_now: tuple[int, int]
 
     def __init__(self, model: nn.Module, held: str) -> None:
         super().__init__()
-        self.leads, self.position = True, (7, 3)
+        self._autopar_leads, self._autopar_position_now = True, (7, 3)
         for name, param in model.named_parameters():
             if name.startswith(held):
-                owner, key = self.owner_of(name)
+                owner, key = self._autopar_owner_of(name)
                 owner._parameters[key] = param
-        self._set_mode_of(model)
+        self._autopar_set_mode_of(model)
 
-    def _position(self) -> tuple[int, int]:
-        return self.position
+    def _autopar_position(self) -> tuple[int, int]:
+        return self._autopar_position_now
 
-    def _set_position(self, seed: int, calls: int) -> None:
-        self.position = seed, calls
+    def _autopar_set_position(self, seed: int, calls: int) -> None:
+        self._autopar_position_now = seed, calls
 
-    def _draws(self) -> bool:
+    def _autopar_draws(self) -> bool:
         return True
 
 
@@ -266,9 +270,9 @@ def test_a_block_on_another_rank_that_encloses_a_dropout_is_known() -> None:
     assert stage.get_submodule("0.drop").p == 0.25
     state = stage.state_dict()
     assert set(state) == {"1.linear.weight", "1.linear.bias", "_extra_state"}
-    stage.position = 0, 0
+    stage._autopar_position_now = 0, 0
     stage.load_state_dict(state)
-    assert stage.position == (7, 3)
+    assert stage._autopar_position_now == (7, 3)
     with pytest.raises(AttributeError, match="'0' of a parallel module, which stands for a Block, has no attribute 'm"):
         _ = stage.get_submodule("0").mask
     with pytest.raises(TypeError, match="iter of '0', which stands for a Block"):
@@ -308,38 +312,50 @@ def test_an_extra_state_is_told_of() -> None:
         autopar.parallelize(nn.Sequential(WithExtraState(4, 4)), 1, torch.randn(2, 4))
 
 
-class Counting(nn.Module):
-    """Has names that parallel modules use themselves: a number, a buffer, a private number and a method."""
+FOR_USERS = {
+    "clip_grad_norm_", "compare_every", "device_mesh", "evaluate", "full_state_dict", "gradient_dtype",
+    "load_full_state_dict", "module", "no_sync", "plan", "program", "record", "sampler", "shard", "train_step",
+}  # fmt: skip
+"""Names of parallel modules that the documents tell of."""
+
+
+@pytest.mark.parametrize("kind", [ParallelModule, PipelineModule, Part])
+def test_what_is_not_for_users_has_a_prefix(kind: type) -> None:
+    """A model of which an attribute has the same name could not be read or set."""
+    announced = {name for base in kind.__mro__ for name in inspect.get_annotations(base)}
+    own = {*dir(kind), *announced} - {*dir(nn.Module), *vars(nn.Module())} - FOR_USERS
+    assert own and [name for name in sorted(own) if not name.startswith((PREFIX, "__"))] == []
+
+
+class Planned(nn.Module):
+    """Has names that parallel modules have for users: a number, a method, and one that is set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.leads, self._seed, self.stage = nn.Linear(4, 8), 1.0, 1.0, 1.0
-        self.register_buffer("count", torch.tensor(2.0))
+        self.first, self.plan, self.compare_every = nn.Linear(4, 8), 1.0, 1.0
 
     def shard(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.shard(self.first(x)).square().mean() * self.leads * self._seed * self.stage * self.count
+        return self.shard(self.first(x)).square().mean() * self.plan * self.compare_every
 
 
 def test_names_of_the_model_and_of_parallel_modules() -> None:
     """Setting one of both on the parallel module was lost in silence: forward went on with the model's."""
-    model = Counting()
+    model = Planned()
     with pytest.warns(
-        UserWarning, match="Counting and the parallel module both have .* called count, leads, shard, stage:"
+        UserWarning, match="Planned and the parallel module both have .* called compare_every, plan, shard:"
     ):
         pm: Any = autopar.parallelize(model, 1, X, on_change="recapture")
     before = pm(X)
-    for name in ("leads", "_seed"):
-        with pytest.raises(RunError, match=f"{name} was set on a parallel module, which has an attribute of this name"):
-            setattr(pm, name, 3.0)
-        with pytest.raises(RunError, match=f"model.{name} = "):
-            setattr(copy.deepcopy(pm), name, 3.0)
+    for each in (pm, copy.deepcopy(pm)):
+        with pytest.raises(RunError, match=r"compare_every was set on a .* which has .*model\.compare_every = "):
+            each.compare_every = 3
     torch.testing.assert_close(pm(X), before, rtol=0, atol=0)
-    model.leads, model._seed, pm.stage = 3.0, 5.0, 7.0  # a property without a setter: the model's is set
-    dict(pm.named_buffers())["count"].fill_(4.0)
-    torch.testing.assert_close(pm(X), 3 * 5 * 7 * 2 * before)
+    model.compare_every, pm.plan = 5.0, 7.0  # a property without a setter: the model's is set
+    torch.testing.assert_close(pm(X), 5 * 7 * before)
+    assert pm.plan.stages and pm.compare_every is None
 
 
 def test_names_of_others_are_not_spoken_of(recwarn: pytest.WarningsRecorder) -> None:

@@ -34,22 +34,42 @@ def copied(pm: Any, memo: dict[int, Any], build: Build) -> Any:
     memo[id(pm)] = new
     with torch.no_grad():
         for name, value in (*pm.named_parameters(), *pm.named_buffers()):
-            owner, key = new.owner_of(name)
+            owner, key = new._autopar_owner_of(name)
             mine = (owner._parameters if key in owner._parameters else owner._buffers)[key]
             mine.copy_(value)
             memo[id(value)] = mine
             if isinstance(value, torch.nn.Parameter):
                 mine.requires_grad_(value.requires_grad)
-    new._captured_training, new._skeleton = pm._captured_training, pm._skeleton
-    new._signature, new._model_ref, new._model_class = pm._signature, pm._model_ref, pm._model_class
-    new._model_values, new._model_keys, new._model_tensors = pm._model_values, pm._model_keys, pm._model_tensors
-    new._names_of_both = pm._names_of_both
-    new._gradient_dtype, new._compared.every, new._own_rows = pm._gradient_dtype, pm._compared.every, pm._own_rows
-    new.buckets, new.layouts_change, new.told_of_statistics = pm.buckets, pm.layouts_change, pm.told_of_statistics
-    new._batch = Batch(pm._captured, pm._signature, pm._device, pm._batch.pieces)
-    new._programs = pm._programs.of_copy() if pm._programs is not None and pm._programs.shapes else None
-    new._set_position(*pm._position())
-    new.take_modes_of(pm)
+    new._autopar_captured_training, new._autopar_skeleton = pm._autopar_captured_training, pm._autopar_skeleton
+    new._autopar_signature, new._autopar_model_ref, new._autopar_model_class = (
+        pm._autopar_signature,
+        pm._autopar_model_ref,
+        pm._autopar_model_class,
+    )
+    new._autopar_model_values, new._autopar_model_keys, new._autopar_model_tensors = (
+        pm._autopar_model_values,
+        pm._autopar_model_keys,
+        pm._autopar_model_tensors,
+    )
+    new._autopar_names_of_both = pm._autopar_names_of_both
+    new._autopar_gradient_dtype, new._autopar_compared.every, new._autopar_own_rows = (
+        pm._autopar_gradient_dtype,
+        pm._autopar_compared.every,
+        pm._autopar_own_rows,
+    )
+    new._autopar_buckets, new._autopar_layouts_change, new._autopar_told_of_statistics = (
+        pm._autopar_buckets,
+        pm._autopar_layouts_change,
+        pm._autopar_told_of_statistics,
+    )
+    new._autopar_batch = Batch(
+        pm._autopar_captured, pm._autopar_signature, pm._autopar_device, pm._autopar_batch.pieces
+    )
+    new._autopar_programs = (
+        pm._autopar_programs.of_copy() if pm._autopar_programs is not None and pm._autopar_programs.shapes else None
+    )
+    new._autopar_set_position(*pm._autopar_position())
+    new._autopar_take_modes_of(pm)
     copy_momenta(pm, new)
     return new
 

@@ -32,14 +32,14 @@ def leave(module: Any, values: Sequence[Any], of_step: bool) -> None:
         values: the program's outputs behind the model's own, whole.
         of_step: it is a microbatch of a step, whose backward is done by the step.
     """
-    if not module._captured.left:
+    if not module._autopar_captured.left:
         return
     parts, start = dict(module.named_modules()), 0
-    for left in module._captured.left:
+    for left in module._autopar_captured.left:
         attributes = parts[left.path].__dict__ if left.path in parts else {}
         if left.plain:
             attributes[left.name] = left.plain[0]
-        elif left.spec is None or module.buckets is not None:
+        elif left.spec is None or module._autopar_buckets is not None:
             attributes.pop(left.name, None)
         else:
             leaves = values[start : start + left.spec.num_leaves]
@@ -80,7 +80,7 @@ def filled_by_calls(pm: Any, part: Any, path: str, name: str) -> Any:
     Args:
         part: at that path.
     """
-    for left in pm._captured.left if pm.leads is None and pm.buckets is None else ():
+    for left in pm._autopar_captured.left if pm._autopar_leads is None and pm._autopar_buckets is None else ():
         if (left.path, left.name) == (path, name) and left.into is not None and left.spec is not None:
             return _held(part.__dict__, left)
     return None
@@ -113,12 +113,12 @@ def refuse_unseen(pm: Any, method: Any) -> None:
     """
     code = getattr(inspect.unwrap(method), "__code__", None)
     parts = dict(pm.named_modules())
-    for left in pm._captured.left:
+    for left in pm._autopar_captured.left:
         if code is None or left.name not in code.co_names or left.path not in parts:
             continue
         part = parts[left.path]
         if left.name not in vars(part) and filled_by_calls(pm, part, left.path, left.name) is None:
-            refuse_left(pm._captured, left.path, left.name)
+            refuse_left(pm._autopar_captured, left.path, left.name)
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def as_calls_left_it(pm: Any, model: torch.nn.Module) -> Iterator[None]:
     """
     parts, owners = dict(pm.named_modules()), dict(model.named_modules())
     swapped: list[tuple[Left, Any, Any]] = []
-    for left in pm._captured.left:
+    for left in pm._autopar_captured.left:
         if left.path not in parts or left.path not in owners:
             continue
         attributes = owners[left.path].__dict__
@@ -145,7 +145,7 @@ def as_calls_left_it(pm: Any, model: torch.nn.Module) -> Iterator[None]:
     except AttributeError as error:
         for left, given, _ in swapped:
             if given is _NOTHING and left.name == error.name and owners[left.path] is error.obj:
-                refuse_left(pm._captured, left.path, left.name)
+                refuse_left(pm._autopar_captured, left.path, left.name)
         raise
     finally:
         for left, given, before in swapped:

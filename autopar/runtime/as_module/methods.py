@@ -69,7 +69,7 @@ def method_of(pm: Any, name: str, kind: type) -> Callable[..., Any]:
 
 
 def _run(pm: Any, name: str, shown: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    programs, model = pm._programs, pm._model_ref()
+    programs, model = pm._autopar_programs, pm._autopar_model_ref()
     is_copy = model is None
     if model is None and programs is not None and programs.skeleton is not None:
         model = programs.skeleton.model
@@ -121,7 +121,7 @@ def _moved(
     move = Move(optimizer, values)
     if any(name is not None for names in move.layout for name in names):
         move.check()
-        move.to(pm, pm._ranks()[0])
+        move.to(pm, pm._autopar_ranks()[0])
     return optimizer
 
 
@@ -233,7 +233,7 @@ def _same(before: Any, after: Any) -> bool:
 
 def _whole(pm: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers, whole, on this rank's device; tied ones are one tensor."""
-    if pm.leads is not None:
+    if pm._autopar_leads is not None:
         return _of_all_stages(pm, model)
     values: dict[str, torch.Tensor] = {}
     same: dict[int, torch.Tensor] = {}
@@ -263,7 +263,7 @@ def _of_all_stages(pm: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     same: dict[int, torch.Tensor] = {}
     for name, tensor in named:
         if name in state and id(tensor) not in same:
-            whole = state[name].to(pm._device)
+            whole = state[name].to(pm._autopar_device)
             same[id(tensor)] = _standing_for(tensor, whole)
     for name, tensor in named:
         if id(tensor) in same:
@@ -274,7 +274,7 @@ def _of_all_stages(pm: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def _in_mode_of(pm: Any, model: torch.nn.Module) -> Iterator[None]:
     """The model in the mode of its parallel module."""
-    with in_modes(model, pm.modes_now.training):
+    with in_modes(model, pm._autopar_modes.training):
         yield
 
 

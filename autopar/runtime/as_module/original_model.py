@@ -92,7 +92,9 @@ class Original:
             self._check_mode(model.training, pm)
         self.calls = calls = self.calls + 1
         thoroughly = is_checked(calls) and (calls <= 3 or not self.old.on_devices)
-        often = calls % OFTEN == 0 and getattr(pm, "leads", None) is None  # stages look when they compare batches
+        often = (
+            calls % OFTEN == 0 and getattr(pm, "_autopar_leads", None) is None
+        )  # stages look when they compare batches
         if thoroughly or (often and not self.old.same()):
             self.check_parameters(pm, thoroughly)
 

@@ -1,8 +1,9 @@
-"""Names that the model and the parallel module both have: ``count``, ``stage``, ``leads``.
+"""Names of the parallel module's own: those that users are told of, and a prefix for all others.
 
-A parallel module shows the model's attributes as its own (:mod:`~autopar.runtime.as_module.parallel_module`), but not
-those whose names it uses itself: ``pm.plan`` is the plan, whatever the model calls so. A warning says so once, when the
-module is made. To set one that it keeps in itself is refused: ``forward`` would never see it.
+A parallel module shows the model's attributes as its own (:mod:`~autopar.runtime.as_module.parallel_module`), so what
+it keeps for itself has a prefix that no model uses: a model's ``count``, ``stage`` or ``_seed`` is read and set as on
+the model. A few names are for users (``plan``, ``train_step``, ``shard``): of these ``pm.plan`` is the plan, whatever
+the model calls so. A warning says so once, when the module is made.
 """
 
 from __future__ import annotations
@@ -13,33 +14,37 @@ import warnings
 import torch
 import torch.distributed as dist
 
+PREFIX = "_autopar_"
+"""Of attributes and methods of parallel modules, and of what stands for submodules, that are not for users."""
 _PACKAGE = __name__.partition(".")[0]
-_OF_EVERY_MODULE = frozenset({*dir(torch.nn.Module), *vars(torch.nn.Module())})
+OF_EVERY_MODULE = frozenset({*dir(torch.nn.Module), *vars(torch.nn.Module())})
+"""Names that models have as torch gives them."""
 
 
-def names_of_both(pm: torch.nn.Module, fields: frozenset[str], model: torch.nn.Module) -> frozenset[str]:
-    """Names that the model or its class has, beyond those of every module, and the parallel module has for itself.
-
-    Args:
-        fields: attributes of the parallel module that its class may only announce.
-    """
+def names_of_both(pm: torch.nn.Module, model: torch.nn.Module) -> frozenset[str]:
+    """Names that the model or its class has, beyond those of every module, and the parallel module has for users."""
     registered = (*model._parameters, *model._buffers, *model._modules)
-    models = {*dir(type(model)), *vars(model), *registered} - _OF_EVERY_MODULE
-    own = {*dir(type(pm)), *fields}
-    return frozenset(name for name in models & own if not name.startswith("__"))
+    models = {*dir(type(model)), *vars(model), *registered} - OF_EVERY_MODULE
+    return frozenset(name for name in models & {*dir(type(pm))} if not name.startswith("__"))
 
 
 def tell(names: frozenset[str], model: torch.nn.Module) -> None:
     """Warn, on the first rank, of names that are not the model's when they are read of the parallel module."""
-    shown = ", ".join(sorted(name for name in names if not name.startswith("_")))
-    if not shown or (dist.is_initialized() and dist.get_rank()):
+    if not names or (dist.is_initialized() and dist.get_rank()):
         return
     warnings.warn(
-        f"{type(model).__name__} and the parallel module both have attributes called {shown}: of the parallel module "
-        "they are its own. Read and set the model's on the model itself; its tensors and submodules of these names are "
-        "in named_parameters(), named_buffers() and named_modules() of the parallel module; or rename them",
+        f"{type(model).__name__} and the parallel module both have attributes called {', '.join(sorted(names))}: of "
+        "the parallel module they are its own. Read and set the model's on the model itself; its tensors and "
+        "submodules of these names are in named_parameters(), named_buffers() and named_modules() of the parallel "
+        "module; or rename them",
         stacklevel=2,
     )
+
+
+def is_setting(pm: torch.nn.Module, name: str) -> bool:
+    """Whether a parallel module has an attribute of this name that users set, such as ``gradient_dtype``."""
+    own = getattr(type(pm), name, None)
+    return isinstance(own, property) and own.fset is not None
 
 
 def is_set_from_outside(depth: int) -> bool:
@@ -52,4 +57,4 @@ def is_set_from_outside(depth: int) -> bool:
     return name.partition(".")[0] != _PACKAGE
 
 
-__all__ = ["is_set_from_outside", "names_of_both", "tell"]
+__all__ = ["OF_EVERY_MODULE", "PREFIX", "is_set_from_outside", "is_setting", "names_of_both", "tell"]

@@ -24,7 +24,7 @@ from autopar.runtime.as_module.left_attributes import filled_by_calls, refuse_le
 from autopar.runtime.as_module.methods import method_of
 from autopar.runtime.as_module.module_modes import Modes
 from autopar.runtime.as_module.original_model import Original
-from autopar.runtime.as_module.own_names import is_set_from_outside, names_of_both, tell
+from autopar.runtime.as_module.own_names import PREFIX, is_set_from_outside, is_setting, names_of_both, tell
 from autopar.runtime.as_module.submodules import (
     Part,
     check_conversion,
@@ -53,37 +53,29 @@ _WRAPPERS = {
 class SpreadModule(SpreadModes):
     """A model that was captured in one mode, with given dtypes, and is placed on devices."""
 
-    _captured_training: bool
-    _device: torch.device
-    _compared: Calls
-    _world: Any = None
+    _autopar_captured_training: bool
+    _autopar_device: torch.device
+    _autopar_compared: Calls
+    _autopar_world: Any = None
     """The process group of all ranks in which it was made; None on one device, which needs none."""
-    _failures: Failures | None = None
+    _autopar_failures: Failures | None = None
     """Those of its steps, on the ranks that run it together; None on one device."""
-    _gradient_dtype: torch.dtype | None = None
-    told_of_statistics: bool = False
-    buckets: Buckets | None = None
-    layouts_change: bool = False
-    layout: int = 0
-    _compiled_as: Any = None
+    _autopar_gradient_dtype: torch.dtype | None = None
+    _autopar_told_of_statistics: bool = False
+    _autopar_buckets: Buckets | None = None
+    _autopar_layouts_change: bool = False
+    _autopar_layout: int = 0
+    _autopar_compiled_as: Any = None
     """With which options a ``torch.compile`` around a call compiled the programs
     (:mod:`~autopar.runtime.stages.compiled`)."""
-    _original: Original | None = None
-    _model_ref: Callable[[], torch.nn.Module | None]
-    _model_class: type
-    _model_values: dict[str, Any]
-    _model_tensors: frozenset[str] = frozenset()
-    _model_keys: tuple[str, ...] = ()
-    _names_of_both: frozenset[str] = frozenset()
+    _autopar_original: Original | None = None
+    _autopar_model_ref: Callable[[], torch.nn.Module | None]
+    _autopar_model_class: type
+    _autopar_model_values: dict[str, Any]
+    _autopar_model_tensors: frozenset[str] = frozenset()
+    _autopar_model_keys: tuple[str, ...] = ()
+    _autopar_names_of_both: frozenset[str] = frozenset()
     """Names that the model has, too (:mod:`~autopar.runtime.as_module.own_names`)."""
-
-    _fields: frozenset[str] = frozenset()
-    """Attributes of the parallel module itself: names of the model's own modules and parameters stay free."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        bases = [base for base in cls.__mro__ if issubclass(base, SpreadModes)]
-        cls._fields = frozenset(name for base in bases for name in inspect.get_annotations(base))
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,15 +89,15 @@ class SpreadModule(SpreadModes):
             RunError: both have it, and code of the user's sets it: the model would not see it.
         """
         refuse_replacing(self, name, value)
-        if name in self._fields and name in self._names_of_both and is_set_from_outside(1):
+        if name in self._autopar_names_of_both and is_setting(self, name) and is_set_from_outside(1):
             raise RunError(
                 f"{name} was set on a parallel module, which has an attribute of this name itself, and so has the "
-                f"{self._model_class.__name__} that was parallelized: forward would not see it; set it on the model "
-                f"(model.{name} = ...), or rename it"
+                f"{self._autopar_model_class.__name__} that was parallelized: forward would not see it; set the "
+                f"model's on the model (model.{name} = ...), or rename it"
             )
-        if name in self._fields:
+        if name.startswith(PREFIX):
             object.__setattr__(self, name, value)
-        elif "_model_ref" not in self.__dict__ or not assigned(self, "", name, value):
+        elif "_autopar_model_ref" not in self.__dict__ or not assigned(self, "", name, value):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -118,23 +110,26 @@ class SpreadModule(SpreadModes):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if name.startswith("_") or "_model_class" not in self.__dict__:
+            if name.startswith(("__", PREFIX)) or "_autopar_model_class" not in self.__dict__:
                 raise
             raised = error
-        kind: type = self.__dict__["_model_class"]
+        kind: type = self.__dict__["_autopar_model_class"]
         filled = filled_by_calls(self, self, "", name)
         if filled is not None:
             return filled
-        refuse_left(self._captured, "", name)
+        refuse_left(self._autopar_captured, "", name)
         if (instead := _WRAPPERS.get(name)) is not None:
             shown = type(self).__name__
             raise AttributeError(f"{shown} has no '{name}', which is DistributedDataParallel's: {instead}")
-        model = self._model_ref()
-        value = (self._model_values if model is None else vars(model)).get(name, raised)
-        if value is not raised and not is_own(name, value, self._model_tensors):
+        model = self._autopar_model_ref()
+        value = (self._autopar_model_values if model is None else vars(model)).get(name, raised)
+        if value is not raised and not is_own(name, value, self._autopar_model_tensors):
             return value
-        if inspect.isroutine(inspect.getattr_static(kind, name, None)):
+        of_class = inspect.getattr_static(kind, name, raised)
+        if inspect.isroutine(of_class):
             return method_of(self, name, kind)
+        if of_class is not raised and not hasattr(of_class, "__get__") and not is_own(name, of_class, frozenset()):
+            return of_class  # what has a __get__, such as a property, may compute from the model's weights
         raise AttributeError(
             f"{type(self).__name__} has no attribute '{name}'" + (
                 f": the {kind.__name__} that was parallelized has one, or a property, of its own"
@@ -142,8 +137,8 @@ class SpreadModule(SpreadModes):
             )
         )  # fmt: skip
 
-    def _shown(self) -> tuple[type, tuple[str, ...], str]:
-        return self.__dict__.get("_model_class", type(self)), self._model_keys, ""
+    def _autopar_shown(self) -> tuple[type, tuple[str, ...], str]:
+        return self.__dict__.get("_autopar_model_class", type(self)), self._autopar_model_keys, ""
 
     @property
     def module(self) -> Any:
@@ -155,7 +150,7 @@ class SpreadModule(SpreadModes):
         reduces what it adds, and ``train_step`` reduces once for all its microbatches. So it does nothing."""
         return contextlib.nullcontext()
 
-    def owner_of(self, name: str) -> tuple[torch.nn.Module, str]:
+    def _autopar_owner_of(self, name: str) -> tuple[torch.nn.Module, str]:
         """The module and the key under which a parameter or buffer is registered; parts on the way are made."""
         *parents, key = name.split(".")
         owner: torch.nn.Module = self
@@ -167,42 +162,46 @@ class SpreadModule(SpreadModes):
             owner = child
         return owner, key
 
-    def registered(self) -> dict[str, torch.Tensor]:
+    def _autopar_registered(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by all their names."""
         return {**dict(self.named_parameters(remove_duplicate=False)),
                 **dict(self.named_buffers(remove_duplicate=False))}  # fmt: skip
 
-    def _set_mode_of(self, model: torch.nn.Module) -> None:
+    def _autopar_set_mode_of(self, model: torch.nn.Module) -> None:
         """Begin in the modes of the model and of its submodules."""
-        self._mode, self._kept_modes = model.training, modes_that_stay(model)
-        self._modes = Modes(model)
-        self._trained = self._modes.at_first
-        self._model_ref, self._model_class, self._model_values = weakref.ref(model), type(model), plain_values(model)
-        self._model_keys, self._model_tensors = tuple(model._modules), own_tensors(model)
+        self._autopar_mode, self._autopar_kept_modes = model.training, modes_that_stay(model)
+        self._autopar_modes = Modes(model)
+        self._autopar_trained = self._autopar_modes.at_first
+        self._autopar_model_ref, self._autopar_model_class, self._autopar_model_values = (
+            weakref.ref(model),
+            type(model),
+            plain_values(model),
+        )
+        self._autopar_model_keys, self._autopar_model_tensors = tuple(model._modules), own_tensors(model)
         if not isinstance(model, SpreadModule):  # it is one where a parallel module is copied
-            self._names_of_both = names_of_both(self, self._fields, model)
-            tell(self._names_of_both, model)
+            self._autopar_names_of_both = names_of_both(self, model)
+            tell(self._autopar_names_of_both, model)
         modules = dict(model.named_modules(remove_duplicate=False))
-        shown = self._paths_of_parts(modules)
+        shown = self._autopar_paths_of_parts(modules)
         first: dict[torch.nn.Module, Part] = {}
         for path, module in modules.items():
             if path not in shown:
                 continue
-            home, key = self.owner_of(path)
+            home, key = self._autopar_owner_of(path)
             part = home._modules.setdefault(key, Part())
             assert isinstance(part, Part)
             before = first.setdefault(module, part)
-            if self.leads is None and before is not part and _same_tensors(before, part):
+            if self._autopar_leads is None and before is not part and _same_tensors(before, part):
                 home._modules[key] = before  # the model has one module under two names
-            elif "_stands_for" not in part.__dict__:
-                part.stand_for(self, path, module)
+            elif "_autopar_stands_for" not in part.__dict__:
+                part._autopar_stand_for(self, path, module)
         for path, part in list(self.named_modules(remove_duplicate=False)):
             if path in modules:
                 for key in modules[path]._modules:  # loops meet them in the model's order
                     if key in part._modules:
                         part._modules[key] = part._modules.pop(key)
 
-    def _paths_of_parts(self, modules: Mapping[str, torch.nn.Module]) -> set[str]:
+    def _autopar_paths_of_parts(self, modules: Mapping[str, torch.nn.Module]) -> set[str]:
         """Where the model has modules that this rank shows, the model itself left out.
 
         Of a pipeline, a rank shows the modules whose tensors it holds, and those without tensors, which are on every
@@ -215,7 +214,7 @@ class SpreadModule(SpreadModes):
         shown = {path for path, _ in self.named_modules(remove_duplicate=False)}
         for path, module in modules.items():
             tensors = [*module._parameters.values(), *module._buffers.values()]
-            if self.leads is None or all(tensor is None for tensor in tensors):
+            if self._autopar_leads is None or all(tensor is None for tensor in tensors):
                 names = path.split(".")
                 shown.update(".".join(names[: depth + 1]) for depth in range(len(names)))
         return shown - {""}
@@ -227,13 +226,13 @@ class SpreadModule(SpreadModes):
         None is the default: in the first three calls, then in the tenth, hundredth, thousandth and so on. Set it to the
         same number on all ranks.
         """
-        return self._compared.every
+        return self._autopar_compared.every
 
     @compare_every.setter
     def compare_every(self, calls: int | None) -> None:
         if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 0):
             raise RunError(f"compare_every is {calls!r}; give a number of calls, 0 for never, or None for the default")
-        self._compared.every = calls
+        self._autopar_compared.every = calls
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
@@ -243,21 +242,21 @@ class SpreadModule(SpreadModes):
         are on several ranks, stay in the model's dtype. What :func:`autopar.parallelize` got as ``gradient_dtype``
         is in the plan's price; what is set here afterwards is not.
         """
-        return self._gradient_dtype
+        return self._autopar_gradient_dtype
 
     @gradient_dtype.setter
     def gradient_dtype(self, dtype: torch.dtype | None) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise RunError(f"gradient_dtype is {dtype!r}; give a floating point dtype, such as torch.float32, or None")
-        self._gradient_dtype = dtype
+        self._autopar_gradient_dtype = dtype
 
-    def check_trains(self) -> None:
+    def _autopar_check_trains(self) -> None:
         """Refuse a training step of a module that was put into eval mode, or that gives several losses.
 
         Raises:
             RunError: it says what to call, or how to say which loss is meant.
         """
-        several = other_losses(self._captured.graph, self._captured.out_spec)
+        several = other_losses(self._autopar_captured.graph, self._autopar_captured.out_spec)
         if several:
             raise RunError(
                 f"train_step: the model gives several scalars with a gradient (outputs {', '.join(several)}), none of "
@@ -265,16 +264,16 @@ class SpreadModule(SpreadModes):
                 f"under the key '{LOSS}', or pass loss_fn= to parallelize, such as loss_fn=lambda out: out[...] + "
                 "out[...]; without stages, a call and backward() of any of them do, too"
             )
-        if self._captured_training and not self.training:
+        if self._autopar_captured_training and not self.training:
             raise RunError("the module is in eval mode, so a step would train without dropout; call train() first")
 
-    def check_world(self) -> None:
+    def _autopar_check_world(self) -> None:
         """Refuse to compute with other ranks where the process group has been ended.
 
         Raises:
             RunError: it says what to do.
         """
-        if self._world is not None and dist.group.WORLD is not self._world:
+        if self._autopar_world is not None and dist.group.WORLD is not self._autopar_world:
             again = ", and another one was made" if dist.is_initialized() else ""
             raise RunError(
                 f"the process group in which this module was parallelized has been ended (destroy_process_group){again}"
@@ -283,13 +282,13 @@ class SpreadModule(SpreadModes):
 
     # -- programs of other calls and values (:mod:`autopar.runtime.variants.program_cache`)
 
-    def follow(self, programs: Programs) -> None:
+    def _autopar_follow(self, programs: Programs) -> None:
         """Run other programs where calls have other shapes, or values that ``forward`` reads have changed."""
-        self._programs = programs
+        self._autopar_programs = programs
 
-    def skeleton_for_programs(self, model: torch.nn.Module) -> Skeleton:
+    def _autopar_skeleton_for_programs(self, model: torch.nn.Module) -> Skeleton:
         """A copy of ``model`` without values, to capture when the model is gone."""
-        return self._skeleton if self._skeleton is not None else Skeleton(model)
+        return self._autopar_skeleton if self._autopar_skeleton is not None else Skeleton(model)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the program with ``torch.compile(program, *args, **kwargs)``, as ``nn.Module.compile`` does; in a
@@ -304,26 +303,26 @@ class SpreadModule(SpreadModes):
             RunError: ``fullgraph=True``, and the compiler does not see into an operator; it says which.
         """
         compile_programs(self, args, kwargs)
-        self._compiled_as = ITSELF
+        self._autopar_compiled_as = ITSELF
 
-    def _kept_program(self) -> Fields:
+    def _autopar_kept_program(self) -> Fields:
         """What makes up the program that runs now."""
         raise NotImplementedError
 
-    def _resume_program(self, fields: Fields) -> None:
+    def _autopar_resume_program(self, fields: Fields) -> None:
         """Run one that was kept."""
         raise NotImplementedError
 
-    def _take_program(self, new: Captured, call: ModuleCall, plan_again: Any, all_well: AllWell) -> None:
+    def _autopar_take_program(self, new: Captured, call: ModuleCall, plan_again: Any, all_well: AllWell) -> None:
         """Run another capture, which was made for a call."""
         raise NotImplementedError
 
-    def _in_step(self) -> bool:
+    def _autopar_in_step(self) -> bool:
         """Whether a step has begun whose microbatches must all run the same program."""
         return False
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        check_conversion(fn, [*self.parameters(), *self.buffers()], self._device)
+        check_conversion(fn, [*self.parameters(), *self.buffers()], self._autopar_device)
         return self
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Any:
@@ -332,7 +331,7 @@ class SpreadModule(SpreadModes):
         Raises:
             RunError: it is a pipeline, each rank of which has other submodules, or ``fn`` does what a part cannot.
         """
-        if self.leads is not None:
+        if self._autopar_leads is not None:
             raise RunError(
                 "apply() of a pipeline would meet the submodules of this rank's stages alone, and random numbers would "
                 "be others than on one device; apply it to the model before parallelize, or pass init= for a model on "

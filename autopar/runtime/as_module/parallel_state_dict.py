@@ -17,46 +17,46 @@ EXTRA = "_extra_state"
 class SpreadState(Elements):
     """What a parallel module saves and loads."""
 
-    def _position(self) -> tuple[int, int]:
+    def _autopar_position(self) -> tuple[int, int]:
         """The seed of random operators, and how many forwards have drawn from it."""
         raise NotImplementedError
 
-    def _set_position(self, seed: int, calls: int) -> None:
+    def _autopar_set_position(self, seed: int, calls: int) -> None:
         """Go on from there."""
         raise NotImplementedError
 
-    def _draws(self) -> bool:
+    def _autopar_draws(self) -> bool:
         """Whether the program has random operators."""
         raise NotImplementedError
 
-    def _ranks(self) -> tuple[Any, int]:
+    def _autopar_ranks(self) -> tuple[Any, int]:
         """The process group of all ranks that hold a part, and the first of them."""
         raise NotImplementedError
 
-    def _tied_names(self) -> Mapping[str, str]:
+    def _autopar_tied_names(self) -> Mapping[str, str]:
         """``{name: first name}`` of tied parameters of which a rank may hold one name only."""
         return {}
 
-    def _parameter_order(self) -> Sequence[str]:
+    def _autopar_parameter_order(self) -> Sequence[str]:
         """The first names of the whole model's parameters, in its order."""
         return [name for name, _ in self.named_parameters()]
 
     def get_extra_state(self) -> torch.Tensor:
         """Where dropout stands: the seed and the number of forwards, int64 [2]."""
-        return torch.tensor(self._position(), dtype=torch.int64)
+        return torch.tensor(self._autopar_position(), dtype=torch.int64)
 
     def set_extra_state(self, state: Any) -> None:
         """Have dropout go on from there."""
         if isinstance(state, torch.Tensor) and state.numel() == 2:  # and nothing that stands for it
             seed, calls = state.flatten().tolist()
-            self._set_position(int(seed), int(calls))
+            self._autopar_set_position(int(seed), int(calls))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of the model; of a program with random operators also where these stand (``_extra_state``), so that a
         resumed run draws what an uninterrupted one would. ``full_state_dict`` has only what the model has.
         """
         state = super().state_dict(*args, **kwargs)
-        if not self._draws():
+        if not self._autopar_draws():
             state.pop(kwargs.get("prefix", args[1] if len(args) > 1 else "") + EXTRA, None)
         return state
 

@@ -22,7 +22,7 @@ from autopar.torch_private import preserve_version_counter
 
 Anew = dict[str, tuple[nn.Module, float]]
 """By path what stands for a batch norm, and the momentum that the program has."""
-ANEW, STAYING = "_statistics_anew", "_statistics_staying"
+ANEW, STAYING = "_autopar_statistics_anew", "_autopar_statistics_staying"
 """Where a parallel module keeps those whose momentum is None, and those whose momentum is 0."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var")
@@ -43,7 +43,7 @@ def takes_momentum(pm: Any, part: Any, path: str, value: Any) -> bool:
     Raises:
         RunError: the program does not follow the statistics of its batches.
     """
-    captured_with = pm._captured.guards.read(path, "momentum")
+    captured_with = pm._autopar_captured.guards.read(path, "momentum")
     if captured_with is not None and captured_with.value is None:
         return False  # the program takes the mean over all batches itself: None is an attribute like others
     staying: Anew = pm.__dict__.setdefault(STAYING, {})
@@ -53,12 +53,12 @@ def takes_momentum(pm: Any, part: Any, path: str, value: Any) -> bool:
         del part.__dict__["momentum"]
         if value == momentum:
             return True
-    elif path not in staying and path not in anew and value == 0 and part.momentum and pm.leads is None:
+    elif path not in staying and path not in anew and value == 0 and part.momentum and pm._autopar_leads is None:
         staying[path] = part, part.momentum
         part.__dict__["momentum"] = value
     if path in staying:
         return True
-    if value is None and pm.leads is not None:
+    if value is None and pm._autopar_leads is not None:
         raise RunError(
             f"'{path}' of a pipeline cannot take its statistics anew, since a pipeline trains in whole steps: load "
             "autopar.full_state_dict(...) into the model in one process, and call update_bn there"

@@ -19,6 +19,7 @@ import torch
 
 from autopar.errors import RunError
 from autopar.runtime.as_module.left_attributes import filled_by_calls, is_left, refuse_left
+from autopar.runtime.as_module.own_names import PREFIX
 from autopar.runtime.as_module.statistics_anew import is_batch_norm, reset, takes_momentum
 from autopar.runtime.parameters.state import placed_as
 from autopar.runtime.variants.values import assigned
@@ -33,7 +34,7 @@ _BY_NAME = (torch.nn.ModuleDict, torch.nn.ParameterDict)
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ParameterList, *_BY_NAME)
 """torch's modules that are read as lists and dicts."""
 
-_STANDING = ("_part_class", "_part_module", "_part_values", "_part_tensors", "_part_keys", "training")
+_STANDING = ("_autopar_class", "_autopar_module", "_autopar_values", "_autopar_tensors", "_autopar_keys", "training")
 """What a part knows of its submodule."""
 
 
@@ -96,19 +97,19 @@ def refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
 class Elements(torch.nn.Module):
     """Is read as a list or dict of modules or parameters where it stands for one of torch's."""
 
-    def _shown(self) -> tuple[type, tuple[str, ...], str]:
+    def _autopar_shown(self) -> tuple[type, tuple[str, ...], str]:
         """The class of the module that it stands for, the names of what that module holds, and its path."""
         raise NotImplementedError
 
     def __bool__(self) -> bool:
-        return bool(self._shown()[1]) if issubclass(self._shown()[0], _CONTAINERS) else True
+        return bool(self._autopar_shown()[1]) if issubclass(self._autopar_shown()[0], _CONTAINERS) else True
 
     def __len__(self) -> int:
-        return len(self._keys("len"))
+        return len(self._autopar_keys_for("len"))
 
     def __iter__(self) -> Iterator[Any]:
-        keys = self._keys("iter")
-        return iter(keys if issubclass(self._shown()[0], _BY_NAME) else [self[key] for key in range(len(keys))])
+        keys = self._autopar_keys_for("iter")
+        return iter(keys if issubclass(self._autopar_shown()[0], _BY_NAME) else [self[key] for key in range(len(keys))])
 
     def __getitem__(self, key: Any) -> Any:
         """What a list or dict of modules or parameters holds there; of a slice a list.
@@ -116,25 +117,25 @@ class Elements(torch.nn.Module):
         Raises:
             RunError: another rank of the pipeline has it.
         """
-        keys = self._keys("[]")
+        keys = self._autopar_keys_for("[]")
         if isinstance(key, slice):
             return [self[i] for i in range(len(keys))[key]]
         name = keys[key] if isinstance(key, int) else key
         if name in keys and name not in self._modules and name not in self._parameters:
-            path = self._shown()[2]
+            path = self._autopar_shown()[2]
             raise RunError(
                 f"'{f'{path}.{name}' if path else name}' is not on this rank, which has other stages of the "
                 "pipeline; named_modules() and named_parameters() give what it has"
             )
         return getattr(self, name)
 
-    def _keys(self, use: str) -> tuple[str, ...]:
+    def _autopar_keys_for(self, use: str) -> tuple[str, ...]:
         """What a list or dict of the model's holds, on all ranks.
 
         Raises:
             TypeError: it stands for neither.
         """
-        kind, keys, path = self._shown()
+        kind, keys, path = self._autopar_shown()
         if not issubclass(kind, _CONTAINERS):
             standing = f"'{path}', which stands for a {kind.__name__} in" if path else f"a {kind.__name__} that is"
             raise TypeError(
@@ -147,23 +148,23 @@ class Elements(torch.nn.Module):
 class Part(Elements):
     """Has a submodule's class, plain attributes, parameters and buffers, and runs only with the whole."""
 
-    def stand_for(self, whole: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+    def _autopar_stand_for(self, whole: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
         """Be what shows ``module``, which the model has at ``path``, in ``whole``."""
         if type(module) is Part:  # of a parallel module that is copied
-            put_there = [key for key in module.__dict__ if key not in self.__dict__ and not key.startswith("_")]
+            put_there = [key for key in module.__dict__ if key not in self.__dict__ and not key.startswith(PREFIX)]
             self.__dict__.update({key: module.__dict__[key] for key in (*_STANDING, *put_there)})
-            self.__dict__["_stands_for"] = weakref.ref(whole), path
+            self.__dict__["_autopar_stands_for"] = weakref.ref(whole), path
             return
         self.__dict__.update(
-            _stands_for=(weakref.ref(whole), path), _part_class=type(module), _part_module=weakref.ref(module),
-            _part_values=plain_values(module), _part_tensors=own_tensors(module), training=module.training,
-            _part_keys=tuple(module._modules or module._parameters),
+            _autopar_stands_for=(weakref.ref(whole), path), _autopar_class=type(module), training=module.training,
+            _autopar_module=weakref.ref(module), _autopar_values=plain_values(module),
+            _autopar_tensors=own_tensors(module), _autopar_keys=tuple(module._modules or module._parameters),
         )  # fmt: skip
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The submodule's class, so that ``isinstance`` works as on the model; ``type()`` is :class:`Part`."""
-        return self.__dict__.get("_part_class", Part)
+        return self.__dict__.get("_autopar_class", Part)
 
     def __getattr__(self, name: str) -> Any:
         """A plain attribute of the submodule; of its methods what refuses to be called.
@@ -175,17 +176,17 @@ class Part(Elements):
         for table in registered:
             if name in table:
                 return table[name]
-        kind, path = self.__dict__.get("_part_class"), self.__dict__.get("_stands_for", (None, ""))[1]
+        kind, path = self.__dict__.get("_autopar_class"), self.__dict__.get("_autopar_stands_for", (None, ""))[1]
         if kind is None or name.startswith("__"):
             raise AttributeError(f"a part of a parallel module has no attribute '{name}'")
-        whole = self.__dict__["_stands_for"][0]()
-        if whole is not None and "_captured" in whole.__dict__:
+        whole = self.__dict__["_autopar_stands_for"][0]()
+        if whole is not None and "_autopar_captured" in whole.__dict__:
             filled = filled_by_calls(whole, self, path, name)
             if filled is not None:
                 return filled
-            refuse_left(whole._captured, path, name)
-        module = self.__dict__["_part_module"]()
-        values = self.__dict__["_part_values"] if module is None else vars(module)
+            refuse_left(whole._autopar_captured, path, name)
+        module = self.__dict__["_autopar_module"]()
+        values = self.__dict__["_autopar_values"] if module is None else vars(module)
         if module is not None and name not in values:  # such as the bias of a layer without one
             tables = (module._parameters, module._buffers, module._modules)
             if any(table.get(name, module) is None for table in tables):
@@ -200,7 +201,7 @@ class Part(Elements):
             if isinstance(value, staticmethod | classmethod) or inspect.isroutine(value):
                 return functools.partial(_refuse_method, path, kind.__name__, name)
             value = missing if hasattr(value, "__get__") else value  # a property may compute from the model's weights
-        if value is missing or is_own(name, value, self.__dict__["_part_tensors"]):
+        if value is missing or is_own(name, value, self.__dict__["_autopar_tensors"]):
             raise AttributeError(
                 f"'{path}' of a parallel module, which stands for a {kind.__name__}, has no attribute '{name}': it has "
                 "the parameters and buffers that this rank holds, and plain attributes of the module as long as the "
@@ -215,18 +216,18 @@ class Part(Elements):
             RunError: the program would go on without it.
         """
         refuse_replacing(self, name, value)
-        whole, path = self.__dict__.get("_stands_for", (lambda: None, ""))
+        whole, path = self.__dict__.get("_autopar_stands_for", (lambda: None, ""))
         pm = whole()
         if name == "training" and pm is not None:
             self.train(value)
-        elif pm is None or name in _OF_TORCH or is_left(pm._captured, path, name):
+        elif pm is None or name in _OF_TORCH or is_left(pm._autopar_captured, path, name):
             super().__setattr__(name, value)
-        elif name == "momentum" and is_batch_norm(self.__dict__.get("_part_class")) and takes_momentum(
+        elif name == "momentum" and is_batch_norm(self.__dict__.get("_autopar_class")) and takes_momentum(
             pm, self, path, value
         ):  # fmt: skip
             return
         elif not assigned(pm, path, name, value):
-            kind, module = self.__dict__["_part_class"], self.__dict__["_part_module"]()
+            kind, module = self.__dict__["_autopar_class"], self.__dict__["_autopar_module"]()
             registered = name in self._parameters or name in self._buffers or name in self._modules
             if registered or isinstance(value, torch.Tensor | torch.nn.Module):
                 super().__setattr__(name, value)
@@ -240,15 +241,15 @@ class Part(Elements):
             else:
                 setattr(module, name, value)
 
-    def _shown(self) -> tuple[type, tuple[str, ...], str]:
+    def _autopar_shown(self) -> tuple[type, tuple[str, ...], str]:
         return (
-            self.__dict__.get("_part_class", Part), self.__dict__.get("_part_keys", ()),
-            self.__dict__.get("_stands_for", (None, ""))[1],
+            self.__dict__.get("_autopar_class", Part), self.__dict__.get("_autopar_keys", ()),
+            self.__dict__.get("_autopar_stands_for", (None, ""))[1],
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         """As of the submodule, while there is one."""
-        module = self.__dict__.get("_part_module", lambda: None)()
+        module = self.__dict__.get("_autopar_module", lambda: None)()
         return "" if module is None else str(module.extra_repr())
 
     def get_extra_state(self) -> Any:
@@ -257,7 +258,7 @@ class Part(Elements):
         Raises:
             RunError: the model is gone.
         """
-        return self._kept_module("its extra state cannot be saved").get_extra_state()
+        return self._autopar_kept_module("its extra state cannot be saved").get_extra_state()
 
     def set_extra_state(self, state: Any) -> None:
         """Give it to the model.
@@ -265,12 +266,12 @@ class Part(Elements):
         Raises:
             RunError: the model is gone.
         """
-        self._kept_module("its extra state cannot be loaded").set_extra_state(state)
+        self._autopar_kept_module("its extra state cannot be loaded").set_extra_state(state)
 
-    def _kept_module(self, otherwise: str) -> torch.nn.Module:
-        module: torch.nn.Module | None = self.__dict__["_part_module"]()
+    def _autopar_kept_module(self, otherwise: str) -> torch.nn.Module:
+        module: torch.nn.Module | None = self.__dict__["_autopar_module"]()
         if module is None:
-            path, kind = self.__dict__["_stands_for"][1], self.__dict__["_part_class"].__name__
+            path, kind = self.__dict__["_autopar_stands_for"][1], self.__dict__["_autopar_class"].__name__
             raise RunError(f"'{path}' stands for a {kind} of a model that is gone, so {otherwise}: keep the model")
         return module
 
@@ -280,7 +281,7 @@ class Part(Elements):
         Raises:
             RunError: it is another one, such as that of pruning and of parametrizations.
         """
-        self._known_to_program(name)
+        self._autopar_known_to_program(name)
         super().register_parameter(name, param)
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
@@ -289,12 +290,12 @@ class Part(Elements):
         Raises:
             RunError: it is another one.
         """
-        self._known_to_program(name)
+        self._autopar_known_to_program(name)
         super().register_buffer(name, tensor, persistent)
 
-    def _known_to_program(self, name: str) -> None:
-        module = self.__dict__.get("_part_module", lambda: None)()
-        whole, path = self.__dict__.get("_stands_for", (lambda: None, ""))
+    def _autopar_known_to_program(self, name: str) -> None:
+        module = self.__dict__.get("_autopar_module", lambda: None)()
+        whole, path = self.__dict__.get("_autopar_stands_for", (lambda: None, ""))
         # of a model that is gone, a name made from one of its tensors', such as weight_orig, is none of the program's
         is_derived = any(name.startswith(f"{tensor_name}_") for tensor_name in (*self._parameters, *self._buffers))
         is_known = not is_derived if module is None else name in module._parameters or name in module._buffers
@@ -312,9 +313,9 @@ class Part(Elements):
         Raises:
             RunError: its calls do not have it captured again, or it is a pipeline.
         """
-        whole: Any = self.__dict__.get("_stands_for", (lambda: None, ""))[0]()
+        whole: Any = self.__dict__.get("_autopar_stands_for", (lambda: None, ""))[0]()
         if whole is not None:
-            whole.train_parts(self, bool(mode))
+            whole._autopar_train_parts(self, bool(mode))
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -328,7 +329,7 @@ class Part(Elements):
         place(self, state_dict, prefix, local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
-    def _no_hooks(self, *args: Any, **kwargs: Any) -> Any:
+    def _autopar_no_hooks(self, *args: Any, **kwargs: Any) -> Any:
         """Always an error: parts are never called.
 
         Raises:
@@ -339,8 +340,8 @@ class Part(Elements):
             "call its parts; hook the parallel module itself, or its parameters, or return the value from forward()"
         )
 
-    register_forward_hook = register_forward_pre_hook = _no_hooks
-    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _no_hooks
+    register_forward_hook = register_forward_pre_hook = _autopar_no_hooks
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _autopar_no_hooks
 
     def _apply(self, fn: Any, recurse: bool = True) -> Part:
         tensors = [*self.parameters(), *self.buffers()]

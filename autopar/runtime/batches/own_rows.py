@@ -190,7 +190,7 @@ class OwnRows(RowsOfRanks):
 class TakesRows:
     """What a parallel module tells of the rows that it is called with."""
 
-    _own_rows: RowsOfRanks | None = None
+    _autopar_own_rows: RowsOfRanks | None = None
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -200,9 +200,9 @@ class TakesRows:
         Call ``set_epoch`` before each epoch, as of any ``DistributedSampler``, which this is: where rows do not divide
         among the ranks, the last ones are filled up with the first, unless ``drop_last``.
         """
-        if self._own_rows is None:
+        if self._autopar_own_rows is None:
             return DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        return self._own_rows.sampler(dataset, shuffle, seed, drop_last)
+        return self._autopar_own_rows.sampler(dataset, shuffle, seed, drop_last)
 
     def shard(self, loader: DataLoader[Any], seed: int = 0) -> DataLoader[Any]:
         """A loader of whole batches as one that gives what this rank is called with; ``loader.sampler`` is
@@ -211,7 +211,11 @@ class TakesRows:
         Raises:
             RunError: its batches do not divide among the ranks, or it draws rows in a way of its own.
         """
-        return _sharded(loader, partial(self.sampler, seed=seed), 1 if self._own_rows is None else self._own_rows.ranks)
+        return _sharded(
+            loader,
+            partial(self.sampler, seed=seed),
+            1 if self._autopar_own_rows is None else self._autopar_own_rows.ranks,
+        )
 
 
 class _OwnRows(torch.autograd.Function):

@@ -54,10 +54,10 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
         Parameters and persistent buffers by the names that they have in the model, tied ones under each of their names;
         plain tensors of global shape on the CPU, in the dtype in which they are stored. They are copies.
     """
-    pm.check_world()
-    if pm.leads is not None:
+    pm._autopar_check_world()
+    if pm._autopar_leads is not None:
         return _of_all_groups(pm, all_ranks)
-    keep = all_ranks or dist.get_rank() == pm._ranks()[1]
+    keep = all_ranks or dist.get_rank() == pm._autopar_ranks()[1]
     seen: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
     for name, value in in_state_dict(pm).items():
@@ -76,9 +76,9 @@ def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]
     for name, value in in_state_dict(pm).items():
         value = value.detach()
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if pm.leads:
+        if pm._autopar_leads:
             mine[name] = whole.cpu()
-    group, first = pm._ranks()
+    group, first = pm._autopar_ranks()
     gathered: list[Any] = [None] * dist.get_world_size(group)
     if all_ranks:
         dist.all_gather_object(gathered, mine, group=group)
@@ -103,7 +103,7 @@ def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | N
     Raises:
         RunError: names or shapes do not fit; on all ranks alike, and before anything was changed.
     """
-    (group, first), device, me = pm._ranks(), pm._device, dist.get_rank()
+    (group, first), device, me = pm._autopar_ranks(), pm._autopar_device, dist.get_rank()
     if isinstance(state, OnFirstRank):
         state = None
     stored = in_state_dict(pm)
@@ -154,11 +154,11 @@ def specs_of(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -
     """Shape, dtype and the first name of everything in the state dict, on any rank."""
     firsts: dict[int, str] = {}
     specs = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in stored.items()}
-    if pm.leads is None:
+    if pm._autopar_leads is None:
         return specs
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, specs, group=group)
-    ties = pm._tied_names()  # a stage may know one name of a tied parameter only
+    ties = pm._autopar_tied_names()  # a stage may know one name of a tied parameter only
     return {
         name: (shape, dtype, ties.get(name, source))
         for theirs in everyone for name, (shape, dtype, source) in theirs.items()

@@ -47,7 +47,7 @@ def load_safetensors(pm: SpreadModule, folder: str | os.PathLike[str], *, strict
         RunError: names or shapes do not fit, or a file is missing or broken; on all ranks alike, and, where headers
             show it, before anything was changed.
     """
-    path, (group, _) = Path(folder), pm._ranks()
+    path, (group, _) = Path(folder), pm._autopar_ranks()
     stored = in_state_dict(pm)
     specs = specs_of(pm, stored, group)
     with everywhere(group):
@@ -89,7 +89,7 @@ def save_safetensors(
     Raises:
         RunError: it could not be written, on all ranks.
     """
-    path, (group, first), me = Path(folder), pm._ranks(), dist.get_rank()
+    path, (group, first), me = Path(folder), pm._autopar_ranks(), dist.get_rank()
     stored = in_state_dict(pm)
     whole_specs = specs_of(pm, stored, group)
     specs = {n: (shape, dtype) for n, (shape, dtype, source) in whole_specs.items() if n == source}
@@ -171,10 +171,10 @@ def _shards(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int)
 def _senders(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -> dict[str, int]:
     """The rank that gives each tensor to the first one: of a pipeline a first rank of the group that has it."""
     ranks = dist.get_process_group_ranks(group)
-    if pm.leads is None:
+    if pm._autopar_leads is None:
         return dict.fromkeys(stored, ranks[0])
     everyone: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(everyone, [*stored] if pm.leads else [], group=group)
+    dist.all_gather_object(everyone, [*stored] if pm._autopar_leads else [], group=group)
     senders: dict[str, int] = {}
     for rank, names in zip(ranks, everyone, strict=True):
         for name in names:
@@ -197,7 +197,7 @@ def _at_first(
         assert whole is not None
         dist.send(as_sent(whole.contiguous()), first, group=group)
     elif me == first:
-        whole = torch.empty(spec[0], dtype=spec[1], device=pm._device)
+        whole = torch.empty(spec[0], dtype=spec[1], device=pm._autopar_device)
         dist.recv(as_sent(whole), sender, group=group)
         return whole
     return None

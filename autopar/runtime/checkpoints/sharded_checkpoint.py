@@ -373,7 +373,7 @@ class _Pending:
 def _ranks_of(model: torch.nn.Module) -> list[int]:
     """The ranks that hold a part of a module; one for a plain one in a process without a group."""
     if isinstance(model, SpreadModule):
-        return list(dist.get_process_group_ranks(model._ranks()[0]))
+        return list(dist.get_process_group_ranks(model._autopar_ranks()[0]))
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RunError(
             f"Checkpoint: {dist.get_world_size()} ranks run, and the model is a plain {type(model).__name__}: give the "

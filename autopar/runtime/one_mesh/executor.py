@@ -63,21 +63,21 @@ class ParallelModule(TakesRows, SpreadModule):
     which optimizers take half the time. :attr:`plan` and :attr:`program` are for reading.
     """
 
-    _mesh: DeviceMesh
-    _signature: inspect.Signature
-    _given: Plan
-    _stage: Stage
-    _batch: Batch
-    _seed: int
-    _calls: int
-    _compared: Calls
-    _meeting: CollectiveLog | None
-    _failures: Failures | None
-    _groups: Groups | None
-    _generation: int
-    _own_rows: OwnRows | None = None
-    _planned: Captured
-    _count: tuple[Count | None] | None = None
+    _autopar_mesh: DeviceMesh
+    _autopar_signature: inspect.Signature
+    _autopar_given: Plan
+    _autopar_stage: Stage
+    _autopar_batch: Batch
+    _autopar_seed: int
+    _autopar_calls: int
+    _autopar_compared: Calls
+    _autopar_meeting: CollectiveLog | None
+    _autopar_failures: Failures | None
+    _autopar_groups: Groups | None
+    _autopar_generation: int
+    _autopar_own_rows: OwnRows | None = None
+    _autopar_planned: Captured
+    _autopar_count_kept: tuple[Count | None] | None = None
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
@@ -96,123 +96,129 @@ class ParallelModule(TakesRows, SpreadModule):
         groups = groups_on(device_mesh) if len(ranks) > 1 and groups_on(device_mesh).possible else None
         if groups is not None:
             device_mesh = mesh_of_own(captured.graph, plan.only(), device_mesh.device_type, ranks)
-        self._mesh, self._groups = device_mesh, groups
-        self._generation = groups.generation if groups is not None else 0
-        self._world = dist.group.WORLD if len(ranks) > 1 else None
-        self._device = torch.device(device_of(device_mesh))
-        self._signature = inspect.signature(model.forward)
-        self._captured, self._captured_training = captured, model.training
-        self._planned = captured
-        self._skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
-        self._meeting = None
+        self._autopar_mesh, self._autopar_groups = device_mesh, groups
+        self._autopar_generation = groups.generation if groups is not None else 0
+        self._autopar_world = dist.group.WORLD if len(ranks) > 1 else None
+        self._autopar_device = torch.device(device_of(device_mesh))
+        self._autopar_signature = inspect.signature(model.forward)
+        self._autopar_captured, self._autopar_captured_training = captured, model.training
+        self._autopar_planned = captured
+        self._autopar_skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
+        self._autopar_meeting = None
         abort = groups.abort if groups is not None else None
-        self._failures = Failures(ranks, abort, stays_armed=True) if len(ranks) > 1 else None
-        self._seed = agreed_seed(device_mesh, self._device) if seed is None else seed
-        self._calls = 0
+        self._autopar_failures = Failures(ranks, abort, stays_armed=True) if len(ranks) > 1 else None
+        self._autopar_seed = agreed_seed(device_mesh, self._autopar_device) if seed is None else seed
+        self._autopar_calls = 0
         readers = first_readers([captured.graph])
         compared_in = groups.of(ranks) if groups is not None else mesh_group(device_mesh)
-        self._compared = Calls(compared_in, device_mesh, len(ranks) == 1, [device_mesh], readers)
-        self._given = plan
+        self._autopar_compared = Calls(compared_in, device_mesh, len(ranks) == 1, [device_mesh], readers)
+        self._autopar_given = plan
         placing = Placing(self, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
         placing.parameters()
-        self._set_mode_of(model)
-        self.run_stage(captured, Stage(captured.graph, plan.only(), device_mesh, self, placing.registered_buffers()))
+        self._autopar_set_mode_of(model)
+        self._autopar_run_stage(
+            captured, Stage(captured.graph, plan.only(), device_mesh, self, placing.registered_buffers())
+        )
 
-    def run_stage(self, captured: Captured, stage: Stage) -> None:
+    def _autopar_run_stage(self, captured: Captured, stage: Stage) -> None:
         """Run another program from now on.
 
         Args:
             captured: what the stage is of.
         """
-        self._captured, self._stage, self._count = captured, stage, None
-        self._batch = Batch(captured, self._signature, self._device, self._pieces(stage))
+        self._autopar_captured, self._autopar_stage, self._autopar_count_kept = captured, stage, None
+        self._autopar_batch = Batch(
+            captured, self._autopar_signature, self._autopar_device, self._autopar_pieces(stage)
+        )
         cut_outputs = [
             i for i, state in enumerate(stage.program.outputs)
-            if state is not None and i not in self._given.pins.outputs and state.in_pieces
+            if state is not None and i not in self._autopar_given.pins.outputs and state.in_pieces
         ]  # fmt: skip
-        if cut_outputs and self._mesh.size() > 1 and self._meeting is None:
-            self._meeting = CollectiveLog([int(r) for r in self._mesh.mesh.flatten()])
+        if cut_outputs and self._autopar_mesh.size() > 1 and self._autopar_meeting is None:
+            self._autopar_meeting = CollectiveLog([int(r) for r in self._autopar_mesh.mesh.flatten()])
 
-    def _pieces(self, stage: Stage) -> dict[str, tuple[int, ...]]:
+    def _autopar_pieces(self, stage: Stage) -> dict[str, tuple[int, ...]]:
         """Shapes of this rank's pieces of the inputs whose placement was asked for, where they are cut."""
-        pinned = [name for name in self._given.pins.inputs if name in stage.inputs]
+        pinned = [name for name in self._autopar_given.pins.inputs if name in stage.inputs]
         return {name: stage.part_shape(name) for name in pinned if stage.inputs[name].state.is_cut}
 
     @property
     def plan(self) -> Plan:
         """The plan that this module runs."""
-        stage = self._stage.plan
-        if stage is self._given.stages[0]:
-            return self._given
-        return replace(self._given, fingerprint=stage.fingerprint, stages=(stage,), seconds=stage.price.seconds)
+        stage = self._autopar_stage.plan
+        if stage is self._autopar_given.stages[0]:
+            return self._autopar_given
+        return replace(self._autopar_given, fingerprint=stage.fingerprint, stages=(stage,), seconds=stage.price.seconds)
 
     @property
-    def count(self) -> Count | None:
+    def _autopar_count(self) -> Count | None:
         """Of how many things the loss of a call is the mean; None where that is in proportion to its rows."""
-        if self._count is None:
-            self._count = (count_of(self._captured.graph, self._device),)
-        return self._count[0]
+        if self._autopar_count_kept is None:
+            self._autopar_count_kept = (count_of(self._autopar_captured.graph, self._autopar_device),)
+        return self._autopar_count_kept[0]
 
-    def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _autopar_batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors of a call of the program that runs now, by input name."""
-        return self._batch.tensors(args, kwargs)
+        return self._autopar_batch.tensors(args, kwargs)
 
     @property
     def program(self) -> Program:
         """The rewritten model; ``print(pm.program.code)``."""
-        return self._stage.program
+        return self._autopar_stage.program
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """The ranks."""
-        return self._mesh
+        return self._autopar_mesh
 
-    def take_own_rows(self) -> None:
+    def _autopar_take_own_rows(self) -> None:
         """From now on every rank is called with its own rows."""
-        self._own_rows = OwnRows(self._mesh)
+        self._autopar_own_rows = OwnRows(self._autopar_mesh)
 
     @property
-    def evaluates(self) -> bool:
+    def _autopar_evaluates(self) -> bool:
         """Whether the program that runs now has one of eval mode beside it."""
-        return self._stage.evaluation is not None
+        return self._autopar_stage.evaluation is not None
 
-    def _prepare_evaluation(self, sides: Mapping[str, int]) -> None:
-        self._stage.prepare_evaluation(sides)
+    def _autopar_prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        self._autopar_stage.prepare_evaluation(sides)
 
-    def _position(self) -> tuple[int, int]:
-        return self._seed, self._calls
+    def _autopar_position(self) -> tuple[int, int]:
+        return self._autopar_seed, self._autopar_calls
 
-    def _set_position(self, seed: int, calls: int) -> None:
-        self._seed, self._calls = seed, calls
+    def _autopar_set_position(self, seed: int, calls: int) -> None:
+        self._autopar_seed, self._autopar_calls = seed, calls
 
-    def _draws(self) -> bool:
-        return self._stage.draws
+    def _autopar_draws(self) -> bool:
+        return self._autopar_stage.draws
 
-    def _ranks(self) -> tuple[Any, int]:
-        return mesh_group(self._mesh), int(self._mesh.mesh.flatten()[0])
+    def _autopar_ranks(self) -> tuple[Any, int]:
+        return mesh_group(self._autopar_mesh), int(self._autopar_mesh.mesh.flatten()[0])
 
-    def _kept_program(self) -> Fields:
+    def _autopar_kept_program(self) -> Fields:
         return fields_of(self)
 
-    def _resume_program(self, fields: Fields) -> None:
+    def _autopar_resume_program(self, fields: Fields) -> None:
         resume(self, fields)
 
-    def _take_program(self, new: Captured, call: ModuleCall, plan_again: PlanAgain | None, all_well: AllWell) -> None:
+    def _autopar_take_program(
+        self, new: Captured, call: ModuleCall, plan_again: PlanAgain | None, all_well: AllWell
+    ) -> None:
         take(self, new, plan_again, all_well)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """Another one, with the values that this one has now; every rank copies. Values that ``forward`` reads stay
         those of the program that runs now, so a copy does not follow changes (``on_change="recapture"``).
         """
-        captured, seed = self._captured, self._seed
+        captured, seed = self._autopar_captured, self._autopar_seed
         new: ParallelModule = copied(
-            self, memo, lambda values: ParallelModule(self, captured, self.plan, self._mesh, values, seed=seed)
+            self, memo, lambda values: ParallelModule(self, captured, self.plan, self._autopar_mesh, values, seed=seed)
         )  # it has all that is asked of a model here: names, shapes and classes
-        new._planned = self._planned
+        new._autopar_planned = self._autopar_planned
         return new
 
-    def _in_step(self) -> bool:
-        return self._stage.gradients.accumulating or self._stage.gradients.defer
+    def _autopar_in_step(self) -> bool:
+        return self._autopar_stage.gradients.accumulating or self._autopar_stage.gradients.defer
 
     # -- running
 
@@ -238,64 +244,71 @@ class ParallelModule(TakesRows, SpreadModule):
                 different copies of a parameter, which they compare in the first three calls and now and then
                 (:mod:`autopar.runtime.batches.same_batch`).
         """
-        if self.buckets is None:
-            return self.run_call(args, kwargs)
-        (args, kwargs), padding = self.buckets.padded(args, kwargs)
-        return self.buckets.cut(self.run_call(args, kwargs), padding)
+        if self._autopar_buckets is None:
+            return self._autopar_run_call(args, kwargs)
+        (args, kwargs), padding = self._autopar_buckets.padded(args, kwargs)
+        return self._autopar_buckets.cut(self._autopar_run_call(args, kwargs), padding)
 
-    def run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool = False) -> Any:
+    def _autopar_run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool = False) -> Any:
         """:meth:`forward` of a call that is of its bucket's shape, where there are buckets.
 
         Args:
             of_step: it is a microbatch of a step.
         """
         with without_inference_mode():
-            return self._run(args, kwargs, of_step)
+            return self._autopar_run(args, kwargs, of_step)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool) -> Any:
-        call = self._calls + 1
-        failures = self._failures
+    def _autopar_run(self, args: tuple[Any, ...], kwargs: dict[str, Any], of_step: bool) -> Any:
+        call = self._autopar_calls + 1
+        failures = self._autopar_failures
         if failures is None:  # one device: the program runs in the caller's own autograd graph
             check_values(self, ModuleCall(args, kwargs, of_step=of_step))
             with taken_anew(self):
-                return outputs_of(self, self._call(call, args, kwargs), call, of_step)
-        self.check_world()
+                return outputs_of(self, self._autopar_call(call, args, kwargs), call, of_step)
+        self._autopar_check_world()
         failures.settle()
         with failures.during(f"the forward of call {call}"):
-            if self._groups is not None:
-                self._groups.check(self._generation)
-            if self._own_rows is not None and not of_step:
-                together = self.rows_of_all(args, kwargs)
-                args, kwargs = self._own_rows.whole(args, kwargs) if together is None else together
+            if self._autopar_groups is not None:
+                self._autopar_groups.check(self._autopar_generation)
+            if self._autopar_own_rows is not None and not of_step:
+                together = self._autopar_rows_of_all(args, kwargs)
+                args, kwargs = self._autopar_own_rows.whole(args, kwargs) if together is None else together
             check_values(self, ModuleCall(args, kwargs, of_step=of_step))
-            meeting = self._meeting
+            meeting = self._autopar_meeting
             if meeting is not None:
                 meeting.note(f"the forward of call {call}")
             with taken_anew(self):
-                return outputs_of(self, self._call(call, args, kwargs), call, of_step)
+                return outputs_of(self, self._autopar_call(call, args, kwargs), call, of_step)
 
-    def rows_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def _autopar_rows_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """A call with the rows of all ranks, where each has its own and not equally many; else None."""
-        if self._own_rows is None or self.buckets is not None or self._programs is None or not self._programs.shapes:
+        if (
+            self._autopar_own_rows is None
+            or self._autopar_buckets is not None
+            or self._autopar_programs is None
+            or not self._autopar_programs.shapes
+        ):
             return None
-        logs = [log for log in (self._meeting, self._programs.meeting) if log is not None]
-        return self._own_rows.put_together(args, kwargs, logs)
+        logs = [log for log in (self._autopar_meeting, self._autopar_programs.meeting) if log is not None]
+        return self._autopar_own_rows.put_together(args, kwargs, logs)
 
-    def fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
+    def _autopar_fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
         """Around a part of a step: what fails in it on one rank ends the step on all."""
-        return self._failures.during(where) if self._failures is not None else contextlib.nullcontext()
+        return self._autopar_failures.during(where) if self._autopar_failures is not None else contextlib.nullcontext()
 
-    def _call(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def _autopar_call(self, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if torch.jit.is_tracing():
             raise RunError(
                 "torch.jit.trace of a parallel module: it computes with this rank's pieces and collectives; trace the "
                 "model itself, on one rank, with the weights that autopar.full_state_dict(pm) gives"
             )
-        stage, meeting = self._stage, self._meeting
-        mixed = mixed_seed(self._seed, self._calls)
-        self._calls = call
+        stage, meeting = self._autopar_stage, self._autopar_meeting
+        mixed = mixed_seed(self._autopar_seed, self._autopar_calls)
+        self._autopar_calls = call
         stage.bind()
-        inputs = self._compared.inputs(lambda seen: self._inputs(args, kwargs, seen), self.named_parameters())
+        inputs = self._autopar_compared.inputs(
+            lambda seen: self._autopar_inputs(args, kwargs, seen), self.named_parameters()
+        )
 
         def run(inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
             same_step = stage.gradients.accumulating
@@ -305,26 +318,28 @@ class ParallelModule(TakesRows, SpreadModule):
         if stage.direct:
             return run(inputs)
 
-        layout = self.layout
+        layout = self._autopar_layout
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
-            self.check_world()
-            if self.layout != layout:
+            self._autopar_check_world()
+            if self._autopar_layout != layout:
                 raise RunError(MOVED)
             if meeting is not None:
                 meeting.note(f"the backward of call {call}")
-            with self.fails_everywhere(f"the backward of call {call}"):
+            with self._autopar_fails_everywhere(f"the backward of call {call}"):
                 yield
 
         return crossed(stage.gradients, stage.probe, inputs, run, around)
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None) -> dict[str, torch.Tensor]:
+    def _autopar_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None
+    ) -> dict[str, torch.Tensor]:
         """Local inputs by name; what ranks are to compare goes into ``seen``."""
-        stage, batch = self._stage, self._batch
+        stage, batch = self._autopar_stage, self._autopar_batch
         local_inputs: dict[str, torch.Tensor] = {}
         tensors = batch.tensors(args, kwargs)
-        batch.check_one(tensors, self._given.microbatches)
+        batch.check_one(tensors, self._autopar_given.microbatches)
         for name, leaf in tensors.items():
             local_inputs[name] = stage.local_input(name, leaf, batch.shown[name], name in batch.pieces)
             if seen is not None and not isinstance(leaf, DTensor):
@@ -333,14 +348,9 @@ class ParallelModule(TakesRows, SpreadModule):
         return local_inputs
 
     @property
-    def stage(self) -> Stage:
-        """The program that runs now, with what it reads."""
-        return self._stage
-
-    @property
-    def held_params(self) -> Mapping[str, HeldParam]:
+    def _autopar_held_params(self) -> Mapping[str, HeldParam]:
         """The parameters that the program reads, by name."""
-        return self._stage.held_params
+        return self._autopar_stage.held_params
 
     @compiled_as_callers
     def train_step(
@@ -368,33 +378,34 @@ class ParallelModule(TakesRows, SpreadModule):
         Raises:
             RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
         """
-        if self.buckets is not None:
-            (args, kwargs), _ = self.buckets.padded(args, kwargs)
+        if self._autopar_buckets is not None:
+            (args, kwargs), _ = self._autopar_buckets.padded(args, kwargs)
         parts = parts_of_step(self, args, kwargs, microbatches)
-        loss = trained(self, parts, grad_scaler.scale_of(scaler, self._device))
+        loss = trained(self, parts, grad_scaler.scale_of(scaler, self._autopar_device))
         if optimizer is not None:
-            with self.fails_everywhere(f"the optimizer's step after call {self._calls}"):
+            with self._autopar_fails_everywhere(f"the optimizer's step after call {self._autopar_calls}"):
                 grad_scaler.step(optimizer, scaler)
             optimizer.zero_grad()
         return loss
 
-    def check_step(self, call: ModuleCall) -> None:
+    def _autopar_check_step(self, call: ModuleCall) -> None:
         """Before a step begins: within it, another program would be refused."""
-        with self.all_in_step("the step"):
+        with self._autopar_all_in_step("the step"):
             check_values(self, call)
 
     @contextlib.contextmanager
-    def all_in_step(self, what: str) -> Iterator[None]:
+    def _autopar_all_in_step(self, what: str) -> Iterator[None]:
         """Around what all ranks do before a step begins, after all have broken off one that failed."""
-        self.check_world()
-        if self._failures is not None:
-            self._failures.settle()
-        with self.fails_everywhere(f"{what} of call {self._calls + 1}"):
+        self._autopar_check_world()
+        if self._autopar_failures is not None:
+            self._autopar_failures.settle()
+        with self._autopar_fails_everywhere(f"{what} of call {self._autopar_calls + 1}"):
             yield
 
     def __repr__(self) -> str:
         mesh = self.plan.mesh.shown()
-        return f"ParallelModule({mesh}, {len(self.held_params)} parameters, {len(self._captured.graph.nodes)} nodes)"
+        parameters, nodes = len(self._autopar_held_params), len(self._autopar_captured.graph.nodes)
+        return f"ParallelModule({mesh}, {parameters} parameters, {nodes} nodes)"
 
 
 __all__ = ["ParallelModule"]

@@ -22,29 +22,29 @@ def outputs_of(module: Any, flat: tuple[Any, ...], call: int, of_step: bool) -> 
         call: its number.
         of_step: it is a microbatch of a step, of which nothing but the loss is read.
     """
-    graph, plan = module._captured.graph, module._stage.plan
+    graph, plan = module._autopar_captured.graph, module._autopar_stage.plan
     results: list[Any] = []
-    own_rows = None if of_step else module._own_rows
-    rows = batch_rows(module._captured) if own_rows is not None else 0
+    own_rows = None if of_step else module._autopar_own_rows
+    rows = batch_rows(module._autopar_captured) if own_rows is not None else 0
     for i, (value, state) in enumerate(zip(flat, plan.outputs, strict=True)):
         if state is None or not isinstance(value, torch.Tensor):
             results.append(value)
             continue
-        value = with_pending(value, state, module._mesh)
+        value = with_pending(value, state, module._autopar_mesh)
         if own_rows is not None and (shape := graph.spec(graph.outputs[i]).shape) and shape[0] == rows:
             results.append(own_rows.of_output(value, state, shape))
             continue
         if any(not p.is_whole and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
             shape = graph.spec(graph.outputs[i]).shape
-            if module._meeting is None or i in module._given.pins.outputs:
-                value = as_dtensor(value, state, shape, module._mesh)
+            if module._autopar_meeting is None or i in module._autopar_given.pins.outputs:
+                value = as_dtensor(value, state, shape, module._autopar_mesh)
             else:
-                meet = partial(module._meeting.meet, "reads", f"output {i} of call {call}", IN_PIECES)
-                value = unread(value, state, shape, module._mesh, meet)
+                meet = partial(module._autopar_meeting.meet, "reads", f"output {i} of call {call}", IN_PIECES)
+                value = unread(value, state, shape, module._autopar_mesh, meet)
         results.append(value)
-    n_outputs = module._captured.out_spec.num_leaves
+    n_outputs = module._autopar_captured.out_spec.num_leaves
     leave(module, results[n_outputs:], of_step)
-    return pytree.tree_unflatten(results[:n_outputs], module._captured.out_spec)
+    return pytree.tree_unflatten(results[:n_outputs], module._autopar_captured.out_spec)
 
 
 __all__ = ["outputs_of"]

@@ -61,9 +61,9 @@ def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microb
     count = microbatches or None
     if count is not None and count < 1:
         raise RunError(f"microbatches is {count}; give 1 or more")
-    if pm._own_rows is not None:
-        with pm.all_in_step("the rows of the ranks"):
-            together = pm.rows_of_all(args, kwargs)
+    if pm._autopar_own_rows is not None:
+        with pm._autopar_all_in_step("the rows of the ranks"):
+            together = pm._autopar_rows_of_all(args, kwargs)
         if together is None:
             return _of_own_rows(pm, args, kwargs, count)
         args, kwargs = together
@@ -75,21 +75,23 @@ def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microb
 
 def _may_be_uneven(pm: Any) -> bool:
     """Whether a step may have parts of several shapes. Hooks on parameters see the sums of a part, not of the step."""
-    follows = pm._programs is not None and pm._programs.shapes and pm.buckets is None and not pm._batch.pieces
-    return follows and not any(has_hooks(param) for param in pm.parameters())
+    follows = pm._autopar_programs is not None and pm._autopar_programs.shapes
+    is_whole = pm._autopar_buckets is None and not pm._autopar_batch.pieces
+    return follows and is_whole and not any(has_hooks(param) for param in pm.parameters())
 
 
 def _of_own_rows(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[StepPart]:
     """The parts of a step of which every rank has equally many rows."""
     rows = rows_of((args, kwargs))
-    most = max(1, batch_rows(pm._planned) // pm._own_rows.ranks) if count is None else max(1, -(-rows // count))
+    planned = batch_rows(pm._autopar_planned) // pm._autopar_own_rows.ranks
+    most = max(1, planned if count is None else -(-rows // count))
     of_parts = sizes(rows, most) if count is None or rows % count else [(count, rows // count)]
     if len(of_parts) > 1 and not _may_be_uneven(pm):
         of_parts = [(each := parts_of(rows, most), rows // each)]
     parts, begin = [], 0
     for number, each in of_parts:
         some = _rows_between((args, kwargs), rows, begin, number * each)
-        calls = pm._own_rows.parts(*some, number)
+        calls = pm._autopar_own_rows.parts(*some, number)
         first_args, first_kwargs = calls[0]
         of_first = ModuleCall(first_args, first_kwargs, parts=number)
         parts.append(StepPart(of_first, number * each / max(1, rows), calls))
@@ -112,7 +114,7 @@ def _rows_between(batch: Call, rows: int, begin: int, length: int) -> Call:
 
 def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[Run] | None:
     """The runs of a batch whose rows do not divide; None where they do, or it cannot be known what has rows."""
-    planned = pm._planned
+    planned = pm._autopar_planned
     try:
         rows = rows_of((args, kwargs))
     except CaptureError:
@@ -123,7 +125,7 @@ def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int |
     most = whole if count is None else -(-rows // count)
     if (len(sizes(rows, most)) == 1 if count is None else rows % count == 0) or not _may_be_uneven(pm):
         return None
-    leaves = leaves_of(planned, pm._signature, args, kwargs)
+    leaves = leaves_of(planned, pm._autopar_signature, args, kwargs)
     if leaves is None:
         return None
     for leaf, number in zip(leaves, planned.inputs, strict=True):
@@ -133,7 +135,7 @@ def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int |
         cut = isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) and shape[:1] == (whole,)
         if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor) or not (cut or leaf.shape == shape):
             return None
-    return runs(planned, pm._signature, pm.plan.microbatches, args, kwargs, most=most)
+    return runs(planned, pm._autopar_signature, pm.plan.microbatches, args, kwargs, most=most)
 
 
 def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -153,27 +155,30 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
     counts: list[Count | None] = []
     of_labels: list[torch.Tensor] = []
     for part in parts:
-        pm.check_step(part.call)
-        pm.check_trains()
-        if pm._captured.graph.loss is None:
+        pm._autopar_check_step(part.call)
+        pm._autopar_check_trains()
+        if pm._autopar_captured.graph.loss is None:
             raise RunError(
                 "the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself"
             )
         of_parts.append(calls := _calls_of(pm, part, len(parts) > 1))
         if len(parts) == len(calls) == 1:
             continue
-        counts.append(pm.count)
-        if pm.count is not None:
-            with pm.fails_everywhere(f"counting what the losses from call {pm._calls + 1} on are means of"):
-                of_labels.append(torch.stack([pm.count(_whole_inputs(pm, pm.count, *call)) for call in calls]))
+        count = pm._autopar_count
+        counts.append(count)
+        if count is not None:
+            first = pm._autopar_calls + 1
+            with pm._autopar_fails_everywhere(f"counting what the losses from call {first} on are means of"):
+                of_labels.append(torch.stack([count(_whole_inputs(pm, count, *call)) for call in calls]))
     shares = shares_of_parts(parts, of_parts, counts, of_labels)
     if len(parts) == 1:
-        return backwards(pm, of_parts[0], shares[0], pm._captured.graph.loss, len(of_parts[0]), scale)
+        return backwards(pm, of_parts[0], shares[0], pm._autopar_captured.graph.loss, len(of_parts[0]), scale)
     losses = []
     with _gradients_stay_where_it_breaks(pm):
         for part, calls, of_part in zip(parts, of_parts, shares, strict=True):
-            pm.check_step(part.call)
-            losses.append(backwards(pm, calls, of_part, pm._captured.graph.loss, sum(map(len, of_parts)), scale))
+            pm._autopar_check_step(part.call)
+            loss = pm._autopar_captured.graph.loss
+            losses.append(backwards(pm, calls, of_part, loss, sum(map(len, of_parts)), scale))
     return sum(losses[1:], losses[0])
 
 
@@ -182,12 +187,12 @@ def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:
     if part.calls is not None:
         return part.calls
     args, kwargs = part.call.args, dict(part.call.kwargs)
-    tensors = pm._batch.tensors(args, kwargs)
+    tensors = pm._autopar_batch.tensors(args, kwargs)
     if of_several or part.call.one is not None:
-        pieces = pm._batch.exactly(tensors, part.call.parts)
+        pieces = pm._autopar_batch.exactly(tensors, part.call.parts)
     else:
-        pieces = pm._batch.microbatches(tensors, part.call.parts, pm.stage.part_shape)
-    return [pm._batch.call(piece, args, kwargs) for piece in pieces]
+        pieces = pm._autopar_batch.microbatches(tensors, part.call.parts, pm._autopar_stage.part_shape)
+    return [pm._autopar_batch.call(piece, args, kwargs) for piece in pieces]
 
 
 def shares_of_parts(
@@ -250,9 +255,9 @@ def backwards(
     Returns:
         What they add to the loss of the batch, a tensor of shape [] and of the loss's dtype.
     """
-    stage = pm.stage
-    if not pm.told_of_statistics:
-        pm.told_of_statistics = tell_of_statistics([stage.graph], of_step, stacklevel=5)
+    stage = pm._autopar_stage
+    if not pm._autopar_told_of_statistics:
+        pm._autopar_told_of_statistics = tell_of_statistics([stage.graph], of_step, stacklevel=5)
     gradients = stage.gradients
     stage.bind()
     counting = [i for i in range(len(calls)) if isinstance(shares, torch.Tensor) or shares[i] != 0.0]
@@ -262,7 +267,7 @@ def backwards(
             for i, (positional, by_name) in enumerate(calls):
                 if counting:
                     gradients.defer, gradients.accumulating = i < counting[-1], counting[0] < i <= counting[-1]
-                loss = pytree.tree_leaves(pm.run_call(positional, by_name, of_step=True))[number]
+                loss = pytree.tree_leaves(pm._autopar_run_call(positional, by_name, of_step=True))[number]
                 if i not in counting:
                     nothing = torch.zeros_like(loss.detach())
                     continue
@@ -282,12 +287,12 @@ def backwards(
 
 def _whole_inputs(pm: Any, count: Count, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs from which the count of a microbatch follows, whole: ranks may be called with their pieces."""
-    tensors = pm.batch_of(args, kwargs)
+    tensors = pm._autopar_batch_of(args, kwargs)
     whole = {}
     for name, shape in count.inputs.items():
         leaf = tensors[name].detach()
         if not isinstance(leaf, DTensor) and tuple(leaf.shape) != shape:
-            leaf = as_dtensor(leaf, pm.stage.inputs[name].state, shape, pm.device_mesh)
+            leaf = as_dtensor(leaf, pm._autopar_stage.inputs[name].state, shape, pm.device_mesh)
         whole[name] = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
     return whole
 

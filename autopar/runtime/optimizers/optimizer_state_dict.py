@@ -40,16 +40,16 @@ def full_optimizer_state_dict(
         RunError: the optimizer has a tensor that is no parameter of the module, ranks have different groups, or one
             of a pipeline lists parameters in another order than the model.
     """
-    (group, first), me = pm._ranks(), dist.get_rank()
+    (group, first), me = pm._autopar_ranks(), dist.get_rank()
     whole, mine = _groups(pm, optimizer, group)
-    keep = all_ranks or me == first or pm.leads is not None
+    keep = all_ranks or me == first or pm._autopar_leads is not None
     states: dict[str, dict[str, Any]] = {}
     params = {name: p for names, g in zip(mine, optimizer.param_groups) for name, p in zip(names, g["params"])}
     for name in [name for names in whole for name in names if name in params]:
         values = {key: _whole(value, keep) for key, value in optimizer.state.get(params[name], {}).items()}
-        if values and (pm.leads is not False):
+        if values and (pm._autopar_leads is not False):
             states[name] = values
-    if pm.leads is not None:
+    if pm._autopar_leads is not None:
         everyone: list[Any] = [None] * dist.get_world_size(group)
         if all_ranks:
             dist.all_gather_object(everyone, states, group=group)
@@ -86,7 +86,7 @@ def load_full_optimizer_state_dict(
     Raises:
         RunError: it has other groups, or a state of another shape; on all ranks alike, and nothing was changed.
     """
-    (group, first), me = pm._ranks(), dist.get_rank()
+    (group, first), me = pm._autopar_ranks(), dist.get_rank()
     state = None if isinstance(state, OnFirstRank) else state
     whole, mine = _groups(pm, optimizer, group)
     order = [name for names in whole for name in names]
@@ -131,22 +131,22 @@ def _whole(value: Any, keep: bool) -> Any:
 
 def _groups(pm: SpreadModule, optimizer: torch.optim.Optimizer, group: Any) -> tuple[Groups, Groups]:
     """The names of each group of the whole model's optimizer, and of this rank's, in their orders."""
-    ties = pm._tied_names()
+    ties = pm._autopar_tied_names()
     named = {id(p): ties.get(name, name) for name, p in reversed(list(pm.named_parameters(remove_duplicate=False)))}
     named |= {id(p): ties.get(name, name) for name, p in pm.named_parameters()}
     mine: Groups = []
     with everywhere(group):
         for of_group in optimizer.param_groups:
-            strange = sum(id(p) not in named for p in of_group["params"] if p.numel() or pm.leads is None)
+            strange = sum(id(p) not in named for p in of_group["params"] if p.numel() or pm._autopar_leads is None)
             if strange:
                 raise RunError(
                     f"the optimizer has {strange} tensors that are no parameters of the parallel module; build it of "
                     "pm.parameters()"
                 )
             mine.append([named[id(p)] for p in of_group["params"] if id(p) in named])
-    if pm.leads is None:
+    if pm._autopar_leads is None:
         return mine, mine
-    place = {name: k for k, name in enumerate(pm._parameter_order())}
+    place = {name: k for k, name in enumerate(pm._autopar_parameter_order())}
     with everywhere(group):
         for k, names in enumerate(mine):
             if names != sorted(names, key=place.__getitem__):

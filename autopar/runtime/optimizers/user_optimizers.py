@@ -202,7 +202,7 @@ class Move:
         for name, values in box[0].items():
             for key, value in values.items():
                 if isinstance(value, _Shaped):
-                    device = pm._device
+                    device = pm._autopar_device
                     here = mine[name][key].detach() if leading else None
                     if here is None:
                         whole = torch.empty(value.shape, dtype=value.dtype, device=device)

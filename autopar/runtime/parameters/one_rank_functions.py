@@ -115,12 +115,12 @@ def squared_norm(pm: Any, first: Mapping[str, int]) -> torch.Tensor:
         pm: a pipeline.
         first: of parameters that several groups of ranks hold: the stage whose ranks count it.
     """
-    total = torch.zeros((), dtype=torch.float64, device=pm._device)
+    total = torch.zeros((), dtype=torch.float64, device=pm._autopar_device)
     counted: dict[torch.nn.Parameter, bool] = {}
     for name, param in pm.named_parameters(remove_duplicate=False):
-        counted.setdefault(param, pm.leads)
+        counted.setdefault(param, pm._autopar_leads)
         if name in first:  # whichever of its names that is
-            counted[param] = pm._rank == pm.plan.stages[first[name]].devices[0]
+            counted[param] = pm._autopar_rank == pm.plan.stages[first[name]].devices[0]
     for param, counts in counted.items():
         if param.grad is not None:
             norm = param.grad.norm()

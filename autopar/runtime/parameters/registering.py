@@ -100,7 +100,7 @@ class Placing:
             elif self.shared is not None and source not in mine:
                 _same_storage(source, placed[source], self.plan.params[source].stored, self.device_mesh)
             mine.add(source)
-            owner, key = self.home.owner_of(name)
+            owner, key = self.home._autopar_owner_of(name)
             owner._parameters[key] = placed[source]
 
     def registered_buffers(self) -> Buffers:
@@ -113,7 +113,7 @@ class Placing:
         read = [n.target for n in self.graph.nodes if n.kind == "buffer" and n.target not in self.buffers]
         for name in read:
             if name in self.params:  # registered as a parameter, and renewed as a buffer is
-                owner, key = self.home.owner_of(name)
+                owner, key = self.home._autopar_owner_of(name)
                 stored = owner._parameters[key]
                 assert stored is not None
                 placed[name] = local_of(stored), self._kept(name)
@@ -137,14 +137,14 @@ class Placing:
             if name in self.buffers:
                 parent, _, key = name.rpartition(".")
                 persistent = key not in module_at(self.model, parent)._non_persistent_buffers_set
-                owner, key = self.home.owner_of(name)
+                owner, key = self.home._autopar_owner_of(name)
                 owner._buffers[key] = shown[source]
                 if not persistent:
                     owner._non_persistent_buffers_set.add(key)
         return placed
 
     def _registered(self, name: str) -> torch.Tensor | None:
-        owner, key = self.home.owner_of(name)
+        owner, key = self.home._autopar_owner_of(name)
         return owner._buffers.get(key)
 
     def _local(self, name: str, state: State) -> torch.Tensor:

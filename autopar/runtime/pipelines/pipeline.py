@@ -64,34 +64,34 @@ class PipelineModule(TakesRows, SpreadModule):
     gradients in ``param.grad``.
     """
 
-    _plan: Plan
-    _rank: int
-    _signature: inspect.Signature
-    _parts: tuple[StageGraph, ...]
-    _batch: Batch
-    _compared: Calls
-    _seed: int
-    _steps: int
-    _drawn: int
-    _planned: tuple[Captured, int]
-    _random: bool
-    _none: torch.nn.Parameter
-    _evaluates: bool
-    _reached_by: ReachedBy | None
-    _count: Count | None
-    _stages: dict[int, Stage]
-    _lines: Lines
-    _first_tied: tuple[Tied, ...]
-    _works: dict[int, Work]
-    _work: Work
-    _unfinished: Unfinished
-    _spans: list[Span] | None
-    _own_rows: RowsInStages | None = None
-    _failures: Failures
-    _groups: Groups
-    _generation: int
-    _order: tuple[str, ...]
-    _padding: Padding
+    _autopar_plan: Plan
+    _autopar_rank: int
+    _autopar_signature: inspect.Signature
+    _autopar_parts: tuple[StageGraph, ...]
+    _autopar_batch: Batch
+    _autopar_compared: Calls
+    _autopar_seed: int
+    _autopar_steps: int
+    _autopar_drawn: int
+    _autopar_planned: tuple[Captured, int]
+    _autopar_random: bool
+    _autopar_none: torch.nn.Parameter
+    _autopar_has_evaluation: bool
+    _autopar_reached_by: ReachedBy | None
+    _autopar_count: Count | None
+    _autopar_stages: dict[int, Stage]
+    _autopar_lines: Lines
+    _autopar_first_tied: tuple[Tied, ...]
+    _autopar_works: dict[int, Work]
+    _autopar_work: Work
+    _autopar_unfinished: Unfinished
+    _autopar_spans: list[Span] | None
+    _autopar_own_rows: RowsInStages | None = None
+    _autopar_failures: Failures
+    _autopar_groups: Groups
+    _autopar_generation: int
+    _autopar_order: tuple[str, ...]
+    _autopar_padding: Padding
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",
@@ -112,107 +112,115 @@ class PipelineModule(TakesRows, SpreadModule):
         """
         super().__init__()
         check_fits(plan, captured)
-        self._plan, self._rank, self._world = plan, dist.get_rank(), dist.group.WORLD
-        self._order = (
-            model._parameter_order() if isinstance(model, PipelineModule)
+        self._autopar_plan, self._autopar_rank, self._autopar_world = plan, dist.get_rank(), dist.group.WORLD
+        self._autopar_order = (
+            model._autopar_parameter_order() if isinstance(model, PipelineModule)
             else tuple(name for name, _ in model.named_parameters())
         )  # fmt: skip
-        self._signature = inspect.signature(model.forward)
-        self._captured, self._captured_training = captured, model.training
-        self._skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
-        self._evaluates = False
-        self._steps = self._drawn = 0
-        self._planned = captured, plan.microbatches
-        self._parts = cut(captured.graph, plan.starts)
-        check_rows(plan.schedule, self._parts)
+        self._autopar_signature = inspect.signature(model.forward)
+        self._autopar_captured, self._autopar_captured_training = captured, model.training
+        self._autopar_skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
+        self._autopar_has_evaluation = False
+        self._autopar_steps = self._autopar_drawn = 0
+        self._autopar_planned = captured, plan.microbatches
+        self._autopar_parts = cut(captured.graph, plan.starts)
+        check_rows(plan.schedule, self._autopar_parts)
         check_buffers(plan, {name for name, _ in model.named_buffers(remove_duplicate=False)})
         well = meeting.tell if meeting is not None else lambda: None
         well()
-        here = begun(self._parts, plan, device_type)  # all groups, before ranks go different ways
+        here = begun(self._autopar_parts, plan, device_type)  # all groups, before ranks go different ways
         groups, mine, meshes = here.groups, here.mine, here.meshes
-        self._groups, self._generation = groups, groups.generation
+        self._autopar_groups, self._autopar_generation = groups, groups.generation
         if len({s.devices for s in plan.stages}) > 1:
             flat_optimizer_states(PipelineModule)
         shared: dict[str, torch.nn.Parameter] = {}
-        unread = unread_in(model, captured, self._parts)
+        unread = unread_in(model, captured, self._autopar_parts)
         placings = {
             s: Placing(
-                self, model, self._parts[s].graph, captured.constants, plan.stages[s], meshes[s], shared=shared,
+                self, model, self._autopar_parts[s].graph, captured.constants, plan.stages[s], meshes[s], shared=shared,
                 unread=unread if s == 0 else None,
             )
             for s in mine
         }  # fmt: skip
         take_values(model, here, values, placings.values())
-        self._seed = first_seed(dist.group.WORLD) if seed is None else seed
+        self._autopar_seed = first_seed(dist.group.WORLD) if seed is None else seed
         well()
-        self._random = any(rule is not None and rule.random for rule in rules_of(captured.graph))
-        self._device = torch.device(device_of(meshes[mine[0]]))
-        self._none = torch.nn.Parameter(torch.empty(0, device=self._device))
-        self._batch = Batch(captured, self._signature, self._device)
-        self._reached_by = reached_by(captured.graph, self._device)
-        self._count = count_of(captured.graph, self._device)
+        self._autopar_random = any(rule is not None and rule.random for rule in rules_of(captured.graph))
+        self._autopar_device = torch.device(device_of(meshes[mine[0]]))
+        self._autopar_none = torch.nn.Parameter(torch.empty(0, device=self._autopar_device))
+        self._autopar_batch = Batch(captured, self._autopar_signature, self._autopar_device)
+        self._autopar_reached_by = reached_by(captured.graph, self._autopar_device)
+        self._autopar_count = count_of(captured.graph, self._autopar_device)
         readers = first_readers([captured.graph])
-        self._compared = Calls(here.everyone, None, False, list(meshes.values()), readers)
-        self._failures = Failures(range(dist.get_world_size()), groups.abort, stays_armed=self._device.type != "cpu")
-        self.leads = self._rank == plan.stages[mine[0]].devices[0]
+        self._autopar_compared = Calls(here.everyone, None, False, list(meshes.values()), readers)
+        self._autopar_failures = Failures(
+            range(dist.get_world_size()), groups.abort, stays_armed=self._autopar_device.type != "cpu"
+        )
+        self._autopar_leads = self._autopar_rank == plan.stages[mine[0]].devices[0]
         for placing in placings.values():
             placing.parameters()
-        self._stages = {
-            s: Stage(self._parts[s].graph, plan.stages[s], meshes[s], self, placing.registered_buffers())
+        self._autopar_stages = {
+            s: Stage(self._autopar_parts[s].graph, plan.stages[s], meshes[s], self, placing.registered_buffers())
             for s, placing in placings.items()
         }
-        self._set_mode_of(model)
-        self._lines, self._first_tied = (here.wires, here.tied), here.tied
-        self._works, self._unfinished, self._spans = {}, Unfinished(), None
-        self._work = pipeline_programs.work_of(self, plan.microbatches)
+        self._autopar_set_mode_of(model)
+        self._autopar_lines, self._autopar_first_tied = (here.wires, here.tied), here.tied
+        self._autopar_works, self._autopar_unfinished, self._autopar_spans = {}, Unfinished(), None
+        self._autopar_work = pipeline_programs.work_of(self, plan.microbatches)
 
     @property
     def plan(self) -> Plan:
         """The plan that this module runs."""
-        return self._plan
+        return self._autopar_plan
 
-    def take_own_rows(self) -> None:
+    def _autopar_take_own_rows(self) -> None:
         """From now on every rank is called with its own rows."""
-        self._own_rows = RowsInStages([(s.mesh, s.devices) for s in self._plan.stages], self._rank)
+        self._autopar_own_rows = RowsInStages(
+            [(s.mesh, s.devices) for s in self._autopar_plan.stages], self._autopar_rank
+        )
 
     @property
-    def _rows(self) -> RowsInStages | None:
+    def _autopar_rows(self) -> RowsInStages | None:
         """How this step's rows lie on the ranks; None where each of them has all of them."""
-        return self._own_rows if self._own_rows is not None and self._own_rows.counts is None else None
+        return (
+            self._autopar_own_rows
+            if self._autopar_own_rows is not None and self._autopar_own_rows.counts is None
+            else None
+        )
 
-    def _position(self) -> tuple[int, int]:
-        return self._seed, self._drawn
+    def _autopar_position(self) -> tuple[int, int]:
+        return self._autopar_seed, self._autopar_drawn
 
-    def _set_position(self, seed: int, calls: int) -> None:
-        self._seed, self._drawn = seed, calls
+    def _autopar_set_position(self, seed: int, calls: int) -> None:
+        self._autopar_seed, self._autopar_drawn = seed, calls
 
-    def _draws(self) -> bool:
-        return self._random
+    def _autopar_draws(self) -> bool:
+        return self._autopar_random
 
-    def _ranks(self) -> tuple[Any, int]:
+    def _autopar_ranks(self) -> tuple[Any, int]:
         return dist.group.WORLD, 0
 
-    def _parameter_order(self) -> tuple[str, ...]:
-        return self._order
+    def _autopar_parameter_order(self) -> tuple[str, ...]:
+        return self._autopar_order
 
-    def _tied_names(self) -> dict[str, str]:
-        return {alias: name for part in self._parts for alias, name in part.graph.tied.items()}
+    def _autopar_tied_names(self) -> dict[str, str]:
+        return {alias: name for part in self._autopar_parts for alias, name in part.graph.tied.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
         """Another one, with the values that this one has now, on the same ranks; every rank copies. Values that
         ``forward`` reads stay those of the program that runs now."""
-        captured, plan, kind = self._captured, self._plan, self._device.type
+        captured, plan, kind = self._autopar_captured, self._autopar_plan, self._autopar_device.type
         new: PipelineModule = copied(
-            self, memo, lambda values: PipelineModule(self, captured, plan, kind, values, seed=self._seed)
+            self, memo, lambda values: PipelineModule(self, captured, plan, kind, values, seed=self._autopar_seed)
         )
-        new._planned, new._first_tied = self._planned, self._first_tied
+        new._autopar_planned, new._autopar_first_tied = self._autopar_planned, self._autopar_first_tied
         return new
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """Those of this rank's stages; if they have none, one without elements and without a name, because optimizers
         refuse an empty list."""
         params = list(super().parameters(recurse))
-        yield from params or [self._none]
+        yield from params or [self._autopar_none]
 
     # -- a step
 
@@ -244,17 +252,19 @@ class PipelineModule(TakesRows, SpreadModule):
         Raises:
             RunError: an input requires grad, and the example did not, so that its gradient was not planned.
         """
-        self.check_trains()
-        with self._step(f"train_step {self._steps}"):
-            scale = grad_scaler.scale_of(scaler, self._device)
+        self._autopar_check_trains()
+        with self._autopar_step(f"train_step {self._autopar_steps}"):
+            scale = grad_scaler.scale_of(scaler, self._autopar_device)
             ready = ready_runs(self, args, kwargs, "to train on")
-            if not self.told_of_statistics:
+            if not self._autopar_told_of_statistics:
                 microbatches = sum(each.run.microbatches for each in ready)
-                self.told_of_statistics = tell_of_statistics([each.captured.graph for each in ready], microbatches)
+                self._autopar_told_of_statistics = tell_of_statistics(
+                    [each.captured.graph for each in ready], microbatches
+                )
             losses: list[torch.Tensor] = []
             drawn = 0
             for each, shares in zip(ready, shares_in_loss(self, ready), strict=True):
-                seeds = self._seeds(drawn, each.run.microbatches)
+                seeds = self._autopar_seeds(drawn, each.run.microbatches)
                 each.batch.check_planned(each.callers)
                 reached = each.reached(seeds)
                 losses.append(
@@ -266,9 +276,9 @@ class PipelineModule(TakesRows, SpreadModule):
             given = [pair for each in ready for pair in each.work.input_gradients.taken()]
             if given:
                 torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
-            self._steps, self._drawn = self._steps + 1, self._drawn + drawn
+            self._autopar_steps, self._autopar_drawn = self._autopar_steps + 1, self._autopar_drawn + drawn
             if scale is not None:
-                grad_scaler.share_overflows(self.parameters(), self._device, self._work.everyone)
+                grad_scaler.share_overflows(self.parameters(), self._autopar_device, self._autopar_work.everyone)
             if optimizer is not None:
                 grad_scaler.step(optimizer, scaler)
         if optimizer is not None:
@@ -276,39 +286,39 @@ class PipelineModule(TakesRows, SpreadModule):
         return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
 
     @contextlib.contextmanager
-    def _step(self, where: str) -> Iterator[None]:
+    def _autopar_step(self, where: str) -> Iterator[None]:
         """Around all that ranks do together in a step, or in forwards: what fails on one of them ends it on all."""
-        self.check_world()
-        self._failures.settle()
-        with self._failures.during(where), without_inference_mode():
-            self._groups.check(self._generation)
+        self._autopar_check_world()
+        self._autopar_failures.settle()
+        with self._autopar_failures.during(where), without_inference_mode():
+            self._autopar_groups.check(self._autopar_generation)
             yield
 
-    def _seeds(self, before: int, count: int) -> list[int]:
+    def _autopar_seeds(self, before: int, count: int) -> list[int]:
         """Of random operators in so many microbatches of the next step, behind those of its runs before."""
-        first = self._drawn + before
-        return [mixed_seed(self._seed, first + i) for i in range(count)]
+        first = self._autopar_drawn + before
+        return [mixed_seed(self._autopar_seed, first + i) for i in range(count)]
 
     # -- programs of eval mode and of other values
 
     @property
-    def evaluates(self) -> bool:
+    def _autopar_evaluates(self) -> bool:
         """Whether the program that runs now has one of eval mode beside it."""
-        return self._evaluates
+        return self._autopar_has_evaluation
 
-    def _prepare_evaluation(self, sides: Mapping[str, int]) -> None:
-        for stage in self._stages.values():
+    def _autopar_prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        for stage in self._autopar_stages.values():
             stage.prepare_evaluation(sides)
-        self._evaluates = True
+        self._autopar_has_evaluation = True
 
-    def _kept_program(self) -> Fields:
+    def _autopar_kept_program(self) -> Fields:
         return pipeline_programs.fields_of(self)
 
-    def _resume_program(self, fields: Fields) -> None:
+    def _autopar_resume_program(self, fields: Fields) -> None:
         pipeline_programs.resume(self, fields)
 
-    def _take_program(self, new: Captured, call: ModuleCall, plan_again: Any, all_well: AllWell) -> None:
-        pipeline_programs.take(self, new, call.parts or self._plan.microbatches, plan_again, all_well)
+    def _autopar_take_program(self, new: Captured, call: ModuleCall, plan_again: Any, all_well: AllWell) -> None:
+        pipeline_programs.take(self, new, call.parts or self._autopar_plan.microbatches, plan_again, all_well)
 
     # -- without gradients
 
@@ -327,7 +337,7 @@ class PipelineModule(TakesRows, SpreadModule):
         Raises:
             RunError: the model has no scalar loss, or the shapes are not those of whole microbatches.
         """
-        with self._step("a forward without gradients"):
+        with self._autopar_step("a forward without gradients"):
             ready = ready_runs(self, args, kwargs, "to evaluate")
             losses = [loss for loss, _ in forwards(self, ready)]
             return sum(losses[1:], losses[0]).to(ready[0].loss_dtype)
@@ -345,7 +355,7 @@ class PipelineModule(TakesRows, SpreadModule):
                 "a pipelined model trains in whole steps: call train_step(*batch); for outputs call eval() first, for "
                 "a loss without gradients evaluate(*batch)"
             )
-        with self._step("a forward without gradients"):
+        with self._autopar_step("a forward without gradients"):
             ready = ready_runs(self, args, kwargs)
             for each in ready:
                 for name, x in each.callers.items():
@@ -358,16 +368,18 @@ class PipelineModule(TakesRows, SpreadModule):
             of_runs = [
                 of_run(each, loss, parts) for each, (loss, parts) in zip(ready, forwards(self, ready), strict=True)
             ]
-            of_all = of_batch(ready[0], of_runs, self._own_rows)
+            of_all = of_batch(ready[0], of_runs, self._autopar_own_rows)
             spec = ready[0].captured.out_spec
             outputs = pytree.tree_unflatten(of_all[: spec.num_leaves], spec)
-            return outputs if self.buckets is None else self.buckets.cut(outputs, self._padding)
+            return (
+                outputs if self._autopar_buckets is None else self._autopar_buckets.cut(outputs, self._autopar_padding)
+            )
 
     def record(self, on: bool = True) -> list[tuple[str, str, float, float]]:
         """Start to record what the next steps do on this rank (or stop): ``(action, kind, start, end)`` in seconds of
         ``time.perf_counter``. On an accelerator these are the times of the launches."""
         spans: list[Span] = []
-        self._spans = spans if on else None
+        self._autopar_spans = spans if on else None
         return spans
 
     # -- of all stages
@@ -379,9 +391,9 @@ class PipelineModule(TakesRows, SpreadModule):
         """
         if norm_type != 2.0:
             raise RunError(f"clip_grad_norm_: norm_type is {norm_type}; a pipeline knows 2")
-        with self._step("clip_grad_norm_"):
-            squared = squared_norm(self, {each.name: each.stages[0] for each in self._first_tied})
-            dist.all_reduce(squared, group=self._work.everyone)
+        with self._autopar_step("clip_grad_norm_"):
+            squared = squared_norm(self, {each.name: each.stages[0] for each in self._autopar_first_tied})
+            dist.all_reduce(squared, group=self._autopar_work.everyone)
         return scaled(self.parameters(), squared.sqrt(), max_norm)
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
@@ -397,8 +409,8 @@ class PipelineModule(TakesRows, SpreadModule):
         load_full_state_dict(self, state, strict=strict)
 
     def __repr__(self) -> str:
-        s = self._plan.schedule
-        here = list(self._stages)
+        s = self._autopar_plan.schedule
+        here = list(self._autopar_stages)
         return f"PipelineModule({s.name}, {s.n_stages} stages, {s.n_microbatches} microbatches, here {here})"
 
 

@@ -43,8 +43,9 @@ PlanStagesAgain = Callable[[Captured, int], Plan]
 Lines = tuple[tuple[Wire, ...], tuple[Tied, ...]]
 """What crosses between stages, and what several groups of ranks hold."""
 PROGRAM = (
-    "_captured", "_parts", "_plan", "_skeleton", "_evaluates", "_batch", "_reached_by", "_count", "_stages", "_lines",
-    "_works", "_trained",
+    "_autopar_captured", "_autopar_parts", "_autopar_plan", "_autopar_skeleton", "_autopar_has_evaluation",
+    "_autopar_batch", "_autopar_reached_by", "_autopar_count", "_autopar_stages", "_autopar_lines", "_autopar_works",
+    "_autopar_trained",
 )  # fmt: skip
 """What is another with other shapes or values."""
 
@@ -59,21 +60,30 @@ def resume(pm: Any, fields: Fields) -> None:
     now = _buffers_now(pm)
     for name, value in fields.items():
         setattr(pm, name, value)
-    for stage in pm._stages.values():
+    for stage in pm._autopar_stages.values():
         with_buffers_of(pm, stage, {name: now[name] for name in stage.buffers if name in now})
 
 
 def work_of(pm: Any, microbatches: int) -> Work:
     """What this rank does in a step of so many microbatches of the program that runs now."""
-    works: dict[int, Work] = pm._works
+    works: dict[int, Work] = pm._autopar_works
     work = works.pop(microbatches, None)
     if work is None:
-        plan = pm._plan
+        plan = pm._autopar_plan
         if microbatches != plan.microbatches:
             plan = replace(plan, schedule=with_microbatches(plan.schedule, microbatches))
-            check_rows(plan.schedule, pm._parts)
-        wires, tied = pm._lines
-        work = Work(pm._parts, plan, pm._rank, pm._stages, wires, tied, pm._groups, pm._unfinished)
+            check_rows(plan.schedule, pm._autopar_parts)
+        wires, tied = pm._autopar_lines
+        work = Work(
+            pm._autopar_parts,
+            plan,
+            pm._autopar_rank,
+            pm._autopar_stages,
+            wires,
+            tied,
+            pm._autopar_groups,
+            pm._autopar_unfinished,
+        )
     works[microbatches] = work
     while len(works) > KEPT:
         works.pop(next(iter(works)))
@@ -90,7 +100,7 @@ def take(pm: Any, new: Captured, count: int, plan_again: PlanStagesAgain | None,
     Raises:
         RunError: parameters would have to be elsewhere; on all ranks.
     """
-    reason = differs(pm._captured, new)
+    reason = differs(pm._autopar_captured, new)
     if not reason:
         with all_well():
             _with_other_literals(pm, new)
@@ -102,45 +112,48 @@ def take(pm: Any, new: Captured, count: int, plan_again: PlanStagesAgain | None,
     with all_well():
         parts = cut(new.graph, plan.starts)
         check_rows(plan.schedule, parts)
-        for s in pm._stages:
+        for s in pm._autopar_stages:
             check_stored(pm, plan.stages[s])
         lines = wires_of(parts, plan), tied_parameters(parts, plan)
         _check_ties(pm, new, lines[1])
     with all_well():
         wires, tied = lines
-        pm._groups.make(groups_of(parts, plan, [*wires, *tie_wires(tied, plan).values()], tied))
+        pm._autopar_groups.make(groups_of(parts, plan, [*wires, *tie_wires(tied, plan).values()], tied))
     with all_well():
         now = _buffers_now(pm)
         stages = {}
-        for s, before in pm._stages.items():
+        for s, before in pm._autopar_stages.items():
             graph, stage_plan, mesh = parts[s].graph, plan.stages[s], before.device_mesh
             wanted = {node.target for _, node in graph.of_kind("buffer")}
             there = {name: entry for name, entry in now.items() if name in wanted}
             buffers = buffers_for(pm, new, graph, stage_plan, mesh, there)
             stages[s] = Stage(graph, stage_plan, mesh, pm, buffers, before.compile_args)
-        pm._stages, pm._lines = stages, lines
+        pm._autopar_stages, pm._autopar_lines = stages, lines
         _run(pm, new, parts, plan)
 
 
 def _with_other_literals(pm: Any, new: Captured) -> None:
-    cuts = cut(new.graph, pm._plan.starts)  # crossings stay those that the wires know
-    parts = tuple(replace(part, graph=c.graph) for part, c in zip(pm._parts, cuts, strict=True))
-    plan = pm._plan.of_graphs(new.graph.fingerprint, [part.graph.fingerprint for part in parts])
-    pm._stages = {s: stage.with_other_literals(parts[s].graph) for s, stage in pm._stages.items()}
+    cuts = cut(new.graph, pm._autopar_plan.starts)  # crossings stay those that the wires know
+    parts = tuple(replace(part, graph=c.graph) for part, c in zip(pm._autopar_parts, cuts, strict=True))
+    plan = pm._autopar_plan.of_graphs(new.graph.fingerprint, [part.graph.fingerprint for part in parts])
+    pm._autopar_stages = {s: stage.with_other_literals(parts[s].graph) for s, stage in pm._autopar_stages.items()}
     _run(pm, new, parts, plan)
 
 
 def _run(pm: Any, new: Captured, parts: tuple[StageGraph, ...], plan: Plan) -> None:
     """Run the stages that ``pm`` has been given."""
-    pm._captured, pm._parts, pm._plan, pm._works = new, parts, plan, {}
-    pm._skeleton, pm._evaluates = skeleton_of(pm), False
-    pm._batch = Batch(new, pm._signature, pm._device)
-    pm._reached_by, pm._count = reached_by(new.graph, pm._device), count_of(new.graph, pm._device)
+    pm._autopar_captured, pm._autopar_parts, pm._autopar_plan, pm._autopar_works = new, parts, plan, {}
+    pm._autopar_skeleton, pm._autopar_has_evaluation = skeleton_of(pm), False
+    pm._autopar_batch = Batch(new, pm._autopar_signature, pm._autopar_device)
+    pm._autopar_reached_by, pm._autopar_count = (
+        reached_by(new.graph, pm._autopar_device),
+        count_of(new.graph, pm._autopar_device),
+    )
 
 
 def _buffers_now(pm: Any) -> Buffers:
     """This rank's buffers, and the constants of its stages, as the program that ran last has them."""
-    return {name: entry for stage in pm._stages.values() for name, entry in stage.buffers.items()}
+    return {name: entry for stage in pm._autopar_stages.values() for name, entry in stage.buffers.items()}
 
 
 def _check_ties(pm: Any, new: Captured, tied: tuple[Tied, ...]) -> None:
@@ -151,10 +164,10 @@ def _check_ties(pm: Any, new: Captured, tied: tuple[Tied, ...]) -> None:
     """
     if new.graph.loss is None:
         return
-    group = pm._plan.schedule.rank_of_stage
+    group = pm._autopar_plan.schedule.rank_of_stage
     used = {node.target for _, node in new.graph.of_kind("param")}
     groups_now = {each.name: {group[s] for s in each.stages} for each in tied}
-    for each in pm._first_tied:
+    for each in pm._autopar_first_tied:
         before = {group[s] for s in each.stages}
         if each.name in used and groups_now.get(each.name) != before:
             raise RunError(

@@ -32,24 +32,28 @@ def ready_runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_do
     Raises:
         RunError: there is no loss.
     """
-    if module.buckets is not None:
-        (args, kwargs), module._padding = module.buckets.padded(args, kwargs)
-    elif module._own_rows is not None and module._programs is not None and module._programs.shapes:
-        logs = [module._programs.meeting] if module._programs.meeting is not None else []
-        together = module._own_rows.put_together(args, kwargs, logs, module._work.everyone)
+    if module._autopar_buckets is not None:
+        (args, kwargs), module._autopar_padding = module._autopar_buckets.padded(args, kwargs)
+    elif (
+        module._autopar_own_rows is not None
+        and module._autopar_programs is not None
+        and module._autopar_programs.shapes
+    ):
+        logs = [module._autopar_programs.meeting] if module._autopar_programs.meeting is not None else []
+        together = module._autopar_own_rows.put_together(args, kwargs, logs, module._autopar_work.everyone)
         args, kwargs = (args, kwargs) if together is None else together
     ready = []
     for run in _runs(module, args, kwargs):
         callers, batches = _microbatches(module, run)
-        if to_do is not None and module._captured.graph.loss is None:
+        if to_do is not None and module._autopar_captured.graph.loss is None:
             raise RunError(
                 f"the model has no scalar loss {to_do}; give loss_fn= and targets= when planning, and call it with "
                 "targets"
             )
         ready.append(
             Ready(
-                run, module._captured, module._parts, module._work, module._batch, module._reached_by, module._count,
-                callers, batches,
+                run, module._autopar_captured, module._autopar_parts, module._autopar_work, module._autopar_batch,
+                module._autopar_reached_by, module._autopar_count, callers, batches,
             )
         )  # fmt: skip
     return ready
@@ -57,10 +61,12 @@ def ready_runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_do
 
 def _runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
     """The runs of a batch."""
-    captured, planned = module._planned
-    ranks = module._rows.ranks if module._rows is not None else 1
-    if module._own_rows is not None or (module._programs is not None and module._programs.shapes):
-        return runs(captured, module._signature, planned, args, kwargs, ranks)
+    captured, planned = module._autopar_planned
+    ranks = module._autopar_rows.ranks if module._autopar_rows is not None else 1
+    if module._autopar_own_rows is not None or (
+        module._autopar_programs is not None and module._autopar_programs.shapes
+    ):
+        return runs(captured, module._autopar_signature, planned, args, kwargs, ranks)
     return [Run(ModuleCall(args, kwargs), planned, 1 / planned)]
 
 
@@ -68,31 +74,31 @@ def _microbatches(module: Any, run: Run) -> _Batches:
     """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
     called with. From now on the stages run the program of these shapes."""
     args, kwargs = run.call.args, run.call.kwargs
-    if module._programs is not None:  # the ranks agree on a change
+    if module._autopar_programs is not None:  # the ranks agree on a change
         check_values(module, run.call)
-    module._work = work_of(module, run.microbatches)
-    module._work.spans, module._work.own_rows = module._spans, module._rows
+    module._autopar_work = work_of(module, run.microbatches)
+    module._autopar_work.spans, module._autopar_work.own_rows = module._autopar_spans, module._autopar_rows
 
     def take(seen: Seen | None) -> _Batches:
-        if module._programs is None:
+        if module._autopar_programs is None:
             check_values(module, run.call)
-        callers = module._batch.tensors(args, kwargs)
-        rows = module._rows
-        if module._own_rows is not None:
-            module._own_rows.refuse_gradients(callers, module._batch.shown)
+        callers = module._autopar_batch.tensors(args, kwargs)
+        rows = module._autopar_rows
+        if module._autopar_own_rows is not None:
+            module._autopar_own_rows.refuse_gradients(callers, module._autopar_batch.shown)
         if seen is not None:
             for name, leaf in callers.items():
-                seen.add(module._batch.shown[name], name, leaf, place=None if rows is None else rows.place)
+                seen.add(module._autopar_batch.shown[name], name, leaf, place=None if rows is None else rows.place)
         if rows is not None:
             return callers, rows.microbatches(callers, run.with_rows, run.microbatches)
-        return callers, module._batch.exactly(callers, run.microbatches)
+        return callers, module._autopar_batch.exactly(callers, run.microbatches)
 
-    return module._compared.inputs(take, module.named_parameters())
+    return module._autopar_compared.inputs(take, module.named_parameters())
 
 
 def shares_in_loss(module: Any, ready: Sequence[Ready]) -> list[Shares]:
     """By what part each microbatch of each run counts in the loss of the batch."""
-    return shares_of(ready, module._rows, next(iter(module._stages.values())).device_mesh)
+    return shares_of(ready, module._autopar_rows, next(iter(module._autopar_stages.values())).device_mesh)
 
 
 def forwards(module: Any, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Parts]]:
@@ -102,12 +108,12 @@ def forwards(module: Any, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Pa
     drawn = 0
     for each, shares in zip(ready, shares_in_loss(module, ready), strict=True):
         parts: Parts = {}
-        seeds = module._seeds(drawn, each.run.microbatches)
+        seeds = module._autopar_seeds(drawn, each.run.microbatches)
         loss = each.work.forwards(each.batches, shares, seeds, each.batch.shown, module.training, parts)
         results.append((loss, parts))
         drawn += each.run.microbatches
     if module.training:
-        module._drawn += drawn
+        module._autopar_drawn += drawn
     return results
 
 

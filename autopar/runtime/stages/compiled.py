@@ -97,9 +97,9 @@ def compile_programs(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Raises:
         RunError: the whole graph is asked for, and a program is none.
     """
-    kept = pm._programs.kept if pm._programs is not None else ()
-    of_all = [fields["_stages"].values() if "_stages" in fields else [fields["_stage"]]
-              for fields in (pm._kept_program(), *kept)]  # fmt: skip
+    kept = pm._autopar_programs.kept if pm._autopar_programs is not None else ()
+    of_all = [fields["_autopar_stages"].values() if "_autopar_stages" in fields else [fields["_autopar_stage"]]
+              for fields in (pm._autopar_kept_program(), *kept)]  # fmt: skip
     stages = [stage for those in of_all for stage in those]
     for stage in stages:
         check_compiled(stage.program, kwargs)
@@ -128,10 +128,10 @@ def compiled_as_callers(method: Method) -> Method:
 def _compile_as(pm: Any, options: dict[str, Any]) -> None:
     """Compile the programs as a caller asks, unless they are already, or the user has called ``compile`` itself, or a
     step is half done."""
-    if pm._compiled_as in (options, ITSELF) or pm._in_step():
+    if pm._autopar_compiled_as in (options, ITSELF) or pm._autopar_in_step():
         return
     compile_programs(pm, (), options)
-    pm._compiled_as = options
+    pm._autopar_compiled_as = options
 
 
 def records_graphs(arguments: CompileArguments) -> bool:

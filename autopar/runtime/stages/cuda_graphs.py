@@ -80,7 +80,7 @@ class GraphedStep:
             RunError: the step cannot be recorded; it says why.
         """
         check_recordable(pm, ModuleCall(args, kwargs), recorder)
-        self.pm, self.stage = pm, pm.stage
+        self.pm, self.stage = pm, pm._autopar_stage
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.inputs = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         self.params: list[torch.nn.Parameter] = list(pm.parameters())
@@ -91,8 +91,8 @@ class GraphedStep:
         self.addresses = self._addresses()
 
     def _record(self) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        pm, (seed, calls) = self.pm, self.pm._position()
-        compared, before = pm._compared, [param.grad for param in self.params]
+        pm, (seed, calls) = self.pm, self.pm._autopar_position()
+        compared, before = pm._autopar_compared, [param.grad for param in self.params]
         every, compared.every, compared.soon = compared.every, 0, False
         buffers = [(buffer, buffer.detach().clone()) for buffer in pm.buffers()]
         args, kwargs = pytree.tree_unflatten(self.inputs, self.spec)
@@ -110,7 +110,7 @@ class GraphedStep:
             gradients = [param.grad for param in self.params]
         finally:
             self.stage.seeds, compared.every = None, every
-            pm._set_position(seed, calls)
+            pm._autopar_set_position(seed, calls)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -148,12 +148,12 @@ class GraphedStep:
             for there, now in zip(self.inputs, pytree.tree_leaves((args, kwargs)), strict=True):
                 if isinstance(there, torch.Tensor):
                     there.copy_(now, non_blocking=True)
-            first, calls = pm._position()
+            first, calls = pm._autopar_position()
             for k, seed in enumerate(self.seeds):
                 seed.fill_(mixed_seed(first, calls + k))
             kept = [self._kept(param, grad) for param, grad in zip(self.params, self.gradients, strict=True)]
             self.recorder.replay()
-            pm._set_position(first, calls + max(1, len(self.seeds)))
+            pm._autopar_set_position(first, calls + max(1, len(self.seeds)))
             for param, grad, before in zip(self.params, self.gradients, kept, strict=True):
                 if before is None:
                     param.grad = grad
@@ -175,7 +175,7 @@ class GraphedStep:
                 "pm.train_step for other batches, or record a step for each"
             )
         check_values(self.pm, ModuleCall(args, kwargs))
-        if self.pm.stage is not self.stage or not self.pm.training or self._addresses() != self.addresses:
+        if self.pm._autopar_stage is not self.stage or not self.pm.training or self._addresses() != self.addresses:
             raise RunError(
                 "the module is not what it was when the step was recorded: it runs another program, is in eval mode, "
                 "or a parameter or buffer was replaced, moved or frozen; record the step again"
@@ -188,7 +188,7 @@ def check_recordable(pm: Any, call: ModuleCall, recorder: StepRecorder | None) -
     Raises:
         RunError: it says why.
     """
-    stage = getattr(pm, "stage", None)
+    stage = getattr(pm, "_autopar_stage", None)
     if stage is None:
         raise RunError(
             "a step of a pipeline is not recorded as a CUDA graph: its ranks wait for messages between kernels. Record "
@@ -197,7 +197,7 @@ def check_recordable(pm: Any, call: ModuleCall, recorder: StepRecorder | None) -
     if recorder is None and stage.device.type != "cuda":
         raise RunError(f"a step is recorded as a CUDA graph on GPUs; this module is on {stage.device}")
     check_values(pm, call)
-    stage = pm.stage
+    stage = pm._autopar_stage
     reasons = breaks(stage.program)
     if stage.ways.flags:
         reasons.append("a branch on data, which the host checks in every call")

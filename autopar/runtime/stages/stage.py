@@ -97,7 +97,7 @@ class Stage:
         for name, _ in self.home.named_parameters(remove_duplicate=False):
             source = self.graph.tied.get(name, name)
             if source in nodes and source not in held_params:
-                owner, key = self.home.owner_of(name)
+                owner, key = self.home._autopar_owner_of(name)
                 held_params[source] = HeldParam(
                     source, owner, key, self.plan.params[source], self.device_mesh, self.plan.mesh,
                     nodes[source].out.shape, nodes[source].needs_grad, getattr(torch, nodes[source].out.dtype),
@@ -118,13 +118,13 @@ class Stage:
 
     def follow_buffers(self) -> None:
         """Read the buffers that are registered now, and the constants of the model's code."""
-        registered = self.home.registered()
+        registered = self.home._autopar_registered()
         self.followed = []
         for i, slot in enumerate(self.program.slots):
             if slot.kind == "buffer":
                 self.template[i] = self.buffers[slot.name][0]
                 if slot.name in registered:
-                    self.followed.append((i, Followed(slot.name, *self.home.owner_of(slot.name))))
+                    self.followed.append((i, Followed(slot.name, *self.home._autopar_owner_of(slot.name))))
         self.renewed = [each for _, each in self.followed if each.is_param]
 
     # -- other programs over the same parameters
@@ -168,7 +168,7 @@ class Stage:
 
     def _heard(self) -> str:
         """What is known of another rank's failure in a step that is under way; empty where nothing is."""
-        failures = self.home._failures
+        failures = self.home._autopar_failures
         return failures.news() if failures is not None else ""
 
     @property

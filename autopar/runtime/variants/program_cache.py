@@ -136,20 +136,22 @@ class Programs:
         """
         self.calls += 1
         if self.meeting is not None:
-            self.meeting.broken_off = pm._failures.heard if pm._failures is not None else str
-        same = pm._captured.guards.same()
+            self.meeting.broken_off = pm._autopar_failures.heard if pm._autopar_failures is not None else str
+        same = pm._autopar_captured.guards.same()
         of_example = self._of_example(pm, call)
-        fits = self._fits(pm, call) and of_example is None and not self._is_of_fewer(pm, pm._captured, call)
-        in_mode = pm.runs_in(pm._trained)
+        fits = self._fits(pm, call) and of_example is None and not self._is_of_fewer(pm, pm._autopar_captured, call)
+        in_mode = pm._autopar_runs_in(pm._autopar_trained)
         if not same and not self.values:
-            raise RunError(refusal(pm._captured.guards.changes()))
+            raise RunError(refusal(pm._autopar_captured.guards.changes()))
         mode = "in training" if pm.training else "in eval mode"
         mode += "" if torch.is_grad_enabled() else " without gradients"
-        rows_differ = same and not self.shapes and pm._own_rows is not None and not self._fits_as_captured(pm, call)
+        rows_differ = (
+            same and not self.shapes and pm._autopar_own_rows is not None and not self._fits_as_captured(pm, call)
+        )
         if rows_differ and self.meeting is not None:  # maybe on this rank alone, and others wait for its rows
             self.meeting.meet("is at", f"call {self.calls} with {_unmarked(call.shown())}", OTHER_CALL)
         way_before = self.way
-        self.way = mode, way_before[1] if call.of_step else call.parts_of(pm._captured)
+        self.way = mode, way_before[1] if call.of_step else call.parts_of(pm._autopar_captured)
         if same and fits and in_mode and self.way == way_before:
             if self.meeting is not None:
                 self.meeting.note(f"call {self.calls} without a change")
@@ -160,29 +162,29 @@ class Programs:
                 why = ON_ALL if mode != way_before[0] else OTHER_CALL
                 self.meeting.meet("is at", f"call {self.calls} {mode}{parts}", why)
             return
-        changes = [] if same else pm._captured.guards.changes()
+        changes = [] if same else pm._autopar_captured.guards.changes()
         takes = (i for i, fields in enumerate(self.kept) if self._is_for(pm, fields, call))
-        place = next((i for i in takes if not self._is_of_fewer(pm, self.kept[i]["_captured"], call)), None)
+        place = next((i for i in takes if not self._is_of_fewer(pm, self.kept[i]["_autopar_captured"], call)), None)
         place = of_example if of_example is not None else place
-        self._meet(place, changes, None if fits else call, "" if in_mode else pm.modes_now.shown())
-        if pm._in_step():
+        self._meet(place, changes, None if fits else call, "" if in_mode else pm._autopar_modes.shown())
+        if pm._autopar_in_step():
             what = self._change(pm, changes, call, fits)
             raise RunError(f"values, shapes or modes have changed between two microbatches of one step\n{what}")
         if not fits:
             one_of_several = pm.training and not call.in_parts
-            pm._batch.check_other(call.args, call.kwargs, pm.plan.microbatches if one_of_several else 1)
-        before = pm._kept_program()
+            pm._autopar_batch.check_other(call.args, call.kwargs, pm.plan.microbatches if one_of_several else 1)
+        before = pm._autopar_kept_program()
         try:
             if place is None:
                 self._captured_again(pm, changes, call, fits)
             else:
-                pm._resume_program(self.kept.pop(place))
-            if pm.modes_now.training != pm._trained and not pm.have_evaluation():
+                pm._autopar_resume_program(self.kept.pop(place))
+            if pm._autopar_modes.training != pm._autopar_trained and not pm._autopar_have_evaluation():
                 self._captured_again(pm, changes, call, fits=False)  # eval mode is another graph
         except BaseException:
-            pm._resume_program(before)
+            pm._autopar_resume_program(before)
             raise
-        pm._compared.next_one()
+        pm._autopar_compared.next_one()
         self.kept = [*self.kept, before][-KEPT:]
 
     def _fits(self, pm: Any, call: ModuleCall) -> bool:
@@ -192,8 +194,8 @@ class Programs:
             RunError: the call is under another autocast, and other calls are not followed.
         """
         if not self.shapes:
-            check_autocast(pm._captured)
-        return self._takes(pm._captured, pm._batch, call)
+            check_autocast(pm._autopar_captured)
+        return self._takes(pm._autopar_captured, pm._autopar_batch, call)
 
     def _takes(self, captured: Captured, batch: Any, call: ModuleCall) -> bool:
         if not self.shapes:
@@ -206,19 +208,19 @@ class Programs:
     def _is_counted(self, pm: Any, call: ModuleCall) -> bool:
         """Whether the number of microbatches of a step follows from its rows and those of the example."""
         if self.rows is None:
-            self.rows = batch_rows(pm._captured) if pm._captured.example is not None else 0
+            self.rows = batch_rows(pm._autopar_captured) if pm._autopar_captured.example is not None else 0
         whole = call.in_parts and call.one is None and call.parts is None
-        return whole and self.shapes and pm.buckets is None and self.rows > 0
+        return whole and self.shapes and pm._autopar_buckets is None and self.rows > 0
 
     def _of_example(self, pm: Any, call: ModuleCall) -> int | None:
         """Which kept program is of the example's rows and takes a step that another, smaller one would take in more
         microbatches, whose batch statistics are others; None where there is none, or it runs now."""
-        if not self._is_counted(pm, call) or batch_rows(pm._captured) == self.rows:
+        if not self._is_counted(pm, call) or batch_rows(pm._autopar_captured) == self.rows:
             return None
         return next(
             (
                 i for i, fields in enumerate(self.kept)
-                if batch_rows(fields["_captured"]) == self.rows and self._is_for(pm, fields, call)
+                if batch_rows(fields["_autopar_captured"]) == self.rows and self._is_for(pm, fields, call)
             ), None,
         )  # fmt: skip
 
@@ -231,12 +233,12 @@ class Programs:
 
     def _fits_as_captured(self, pm: Any, call: ModuleCall) -> bool:
         args, kwargs = call.one or (call.args, call.kwargs)
-        return bool(pm._batch.fits(args, kwargs, call.in_parts and call.one is None))
+        return bool(pm._autopar_batch.fits(args, kwargs, call.in_parts and call.one is None))
 
     def _is_for(self, pm: Any, fields: Fields, call: ModuleCall) -> bool:
-        captured = fields["_captured"]
-        fits = pm.runs_in(fields["_trained"]) and captured.guards.same()
-        return fits and self._takes(captured, fields["_batch"], call)
+        captured = fields["_autopar_captured"]
+        fits = pm._autopar_runs_in(fields["_autopar_trained"]) and captured.guards.same()
+        return fits and self._takes(captured, fields["_autopar_batch"], call)
 
     def _meet(
         self, place: int | None, changes: list[Change], call: ModuleCall | None, modes: str
@@ -262,7 +264,7 @@ class Programs:
         """What has changed since the program that runs now, for a message."""
         if changes:
             return refusal(changes)
-        if fits and (modes := difference(pm._trained, pm.modes_now.training)):
+        if fits and (modes := difference(pm._autopar_trained, pm._autopar_modes.training)):
             return f"  called with {modes}"
         return f"  called with {call.shown()}"
 
@@ -272,7 +274,7 @@ class Programs:
         Args:
             fits: the call is one of the program that runs now, and only values have changed.
         """
-        group = pm._ranks()[0] if dist.is_initialized() else None
+        group = pm._autopar_ranks()[0] if dist.is_initialized() else None
         what = self._change(pm, changes, call, fits)
         if self.example is not None and self.example.ways.listed:
             lines = dict.fromkeys(site.partition("@")[0] for site in self.example.ways.listed)
@@ -289,19 +291,19 @@ class Programs:
         def all_well() -> contextlib.AbstractContextManager[None]:
             return everywhere(group, told)
 
-        model, training = self.model(), pm.captures_in()
+        model, training = self.model(), pm._autopar_captures_in()
         with all_well():
             source = model if model is not None or self.skeleton is None else self.skeleton.model
             if source is None or self.example is None:
                 raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
-            batch, loss_fn = call.of(self.example, batch_rows(pm._captured))
-            example = pm._captured.example if fits else Example(
+            batch, loss_fn = call.of(self.example, batch_rows(pm._autopar_captured))
+            example = pm._autopar_captured.example if fits else Example(
                 *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision
             )  # fmt: skip
             assert example is not None
             with unheard(), in_modes(source, training):
                 new = example.capture(source)
-                changed = [] if fits else changed_strings(pm._captured, new)
+                changed = [] if fits else changed_strings(pm._autopar_captured, new)
                 if groups := [group for group in changed if group not in self.strings_read]:
                     new = replace(new, unread=unread_strings(new, source, groups))
                     self.strings_read.update(group for group in groups if not group <= new.unread)
@@ -310,8 +312,8 @@ class Programs:
         if self.compare is not None and model is not None and _is_whole(batch, new):
             with all_well(), unheard(), in_modes(model, training):
                 self.compare(new, model, batch)
-        pm._take_program(new, call, self.plan_again, all_well)
-        pm._trained = training
+        pm._autopar_take_program(new, call, self.plan_again, all_well)
+        pm._autopar_trained = training
         self.captures += 1
         if self.captures == KEPT + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
             warnings.warn(

@@ -27,7 +27,10 @@ from autopar.words.placements import State, whole_placement, whole_state
 
 Planner = TypeVar("Planner")
 """Of a mesh's program, or of a pipeline's."""
-PROGRAM = ("_captured", "_stage", "_skeleton", "_batch", "_count", "_trained")
+PROGRAM = (
+    "_autopar_captured", "_autopar_stage", "_autopar_skeleton", "_autopar_batch", "_autopar_count_kept",
+    "_autopar_trained",
+)  # fmt: skip
 """What of a module without pipeline is another with other values."""
 
 
@@ -75,7 +78,7 @@ def fields_of(pm: Any) -> Fields:
 
 def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
     """Have a module run ``new``: under the plan that it has, if that fits, else under a new one."""
-    reason = differs(pm._captured, new)
+    reason = differs(pm._autopar_captured, new)
     plan: StagePlan | None = None
     if reason:
         with all_well():
@@ -83,9 +86,9 @@ def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell
         with all_well():  # rank 0's error is raised on all ranks
             plan = planner(new, _stored(pm, new.graph))
     with all_well():
-        stage = pm.stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
-        pm.run_stage(new, stage)
-        pm._skeleton = skeleton_of(pm)
+        stage = pm._autopar_stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
+        pm._autopar_run_stage(new, stage)
+        pm._autopar_skeleton = skeleton_of(pm)
 
 
 def planner_for(reason: str, plan_again: Planner | None, state_dict: str) -> Planner:
@@ -108,9 +111,9 @@ def planner_for(reason: str, plan_again: Planner | None, state_dict: str) -> Pla
 
 def skeleton_of(pm: Any) -> Skeleton | None:
     """What eval mode is seen from, with the values that the model has now."""
-    model = pm._model_ref()
-    if pm._skeleton is None or model is None or pm._programs is None or not pm._programs.values:
-        return pm._skeleton  # type: ignore[no-any-return]
+    model = pm._autopar_model_ref()
+    if pm._autopar_skeleton is None or model is None or pm._autopar_programs is None or not pm._autopar_programs.values:
+        return pm._autopar_skeleton  # type: ignore[no-any-return]
     return Skeleton(model)
 
 
@@ -139,17 +142,16 @@ def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
     """
     move_to_layout_of(pm, plan)
     check_stored(pm, plan)
-    return Stage(
-        new.graph, plan, pm._mesh, pm, buffers_for(pm, new, new.graph, plan, pm._mesh, pm._stage.buffers),
-        pm._stage.compile_args,
-    )  # fmt: skip
+    mesh, now = pm._autopar_mesh, pm._autopar_stage
+    buffers = buffers_for(pm, new, new.graph, plan, mesh, now.buffers)
+    return Stage(new.graph, plan, mesh, pm, buffers, now.compile_args)
 
 
 def move_to_layout_of(pm: Any, plan: StagePlan) -> None:
     """Store parameters as ``plan`` does, where buckets have layouts of their own; a backward of an earlier forward is
     refused then."""
-    if pm.layouts_change and relaid(dict(pm.named_parameters(remove_duplicate=False)), plan.params):
-        pm.layout += 1
+    if pm._autopar_layouts_change and relaid(dict(pm.named_parameters(remove_duplicate=False)), plan.params):
+        pm._autopar_layout += 1
 
 
 def check_stored(pm: Any, plan: StagePlan) -> None:
@@ -163,7 +165,7 @@ def check_stored(pm: Any, plan: StagePlan) -> None:
     for name, choice in plan.params.items():
         param = registered.get(name)
         if param is None:
-            where = "" if pm.leads is None else ", or that is on the ranks of another stage"
+            where = "" if pm._autopar_leads is None else ", or that is on the ranks of another stage"
             raise RunError(
                 f"the model reads a parameter '{name}' now that it did not have when it was parallelized{where}"
             )
@@ -185,7 +187,7 @@ def buffers_for(
     Raises:
         RunError: there is one that the model did not have.
     """
-    registered = pm.registered()
+    registered = pm._autopar_registered()
     of_the_code = [n.target for n in graph.nodes if n.kind == "buffer" and n.target not in registered]
     unknown = [name for name in of_the_code if name not in new.constants]
     if unknown:
@@ -195,7 +197,7 @@ def buffers_for(
     for name in of_the_code:
         state = plan.buffers.get(name, whole_state(plan.mesh))
         local = local_piece(new.constants[name].detach(), state, device_mesh)
-        placed[name] = local.to(pm._device, copy=True).contiguous(), state
+        placed[name] = local.to(pm._autopar_device, copy=True).contiguous(), state
     for _, node in graph.of_kind("buffer"):
         if node.target not in placed:  # a frozen parameter that only this program writes
             placed[node.target] = _renewed_from_now_on(node.target, registered[node.target])
@@ -219,11 +221,11 @@ def _renewed_from_now_on(name: str, param: torch.Tensor) -> tuple[torch.Tensor, 
 
 def resume(pm: Any, fields: Fields) -> None:
     """Have ``pm`` run a program that was kept, with the buffers as they are by now."""
-    now = pm._stage.buffers
+    now = pm._autopar_stage.buffers
     for name, value in fields.items():
         setattr(pm, name, value)
-    move_to_layout_of(pm, pm._stage.plan)
-    with_buffers_of(pm, pm._stage, now)
+    move_to_layout_of(pm, pm._autopar_stage.plan)
+    with_buffers_of(pm, pm._autopar_stage, now)
 
 
 def with_buffers_of(pm: Any, stage: Stage, now: Buffers) -> None:
@@ -243,9 +245,9 @@ def _placed_again(
         now: of the program that ran last; tensors that its code made stay out.
     """
     names: dict[str, list[tuple[torch.nn.Module, str]]] = {}
-    for name in pm.registered():
-        source = pm._captured.graph.tied.get(name, name)
-        names.setdefault(source if source in now else name, []).append(pm.owner_of(name))
+    for name in pm._autopar_registered():
+        source = pm._autopar_captured.graph.tied.get(name, name)
+        names.setdefault(source if source in now else name, []).append(pm._autopar_owner_of(name))
     placed: dict[str, tuple[torch.Tensor, State]] = {}
     for name, owners in names.items():
         if name not in now:

@@ -14,6 +14,7 @@ import torch
 from autopar.capture.python.frozen_values import show
 from autopar.capture.python.guards import Guards, refusal
 from autopar.errors import RunError
+from autopar.runtime.as_module.own_names import OF_EVERY_MODULE
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.program_cache import check_autocast
 
@@ -27,18 +28,18 @@ def assigned(pm: Any, path: str, name: str, value: Any) -> bool:
     Raises:
         RunError: the model is gone, so the program cannot be made anew.
     """
-    programs = pm.__dict__.get("_programs")
-    guards: list[Guards] = [pm._captured.guards]
+    programs = pm.__dict__.get("_autopar_programs")
+    guards: list[Guards] = [pm._autopar_captured.guards]
     if programs is not None:
-        guards.extend(fields["_captured"].guards for fields in programs.kept)
+        guards.extend(fields["_autopar_captured"].guards for fields in programs.kept)
     follows = programs is not None and programs.values
     read = next((r for g in guards if (r := g.read(path, name)) is not None), None)
     owner = next((o for g in guards if (o := g.owner(path)) is not None), None)
     if read is None:
-        model = pm._model_ref() if follows else None
+        model = pm._autopar_model_ref() if follows else None
         if model is not None and not isinstance(value, torch.Tensor | torch.nn.Module):
             part = dict(model.named_modules()).get(path)
-            if part is not None and name in vars(part) and not name.startswith("_") and name != "training":
+            if part is not None and name in vars(part) and name not in OF_EVERY_MODULE:
                 setattr(part, name, value)
         return False
     if owner is not None:
@@ -59,16 +60,16 @@ def check_values(pm: Any, call: ModuleCall) -> None:
         RunError: it was captured with others, and they cannot or shall not be captured again; or modules or parameters
             of the model were replaced.
     """
-    original, programs = pm._original, pm._programs
+    original, programs = pm._autopar_original, pm._autopar_programs
     if original is not None:
         original.at_call(pm)
-    pm._captured.guards.tell_of_gradient_mode()
+    pm._autopar_captured.guards.tell_of_gradient_mode()
     if programs is not None:
         programs.follow(pm, call)
     else:
-        check_autocast(pm._captured)
-        if not pm._captured.guards.same():
-            raise RunError(refusal(pm._captured.guards.changes()))
+        check_autocast(pm._autopar_captured)
+        if not pm._autopar_captured.guards.same():
+            raise RunError(refusal(pm._autopar_captured.guards.changes()))
 
 
 __all__ = ["assigned", "check_values"]
