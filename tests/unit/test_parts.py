@@ -312,6 +312,43 @@ def test_an_extra_state_is_told_of() -> None:
         autopar.parallelize(nn.Sequential(WithExtraState(4, 4)), 1, torch.randn(2, 4))
 
 
+class Bare(nn.Module):
+    """Registers what it has not: a mask, a bias, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, bias=False)
+        for module in (self, self.inner):
+            module.register_buffer("mask", None)
+            module.register_module("head", None)
+        self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x) if self.mask is None else self.inner(x) * self.mask
+        return y.square().mean() if self.bias is None else (y + self.bias).square().mean()
+
+
+def test_what_is_registered_as_none_is_none() -> None:
+    model = Bare()
+    pm: Any = autopar.parallelize(model, 1, X, on_change="recapture")
+    copied = copy.deepcopy(pm)
+    del model
+    gc.collect()
+    for each in (pm, copied):
+        for owner in (each, each.inner):
+            assert owner.mask is owner.head is owner.bias is None and "mask" in dir(owner)
+            with pytest.raises(RunError, match="'mask' of a parallel module was set, which is None in the model"):
+                owner.mask = torch.ones(4)
+            with pytest.raises(RunError, match="'head' of a parallel module was set"):
+                owner.head = nn.Linear(4, 4)
+            owner.head = owner.bias = None
+        with pytest.raises(RunError, match=r"'inner\.bias' was registered on a parallel module"):
+            each.inner.register_parameter("bias", nn.Parameter(torch.ones(4)))
+        assert list(each.state_dict()) == ["inner.weight"] and list(dict(each.named_modules())) == ["", "inner"]
+        each.load_state_dict(Bare().state_dict())
+        assert float(each(X)) > 0
+
+
 FOR_USERS = {
     "clip_grad_norm_", "compare_every", "device_mesh", "evaluate", "full_state_dict", "gradient_dtype",
     "load_full_state_dict", "module", "no_sync", "plan", "program", "record", "sampler", "shard", "train_step",

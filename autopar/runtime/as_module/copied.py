@@ -18,6 +18,15 @@ from autopar.runtime.batches.batch import Batch
 Build = Callable[[Callable[[str], torch.Tensor]], Any]
 
 
+_TAKEN_OVER = (
+    "_autopar_captured_training", "_autopar_skeleton", "_autopar_signature", "_autopar_model_ref",
+    "_autopar_model_class", "_autopar_model_values", "_autopar_model_keys", "_autopar_model_tensors",
+    "_autopar_names_of_both", "_autopar_gradient_dtype", "_autopar_own_rows", "_autopar_buckets",
+    "_autopar_layouts_change", "_autopar_told_of_statistics",
+)  # fmt: skip
+"""Attributes that a copy has as the module that it is made of."""
+
+
 def copied(pm: Any, memo: dict[int, Any], build: Build) -> Any:
     """A copy of ``pm``, with the program that it runs now and the calls and modes that it takes.
 
@@ -40,34 +49,14 @@ def copied(pm: Any, memo: dict[int, Any], build: Build) -> Any:
             memo[id(value)] = mine
             if isinstance(value, torch.nn.Parameter):
                 mine.requires_grad_(value.requires_grad)
-    new._autopar_captured_training, new._autopar_skeleton = pm._autopar_captured_training, pm._autopar_skeleton
-    new._autopar_signature, new._autopar_model_ref, new._autopar_model_class = (
-        pm._autopar_signature,
-        pm._autopar_model_ref,
-        pm._autopar_model_class,
-    )
-    new._autopar_model_values, new._autopar_model_keys, new._autopar_model_tensors = (
-        pm._autopar_model_values,
-        pm._autopar_model_keys,
-        pm._autopar_model_tensors,
-    )
-    new._autopar_names_of_both = pm._autopar_names_of_both
-    new._autopar_gradient_dtype, new._autopar_compared.every, new._autopar_own_rows = (
-        pm._autopar_gradient_dtype,
-        pm._autopar_compared.every,
-        pm._autopar_own_rows,
-    )
-    new._autopar_buckets, new._autopar_layouts_change, new._autopar_told_of_statistics = (
-        pm._autopar_buckets,
-        pm._autopar_layouts_change,
-        pm._autopar_told_of_statistics,
-    )
+    for name in _TAKEN_OVER:
+        setattr(new, name, getattr(pm, name))
+    new._autopar_compared.every = pm._autopar_compared.every
     new._autopar_batch = Batch(
         pm._autopar_captured, pm._autopar_signature, pm._autopar_device, pm._autopar_batch.pieces
     )
-    new._autopar_programs = (
-        pm._autopar_programs.of_copy() if pm._autopar_programs is not None and pm._autopar_programs.shapes else None
-    )
+    programs = pm._autopar_programs
+    new._autopar_programs = programs.of_copy() if programs is not None and programs.shapes else None
     new._autopar_set_position(*pm._autopar_position())
     new._autopar_take_modes_of(pm)
     copy_momenta(pm, new)

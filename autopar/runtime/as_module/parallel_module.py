@@ -32,6 +32,7 @@ from autopar.runtime.as_module.submodules import (
     own_tensors,
     plain_values,
     refuse_replacing,
+    show_absent,
 )
 from autopar.runtime.as_module.train_and_eval import SpreadModes
 from autopar.runtime.batches.same_batch import Calls
@@ -197,6 +198,7 @@ class SpreadModule(SpreadModes):
                 part._autopar_stand_for(self, path, module)
         for path, part in list(self.named_modules(remove_duplicate=False)):
             if path in modules:
+                show_absent(part, modules[path])
                 for key in modules[path]._modules:  # loops meet them in the model's order
                     if key in part._modules:
                         part._modules[key] = part._modules.pop(key)

@@ -27,6 +27,8 @@ from autopar.torch_private import pytree
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 """Attributes that torch keeps in every module: a part has its own."""
+REGISTERED = ("_parameters", "_buffers", "_modules")
+"""Attributes of every module in which torch keeps what is registered, by name; None is registered, too."""
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Values that a part still knows when the model is gone, and so it does lists and other nests of them."""
 _NESTS = (tuple, list, set, frozenset, collections.deque)
@@ -81,17 +83,31 @@ def is_own(name: str, value: Any, of_model: frozenset[str]) -> bool:
 
 
 def refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
-    """Refuse to put another module where a part of a parallel module is.
+    """Refuse to put another module where a part of a parallel module is, or anything where the model has None.
 
     Raises:
         RunError: the program would go on with what was captured.
     """
+    tables = [module.__dict__.get(table, {}) for table in REGISTERED]
+    if value is not None and any(table.get(name, module) is None for table in tables):
+        raise RunError(
+            f"'{name}' of a parallel module was set, which is None in the model: the program was captured as a whole "
+            "and would go on without it; set it in the model, and parallelize the model again (weights: "
+            "model.load_state_dict(autopar.full_state_dict(pm), strict=False))"
+        )
     if isinstance(module.__dict__.get("_modules", {}).get(name), Part) and isinstance(value, torch.nn.Module):
         raise RunError(
             f"module '{name}' of a parallel module was replaced by a {type(value).__name__}: the program was captured "
             "as a whole and would go on without it; replace it in the model, and parallelize the model again (weights: "
             "model.load_state_dict(autopar.full_state_dict(pm), strict=False))"
         )
+
+
+def show_absent(shown: torch.nn.Module, module: torch.nn.Module) -> None:
+    """Have what shows a module know what is registered there as None: a bias that it has not, a head, a mask."""
+    for table in REGISTERED:
+        absent = [key for key, registered in getattr(module, table).items() if registered is None]
+        getattr(shown, table).update(dict.fromkeys(absent))
 
 
 class Elements(torch.nn.Module):
@@ -172,8 +188,7 @@ class Part(Elements):
         Raises:
             AttributeError: there is none, or it is a tensor or a module, which the model has and the program does not.
         """
-        registered = [self.__dict__.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")]
-        for table in registered:
+        for table in (self.__dict__.get(kind, {}) for kind in REGISTERED):
             if name in table:
                 return table[name]
         kind, path = self.__dict__.get("_autopar_class"), self.__dict__.get("_autopar_stands_for", (None, ""))[1]
@@ -187,10 +202,6 @@ class Part(Elements):
             refuse_left(whole._autopar_captured, path, name)
         module = self.__dict__["_autopar_module"]()
         values = self.__dict__["_autopar_values"] if module is None else vars(module)
-        if module is not None and name not in values:  # such as the bias of a layer without one
-            tables = (module._parameters, module._buffers, module._modules)
-            if any(table.get(name, module) is None for table in tables):
-                return None
         missing = object()
         value = values[name] if name in values else inspect.getattr_static(kind, name, missing)
         if name not in values and value is not missing:
@@ -281,7 +292,8 @@ class Part(Elements):
         Raises:
             RunError: it is another one, such as that of pruning and of parametrizations.
         """
-        self._autopar_known_to_program(name)
+        if param is not None:
+            self._autopar_known_to_program(name)
         super().register_parameter(name, param)
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
@@ -290,16 +302,20 @@ class Part(Elements):
         Raises:
             RunError: it is another one.
         """
-        self._autopar_known_to_program(name)
+        if tensor is not None:
+            self._autopar_known_to_program(name)
         super().register_buffer(name, tensor, persistent)
 
     def _autopar_known_to_program(self, name: str) -> None:
         module = self.__dict__.get("_autopar_module", lambda: None)()
         whole, path = self.__dict__.get("_autopar_stands_for", (lambda: None, ""))
         # of a model that is gone, a name made from one of its tensors', such as weight_orig, is none of the program's
-        is_derived = any(name.startswith(f"{tensor_name}_") for tensor_name in (*self._parameters, *self._buffers))
-        is_known = not is_derived if module is None else name in module._parameters or name in module._buffers
-        if whole() is not None and not is_known and name not in self._parameters and name not in self._buffers:
+        held = {**self._parameters, **self._buffers}
+        is_derived = any(name.startswith(f"{tensor_name}_") for tensor_name in held)
+        theirs = held if module is None else {**module._parameters, **module._buffers}
+        is_absent = name in theirs and theirs[name] is None
+        is_known = not is_derived and not is_absent if module is None else theirs.get(name) is not None
+        if whole() is not None and not is_known and held.get(name) is None:
             raise RunError(
                 f"'{path}.{name}' was registered on a parallel module: the program was captured as a whole and would "
                 "go on without it (torch.nn.utils.prune, weight_norm and parametrizations register such tensors)\n"
@@ -397,5 +413,5 @@ def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device)
 
 __all__ = [
     "Elements", "Part", "check_conversion", "is_own", "own_tensors", "place", "plain_values",
-    "refuse_replacing",
+    "refuse_replacing", "show_absent",
 ]  # fmt: skip
