@@ -22,6 +22,7 @@ from autopar.parallelizing.replanning import for_graph, stored_as
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph, priced_again
+from autopar.planner.intra_op.pins.small_parameters import note_on_small
 from autopar.planner.plan_notes import notes_on
 from autopar.planner.planning import BETTER, Outcome, options_of
 from autopar.plans.asked import Asked
@@ -201,7 +202,9 @@ def find(
     graphs = {size: with_load(capture_of(size).graph, load) for size in dict.fromkeys(order)}
     plans = on_best_mesh(graphs, order, cluster, n, asked)
     by_graph = {graphs[size].fingerprint: plan for size, plan in plans.plans.items()}
-    first = Plan.alone(by_graph[captured.graph.fingerprint], name, asked.pins, notes_on(captured.graph))
+    own = by_graph[captured.graph.fingerprint]
+    notes = *notes_on(captured.graph), *note_on_small(captured.graph, asked.pins.params, [own])
+    first = Plan.alone(own, name, asked.pins, notes)
     return BucketsTogether(Outcome(first, captured), by_graph, len(set(plans.layouts.values())) > 1)
 
 

@@ -29,6 +29,7 @@ from autopar.planner.inter_op.stage_search import INTERRUPTED, PipelineOptions, 
 from autopar.planner.intra_op.building.integer_program import Beaten, NoChoice
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.pins.clashing_pins import explained
+from autopar.planner.intra_op.pins.small_parameters import TooSmallError, note_on_small
 from autopar.planner.plan_notes import next_best, notes_on, with_note_on_statistics
 from autopar.plans.asked import Asked
 from autopar.plans.plan import Pins, Plan
@@ -119,9 +120,12 @@ def _found(
         try:
             return on_best_mesh(captured, cluster, n, asked, name, say)
         except InfeasibleError as error:
-            if not asked.whole or asked.insisted or not can_be_cut(captured.graph, example()):
+            of_names = isinstance(error, TooSmallError)  # which neither microbatches nor stages make larger
+            if of_names or not asked.whole or asked.insisted or not can_be_cut(captured.graph, example()):
                 raise
-            hint = _in_other_ways(model, captured, example(), cluster, n, asked)
+            hint = _in_other_ways(model, captured, example(), cluster, n, asked, str(error))
+            if not hint:
+                raise
             raise InfeasibleError(f"{error}\n  {hint}") from None
     if asked.numbers is None:
         say("stages")
@@ -171,14 +175,18 @@ def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, asked: Aske
 
 
 def _in_other_ways(
-    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked
+    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked, why: str
 ) -> str:
-    """What would fit a model of which the whole batch at once does not."""
+    """What would fit a model of which the whole batch at once does not; nothing where it is the same in all ways.
+
+    Args:
+        why: what is in the way of the whole batch.
+    """
     free = replace(asked, whole=False, piped=True, numbers=())
     try:
         outcome = in_parts(model, captured, example, cluster, n, free, cluster.name, runs=False)
     except (InfeasibleError, PlanError, MeshError) as error:
-        return f"nor in microbatches or stages: {error}"
+        return "" if str(error) == why else f"nor in microbatches or stages: {error}"
     words = "stages='auto'" if len(outcome.plan.stages) > 1 else f"microbatches={outcome.plan.microbatches}"
     taken = taken_of_batch(captured.graph) if outcome.plan.microbatches > 1 else ""
     differs = f", by other numbers: {taken}, and each microbatch would have its own" if taken else ""
@@ -207,7 +215,7 @@ def on_only_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, n
 def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
     """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model."""
     stage = plan_graph(graph, cluster, mesh, options)
-    return Plan.alone(stage, name, pins, notes_on(graph))
+    return Plan.alone(stage, name, pins, (*notes_on(graph), *note_on_small(graph, pins.params, [stage])))
 
 
 def on_best_mesh(
@@ -313,7 +321,8 @@ def in_stages(
         max_axes=asked.max_axes,
     )
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
-    notes = (*planned.plan.notes, *notes_on(graph), *next_best(planned))
+    small = note_on_small(graph, pins.params, planned.plan.stages)
+    notes = (*planned.plan.notes, *notes_on(graph), *small, *next_best(planned))
     return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
 
 

@@ -237,8 +237,9 @@ def test_pins_that_are_too_fine_are_all_named() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 7), torch.nn.Linear(7, 4))
     graph = capture(model, (torch.randn(4, 8),), {}, loss_fn=torch.sum).graph
     cluster, mesh = load_cluster("dgx-h100"), Mesh.of(data=8)
+    names = [node.target for _, node in graph.of_kind("param")]
     with pytest.raises(InfeasibleError) as caught:
-        plan_graph(graph, cluster, mesh, Options(params={"*": "S1"}))
+        plan_graph(graph, cluster, mesh, Options(params=dict.fromkeys(names, "S1")))
     text = str(caught.value)
     assert "3 of 4 parameters that were pinned are too small" in text
     assert "1.weight [4 7] as S1: on axis 'data' dim 1 has 7 left for 8 ranks" in text
@@ -246,6 +247,38 @@ def test_pins_that_are_too_fine_are_all_named() -> None:
     assert "0.weight" not in text and "end it with '0.bias': 'replicate'" in text
     plan = plan_graph(graph, cluster, mesh, Options(params={"*": "S1", "*.bias": "replicate", "1.*": "replicate"}))
     assert [plan.params[n].stored for n in ("0.weight", "0.bias", "1.weight")] == [("S1",), ("I",), ("I",)]
+
+
+class Scaled(torch.nn.Module):
+    """A scalar and a bias of one element, as of CLIP and of a last layer for one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.down(self.up(x)) * self.scale).square().mean()
+
+
+def test_what_is_too_small_for_a_pattern_stays_whole() -> None:
+    x = torch.randn(4, 4)
+    plan = autopar.plan(Scaled(), "dgx-h100", x, mesh={"data": 2}, params={"*": "S0 use"})
+    cut = {name for name, choice in plan.params.items() if choice.stored == ("S0",)}
+    assert cut == {"up.weight", "up.bias"} == {n for n, c in plan.params.items() if c.lifetime == "use"}
+    (note,) = (note for note in plan.notes if "too small" in note)
+    assert note.startswith("3 parameter(s) are too small for the pieces that params= asks for by a pattern")
+    assert note.endswith("stay whole: scale [], down.weight [1, 8], down.bias [1]")
+    plan = autopar.plan(Scaled(), "dgx-h100", x, mesh={"data": 1}, params={"*": "S0 use"})
+    assert not any(choice.stored.is_cut for choice in plan.params.values()) and not plan.notes
+
+
+def test_a_name_of_what_is_too_small_is_refused_once() -> None:
+    for params in ({"scale": "S0"}, {"*": "S0 use", "scale": "S0"}):
+        with pytest.raises(InfeasibleError, match="parameters that were pinned are too small") as caught:
+            autopar.plan(Scaled(), "dgx-h100", torch.randn(4, 4), mesh={"data": 2}, params=params)
+        assert str(caught.value).count("scale [] as S0: on axis 'data' it has no dim 0") == 1
+        assert "microbatches" not in str(caught.value)
 
 
 def test_a_first_block_without_gradient_into_it_is_not_like_the_others() -> None:

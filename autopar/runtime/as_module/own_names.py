@@ -17,15 +17,19 @@ import torch.distributed as dist
 PREFIX = "_autopar_"
 """Of attributes and methods of parallel modules, and of what stands for submodules, that are not for users."""
 _PACKAGE = __name__.partition(".")[0]
-OF_EVERY_MODULE = frozenset({*dir(torch.nn.Module), *vars(torch.nn.Module())})
-"""Names that models have as torch gives them."""
+_IN_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+def is_of_every_module(name: str) -> bool:
+    """Whether models have a name as torch gives it, or as a library has put it into torch's class since."""
+    return name in _IN_MODULES or hasattr(torch.nn.Module, name)
 
 
 def names_of_both(pm: torch.nn.Module, model: torch.nn.Module) -> frozenset[str]:
     """Names that the model or its class has, beyond those of every module, and the parallel module has for users."""
     registered = (*model._parameters, *model._buffers, *model._modules)
-    models = {*dir(type(model)), *vars(model), *registered} - OF_EVERY_MODULE
-    return frozenset(name for name in models & {*dir(type(pm))} if not name.startswith("__"))
+    both = {*dir(type(model)), *vars(model), *registered} & {*dir(type(pm))}
+    return frozenset(name for name in both if not name.startswith("__") and not is_of_every_module(name))
 
 
 def tell(names: frozenset[str], model: torch.nn.Module) -> None:
@@ -57,4 +61,4 @@ def is_set_from_outside(depth: int) -> bool:
     return name.partition(".")[0] != _PACKAGE
 
 
-__all__ = ["OF_EVERY_MODULE", "PREFIX", "is_set_from_outside", "is_setting", "names_of_both", "tell"]
+__all__ = ["PREFIX", "is_of_every_module", "is_set_from_outside", "is_setting", "names_of_both", "tell"]

@@ -14,7 +14,7 @@ import torch
 from autopar.capture.python.frozen_values import show
 from autopar.capture.python.guards import Guards, refusal
 from autopar.errors import RunError
-from autopar.runtime.as_module.own_names import OF_EVERY_MODULE
+from autopar.runtime.as_module.own_names import is_of_every_module
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.program_cache import check_autocast
 
@@ -39,7 +39,7 @@ def assigned(pm: Any, path: str, name: str, value: Any) -> bool:
         model = pm._autopar_model_ref() if follows else None
         if model is not None and not isinstance(value, torch.Tensor | torch.nn.Module):
             part = dict(model.named_modules()).get(path)
-            if part is not None and name in vars(part) and name not in OF_EVERY_MODULE:
+            if part is not None and name in vars(part) and not is_of_every_module(name):
                 setattr(part, name, value)
         return False
     if owner is not None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from autopar.errors import InfeasibleError, MeshError, PlanError, first_few
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Problem
 from autopar.planner.intra_op.pins.options import Options
+from autopar.planner.intra_op.pins.small_parameters import (
+    TooSmallError,
+    asks_for_what_fits,
+    stored_and_lifetime,
+    why_too_small,
+)
 from autopar.planner.intra_op.written_buffers import held_whole, holds_whole
-from autopar.plans.plan import LIFETIMES, ParamChoice
+from autopar.plans.plan import ParamChoice
 from autopar.rules.experts.expert_load import ROUTED
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block, listed, option_written
@@ -82,6 +88,7 @@ class PinnedChoices:
                     )
 
     def _params(self) -> None:
+        asked: dict[str, str] = {}
         for pattern, how in (self.options.params or {}).items():
             matched = [n.target for _, n in self.graph.of_kind("param") if fnmatchcase(n.target, pattern)]
             if not matched:
@@ -94,32 +101,36 @@ class PinnedChoices:
                     + State.of("S0", *["I"] * (len(self.mesh) - 1)).text
                     + ", after which may stand a lifetime, 'step' or 'use'"
                 )
-            self.params.update(dict.fromkeys(matched, how))
-        self._params_large_enough()
+            asked.update(dict.fromkeys(matched, pattern))
+        self._params_large_enough(asked)
 
-    def _params_large_enough(self) -> None:
-        """Name all parameters that cannot be stored as they are pinned, with the sizes that are too small."""
+    def _params_large_enough(self, asked: Mapping[str, str]) -> None:
+        """Pin parameters as they are asked for, or whole where they are too small and a wildcard found them.
+
+        Args:
+            asked: the pattern that holds for each parameter.
+
+        Raises:
+            TooSmallError: it names all others that are too small, with their sizes.
+        """
+        hows = self.options.params or {}
+        shapes = {node.target: node.out.shape for _, node in self.graph.of_kind("param")}
+        small = {name: why_too_small(name, shapes[name], hows[pattern], self.mesh) for name, pattern in asked.items()}
         lines: list[str] = []
         names: list[str] = []
-        for _, node in self.graph.of_kind("param"):
-            if node.target not in self.params or self.params[node.target] == REPLICATE:
+        for name in shapes:
+            if name not in asked:
                 continue
-            placement, _ = stored_and_lifetime(self.params[node.target])
-            left = list(node.out.shape)
-            for p, (axis, size) in zip(State.parse(placement, self.mesh, f"'{node.target}'"), self.mesh, strict=True):
-                d = p.dim
-                if d is None:
-                    continue
-                if d >= len(left) or left[d] < size:
-                    why = f"dim {d} has {left[d]} left for {size} ranks" if d < len(left) else f"it has no dim {d}"
-                    shape = " ".join(map(str, node.out.shape))
-                    lines.append(f"{node.target} [{shape}] as {placement}: on axis '{axis}' {why}")
-                    names.append(node.target)
-                    break
-                left[d] = -(-left[d] // size)
+            pattern = asked[name]
+            may_stay = asks_for_what_fits(pattern)
+            self.params[name] = REPLICATE if small[name] and may_stay else hows[pattern]
+            if small[name] and not may_stay:
+                shape = " ".join(map(str, shapes[name]))
+                lines.append(f"{name} [{shape}] as {stored_and_lifetime(hows[pattern])[0]}: {small[name]}")
+                names.append(name)
         if lines:
             shown = "\n  ".join(lines[:SHOWN]) + (f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
-            raise InfeasibleError(
+            raise TooSmallError(
                 f"{len(lines)} of {len(self.params)} parameters that were pinned are too small\n  {shown}\n  use "
                 "smaller axes, or except them: a later pattern of params= goes before an earlier one, so end "
                 f"it with '{names[0]}': 'replicate' and so on (--keep-replicated '{names[0]}')"
@@ -183,8 +194,13 @@ class PinnedChoices:
         if how == REPLICATE:
             return not choice.stored.is_cut
         placement, lifetime = stored_and_lifetime(how)
+        pinned = State.parse(placement, self.mesh, f"'{node.target}'")
+        is_stored_so = all(
+            stored == wanted or size == 1  # on one rank, a piece is the whole
+            for stored, wanted, (_, size) in zip(choice.stored, pinned, self.mesh, strict=True)
+        )
         gathers = any(a.is_shard and not b.is_shard for a, b in zip(choice.stored, choice.used, strict=True))
-        return choice.stored.text == placement and (not lifetime or not gathers or choice.lifetime == lifetime)
+        return is_stored_so and (not lifetime or not gathers or choice.lifetime == lifetime)
 
     def require(self, problem: Problem) -> None:
         """Name the items that the pins leave without a strategy."""
@@ -210,13 +226,6 @@ def _is_state(text: str, mesh: Mesh) -> bool:
     except MeshError:
         return False
     return True
-
-
-def stored_and_lifetime(how: str) -> tuple[str, str]:
-    """``"S0, I use"`` as ``("S0,I", "use")``; no lifetime is ``""``."""
-    words = how.split()
-    lifetime = words.pop() if words and words[-1] in LIFETIMES else ""
-    return "".join(words), lifetime
 
 
 __all__ = ["PinnedChoices"]

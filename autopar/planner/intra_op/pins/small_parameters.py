@@ -1,0 +1,71 @@
+"""Parameters that are too small for the pieces that are asked for: a scalar, a bias of fewer elements than ranks.
+
+A pattern with a wildcard (``"*": "S0 use"``, as ``fully_shard`` of a whole model) says how what can be is stored: what
+is too small for it stays whole, and a note of the plan says so. A name that is written out is meant.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from autopar.errors import InfeasibleError, first_few
+from autopar.plans.plan import LIFETIMES, StagePlan
+from autopar.words.graph import Graph
+from autopar.words.meshes import Mesh
+from autopar.words.placements import REPLICATE, State
+
+
+class TooSmallError(InfeasibleError):
+    """Parameters cannot be stored in the pieces that are asked for by their names, on whatever plan of this mesh."""
+
+
+def stored_and_lifetime(how: str) -> tuple[str, str]:
+    """``"S0, I use"`` as ``("S0,I", "use")``; no lifetime is ``""``."""
+    words = how.split()
+    lifetime = words.pop() if words and words[-1] in LIFETIMES else ""
+    return "".join(words), lifetime
+
+
+def why_too_small(name: str, shape: Sequence[int], how: str, mesh: Mesh) -> str:
+    """Why a parameter cannot be stored as it is asked for, such as ``on axis 'data' it has no dim 0``; else nothing."""
+    if how == REPLICATE:
+        return ""
+    left = list(shape)
+    for p, (axis, size) in zip(State.parse(stored_and_lifetime(how)[0], mesh, f"'{name}'"), mesh, strict=True):
+        d = p.dim
+        if d is None or size == 1:
+            continue
+        if d >= len(left):
+            return f"on axis '{axis}' it has no dim {d}"
+        if left[d] < size:
+            return f"on axis '{axis}' dim {d} has {left[d]} left for {size} ranks"
+        left[d] = -(-left[d] // size)
+    return ""
+
+
+def asks_for_what_fits(pattern: str) -> bool:
+    """Whether a pattern of ``params=`` has a wildcard, and is not the name of one parameter."""
+    return glob.has_magic(pattern)
+
+
+def note_on_small(graph: Graph, params: Mapping[str, str], stages: Sequence[StagePlan]) -> tuple[str, ...]:
+    """Says which parameters a plan keeps whole although a pattern asks for pieces."""
+    shapes = {node.target: node.out.shape for _, node in graph.of_kind("param")}
+    small: dict[str, str] = {}
+    for stage in stages:
+        for name in stage.params:
+            patterns = [pattern for pattern in params if fnmatchcase(name, pattern)]
+            if patterns and name in shapes and asks_for_what_fits(patterns[-1]):
+                if why_too_small(name, shapes[name], params[patterns[-1]], stage.mesh):
+                    small[name] = f"{name} {list(shapes[name])}"
+    if not small:
+        return ()
+    return (
+        f"{len(small)} parameter(s) are too small for the pieces that params= asks for by a pattern, and stay whole: "
+        + first_few(list(small.values())),
+    )
+
+
+__all__ = ["TooSmallError", "asks_for_what_fits", "note_on_small", "stored_and_lifetime", "why_too_small"]
