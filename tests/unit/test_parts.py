@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import gc
-import inspect
 import types
 from typing import Any
 
@@ -16,10 +15,7 @@ from torch import nn
 import autopar
 from autopar import ParallelModule
 from autopar.errors import RunError
-from autopar.runtime.as_module.own_names import PREFIX
 from autopar.runtime.as_module.parallel_module import SpreadModule
-from autopar.runtime.as_module.submodules import Part
-from autopar.runtime.pipelines.pipeline import PipelineModule
 
 
 class Net(nn.Module):
@@ -347,56 +343,3 @@ def test_what_is_registered_as_none_is_none() -> None:
         assert list(each.state_dict()) == ["inner.weight"] and list(dict(each.named_modules())) == ["", "inner"]
         each.load_state_dict(Bare().state_dict())
         assert float(each(X)) > 0
-
-
-FOR_USERS = {
-    "clip_grad_norm_", "compare_every", "device_mesh", "evaluate", "full_state_dict", "gradient_dtype",
-    "load_full_state_dict", "module", "no_sync", "plan", "program", "record", "sampler", "shard", "train_step",
-}  # fmt: skip
-"""Names of parallel modules that the documents tell of."""
-
-
-@pytest.mark.parametrize("kind", [ParallelModule, PipelineModule, Part])
-def test_what_is_not_for_users_has_a_prefix(kind: type) -> None:
-    """A model of which an attribute has the same name could not be read or set."""
-    announced = {name for base in kind.__mro__ for name in inspect.get_annotations(base)}
-    own = {*dir(kind), *announced} - {*dir(nn.Module), *vars(nn.Module())} - FOR_USERS
-    assert own and [name for name in sorted(own) if not name.startswith((PREFIX, "__"))] == []
-
-
-class Planned(nn.Module):
-    """Has names that parallel modules have for users: a number, a method, and one that is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.plan, self.compare_every = nn.Linear(4, 8), 1.0, 1.0
-
-    def shard(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.shard(self.first(x)).square().mean() * self.plan * self.compare_every
-
-
-def test_names_of_the_model_and_of_parallel_modules() -> None:
-    """Setting one of both on the parallel module was lost in silence: forward went on with the model's."""
-    model = Planned()
-    with pytest.warns(
-        UserWarning, match="Planned and the parallel module both have .* called compare_every, plan, shard:"
-    ):
-        pm: Any = autopar.parallelize(model, 1, X, on_change="recapture")
-    before = pm(X)
-    for each in (pm, copy.deepcopy(pm)):
-        with pytest.raises(RunError, match=r"compare_every was set on a .* which has .*model\.compare_every = "):
-            each.compare_every = 3
-    torch.testing.assert_close(pm(X), before, rtol=0, atol=0)
-    model.compare_every, pm.plan = 5.0, 7.0  # a property without a setter: the model's is set
-    torch.testing.assert_close(pm(X), 5 * 7 * before)
-    assert pm.plan.stages and pm.compare_every is None
-
-
-def test_names_of_others_are_not_spoken_of(recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries put methods into torch's own class: transformers does."""
-    monkeypatch.setattr(nn.Module, "put_there_by_others", lambda self: self, raising=False)
-    autopar.parallelize(Net(), 1, X)
-    assert not [w for w in recwarn if "both have" in str(w.message)]

@@ -1,0 +1,112 @@
+"""Attributes of a model that are called as a parallel module might call its own reach the model; one device."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import ParallelModule
+from autopar.errors import RunError
+from autopar.runtime.as_module.own_names import PREFIX
+from autopar.runtime.as_module.submodules import Part
+from autopar.runtime.pipelines.pipeline import PipelineModule
+
+X = torch.randn(4, 4)
+
+FOR_USERS = {
+    "clip_grad_norm_", "compare_every", "device_mesh", "evaluate", "full_state_dict", "gradient_dtype",
+    "load_full_state_dict", "module", "no_sync", "plan", "program", "record", "sampler", "shard", "train_step",
+}  # fmt: skip
+"""Names of parallel modules that the documents tell of."""
+
+
+@pytest.mark.parametrize("kind", [ParallelModule, PipelineModule, Part])
+def test_what_is_not_for_users_has_a_prefix(kind: type) -> None:
+    """A model of which an attribute has the same name could not be read or set."""
+    announced = {name for base in kind.__mro__ for name in inspect.get_annotations(base)}
+    own = {*dir(kind), *announced} - {*dir(nn.Module), *vars(nn.Module())} - FOR_USERS
+    assert own and [name for name in sorted(own) if not name.startswith((PREFIX, "__"))] == []
+
+
+class Scales(nn.Module):
+    """Private numbers, one of its class, and what forward leaves, called as a part might call its own."""
+
+    kind = "soft"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self._scale, self.stand_for, self._keys = nn.Linear(4, 4), 2.0, 1.5, [3.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.stage = x.mean()
+        return self.linear(x) * self._scale * self.stand_for * self._keys[0]
+
+
+def test_private_names_of_parts_and_what_forward_leaves() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self._seed = Scales(), 1.0
+
+        def _doubled(self) -> float:
+            return self._seed * 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.leads = x.sum()
+            return self.inner(x).square().mean() * self._seed
+
+    eager = Whole()
+    model = copy.deepcopy(eager)
+    pm: Any = autopar.parallelize(model, 1, X, on_change="recapture")
+    assert copy.deepcopy(pm).inner.kind == pm.inner.kind == "soft"
+    for _ in range(2):
+        torch.testing.assert_close(pm(X), eager(X))
+        assert pm.leads == eager.leads and pm.inner.stage == eager.inner.stage and pm._doubled() == eager._doubled()
+        for each in (pm, eager):
+            each._seed, each.inner._scale, each.inner.stand_for, each.inner._keys = 4.0, 5.0, 6.0, [7.0]
+    assert [pm._seed, pm.inner._scale, pm.inner.stand_for, pm.inner._keys] == [4.0, 5.0, 6.0, [7.0]]
+    assert [model._seed, model.inner._scale] == [4.0, 5.0]
+
+
+class Planned(nn.Module):
+    """Has names that parallel modules have for users: a number, a method, and one that is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.plan, self.compare_every = nn.Linear(4, 8), 1.0, 1.0
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shard(self.first(x)).square().mean() * self.plan * self.compare_every
+
+
+def test_names_of_the_model_and_of_parallel_modules() -> None:
+    """Setting one of both on the parallel module was lost in silence: forward went on with the model's."""
+    model = Planned()
+    with pytest.warns(
+        UserWarning, match="Planned and the parallel module both have .* called compare_every, plan, shard:"
+    ):
+        pm: Any = autopar.parallelize(model, 1, X, on_change="recapture")
+    before = pm(X)
+    for each in (pm, copy.deepcopy(pm)):
+        with pytest.raises(RunError, match=r"compare_every was set on a .* which has .*model\.compare_every = "):
+            each.compare_every = 3
+    torch.testing.assert_close(pm(X), before, rtol=0, atol=0)
+    model.compare_every, pm.plan = 5.0, 7.0  # a property without a setter: the model's is set
+    torch.testing.assert_close(pm(X), 5 * 7 * before)
+    assert pm.plan.stages and pm.compare_every is None
+
+
+def test_names_of_others_are_not_spoken_of(recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries put methods into torch's own class: transformers does."""
+    monkeypatch.setattr(nn.Module, "put_there_by_others", lambda self: self, raising=False)
+    autopar.parallelize(nn.Linear(4, 4), 1, X)
+    assert not [w for w in recwarn if "both have" in str(w.message)]
