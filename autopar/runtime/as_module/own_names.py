@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 _PACKAGE = __name__.partition(".")[0]
-_OF_EVERY_MODULE = frozenset({*dir(torch.nn.Module), *vars(torch.nn.Module())})
 
 
 def names_of_both(pm: torch.nn.Module, fields: frozenset[str], model: torch.nn.Module) -> frozenset[str]:
@@ -24,7 +23,9 @@ def names_of_both(pm: torch.nn.Module, fields: frozenset[str], model: torch.nn.M
         fields: attributes of the parallel module that its class may only announce.
     """
     registered = (*model._parameters, *model._buffers, *model._modules)
-    models = {*dir(type(model)), *vars(model), *registered} - _OF_EVERY_MODULE
+    # asked anew, since libraries add to torch's class (``smart_apply`` of transformers)
+    of_every_module = {*dir(torch.nn.Module), *vars(torch.nn.Module())}
+    models = {*dir(type(model)), *vars(model), *registered} - of_every_module
     own = {*dir(type(pm)), *fields}
     return frozenset(name for name in models & own if not name.startswith("__"))
 
