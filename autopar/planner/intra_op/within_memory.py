@@ -8,6 +8,7 @@ limit is lowered by it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +38,8 @@ DEARER, HALVED = (1.02, 1.1, 1.3, 1.8, 3.0, 6.0), 3
 between them is halved."""
 LOWER = (0.92, 0.84, 0.76)
 """Parts of the limit, for blocks that differ: what the rows do not see is in the rest."""
+FAR = 0.1
+"""Where a plan is further than this from its bound, it is looked for in other ways, too."""
 SLOW = 1
 """How often the solver may stop at its time limit."""
 LARGEST = 3
@@ -79,6 +82,8 @@ class WithinMemory:
         fewest: bytes that the relaxation has at least, and the choice nearest to that, where state leaves little room.
         ends: where the simplex method ended in earlier programs of this kind, from where it goes on; None where there
             are none, and will be none.
+        otherwise: gives a plan that fits and was found in another way, if there is one: asked before the smallest plan
+            is looked for, which takes longer.
     """
 
     setting: MeshProblem
@@ -90,6 +95,7 @@ class WithinMemory:
     bound: float = float("inf")
     fewest: tuple[float, Choice] | None = None
     ends: dict[object, Any] | None = None
+    otherwise: Callable[[], StagePlan | None] = lambda: None
 
     def plan(self) -> StagePlan:
         """The plan.
@@ -162,6 +168,10 @@ class WithinMemory:
             program.limit(target)
         if best is None and self.known_seconds < float("inf"):
             raise Beaten  # what is the smallest is of no interest then
+        if best is None or (best.solution is not None and best.solution.gap > FAR):
+            other = self.otherwise()
+            if other is not None and (best is None or other.price.seconds < best.price.seconds):
+                best = replace(other, solution=against(bound, other, gap))
         if best is None and self._is_hopeless:
             return self._of_fewest_bytes(program)
         return best if best is not None else self._smallest(tried, bound)
@@ -399,4 +409,4 @@ def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) ->
     )
 
 
-__all__ = ["TIGHT", "UNLIMITED", "AllTooLarge", "OutOfReach", "WithinMemory", "against", "too_big"]
+__all__ = ["FAR", "TIGHT", "UNLIMITED", "AllTooLarge", "OutOfReach", "WithinMemory", "against", "too_big"]
