@@ -13,18 +13,11 @@ from autopar.garbage_collection import uncollected
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
 from autopar.planner.intra_op.building.integer_program import Beaten, Choice
 from autopar.planner.intra_op.building.space import fitting_strategy
+from autopar.planner.intra_op.memory.memory_errors import AllTooLarge, OutOfReach, too_big
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.intra_op.solving import highs
-from autopar.planner.intra_op.within_memory import (
-    FAR,
-    UNLIMITED,
-    AllTooLarge,
-    OutOfReach,
-    WithinMemory,
-    against,
-    too_big,
-)
+from autopar.planner.intra_op.within_memory import FAR, UNLIMITED, WithinMemory, against
 from autopar.plans.memory_decisions import GATHER_AGAIN
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.rules.strategy import Strategy
