@@ -50,7 +50,8 @@ class Candidate:
     """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step.
 
     ``n_bytes`` are estimates for each stage of what it holds all the time and of what it keeps of a microbatch; empty
-    where they are not known; so is ``estimate``, which has the stages' times.
+    where they are not known; so are ``once_bytes``, of each stage what is there only while it works, of which the first
+    has a part for each stage of the group, and ``estimate``, which has the stages' times.
     """
 
     meshes: tuple[Mesh, ...]
@@ -60,6 +61,7 @@ class Candidate:
     seconds: float
     n_bytes: tuple[tuple[float, float], ...] = ()
     estimate: EstimatedCut | None = field(default=None, compare=False, repr=False)
+    once_bytes: tuple[float, ...] = ()
 
     @property
     def groups(self) -> int:

@@ -109,6 +109,7 @@ class OneNumber(ExactPlans):
             tuple(g.mesh for g in cut.groups), tuple(g.devices for g in cut.groups), self._named(cut.schedule),
             tuple(self.blocks[b].first for b in cut.bounds), cut.seconds,
             tuple((s.static_bytes, s.kept_bytes) for s in cut.stages), cut if cut.stages else None,
+            tuple(s.once_bytes for s in cut.stages),
         )  # fmt: skip
 
     def launches_most(self) -> bool:

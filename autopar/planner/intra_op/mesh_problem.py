@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 
 from autopar.planner.intra_op.building.build import Builder
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
@@ -61,6 +63,19 @@ class MeshProblem:
             self.may_again = decoder.again
         pins.require(problem)
         return problem, decoder
+
+    def with_all_again(self) -> MeshProblem | None:
+        """The same, with all that may run again asked to: less to choose from. None where nothing is to be chosen of
+        it, or :meth:`problem` was not asked for the choices yet."""
+        if self.may_again is None:
+            return None
+        segments = self.may_again.segments(self.graph, self.rules, self.may_again.every(self.folding))
+        if not segments:
+            return None
+        other = copy(self)
+        other.again, other.may_again = segments, None
+        other.options = replace(self.options, explains=False)
+        return other
 
     def realise(self, decided: Decided, like: StagePlan | None = None, weighed: bool = True) -> StagePlan:
         """The plan of what was decided.

@@ -8,6 +8,8 @@ limit is lowered by it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,13 +17,13 @@ from typing import Any
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.intra_op.building.decoder import Decoder
 from autopar.planner.intra_op.building.integer_program import ROUGH, ROUNDING, Beaten, Choice, Item, Problem
+from autopar.planner.intra_op.memory.memory_errors import AllTooLarge, OutOfReach
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.solving import highs
 from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT
 from autopar.planner.intra_op.solving.mixture import mixture
 from autopar.plans.plan import Solution, StagePlan
 from autopar.plans.prices import Moment
-from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes
 
 ATTEMPTS = 12
@@ -37,10 +39,10 @@ DEARER, HALVED = (1.02, 1.1, 1.3, 1.8, 3.0, 6.0), 3
 between them is halved."""
 LOWER = (0.92, 0.84, 0.76)
 """Parts of the limit, for blocks that differ: what the rows do not see is in the rest."""
+FAR = 0.1
+"""Where a plan is further than this from its bound, it is looked for in other ways, too."""
 SLOW = 1
 """How often the solver may stop at its time limit."""
-LARGEST = 3
-"""Parameters that a message lists."""
 MIXED_GAP = 0.02
 """The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
 STEEP_PRICES = (10.0, 30.0, 100.0)
@@ -51,18 +53,6 @@ TIGHT = 0.9
 """Part of the limit: where what every item has at least is more, it is asked first whether there is a choice at all."""
 UNLIMITED = 1e18
 """Bytes that no device has."""
-
-
-class AllTooLarge(InfeasibleError):
-    """All choices are above the limit; ``smallest`` is the plan that comes nearest of those that were seen."""
-
-    def __init__(self, smallest: StagePlan) -> None:
-        super().__init__(f"the smallest plan needs {show_bytes(smallest.price.memory_bytes)}")
-        self.smallest = smallest
-
-
-class OutOfReach(InfeasibleError):
-    """Not even the relaxation fits, nor the plan nearest to its fewest bytes, and no explanation was asked for."""
 
 
 @dataclass
@@ -79,6 +69,9 @@ class WithinMemory:
         fewest: bytes that the relaxation has at least, and the choice nearest to that, where state leaves little room.
         ends: where the simplex method ended in earlier programs of this kind, from where it goes on; None where there
             are none, and will be none.
+        fitting: the fastest plan within the limit of all that were finished, whatever for.
+        otherwise: gives a plan that fits and was found in another way, if there is one: asked before the smallest plan
+            is looked for, which takes longer.
     """
 
     setting: MeshProblem
@@ -90,6 +83,8 @@ class WithinMemory:
     bound: float = float("inf")
     fewest: tuple[float, Choice] | None = None
     ends: dict[object, Any] | None = None
+    otherwise: Callable[[], StagePlan | None] = lambda: None
+    fitting: StagePlan | None = None
 
     def plan(self) -> StagePlan:
         """The plan.
@@ -99,6 +94,20 @@ class WithinMemory:
             OutOfReach: nothing fits, and no explanation is wanted.
             Beaten: it is not worth the search, or nothing fits and there is a plan already.
         """
+        try:
+            found = self._searched()
+        except InfeasibleError:
+            if self.fitting is None:
+                raise
+            return replace(self.fitting, solution=against(0.0, self.fitting, self.setting.options.memory_gap))
+        seen, said = self.fitting, found.solution
+        if seen is None or said is None or seen.price.seconds >= found.price.seconds:
+            return found
+        bound = said.objective_seconds * (1 - said.gap)
+        return replace(seen, solution=against(bound, seen, self.setting.options.memory_gap))
+
+    def _searched(self) -> StagePlan:
+        """:meth:`plan`, of the last that was looked for; a faster one that fits may have been seen on the way."""
         limit, gap = self.limit, self.setting.options.memory_gap
         enough = gap if self.decoder.again is None else max(gap, MIXED_GAP)
         program = self._limited(limit)
@@ -106,6 +115,7 @@ class WithinMemory:
         best: StagePlan | None = None
         bound = 0.0
         fits_at, too_much, target, refined, slow = 0.0, limit, limit, 0, 0
+        lowered: Counter[int] = Counter()
         fits = self.fewest is None or self.fewest[0] <= limit
         for attempt in range(ATTEMPTS if fits else 0):
             try:
@@ -146,7 +156,9 @@ class WithinMemory:
                 if self._sees(program, plan):
                     continue
                 if plan.fullest in self.moments:  # its row does not see all of it
-                    program.lower(self.moments[plan.fullest], over)
+                    number = self.moments[plan.fullest]
+                    lowered[number] += 1  # other choices may be over by as much: twice as far each time
+                    program.lower(number, over * 2 ** (lowered[number] - 1))
                     continue
                 target -= over
                 program.limit(target)
@@ -162,6 +174,10 @@ class WithinMemory:
             program.limit(target)
         if best is None and self.known_seconds < float("inf"):
             raise Beaten  # what is the smallest is of no interest then
+        if best is None or (best.solution is not None and best.solution.gap > FAR):
+            other = self.otherwise()
+            if other is not None and (best is None or other.price.seconds < best.price.seconds):
+                best = replace(other, solution=against(bound, other, gap))
         if best is None and self._is_hopeless:
             return self._of_fewest_bytes(program)
         return best if best is not None else self._smallest(tried, bound)
@@ -316,7 +332,11 @@ class WithinMemory:
     def _finish(self, choice: Choice) -> StagePlan:
         plan = self.setting.realise(self.decoder.decided(choice.picked, self.setting.folding))
         said = Solution(choice.solver, choice.status, choice.objective, choice.gap, choice.binds)
-        return replace(plan, solution=said)
+        plan = replace(plan, solution=said)
+        if plan.price.memory_bytes <= self.limit:
+            if self.fitting is None or plan.price.seconds < self.fitting.price.seconds:
+                self.fitting = plan
+        return plan
 
     def _smallest(self, tried: list[StagePlan], bound: float) -> StagePlan:
         """The plan of the fewest bytes, when the limit was not met otherwise."""
@@ -378,25 +398,4 @@ def _by_bytes(item: Item) -> Item:
     )
 
 
-def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -> str:
-    """That nothing fits, and what would."""
-    p = tight.price
-    parts = sorted(
-        [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
-         ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes),
-         ("working memory", max(0, p.working_bytes))], key=lambda e: -e[1],
-    )  # fmt: skip
-    biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:LARGEST]
-    return (
-        f"no plan fits {show_bytes(limit)} per device: the smallest needs {show_bytes(p.memory_bytes)}, the fastest "
-        f"{show_bytes(fastest.price.memory_bytes)}\n  of the smallest: "
-        + ", ".join(f"{name} {show_bytes(n)}" for name, n in parts if n)
-        + (f", of which {show_bytes(-p.working_bytes)} are not there at once" if p.working_bytes < 0 else "")
-        + "\n  largest parameters: "
-        + ", ".join(f"{node.target} {show_bytes(node.out.n_bytes)}" for _, node in biggest)
-        + f"\n  it would fit with {show_bytes(p.memory_bytes - limit)} more per device, more devices, or a smaller "
-        "batch"
-    )
-
-
-__all__ = ["TIGHT", "UNLIMITED", "AllTooLarge", "OutOfReach", "WithinMemory", "against", "too_big"]
+__all__ = ["FAR", "TIGHT", "UNLIMITED", "WithinMemory", "against"]

@@ -303,7 +303,10 @@ class Equal:
         n = len(groups)
         pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
         pools = [pool_of[g.devices[0]] for g in groups]
-        fillers = [self.fillers.of(g.mesh, self._first(k, g.mesh), only) for k, g in zip(pools, groups, strict=True)]
+        fillers = [
+            self.fillers.of(g.mesh, self._first(k, g.mesh), only, fill.chunks)
+            for k, g in zip(pools, groups, strict=True)
+        ]
         usable = [f for f in fillers if f is not None]
         if len(usable) < n:
             return None

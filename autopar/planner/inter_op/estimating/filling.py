@@ -36,7 +36,9 @@ class Filled:
         forward_seconds: the part of a microbatch's seconds that is forward.
         weight_seconds: the part of its backward that may run later: none where a block runs again.
         kept_bytes: of one microbatch in flight; the rest of ``n_bytes`` is there all the time.
-        static_bytes: that rest.
+        static_bytes: that rest, with this stage's part of what its group needs once.
+        once_bytes: what is there while one stage of a group works, once for all of them: of blocks that run again, and
+            of parameters that are gathered for a use.
     """
 
     seconds: float
@@ -47,6 +49,7 @@ class Filled:
     weight_seconds: float = 0.0
     kept_bytes: float = 0.0
     static_bytes: float = 0.0
+    once_bytes: float = 0.0
 
     @property
     def backward_seconds(self) -> float:
@@ -64,11 +67,13 @@ class Filler:
     Attributes:
         kinds: number of the kind of every block.
         menus: ways of each kind.
+        chunks: stages of a group, of which one works at a time.
     """
 
     kinds: Sequence[int]
     menus: Mapping[int, tuple[Way, ...]]
     microbatches: int
+    chunks: int = 1
     _count: list[list[int]] = field(init=False)
     _hulls: dict[tuple[int, float], list[Way]] = field(default_factory=dict)
     _known: dict[tuple[tuple[int, ...], float, float], Filled | None] = field(default_factory=dict)
@@ -87,26 +92,24 @@ class Filler:
         return sum(n * min(w.seconds for w in self.menus[name]) for name, n in counts.items())
 
     def stage(self, first: int, end: int, in_flight: float, memory_bytes: float) -> Filled | None:
-        """Blocks ``first`` to ``end``; None if not even the leanest ways fit."""
+        """Blocks ``first`` to ``end``, in this stage's part of its group's memory; None if not even the leanest ways
+        fit."""
         counts = tuple(of_kind[end] - of_kind[first] for of_kind in self._count)
         key = counts, in_flight, memory_bytes
         if key not in self._known:
-            reserved, needed = 0.0, 0.0
+            reserved = 0.0
             filled = self._fill(counts, in_flight, memory_bytes)
-            while filled is not None and filled[1] > reserved:
-                reserved = filled[1]
+            while filled is not None and filled.once_bytes / self.chunks > reserved:
+                reserved = filled.once_bytes / self.chunks
                 filled = self._fill(counts, in_flight, memory_bytes - reserved)
             if filled is not None:
-                needed = filled[0].n_bytes + filled[1]
-            if filled is None:
-                self._known[key] = None
-            else:
-                static = needed - in_flight * filled[0].kept_bytes
-                self._known[key] = replace(filled[0], n_bytes=needed, static_bytes=static)
+                needed = filled.n_bytes + filled.once_bytes / self.chunks
+                filled = replace(filled, n_bytes=needed, static_bytes=needed - in_flight * filled.kept_bytes)
+            self._known[key] = filled
         return self._known[key]
 
-    def _fill(self, counts: tuple[int, ...], in_flight: float, memory_bytes: float) -> tuple[Filled, float] | None:
-        """The stage, and the bytes that it needs once: while a block runs again, and for what a use gathers."""
+    def _fill(self, counts: tuple[int, ...], in_flight: float, memory_bytes: float) -> Filled | None:
+        """The stage, its ``n_bytes`` without what it needs once."""
         hulls = [self._hull(name, in_flight) for name in self._names]
         used = [(n, hull) for n, hull in zip(counts, hulls, strict=True) if n]
         taken = [[0] * (len(hull) - 1) + [n] for n, hull in used]  # all start with the leanest
@@ -126,14 +129,14 @@ class Filler:
         picked = [(n, w) for ns, (_, hull) in zip(taken, used, strict=True) for n, w in zip(ns, hull, strict=True)]
         picked = [(n, w) for n, w in picked if n]
         again = sum(n for n, w in picked if w.recomputed)
-        filled = Filled(
+        ways = [w for _, w in picked]
+        once = max((w.again_bytes for w in ways), default=0.0) + max((w.peak_bytes for w in ways), default=0.0)
+        return Filled(
             sum(n * w.seconds for n, w in picked), sum(n * w.step_seconds for n, w in picked),
             memory_bytes - left, again, sum(n * w.forward_seconds for n, w in picked),
             0.0 if again else sum(n * w.weight_seconds for n, w in picked), sum(n * w.kept_bytes for n, w in picked),
+            once_bytes=once,
         )  # fmt: skip
-        ways = [w for _, w in picked]
-        once = max((w.again_bytes for w in ways), default=0.0) + max((w.peak_bytes for w in ways), default=0.0)
-        return filled, once
 
     def _total(self, way: Way) -> float:
         return self.microbatches * way.seconds + way.step_seconds
@@ -169,14 +172,17 @@ class Fillers:
     menus: Menus
     blocks: Sequence[Block]
     microbatches: int
-    _fillers: dict[tuple[Mesh, tuple[int, ...], int | None], Filler | None] = field(default_factory=dict, init=False)
+    _fillers: dict[tuple[Mesh, tuple[int, ...], int | None, int], Filler | None] = field(
+        default_factory=dict, init=False
+    )
 
-    def of(self, mesh: Mesh, devices: Sequence[int], only: int | None = None) -> Filler | None:
-        """That of a mesh; None where some block cannot be planned on it. ``only`` as for :func:`menus_of`."""
-        key = mesh, tuple(devices), only
+    def of(self, mesh: Mesh, devices: Sequence[int], only: int | None = None, chunks: int = 1) -> Filler | None:
+        """That of a mesh, where each group has so many stages; None where some block cannot be planned on it. ``only``
+        as for :func:`menus_of`."""
+        key = mesh, tuple(devices), only, chunks
         if key not in self._fillers:
             menus = menus_of(self.menus, self.blocks, mesh, devices, only)
-            filler = Filler(kinds_of(self.blocks), menus, self.microbatches) if menus is not None else None
+            filler = Filler(kinds_of(self.blocks), menus, self.microbatches, chunks) if menus is not None else None
             self._fillers[key] = filler
         return self._fillers[key]
 

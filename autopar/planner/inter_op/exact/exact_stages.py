@@ -18,7 +18,7 @@ from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
 from autopar.planner.inter_op.estimating.simulated_estimate import simulated
-from autopar.planner.inter_op.exact.memory_shares import counted_in_flight, share_of
+from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.exact.stage_plans import StagePlans, is_pinned, pace_of, rounded
 from autopar.planner.inter_op.simulating.order import SEARCHED, START, better_order
@@ -277,7 +277,8 @@ class ExactPlans:
                 share = share_of(number, of_group, live, counted, candidate)
                 options = replace(
                     wishes, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
-                    microbatches=self.asked.microbatches, memory_limit_bytes=rooms[group[number]] * share,
+                    microbatches=self.asked.microbatches,
+                    memory_limit_bytes=rooms[group[number]] * share + beside(number, of_group, candidate),
                     recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=self._may_recompute,
                     blocks=self._blocks_in(stage.graph), explains=explains,
                 )  # fmt: skip

@@ -9,6 +9,8 @@ from autopar.planner.inter_op.candidates import Candidate
 
 SHARES = 16
 """Parts into which a group's memory is divided for every two of its stages: so that many stages get the same limit."""
+STEP = 2**26
+"""Bytes beside shares are multiples of this, for the same reason."""
 FEW = 4
 """Times as many microbatches, kept at another moment than that at which the group is fullest, are many more."""
 
@@ -32,6 +34,14 @@ def share_of(
     return _parts(needs, n_parts)[stage] / n_parts
 
 
+def beside(stage: int, of_group: Sequence[int], candidate: Candidate) -> float:
+    """Bytes that a stage may fill beside its share while it works, and the others of its group do not: of what is
+    there once for the whole group, each stage's share has a part."""
+    if len(of_group) == 1 or not candidate.once_bytes:
+        return 0.0
+    return candidate.once_bytes[stage] * (1 - 1 / len(of_group)) // STEP * STEP
+
+
 def _parts(needs: Mapping[int, float], n_parts: int) -> dict[int, int]:
     """How many of the equal parts of a group's memory each stage gets: the next one always goes to the stage that has
     the fewest for what it needs, so that none is short by more than rounding."""
@@ -48,4 +58,4 @@ def counted_in_flight(live: Sequence[int], most: Sequence[int]) -> list[int]:
     return [n if FEW * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
 
 
-__all__ = ["counted_in_flight", "share_of"]
+__all__ = ["beside", "counted_in_flight", "share_of"]

@@ -18,9 +18,9 @@ from itertools import product
 from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.chains import Chain, is_plain, most_cut, position_of
 from autopar.planner.intra_op.building.decoder import Decoder
-from autopar.planner.intra_op.building.flows import ReadAlike, flow, read_alike
+from autopar.planner.intra_op.building.flows import ReadAlike, flow, pieces_for_copies, read_alike
 from autopar.planner.intra_op.building.fold import Fold
-from autopar.planner.intra_op.building.integer_program import Item, Problem, Tensor
+from autopar.planner.intra_op.building.integer_program import Item, OnlyWith, Problem, Tensor
 from autopar.planner.intra_op.building.overlap_terms import overlaps
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
@@ -134,6 +134,7 @@ class Builder:
                 seconds = tuple(self._arrival_seconds(node, s) for s in made_by_param[i])
                 items.append(Item(node.name, seconds, (0.0,) * len(seconds)))
         tensors: list[Tensor] = []
+        only_with: list[OnlyWith] = []
         outputs = []
         for i, of_node in sorted(groups.items()):
             for group in of_node:
@@ -149,6 +150,7 @@ class Builder:
                     entry = (item_of[reader], wanted(reader, position), gathered(reader, position))
                     if entry not in readers:
                         readers.append(entry)
+                        only_with += pieces_for_copies(self.pricer.mesh, item_of[i], made_as, *entry)
                 for number in group.outputs:
                     states = self._output_states(number, group.ref, made_as)
                     outputs.append((len(items), number, tuple(states)))
@@ -175,6 +177,7 @@ class Builder:
         problem = Problem(
             tuple(items), tuple(tensors), kept.shared() if kept is not None else (),
             overlaps=overlaps(graph, self.rules, self.fold, self.pricer, self.microbatches, item_of, row_of),
+            only_with=tuple(only_with),
         )  # fmt: skip
         moments = None
         if kept is not None:

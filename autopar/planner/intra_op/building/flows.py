@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.intra_op.building.fold import Fold
-from autopar.planner.intra_op.building.integer_program import Tensor
+from autopar.planner.intra_op.building.integer_program import OnlyWith, Tensor
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.reshard import axis_sets, state_graph
 from autopar.plans.regather import is_gather, is_same
@@ -121,6 +121,23 @@ def flow(
     )
 
 
+def pieces_for_copies(
+    mesh: Mesh, producer: int, made_as: Sequence[State], reader: int, wanted: Sequence[State], flags: Sequence[bool]
+) -> list[OnlyWith]:
+    """That a copy is gathered again only along axes along which its tensor is made in pieces, or summed to pieces.
+
+    A tensor that is made whole could be cut, kept in pieces and gathered, by this flow; no program does that: it reads
+    the whole tensor as it is, and keeps it.
+    """
+    conditions = []
+    for axis in (a for a, (_, size) in enumerate(mesh) if size > 1 and any(state[a].is_shard for state in made_as)):
+        copies = tuple(r for r, flag in enumerate(flags) if flag and wanted[r][axis].is_whole)
+        pieces = tuple(r for r, state in enumerate(made_as) if not state[axis].is_whole)
+        if copies and len(pieces) < len(made_as):
+            conditions.append(OnlyWith(reader, copies, producer, pieces))
+    return conditions
+
+
 def _gathered_twice(
     wanted: Collection[State], edges: Sequence[tuple[State, State]], mesh: Mesh, first: int
 ) -> tuple[dict[State, int], list[tuple[State, State, bool]]]:
@@ -151,4 +168,4 @@ def _is_free(src: State, dst: State) -> bool:
     return step_collectives(src[axis], dst[axis]) == (None, None)
 
 
-__all__ = ["ReadAlike", "flow", "read_alike"]
+__all__ = ["ReadAlike", "flow", "pieces_for_copies", "read_alike"]

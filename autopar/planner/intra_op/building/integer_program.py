@@ -9,6 +9,7 @@ For items ``i`` (operators and parameters, one per fold class), strategies ``s``
                 hidden[o] <= sum_{i in side} sum_s x[i,s] * seconds[o,i,s]      for both sides of every overlap o
                 peak >= sum_s x[i,s] * peak_bytes[i,s]                      for every i that has peak bytes
                 shared[h] >= sum_{s in rows} x[i,s] - sum_{s in again} x[j,s]   for every user (i, rows) of h
+                sum_{s in rows} x[i,s] <= sum_{s in of_rows} x[j,s]             for all that needs what j decides
                 sum_i sum_s x[i,s] * bytes[i,s] + sum_h shared[h] * bytes[h] + peak <= limit           memory
 
 The last is one row, or, where moments of a step are given, one for each of them with the bytes of that moment.
@@ -78,6 +79,16 @@ class SharedBytes:
 
 
 @dataclass(frozen=True)
+class OnlyWith:
+    """Strategies ``rows`` of an item that may be picked only with one of the strategies ``of_rows`` of another."""
+
+    item: int
+    rows: tuple[int, ...]
+    of_item: int
+    of_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class HiddenSeconds:
     """What two sides take at the same time, collectives and what is computed beside them: the shorter is hidden.
 
@@ -114,6 +125,7 @@ class Problem:
     moments: tuple[MomentBytes, ...] = ()
     smallest: bool = False
     overlaps: tuple[HiddenSeconds, ...] = ()
+    only_with: tuple[OnlyWith, ...] = ()
 
     @property
     def rows(self) -> tuple[MomentBytes, ...]:

@@ -9,5 +9,6 @@
 :mod:`.stage_peaks`    the peak of a step, with others in flight: working memory
 :mod:`.kept`           in the program: bytes of what autograd keeps; :mod:`.moment_rows`: of what is there at one
                        moment of a step, the rows of the memory limit
+:mod:`.memory_errors`  what an error says of a plan that does not fit
 ====================== ================================================================================================
 """

@@ -195,17 +195,27 @@ class KeptBytes:
                 if maker in nodes:
                     remade.setdefault(round(n_bytes * shares[r]), set()).add(r)
         layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
+        least = self._least_made(entries)
         for i, position, keeps in users_of:
             runs_again, gathers = again_of.get(item_of[i], ()), gathers_of.get(item_of[i])
             for r, share in enumerate(self.rows.shares(i, position)):
                 piece = gathers[r].get((i, position), 1.0) if gathers is not None else 1.0
                 n = round(n_bytes * share * piece)
+                if runs_again and i in runs_again[r]:  # a copy that is gathered for it is made again with it
+                    n = min(n, least)
                 if (keeps or i in runs_again[r]) and not (item_of[i] == made_by and r in remade.get(n, ())):
                     layouts.setdefault(n, {}).setdefault(item_of[i], set()).add(r)
         for n, users_in in layouts.items():
             pairs = tuple((item, tuple(sorted(rows_of))) for item, rows_of in sorted(users_in.items()))
             again_rows = tuple(sorted(remade.get(n, ())))
             self.terms.append(_Term(n, pairs, (made_by, again_rows) if again_rows else None, entries))
+
+    def _least_made(self, entries: Sequence[Entry]) -> int:
+        """The fewest bytes of a piece in which operators of this class may make such memory; no bound if they are not
+        decided."""
+        makers = {self.fold.representative[entry.since] for entry in entries} & self.rows.row_of.keys()
+        shares = [share for maker in makers for share in self.rows.shares(maker, OUT)]
+        return round(entries[0].n_bytes * min(shares)) if shares else entries[0].n_bytes
 
     def inside_of(self, i: int, times: Times) -> list[float]:
         """By row, what the operators of a class keep that is neither input nor output; where they run again, from then

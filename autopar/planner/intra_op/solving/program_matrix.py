@@ -102,6 +102,7 @@ def matrix(problem: Problem) -> Matrix:
     _flows(problem, lp)
     _shared_bytes(problem, lp)
     _overlaps(problem, lp)
+    _conditions(problem, lp)
     if problem.smallest:
         least = max(sum(map(min, moment.items)) for moment in problem.rows)
         lp.unit = max(least, 1.0)
@@ -162,6 +163,15 @@ def _shared_bytes(problem: Problem, lp: Matrix) -> None:
             for v in [lp.picks[common.again[0]][s] for s in common.again[1]] if common.again is not None else ():
                 entries[v] = entries.get(v, 0.0) + 1.0
             lp.row(entries, 0.0, math.inf)
+
+
+def _conditions(problem: Problem, lp: Matrix) -> None:
+    """Strategies that may be picked only with some of another item."""
+    for condition in problem.only_with:
+        entries = {lp.picks[condition.item][s]: 1.0 for s in condition.rows}
+        for v in (lp.picks[condition.of_item][s] for s in condition.of_rows):
+            entries[v] = entries.get(v, 0.0) - 1.0  # a class may read what another of it makes
+        lp.row({v: share for v, share in entries.items() if share}, -math.inf, 0.0)
 
 
 def _overlaps(problem: Problem, lp: Matrix) -> None:

@@ -1,0 +1,47 @@
+"""Errors of plans that do not fit a device's memory, and what such an error says: what is needed, and what would do."""
+
+from __future__ import annotations
+
+from autopar.errors import InfeasibleError
+from autopar.plans.plan import StagePlan
+from autopar.words.graph import Graph
+from autopar.words.texts import show_bytes
+
+LARGEST = 3
+"""Parameters that a message lists."""
+
+
+class AllTooLarge(InfeasibleError):
+    """All choices are above the limit; ``smallest`` is the plan that comes nearest of those that were seen."""
+
+    def __init__(self, smallest: StagePlan) -> None:
+        super().__init__(f"the smallest plan needs {show_bytes(smallest.price.memory_bytes)}")
+        self.smallest = smallest
+
+
+class OutOfReach(InfeasibleError):
+    """Not even the relaxation fits, nor the plan nearest to its fewest bytes, and no explanation was asked for."""
+
+
+def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -> str:
+    """That nothing fits, and what would."""
+    p = tight.price
+    parts = sorted(
+        [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),
+         ("gathered parameters", p.gathered_bytes), ("activations", p.activation_bytes),
+         ("working memory", max(0, p.working_bytes))], key=lambda e: -e[1],
+    )  # fmt: skip
+    biggest = sorted(graph.of_kind("param"), key=lambda e: -e[1].out.n_bytes)[:LARGEST]
+    return (
+        f"no plan fits {show_bytes(limit)} per device: the smallest needs {show_bytes(p.memory_bytes)}, the fastest "
+        f"{show_bytes(fastest.price.memory_bytes)}\n  of the smallest: "
+        + ", ".join(f"{name} {show_bytes(n)}" for name, n in parts if n)
+        + (f", of which {show_bytes(-p.working_bytes)} are not there at once" if p.working_bytes < 0 else "")
+        + "\n  largest parameters: "
+        + ", ".join(f"{node.target} {show_bytes(node.out.n_bytes)}" for _, node in biggest)
+        + f"\n  it would fit with {show_bytes(p.memory_bytes - limit)} more per device, more devices, or a smaller "
+        "batch"
+    )
+
+
+__all__ = ["AllTooLarge", "OutOfReach", "too_big"]
