@@ -169,7 +169,7 @@ def measure(case: str, precision: str | None = None) -> dict[str, Any]:
     import autopar.rules  # noqa: F401
     from autopar.capture.microbatches import numbers_of_parts
     from autopar.errors import AutoparError
-    from autopar.planner.inter_op.layout_words import parse_layout
+    from autopar.planner.inter_op.layout_parsing import parse_layout
     from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
     from hardware_profiles import load_cluster
 

@@ -67,7 +67,7 @@ def price(
     from autopar.errors import AutoparError
     from autopar.planner.inter_op.candidates import PipelineOptions
     from autopar.planner.inter_op.exact.exact_stages import ExactPlans
-    from autopar.planner.inter_op.layout_words import parse_layout
+    from autopar.planner.inter_op.layout_parsing import parse_layout
     from autopar.planner.inter_op.single_stage import least_seconds
     from autopar.planner.inter_op.stage_search import plan_pipeline
     from autopar.planner.intra_op.building.integer_program import Beaten

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from autopar.rules.attention import attention_halves, ring_attention
-from autopar.rules.lowering_helpers.across_ranks import permuted
+from autopar.rules.lowering_helpers.collective_helpers import permuted
 from autopar.runtime.ranks.launch import run_local
 
 HEADS, WIDTH = 8, 64

@@ -1,7 +1,7 @@
 """Numbers in, seconds and bytes out. Floor 1: imports `hardware_profiles` only; no torch, no model.
 
 ======================= ===============================================================================================
-:mod:`.costs`           what the planner asks for prices; :mod:`.roofline` and :mod:`.measured` answer it, and
+:mod:`.costs`           what the planner asks for prices; :mod:`.data_sheet_costs` and :mod:`.measured` answer it, and
                         importing them makes them known (the one that is imported last is asked first)
 :mod:`.operator_cost`   seconds of an operator from a data sheet
 :mod:`.collective_cost` seconds of a collective; :mod:`.mesh_links`: which links it crosses; :mod:`.routes`: a
@@ -15,12 +15,12 @@
 from .collective_cost import KINDS as COLLECTIVE_KINDS
 from .collective_cost import AxisCost
 from .costs import Costs, cost_source, costs_of
+from .data_sheet_costs import Roofline
 from .measured import MeasuredCosts
 from .mesh_links import mesh_axes
 from .operator_cost import KINDS as OP_KINDS
 from .operator_cost import op_seconds, peak_flops
 from .optimizer_bytes import optimizer_state_bytes
-from .roofline import Roofline
 
 __all__ = [
     "COLLECTIVE_KINDS", "OP_KINDS", "AxisCost", "Costs", "MeasuredCosts", "Roofline", "cost_source",

@@ -8,9 +8,9 @@ else of hardware:
     transfer      a message from one device to another
     once a step   what the executor, the sums of gradients and the optimizer take beside operators
 
-:mod:`cost_models.roofline` answers from data sheets, :mod:`cost_models.measured` from a profile of ``autopar profile``.
-Another source is a class with these methods and a function, marked with :func:`cost_source`, that gives it for the
-clusters that it knows; nobody else asks which source it is.
+:mod:`cost_models.data_sheet_costs` answers from data sheets, :mod:`cost_models.measured` from a profile of ``autopar
+profile``. Another source is a class with these methods and a function, marked with :func:`cost_source`, that gives it
+for the clusters that it knows; nobody else asks which source it is.
 """
 
 from __future__ import annotations

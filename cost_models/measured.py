@@ -12,7 +12,7 @@ from hardware_profiles.measurements import OTHER, Correction, Measured, Points
 
 from .collective_cost import AxisCost
 from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
-from .roofline import Roofline
+from .data_sheet_costs import Roofline
 
 SINGULAR = 1e-9
 """Below this share of its largest value the determinant of a fit is rounding: all computed seconds are alike."""

@@ -50,7 +50,7 @@ import torch
 from autopar.capture.branches.data_branches import Ways, along, followed
 from autopar.capture.branches.observed_run import ways_of
 from autopar.capture.losses import check_loss
-from autopar.capture.python.attributes_left import Left, own_outputs
+from autopar.capture.python.attribute_outputs import Left, own_outputs
 from autopar.capture.python.guards import Guards
 from autopar.capture.recorded import traced
 from autopar.capture.tensor_layouts import check_dense

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from autopar.capture.branches.exploring_branches import Explorer
 from autopar.capture.branches.random_answers import answering
+from autopar.capture.branches.random_branches import Explorer
 from autopar.capture.graph.building import GraphBuilder
 from autopar.capture.python.generators import draw_place, same_state
 from autopar.capture.python.guards import Guards, repeated

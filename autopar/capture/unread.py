@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.capture import Captured
-from autopar.capture.python.attributes_left import Left
+from autopar.capture.python.attribute_outputs import Left
 from autopar.capture.trace.unread_strings import arguments_of_strings, hiding, holds_hidden, keeps_hidden
 from autopar.errors import AutoparError
 

@@ -182,7 +182,7 @@ def found_ops(graph: Graph, op: str) -> list[int]:
 
 def priced_ops(graph: Graph, plan: StagePlan, priced: Pricer, numbers: list[int]) -> list[dict[str, Any]]:
     """Every way to cut each op; ops of equal blocks with the same cut once."""
-    from autopar.planner.intra_op.building.overlap_seconds import hidden_in
+    from autopar.planner.intra_op.building.hidden_seconds import hidden_in
     from autopar.report.why import alternatives
     from autopar.rules.registry import rules_of
 

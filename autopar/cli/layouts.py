@@ -11,7 +11,7 @@ from autopar.cli.common import out, progress, show_bytes, show_seconds
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.frontends.models import Loaded
-    from autopar.planner.inter_op.layout_words import Layout
+    from autopar.planner.inter_op.layout_parsing import Layout
     from autopar.planner.planning import Outcome
     from autopar.plans.asked import Asked
     from autopar.report.layouts import LayoutRow
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def parsed(like: str | None) -> Layout | None:
     """The layout of ``--like``."""
-    from autopar.planner.inter_op.layout_words import parse_layout
+    from autopar.planner.inter_op.layout_parsing import parse_layout
 
     return parse_layout(like) if like is not None else None
 

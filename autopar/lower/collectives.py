@@ -14,7 +14,7 @@ import spmd_types as spmd
 import torch
 import torch.fx
 
-from autopar.rules.lowering_helpers.across_ranks import summed_back
+from autopar.rules.lowering_helpers.collective_helpers import summed_back
 from autopar.rules.lowering_helpers.local_piece import length_of, padded
 from autopar.torch_private import functional_collectives, group_of_axis
 from autopar.words.meshes import Mesh

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.planfile.stage_entries import Decisions, Route, StageReader
 from autopar.planfile.writing import decisions, rest
-from autopar.planner.intra_op.building.overlap_seconds import hidden
+from autopar.planner.intra_op.building.hidden_seconds import hidden
 from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.memory.ledger import seconds_again
 from autopar.planner.intra_op.memory.memory_walk import Walk

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.fold import fold
-from autopar.planner.intra_op.building.overlap_seconds import hidden_in
+from autopar.planner.intra_op.building.hidden_seconds import hidden_in
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again, waiting_seconds
 from autopar.planner.intra_op.memory.memory_walk import ledger

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from autopar.capture import capture
 from autopar.errors import PlanError
 from autopar.planner.inter_op.candidates import PipelineOptions
-from autopar.planner.inter_op.layout_words import block_pattern, parse_layout
+from autopar.planner.inter_op.layout_parsing import block_pattern, parse_layout
 from autopar.report.layouts import LayoutRow, model_flops, tokens_of, with_front
 from autopar.words.meshes import Mesh
 

@@ -15,7 +15,7 @@ from autopar.certificate.recount import check
 from autopar.comparison.program_vs_eager import verify
 from autopar.lower import emit
 from autopar.lower.emit import lower
-from autopar.planner.intra_op.building import overlap_seconds as module
+from autopar.planner.intra_op.building import hidden_seconds as module
 from autopar.rules.experts.expert_block import rows_computed, rows_leave, rows_return, travelling_block
 from hardware_profiles import load_cluster
 

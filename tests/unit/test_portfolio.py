@@ -18,7 +18,7 @@ from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.errors import AutoparError
 from autopar.planner.inter_op.candidates import PipelineOptions
-from autopar.planner.inter_op.layout_words import parse_layout
+from autopar.planner.inter_op.layout_parsing import parse_layout
 from autopar.planner.inter_op.stage_search import plan_pipeline
 from autopar.words.graph import Graph
 from hardware_profiles import load_cluster

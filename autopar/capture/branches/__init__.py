@@ -6,7 +6,7 @@ So the model is traced several times, with other answers, and the graphs become 
 ========================== ============================================================================================
 :mod:`.random_answers`     while a model is traced: who asks, and what is answered; :mod:`.unknown_numbers`: random
                            numbers there
-:mod:`.exploring_branches` which answers are tried, and whether the graph that comes of it is right for all that were
+:mod:`.random_branches`    which answers are tried, and whether the graph that comes of it is right for all that were
 :mod:`.joining_drafts`     two graphs that differ in some answers: what they have in common, and where their values
                            meet again
 :mod:`.uniting_traces`     one graph of all

@@ -24,7 +24,7 @@ from autopar.capture.graph.recorded_calls import recorded_call
 from autopar.capture.graph.selected_rows import with_masks
 from autopar.capture.graph.sorted_rows import with_rows_in_place
 from autopar.capture.losses import the_loss
-from autopar.capture.python.attributes_left import own_outputs
+from autopar.capture.python.attribute_outputs import own_outputs
 from autopar.capture.trace.recording import ASSIGN, BEGIN, END, FUNCTION, HOOK
 from autopar.capture.trace.unused_parameters import TOOK_PART
 from autopar.errors import CaptureError

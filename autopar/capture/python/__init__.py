@@ -7,7 +7,7 @@
 :mod:`.generators`        random numbers from outside torch
 :mod:`.restoring`         everything put back that a run of the model changes, and the same random numbers again
 :mod:`.guards`            what was read, compared at each call; :mod:`.frozen_values`: in which form
-:mod:`.attributes_left`   what a forward leaves in attributes for its caller, which becomes outputs
+:mod:`.attribute_outputs` what a forward leaves in attributes for its caller, which becomes outputs
 :mod:`.attribute_lookups` the classes whose attributes are heard of while a trace runs
 :mod:`.user_lines`        whose code, and which line
 ========================= =============================================================================================

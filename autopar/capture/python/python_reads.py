@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autopar.capture.python.attribute_lookups import Lookups, behind, can_tell, only_appends, only_counts, stored
-from autopar.capture.python.attributes_left import LeftBehind
+from autopar.capture.python.attribute_outputs import LeftBehind
 from autopar.capture.python.containers import OfTheCallBefore, new_tensors, only_more, refill, restored, unreadable
 from autopar.capture.python.frozen_values import OTHER, Held, SameObject, frozen, is_plain, says_the_same, show
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of

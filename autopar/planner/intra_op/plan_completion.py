@@ -9,7 +9,7 @@ from typing import Any
 from autopar.capture.graph.dead_operators import has_effect
 from autopar.errors import PlanError
 from autopar.planner.intra_op.building import parameter_sharding as P
-from autopar.planner.intra_op.building.overlap_seconds import hidden
+from autopar.planner.intra_op.building.hidden_seconds import hidden
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again

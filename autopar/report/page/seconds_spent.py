@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.planner.intra_op.building import parameter_sharding as P
-from autopar.planner.intra_op.building.overlap_seconds import Hidden, hidden
+from autopar.planner.intra_op.building.hidden_seconds import Hidden, hidden
 from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.memory.ledger import waiting_seconds
 from autopar.planner.intra_op.memory.memory_walk import ledger

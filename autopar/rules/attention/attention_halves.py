@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from autopar.rules.attention.attention_call import Going
-from autopar.rules.lowering_helpers.across_ranks import permuted
+from autopar.rules.lowering_helpers.collective_helpers import permuted
 from autopar.torch_private import each_rank
 
 # --- several tensors as one message

@@ -32,7 +32,7 @@ from autopar.rules.attention.attention_call import Draw, Going, Hashes
 from autopar.rules.attention.attention_halves import add_to, as_message, exchanged, message_of_halves, parts_of, whole
 from autopar.rules.attention.attention_pairs import mask_of
 from autopar.rules.attention.attention_sums import AttentionSoFar, SumOfParts
-from autopar.rules.lowering_helpers.across_ranks import permuted, sends_on
+from autopar.rules.lowering_helpers.collective_helpers import permuted, sends_on
 from autopar.rules.lowering_helpers.local_piece import axes_of, cuts_on, n_pieces, positions, which_piece
 from autopar.rules.lowering_helpers.lowering_trial import makes_some_steps, standing_for
 from autopar.torch_private import each_rank

@@ -1,7 +1,7 @@
 """Rules of operators that nobody wrote a rule for, found by trying the operator on small tensors.
 
-:mod:`.trying` calls operators without harm to this process; :mod:`.small` makes a call small; :mod:`.cuts` finds cuts
-in two that give the whole operator's outputs; :mod:`.finding` makes factors of them and proves the rule;
+:mod:`.safe_calls` calls operators without harm to this process; :mod:`.small` makes a call small; :mod:`.cuts` finds
+cuts in two that give the whole operator's outputs; :mod:`.finding` makes factors of them and proves the rule;
 :mod:`.proposal` is what was found, and the rule of a call that follows from it; :mod:`.remembered` keeps it in files;
 :mod:`.own_flops` counts what an operator computes.
 

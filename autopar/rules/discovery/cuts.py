@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.discovery.trying import REFUSALS, outputs
+from autopar.rules.discovery.safe_calls import REFUSALS, outputs
 from autopar.rules.operator_call import Call
 from autopar.rules.proving.many_ranks import join, piece
 from autopar.rules.proving.proof import Case

@@ -22,8 +22,8 @@ from autopar.rules.axis_options import Option
 from autopar.rules.discovery.cuts import ValidCut, choices_of, halvable, valid_cuts
 from autopar.rules.discovery.proposal import Discovered, Factor, rule_from
 from autopar.rules.discovery.remembered import keep, key_of, recall
+from autopar.rules.discovery.safe_calls import REFUSALS, NotTried, in_a_fork, outputs
 from autopar.rules.discovery.small import says_nothing, small_call
-from autopar.rules.discovery.trying import REFUSALS, NotTried, in_a_fork, outputs
 from autopar.rules.local_calls import resolve
 from autopar.rules.operator_call import Call
 from autopar.rules.option_names import GRADIENTS_PENDING, WHOLE
@@ -48,7 +48,7 @@ BOTH = Mesh.of(data=2, tensor=2)
 def discover(call: Call) -> Discovered:
     """What can be found of an operator by trying it; of one that can't be tried, why.
 
-    Nothing of this process is changed (see :func:`~autopar.rules.discovery.trying.in_a_fork`).
+    Nothing of this process is changed (see :func:`~autopar.rules.discovery.safe_calls.in_a_fork`).
     """
     if why := _never_tried(call):
         return Discovered(why_whole=why)

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.rules.discovery.trying import REFUSALS, moved
+from autopar.rules.discovery.safe_calls import REFUSALS, moved
 from autopar.rules.local_calls import resolve
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call

@@ -34,7 +34,7 @@ from autopar.rules.experts.expert_all_to_all import Passage, Trip, untyped
 from autopar.rules.experts.expert_features import LOOKUP, SPLIT, features_of
 from autopar.rules.experts.expert_program import COMMON, EXPERT, ROW, Body, Value, body_of, computed
 from autopar.rules.experts.experts import EXPERTS, most_rows
-from autopar.rules.lowering_helpers.across_ranks import pending
+from autopar.rules.lowering_helpers.collective_helpers import pending
 from autopar.rules.lowering_helpers.local_piece import axes_of, first, n_pieces
 from autopar.rules.notation import CallPart, Comm, Lowering, Parts, Rule, line
 from autopar.rules.operator_call import Call

@@ -20,7 +20,7 @@ from spmd_types import rules as types
 from spmd_types.types import R, V
 
 from autopar.rules.families.single_rows import with_stride_in_order
-from autopar.rules.lowering_helpers.across_ranks import gathered_constant, sends_on, summed_constant
+from autopar.rules.lowering_helpers.collective_helpers import gathered_constant, sends_on, summed_constant
 from autopar.rules.lowering_helpers.local_piece import all_of, weights_on
 from autopar.rules.notation import Comm
 from autopar.torch_private import each_rank, preserve_version_counter, reached

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules.lowering_helpers.across_ranks import pending
+from autopar.rules.lowering_helpers.collective_helpers import pending
 from autopar.rules.lowering_helpers.local_piece import axes_of
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call, In

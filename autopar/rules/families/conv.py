@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.rules.local_calls import resolve
-from autopar.rules.lowering_helpers.across_ranks import bilinear, pending
+from autopar.rules.lowering_helpers.collective_helpers import bilinear, pending
 from autopar.rules.lowering_helpers.local_piece import axes_of
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call

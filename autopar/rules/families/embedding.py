@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.rules.lowering_helpers.across_ranks import bilinear, pending
+from autopar.rules.lowering_helpers.collective_helpers import bilinear, pending
 from autopar.rules.lowering_helpers.local_piece import axes_of, first, with_one
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call

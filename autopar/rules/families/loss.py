@@ -11,7 +11,7 @@ import spmd_types as spmd
 import torch
 
 from autopar.rules.local_calls import resolve
-from autopar.rules.lowering_helpers.across_ranks import greatest, pending, total
+from autopar.rules.lowering_helpers.collective_helpers import greatest, pending, total
 from autopar.rules.lowering_helpers.local_piece import all_of, axes_except, axes_of, first, n_pieces, with_one
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In

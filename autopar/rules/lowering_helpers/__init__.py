@@ -2,10 +2,10 @@
 
 They stand beside the rule that names them; here is what they share.
 
-====================== ================================================================================================
-:mod:`.across_ranks`   sums, maxima, means and messages across the axes that cut a factor
-:mod:`.local_piece`    which piece of a dim this rank has: number, length, first element, share
-:mod:`.lowering_trial` where lowerings run without ranks, or are counted
-:mod:`.meanwhile`      what runs while collectives of others are under way
-====================== ================================================================================================
+========================== ============================================================================================
+:mod:`.collective_helpers` sums, maxima, means and messages across the axes that cut a factor
+:mod:`.local_piece`        which piece of a dim this rank has: number, length, first element, share
+:mod:`.lowering_trial`     where lowerings run without ranks, or are counted
+:mod:`.meanwhile`          what runs while collectives of others are under way
+========================== ============================================================================================
 """

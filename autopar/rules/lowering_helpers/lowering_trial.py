@@ -1,5 +1,5 @@
 """Lowerings that run where nobody looks at values: without ranks, in a trial; or as the last rank, while somebody
-counts what they do. :mod:`.across_ranks` and :mod:`.local_piece` ask which it is."""
+counts what they do. :mod:`.collective_helpers` and :mod:`.local_piece` ask which it is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def in_trial() -> bool:
 
 
 class ToOther(NamedTuple):
-    """What :func:`~.across_ranks.permuted` sends on an axis.
+    """What :func:`~.collective_helpers.permuted` sends on an axis.
 
     Attributes:
         beside: the call whose compute it runs beside, in its forward or its backward; None where that waits for it.

@@ -1,5 +1,5 @@
-"""What a forward leaves in attributes (:mod:`~autopar.capture.python.attributes_left`), put into a parallel module and
-its parts.
+"""What a forward leaves in attributes (:mod:`~autopar.capture.python.attribute_outputs`), put into a parallel module
+and its parts.
 
 It stands there as the model would have it: from one call to the next one that sets it. A pipeline has no outputs of a
 training step, and a padded batch has other numbers in the middle of the model than the batch, so there, and where an
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
-from autopar.capture.python.attributes_left import Left
+from autopar.capture.python.attribute_outputs import Left
 from autopar.errors import RunError
 from autopar.torch_private import pytree
 

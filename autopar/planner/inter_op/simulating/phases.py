@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.planner.inter_op.simulating.reduction_and_step import beside_ops
-from autopar.planner.intra_op.building.overlap_seconds import Hidden, hidden
+from autopar.planner.intra_op.building.hidden_seconds import Hidden, hidden
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import seconds_again
 from autopar.planner.intra_op.memory.memory_walk import ledger

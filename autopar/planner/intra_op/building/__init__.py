@@ -4,7 +4,7 @@
 :mod:`.fold`    identical blocks are found and decided once
 :mod:`.space`   what each operator can do on each axis; :mod:`.parameter_sharding`: how a parameter can be stored and
                 used
-:mod:`.price`   seconds and bytes of an operator and of a step of a reshard; :mod:`.overlap_seconds`: seconds of
+:mod:`.price`   seconds and bytes of an operator and of a step of a reshard; :mod:`.hidden_seconds`: seconds of
                 collectives that pass while others compute, :mod:`.overlap_terms`: in the problem
 :mod:`.chains`  operators that follow each other's cuts, decided as one; :mod:`.flows`: tensors on the way to their
                 readers

@@ -1,7 +1,7 @@
 """Collectives beside which others compute, as the integer program has them: what is hidden depends on both.
 
 Where operators that might stand beside are cut in a way in which they communicate, or are brought there by collectives,
-or run again at another time, the plan hides less than is said here (:mod:`.overlap_seconds`), so the bound remains one.
+or run again at another time, the plan hides less than is said here (:mod:`.hidden_seconds`), so the bound remains one.
 """
 
 from __future__ import annotations

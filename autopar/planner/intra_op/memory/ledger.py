@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.planner.intra_op.building.overlap_seconds import hidden
+from autopar.planner.intra_op.building.hidden_seconds import hidden
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.recompute import Segment
 from autopar.plans.memory_decisions import (
