@@ -137,7 +137,7 @@ class Problem:
 ROUGH = 0.05
 """Who is content with such a gap (a search that compares hundreds of plans) gets of a large program the whole choice
 that lies next to the relaxation's; branch and bound takes minutes there."""
-PRICES = (0.3, 2.0, 10.0)
+PRICES = (0.3, 0.8, 3.0, 10.0)
 """Of all bytes of the fastest choice, in multiples of its seconds."""
 ROUNDING = 1e-6
 """Relative distances below this are the solvers' tolerances: such a choice is optimal."""
