@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import RunError
+from autopar.errors import CaptureError, RunError
 
 X = torch.arange(8.0).reshape(2, 4) / 7
 
@@ -65,3 +65,32 @@ def test_what_the_models_own_call_fills_is_no_change() -> None:
     torch.testing.assert_close(pm(X), model(X))
     assert model.mask is not None
     torch.testing.assert_close(pm(X), model(X))
+
+
+class Cached(nn.Module):
+    """Leaves what its layer gives in an attribute."""
+
+    def __init__(self, registered: torch.Tensor | None, is_read: bool = False) -> None:
+        super().__init__()
+        self.linear, self.is_read = nn.Linear(4, 4), is_read
+        self.register_buffer("cache", registered)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if self.is_read and self.cache is not None:
+            y = y + self.cache
+        self.cache = y.detach()
+        return y
+
+
+def test_a_buffer_that_forward_makes_is_refused_with_what_to_do() -> None:
+    model = nn.Sequential(Cached(None))
+    with pytest.raises(CaptureError, match=r"sets a buffer that is registered as None .*\n  '0\.cache' at test_r.*:\d"):
+        autopar.capture(model, X)
+    assert model[0]._buffers == {"cache": None} and "cache" not in vars(model[0])
+    with pytest.raises(CaptureError, match=r"which the next call reads:\n  'cache' at test_registered_as_none.py:\d"):
+        autopar.capture(Cached(None, is_read=True), X)
+    sized = Cached(torch.zeros(2, 4))  # as the error says
+    pm = autopar.parallelize(sized, 1, X)
+    given = pm(X)
+    torch.testing.assert_close(pm.get_buffer("cache"), given.detach())
