@@ -36,6 +36,8 @@ def traced(
             exported.left = recorder.left.all
             for owner, name in recorder.set_on_none.values():
                 setattr(owner, name, None)
+            if recorder.only_set:
+                raise _set_error(recorder.only_set)
             if recorder.kept.keys() != recorder.set_on_none.keys() | recorder.into.keys():
                 raise _kept_error(list(recorder.kept.values()))
             drawn = recorder.drew()
@@ -166,6 +168,15 @@ def _kept_error(kept: Sequence[str]) -> CaptureError:
         "would not carry it over: keep it in a buffer (register_buffer in __init__, and copy_ in forward), or return "
         "it and pass it in again; of a cache that is always the same, call the model once before, so that it is there; "
         "losses for who calls forward can be read from a list or dict that each call fills anew: self.losses = {...}"
+    )
+
+
+def _set_error(only_set: Sequence[str]) -> CaptureError:
+    return CaptureError(
+        f"forward sets a buffer that is registered as None to a tensor of its data, at every call:{_listed(only_set)}\n"
+        "  a program writes to buffers and makes none: register it with its size (register_buffer(name, "
+        "torch.zeros(...)), and copy_ in forward); or have it be no buffer (self.name = None in __init__, in place of "
+        "register_buffer), or return it, if it is for who calls forward"
     )
 
 

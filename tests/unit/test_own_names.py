@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import Any
 
@@ -103,6 +104,34 @@ def test_names_of_the_model_and_of_parallel_modules() -> None:
     model.compare_every, pm.plan = 5.0, 7.0  # a property without a setter: the model's is set
     torch.testing.assert_close(pm(X), 5 * 7 * before)
     assert pm.plan.stages and pm.compare_every is None
+
+
+class Helped(nn.Module):
+    """Calls a method of its own, and of a part."""
+
+    def __init__(self, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.part = part if part is not None else nn.Linear(4, 4)
+
+    def helper(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.helper(self.part(x))
+
+
+def test_a_method_that_is_replaced_is_refused() -> None:
+    """On the whole module as on its parts; what the model has no method for may be put there."""
+    pm: Any = autopar.parallelize(Helped(Helped()), 1, X)
+    before = pm(X)
+    with pytest.raises(RunError, match=r"helper of the Helped was replaced on a parallel module: .* replace it"):
+        pm.helper = lambda x: x
+    with pytest.raises(RunError, match=r"helper of 'part' was replaced on a parallel module: .* replace it"):
+        pm.part.helper = lambda x: x
+    pm.logged = print
+    pm.forward = functools.partial(pm.forward)
+    torch.testing.assert_close(pm(X), before, rtol=0, atol=0)
+    assert pm.logged is print
 
 
 def test_names_of_others_are_not_spoken_of(recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:

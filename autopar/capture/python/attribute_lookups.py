@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.python.containers import table_of
 from autopar.torch_private import AttributeProxy
 
 _OWN = frozenset({*torch.nn.Module().__dict__, *dir(torch.nn.Module)})
@@ -43,7 +44,12 @@ class Lookups:
         set_: Any = getattr(cls.__setattr__, "_original", cls.__setattr__)
 
         def __getattribute__(owner: Any, name: str) -> Any:
-            value = get(owner, name)
+            try:
+                value = get(owner, name)
+            except AttributeError:  # torch looks then among what is registered, of which None is a plain value
+                if name not in _OWN and self.active and is_registered_none(behind(owner), name):
+                    self.saw(owner, name, None)
+                raise
             if name not in _OWN and self.active and name[:2] != "__":
                 self.saw(owner, name, value)
             return value
@@ -86,8 +92,16 @@ def behind(owner: Any) -> Any:
     return stand_in.get_base(owner)
 
 
+def is_registered_none(owner: Any, name: str) -> bool:
+    """Whether a module has None in place of a parameter, a buffer or a submodule: ``register_buffer("mask", None)``."""
+    table = table_of(owner, name) if isinstance(owner, torch.nn.Module) else None
+    return table is not None and table[name] is None
+
+
 def stored(owner: Any, name: str, value: Any) -> bool:
     """Whether an attribute is kept by the object or its class, and not computed."""
+    if value is None and is_registered_none(owner, name):
+        return True
     try:
         if name in object.__getattribute__(owner, "__dict__"):
             return True
@@ -138,4 +152,4 @@ def _appends(code: types.CodeType) -> dict[str, list[int]]:
     return offsets
 
 
-__all__ = ["Lookups", "behind", "can_tell", "only_appends", "only_counts", "stored"]
+__all__ = ["Lookups", "behind", "can_tell", "is_registered_none", "only_appends", "only_counts", "stored"]

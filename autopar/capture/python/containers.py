@@ -12,6 +12,9 @@ import torch
 from autopar.capture.python.frozen_values import OTHER, Held
 from autopar.errors import CaptureError
 
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+"""Tables of a module in which torch looks for what is no attribute like others, in this order."""
+
 
 def refill(container: Any, before: Any) -> None:
     """Give a container that can be changed what it held before."""
@@ -25,8 +28,18 @@ def refill(container: Any, before: Any) -> None:
         vars(container).update(vars(before))
 
 
+def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
+    """The table of a module's parameters, buffers or submodules that has a name; None if none has."""
+    return next((vars(module)[kind] for kind in _REGISTERED if name in vars(module).get(kind, {})), None)
+
+
 def restored(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, past what a class makes of it."""
+    """Set an attribute, past what a class makes of it; of a module also what is registered there, where it stays."""
+    if isinstance(owner, torch.nn.Module) and name not in vars(owner):
+        table = table_of(owner, name)
+        if table is not None:
+            table[name] = value
+            return
     with contextlib.suppress(AttributeError):
         object.__setattr__(owner, name, value)
 
@@ -70,4 +83,4 @@ def only_more(before: Any, now: Any) -> bool:
     return now[: len(before)] == before and all(v is OTHER or isinstance(v, Held) for _, v in more)
 
 
-__all__ = ["OfTheCallBefore", "new_tensors", "only_more", "refill", "restored", "unreadable"]
+__all__ = ["OfTheCallBefore", "new_tensors", "only_more", "refill", "restored", "table_of", "unreadable"]

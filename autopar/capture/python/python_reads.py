@@ -72,6 +72,13 @@ class Recorder:
         """Tensors of a call that the next one reads, from an attribute: what it is called, and where it is set."""
         self.set_on_none: dict[tuple[int, str], tuple[Any, str]] = {}
         """Those of :attr:`kept` that stand in attributes which were None: their owners and names."""
+        self.set_first: dict[tuple[int, str], str] = {}
+        """Attributes that are given tensors before anything reads them: what they are called, and where."""
+        self.only_set: list[str] = []
+        """Those of them that are buffers, registered as None, and that are given tensors of data."""
+        self.fills: set[tuple[int, str]] = set()
+        """Buffers that were None, and that forward fills with what no data is in: the model's own call fills them, too,
+        which is no change of the program."""
         self.examined: set[tuple[int, str]] = set()
         """Attributes with lists that are read for more than to append to them."""
         self.into: dict[tuple[int, str], Any] = {}
@@ -232,10 +239,11 @@ class Recorder:
 
     def _kept(self, key: tuple[int, str], owner: Any, path: str, name: str, value: torch.Tensor) -> None:
         """A tensor is put into an attribute: the next call reads it if this one did before."""
+        frame = sys._getframe(3)
         if key not in self.first and key not in self.tensors:
             self.fresh.add(key)
+            self.set_first.setdefault(key, f"{ReadValue(path, name, None).label} at {user_line(frame)}")
             return
-        frame = sys._getframe(3)
         if not from_machinery(frame) and depends_on_data(value, self._buffers_before()):
             self.kept[key] = f"{ReadValue(path, name, None).label} at {user_line(frame)}"
             if key in self.first and self.raw[key] is None:
@@ -278,8 +286,14 @@ class Recorder:
                     )  # two buffers may change places
                     assigned.append((module, name, before, value.detach().clone() if shared else value))
                 elif before is not None or depends_on_data(value, buffers_before):
+                    key = id(module), name
+                    if before is None and name in buffers and key in self.set_first:
+                        self.only_set.append(self.set_first[key])
+                        continue
                     label = ReadValue(path, name, None).label
-                    self.kept[id(module), name] = f"{label}, which forward registers as a buffer"
+                    self.kept.setdefault(key, f"{label}, which forward registers as a buffer")
+                else:
+                    self.fills.add((id(module), name))
         with torch.no_grad():
             for module, name, before, value in assigned:  # another tensor in a buffer's place: it takes its values
                 module._buffers[name] = before.copy_(value)
@@ -398,6 +412,7 @@ class Recorder:
 
     def learn(self, other: Recorder) -> None:
         """What another trace of the same model read beside what this one did."""
+        self.fills |= other.fills
         for key, (owner, read) in other.first.items():
             if key not in self.first:
                 self.first[key], self.raw[key] = (owner, read), other.raw.get(key)
@@ -415,7 +430,8 @@ class Recorder:
         memory = {tensor.untyped_storage()._cdata for tensor in constants.values()}
         plain = [(o, r) for o, r, t in self.plain.values() if t.untyped_storage()._cdata in memory]
         by_owner: dict[int, tuple[Any, list[ReadValue]]] = {}
-        for owner, read in (*self.first.values(), *plain):
+        read_first = [value for key, value in self.first.items() if key not in self.fills]
+        for owner, read in (*read_first, *plain):
             by_owner.setdefault(id(owner), (owner, []))[1].append(read)
         for owner, reads in by_owner.values():
             guards.add(owner, reads)

@@ -29,6 +29,7 @@ from autopar.runtime.as_module.submodules import (
     Part,
     check_conversion,
     is_own,
+    method_was_replaced,
     own_tensors,
     plain_values,
     refuse_replacing,
@@ -87,7 +88,8 @@ class SpreadModule(SpreadModes):
         """Set an attribute of the parallel module itself, or one of the model that the program was captured with.
 
         Raises:
-            RunError: both have it, and code of the user's sets it: the model would not see it.
+            RunError: both have it, and code of the user's sets it: the model would not see it. Or it is a function in
+                the place of a method of the model, which forward may call.
         """
         refuse_replacing(self, name, value)
         if name in self._autopar_names_of_both and is_setting(self, name) and is_set_from_outside(1):
@@ -99,6 +101,8 @@ class SpreadModule(SpreadModes):
         if name.startswith(PREFIX):
             object.__setattr__(self, name, value)
         elif "_autopar_model_ref" not in self.__dict__ or not assigned(self, "", name, value):
+            if callable(value) and self._autopar_is_method_of_model(name):
+                raise RunError(method_was_replaced(f"{name} of the {self._autopar_model_class.__name__}"))
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -137,6 +141,11 @@ class SpreadModule(SpreadModes):
                 if hasattr(kind, name) or (model is not None and name in vars(model)) else ""
             )
         )  # fmt: skip
+
+    def _autopar_is_method_of_model(self, name: str) -> bool:
+        """Whether the model's class has a method that a parallel module has not, nor any module."""
+        kind = self.__dict__.get("_autopar_model_class")
+        return callable(getattr(kind, name, None)) and not hasattr(type(self), name)
 
     def _autopar_shown(self) -> tuple[type, tuple[str, ...], str]:
         return self.__dict__.get("_autopar_model_class", type(self)), self._autopar_model_keys, ""

@@ -103,6 +103,14 @@ def refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
         )
 
 
+def method_was_replaced(label: str) -> str:
+    """What to say of another function in the place of a method."""
+    return (
+        f"{label} was replaced on a parallel module: the program was captured as a whole and would go on without it; "
+        "replace it in the model, and parallelize the model again"
+    )
+
+
 def show_absent(shown: torch.nn.Module, module: torch.nn.Module) -> None:
     """Have what shows a module know what is registered there as None: a bias that it has not, a head, a mask."""
     for table in REGISTERED:
@@ -243,10 +251,7 @@ class Part(Elements):
             if registered or isinstance(value, torch.Tensor | torch.nn.Module):
                 super().__setattr__(name, value)
             elif callable(value) and hasattr(kind, name):
-                raise RunError(
-                    f"{name} of '{path}' was replaced on a parallel module: the program was captured as a whole and "
-                    "would go on without it; replace it in the model, and parallelize the model again"
-                )
+                raise RunError(method_was_replaced(f"{name} of '{path}'"))
             elif module is None:
                 super().__setattr__(name, value)  # forward does not read it
             else:
@@ -412,6 +417,6 @@ def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device)
 
 
 __all__ = [
-    "Elements", "Part", "check_conversion", "is_own", "own_tensors", "place", "plain_values",
+    "Elements", "Part", "check_conversion", "is_own", "method_was_replaced", "own_tensors", "place", "plain_values",
     "refuse_replacing", "show_absent",
 ]  # fmt: skip

@@ -191,7 +191,13 @@ def buffers_for(
     of_the_code = [n.target for n in graph.nodes if n.kind == "buffer" and n.target not in registered]
     unknown = [name for name in of_the_code if name not in new.constants]
     if unknown:
-        raise RunError(f"the model reads buffers now that it did not have when it was parallelized: {unknown}")
+        name = unknown[0].rpartition(".")[2]
+        raise RunError(
+            f"the model reads buffers now that it did not have when it was parallelized: {unknown}; a parallel module "
+            "keeps the buffers of that time, so parallelize the model again (weights: "
+            "model.load_state_dict(autopar.full_state_dict(pm), strict=False)), or have the attribute be no buffer "
+            f"(self.{name} = None), which is captured again"
+        )
     wanted = {name: plan.buffers.get(name, state) for name, (_, state) in before.items()}
     placed = _placed_again(pm, before, wanted, device_mesh)
     for name in of_the_code:
