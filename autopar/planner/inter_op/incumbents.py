@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from autopar.errors import InfeasibleError
@@ -96,6 +96,16 @@ class Incumbents:
             return inf
         self.plans.append(plan)
         return plan.seconds
+
+    def share_equally(self, searches: Sequence[OneNumber]) -> None:
+        """Plan the fastest once more with the memory of a group shared equally among its stages: what each needs is
+        only estimated, and what an estimate gives to one of them the others lack. 405B on 16,384 devices takes 6.386 s
+        a step so for 6.416."""
+        fastest = self.fastest
+        search = next((search for search in searches if search is fastest.search), None)
+        candidate = fastest.candidate
+        if search is not None and len(candidate.n_bytes) > candidate.groups:  # groups of several stages
+            self.add(search, replace(candidate, n_bytes=(), once_bytes=()))
 
     def look_closer(self, searches: Sequence[OneNumber]) -> None:
         """Plan something that did not fit once more, down to its smallest plan: of the most microbatches, which need
