@@ -24,6 +24,8 @@ FEW_PROGRAMS, TOO_LONG = 24, 0.95
 """On more than :data:`SMALL` devices, exact plans that take so many programs in all cost little beside the estimates:
 until then, other layouts are planned too if they are better where their estimates are too long by a twentieth. (That of
 ``zb-h1``, whose order is searched only then, was by 4.3% for Llama-3-8B on 64 devices.)"""
+SLACK = 1.02
+"""What the fastest layout may take longer with other shares of memory, at first."""
 MARGIN, CLOSER, KNOWN = 0.9, 0.98, 8
 """On few devices, a way is not planned exactly if it takes longer than the best even where its estimate is as much too
 long as the worst so far, and a tenth more; a fiftieth, once so many errors are known."""
@@ -81,11 +83,15 @@ class Incumbents:
                 raise
             self.interrupted = True
 
-    def add(self, search: OneNumber, candidate: Candidate) -> float:
-        """Plan a candidate exactly; the seconds of its step, for ever if it does not fit, cannot be or is beaten."""
+    def add(self, search: OneNumber, candidate: Candidate, slack: float = 1.0) -> float:
+        """Plan a candidate exactly; the seconds of its step, for ever if it does not fit, cannot be or is beaten.
+
+        Args:
+            slack: by this factor it may take longer than what it has to beat until its slowest stages were refined.
+        """
         tell(lambda: f"{search.what(candidate)}{self.so_far}", often=False)
         try:
-            plan = search.exact(candidate, self.to_beat)
+            plan = search.exact(candidate, slack * self.to_beat)
         except Beaten:
             return inf
         except InfeasibleError:
@@ -105,7 +111,7 @@ class Incumbents:
         search = next((search for search in searches if search is fastest.search), None)
         candidate = fastest.candidate
         if search is not None and len(candidate.n_bytes) > candidate.groups:  # groups of several stages
-            self.add(search, replace(candidate, n_bytes=(), once_bytes=()))
+            self.add(search, replace(candidate, n_bytes=(), once_bytes=()), SLACK)
 
     def look_closer(self, searches: Sequence[OneNumber]) -> None:
         """Plan something that did not fit once more, down to its smallest plan: of the most microbatches, which need
