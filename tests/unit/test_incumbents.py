@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,3 +64,14 @@ def test_what_costs_little_is_planned_where_its_estimate_may_be_too_long(program
     best.plan_exactly([(search, estimated(seconds)) for seconds in exact])  # type: ignore[list-item]
     assert best.fastest.seconds == fastest
     assert 11.6 not in search.planned
+
+
+@pytest.mark.parametrize("stages, planned", [(2 * GROUPS, [10.8, 10.8]), (GROUPS, [10.8])])
+def test_the_fastest_is_planned_with_equal_shares_too(stages: int, planned: list[float]) -> None:
+    """Where groups have several stages: of one stage a group all memory is its share."""
+    search, best = Search({10.8: 10.85}), Incumbents(MANY)
+    candidate = replace(estimated(10.8), n_bytes=((1.0, 2.0),) * stages, once_bytes=(3.0,) * stages)
+    best.plan_exactly([(search, candidate)])  # type: ignore[list-item]
+    best.share_equally([search])  # type: ignore[list-item]
+    assert search.planned == planned
+    assert [bool(plan.candidate.n_bytes) for plan in best.plans] == [True, False][: len(planned)]

@@ -121,6 +121,9 @@ def plan_pipeline(
         best.look_closer(searches)
     if not best.plans:
         raise nothing_fits(searches, asked, n_devices)
+    if not few and not best.interrupted:
+        with best.interruptible():
+            best.share_equally(searches)
     if few and not best.interrupted:
         with best.interruptible():
             best.plans += best.fastest.search.improved(best.fastest)
