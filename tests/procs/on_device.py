@@ -39,7 +39,7 @@ from hardware_profiles import load_cluster
 
 Config = cases.Config | pipelines.Config
 ANY: dict[str, Callable[..., Case]] = {**WIDE, **ZOO}
-MAY_WAIT = ("travelling._on_host", "taking_part.names", "reached.reached")
+MAY_WAIT = ("expert_all_to_all._on_host", "taking_part.names", "reached.reached")
 """How many rows travel to an expert's rank, the host has to know; and which experts and layers have a gradient."""
 NOT_HERE = ("the model's code branches on data", "_thnn_fused_")
 """Errors of a second batch that goes another way; and of fused cells of recurrent layers, of which torch has kernels
