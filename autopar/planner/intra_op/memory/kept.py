@@ -195,7 +195,7 @@ class KeptBytes:
                 if maker in nodes:
                     remade.setdefault(round(n_bytes * shares[r]), set()).add(r)
         layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
-        least = self._least_made(entries)
+        least = self._least_made(entries) if again_of else n_bytes  # asked of what runs again alone
         for i, position, keeps in users_of:
             runs_again, gathers = again_of.get(item_of[i], ()), gathers_of.get(item_of[i])
             for r, share in enumerate(self.rows.shares(i, position)):
