@@ -464,6 +464,12 @@ def options_of_compiler(compiler: Any) -> dict[str, Any]:
     return {"backend": compiler, "dynamic": getattr(compiler, "dynamic", None), "fullgraph": fullgraph}
 
 
+all_gather_single: Any = getattr(functional_collectives, "all_gather_single", None) or (
+    functional_collectives.all_gather_tensor
+)
+"""Gathers a tensor along its first dim, as a function; ``all_gather_tensor`` is its name up to torch 2.12."""
+
+
 def _call_by_new_names() -> None:
     """Let spmd-types call two collectives by the names that torch 2.13 has given them.
 
@@ -489,7 +495,7 @@ __all__ = [
     "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "LocalIntNode",
     "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace", "NormPartial", "OpOverload",
     "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction", "TensorMeta",
-    "TorchDispatchMode", "allow_plain_tensors", "arguments_of_to", "assert_async", "autograd_engine",
+    "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to", "assert_async", "autograd_engine",
     "backend_named", "below_autograd", "callers_compiler", "compiled_functions_run_as_they_are", "compiler_traces",
     "current_backward", "data_of_tensors", "default_store", "default_timeout_seconds", "each_rank", "fake_store",
     "found_inf_reduce_handler", "function_modes", "functional_collectives", "functorch_apis", "functorch_is_active",

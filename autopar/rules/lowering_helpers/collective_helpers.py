@@ -23,7 +23,7 @@ from autopar.rules.lowering_helpers.local_piece import (
     some_have_none,
 )
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, TRIAL, ToOther
-from autopar.torch_private import LocalTensor, functional_collectives, group_of_axis, local_tensor_mode
+from autopar.torch_private import LocalTensor, all_gather_single, functional_collectives, group_of_axis, local_tensor_mode
 from autopar.words.placements import axis_and_unit
 
 
@@ -165,7 +165,7 @@ def gathered_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:
     """
     if group is None:
         return x.new_empty((n_pieces([axis]), *x.shape))
-    return _arrived(functional_collectives.all_gather_single(x.unsqueeze(0).contiguous(), 0, group))
+    return _arrived(all_gather_single(x.unsqueeze(0).contiguous(), 0, group))
 
 
 def summed_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:

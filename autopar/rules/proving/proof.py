@@ -50,16 +50,26 @@ class Case:
     """One sample: its tensors, its call, the whole operator's outputs and gradients."""
 
     def __init__(
-        self, target: str, sample: Sample, seed: int = 0, rule_of: Callable[[Call], Rule] = rule_for
-    ) -> None:
-        """``rule_of`` gives the rule that is proved: the registered one, or one that is being tried."""
+        self, target: str, sample: Sample, seed: int = 0, rule_of: Callable[[Call], Rule] = rule_for,
+        device: str = "cpu", dtype: str = "float64",
+    ) -> None:  # fmt: skip
+        """Draw the sample's tensors and run the whole operator on them.
+
+        Args:
+            rule_of: gives the rule to prove: the registered one, or one that is being tried.
+            device: where the operator runs; the numbers are drawn on the CPU, so they are the same on every device.
+            dtype: in which tensors that the sample has in float64 are computed.
+        """
         generator = torch.Generator().manual_seed(seed)
+        self.device = torch.device(device)
         self.tensors: list[torch.Tensor] = []
         grads: list[bool] = []
 
         def take(value: Any) -> Any:
             if isinstance(value, T):
-                tensor = draw(value, generator)
+                tensor = draw(value, generator).to(self.device)
+                if tensor.dtype == torch.float64:
+                    tensor = tensor.to(getattr(torch, dtype))
                 self.tensors.append(tensor)
                 grads.append(value.grad and tensor.is_floating_point())
                 return In(len(self.tensors) - 1)
@@ -91,7 +101,9 @@ class Case:
         tensors = [o for o in outs if isinstance(o, torch.Tensor)]
         self.out_grads = [any(grads) and t.is_floating_point() and t.requires_grad for t in tensors]
         self.grads = [g and any(self.out_grads) for g in grads]
-        self.cotangents = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in tensors]
+        self.cotangents = [
+            torch.randn(t.shape, generator=generator, dtype=torch.float64).to(self.device, t.dtype) for t in tensors
+        ]
         self.outs = [_pieces(t, 1)[0] for t in tensors]
         self.gradients: list[torch.Tensor | None] = [None] * len(leaves)
         if any(self.out_grads):
@@ -153,7 +165,8 @@ def prove(
             results, leaf_grads, after = ([None if t is None else _pieces(t, n) for t in part] for part in ran_at_once)
 
     def check(pieces: Any, state: State, expected: torch.Tensor, what: str) -> None:
-        _compare(_joined(pieces, state, mesh, f"{where}: {what}"), expected, f"{where}: {what}", tolerance)
+        joined = _joined(pieces, state, mesh, f"{where}: {what}", tolerance)
+        _compare(joined, expected, f"{where}: {what}", tolerance)
 
     if len(results) != len(case.outs):
         raise RuleIsWrong(f"{where}: {len(results)} outputs, the whole operator gives {len(case.outs)}")
@@ -205,10 +218,11 @@ def _run(
 ) -> list[Any]:
     local = local_call(call, rule, picked, mesh, site=3)
     n = mesh.n_devices
+    seed = torch.tensor(11, device=tensors[0].device if tensors else None)
 
     def fill(value: Any) -> Any:
         if isinstance(value, Seed):
-            return LocalTensor({r: torch.tensor(11) for r in range(n)})
+            return LocalTensor({r: seed.clone() for r in range(n)})
         if isinstance(value, PieceSize):
             return length_of(value.n, value.axes) if rank is None else _length_on(value, mesh, rank)
         if isinstance(value, (list, tuple)):
@@ -248,7 +262,7 @@ def _spread(whole: torch.Tensor, state: State, mesh: Mesh, rng: random.Random) -
     pieces = {r: piece(whole, state, mesh, r) for r in range(mesh.n_devices)}
     if PENDING in state and whole.is_floating_point():
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        noise = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
+        noise = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole)
         axis = state.index(PENDING)
         clean = state.started(grad=False)
         for r in pieces:
@@ -265,7 +279,9 @@ def _pieces(value: Any, n: int) -> list[torch.Tensor]:
     return [value.detach()] * n
 
 
-def _joined(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, where: str) -> torch.Tensor:
+def _joined(
+    pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, where: str, tolerance: float
+) -> torch.Tensor:
     """:func:`~autopar.rules.proving.many_ranks.join`, which takes the first of several copies; proves that they
     agree."""
     parts = list(pieces)
@@ -275,10 +291,19 @@ def _joined(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, where: str
         groups = [parts[i : i + size] for i in range(0, len(parts), size)]
         for first, *others in groups if placement.is_whole else ():
             for copy in others:
-                if first.shape != copy.shape or not torch.allclose(first, copy, 1e-6, 1e-9, equal_nan=True):
+                if first.shape != copy.shape or not _close(copy, first, max(1e-6, tolerance), tolerance):
                     raise RuleIsWrong(f"{where}: the copies on axis '{name}' differ ({state.text})")
         parts = [join(group, State((placement,)), Mesh([(name, size)])) for group in groups]
     return parts[0]
+
+
+def _close(mine: torch.Tensor, expected: torch.Tensor, relative: float, absolute: float) -> bool:
+    """Return whether two tensors agree; above the rounding of float64 the absolute limit is a share of the largest
+    value, because a sum in low precision loses digits of its largest term."""
+    mine, expected = mine.double(), expected.double()
+    if absolute > 1e-6 and expected.numel():
+        absolute *= max(1.0, float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max()))
+    return torch.allclose(mine, expected, rtol=relative, atol=absolute, equal_nan=True)
 
 
 def _compare(mine: torch.Tensor, expected: torch.Tensor, where: str, tolerance: float) -> None:
@@ -286,6 +311,6 @@ def _compare(mine: torch.Tensor, expected: torch.Tensor, where: str, tolerance: 
         raise RuleIsWrong(f"{where}: shape {tuple(mine.shape)}, the whole operator gives {tuple(expected.shape)}")
     if mine.dtype != expected.dtype:
         raise RuleIsWrong(f"{where}: {mine.dtype}, the whole operator gives {expected.dtype}")
-    if not torch.allclose(mine.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
+    if not _close(mine, expected, tolerance, tolerance):
         worst = (mine.double() - expected.double()).abs().max().item()
         raise RuleIsWrong(f"{where}: differs by {worst:.3g}")

@@ -313,8 +313,10 @@ def correct() -> None:
     watch_norms()
     strategies: dict[Any, Any] = DTENSOR_STRATEGIES.get()
     for op in _SUMS:
-        strategies[op] = _of_whole_norms(strategies[op])
-    strategies[_ANYS[-1]] = _of_no_dims(strategies[_ANYS[-1]])
+        if op in strategies:
+            strategies[op] = _of_whole_norms(strategies[op])
+    if _ANYS[-1] in strategies:
+        strategies[_ANYS[-1]] = _of_no_dims(strategies[_ANYS[-1]])
     LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys(_ANYS, "max"))
     DTENSOR_REDUCED_DIMS.set(_all_dims(DTENSOR_REDUCED_DIMS.get()))
     TENSOR_LIST_CHECK.set(_lists_looked_into(TENSOR_LIST_CHECK.get()))

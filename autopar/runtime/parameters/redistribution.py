@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import PlanError
 from autopar.plans.plan import ParamChoice
 from autopar.runtime.ranks.groups import groups_on
-from autopar.torch_private import compiler_traces, functional_collectives
+from autopar.torch_private import all_gather_single, compiler_traces, functional_collectives
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import cut_extent, largest_piece, local_shape, piece_of
 from autopar.words.placements import REPLICATED, Placement, State, path
@@ -180,7 +180,7 @@ def gather(x: torch.Tensor, hop: Hop) -> torch.Tensor:
     """Concatenate the ranks' pieces."""
     x = padded(x, hop.cut.dim, hop.cut.largest(hop.n)).contiguous()
     if compiler_traces():
-        out = functional_collectives.all_gather_tensor(x, 0, hop.group).unflatten(0, (hop.n, x.shape[0]))
+        out = all_gather_single(x, 0, hop.group).unflatten(0, (hop.n, x.shape[0]))
     else:
         out = x.new_empty(hop.n, *x.shape)
         all_gather_flat(out.flatten(0, 1), x, group=hop.group)
