@@ -34,7 +34,8 @@ def compiled(
 ) -> Needs:
     """A kernel for a compute capability, as ``90``; ``ones``: where all of :data:`ONES` are."""
     kernel = getattr(attention_triton, name)
-    blocks = attention_triton.blocks_of(dtype, inner, inner)
+    blocks: dict[str, int] = attention_triton.blocks_of(dtype, inner, inner)
+    options = {name: blocks.pop(name) for name in ("num_warps", "num_stages")}
     constants = {**blocks, "CAUSAL": causal, "MASK": mask, "PRECISION": "ieee"}
     if ones:
         constants.update({argument: 1 for argument in kernel.arg_names if argument in ONES})
@@ -56,7 +57,7 @@ def compiled(
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     made = triton.compile(
         ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned),
-        target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "num_stages": 2},
+        target=GPUTarget("cuda", capability, 32), options=options,
     )  # fmt: skip
     return Needs(made.metadata.shared, _spilled(made.asm["ptx"], capability))
 

@@ -126,7 +126,7 @@ def train(
 ) -> Trained:  # fmt: skip
     """Two steps of SGD under a plan; the program also passes the type checker."""
     graph = captured.graph
-    program = _checked_program(graph, plan)
+    program = _checked_program(graph, plan, _device_of(weights, buffers, inputs))
 
     def step(number: int, weights_now: _Tensors, buffers_now: _Tensors) -> WorldStep:
         return run_step(graph, plan, program, weights_now, buffers_now, inputs, seed=seed + number)
@@ -141,9 +141,14 @@ def _loss_of(captured: Captured) -> int:
     return loss
 
 
-def _checked_program(graph: Graph, plan: StagePlan) -> Program:
+def _device_of(*tensors: _Tensors) -> torch.device:
+    """The device of a model's tensors; tensors that the program makes itself are made there."""
+    return next((t.device for of in tensors for t in of.values()), torch.device("cpu"))
+
+
+def _checked_program(graph: Graph, plan: StagePlan, device: torch.device = torch.device("cpu")) -> Program:
     """What a stage runs; on several devices it passes the type checker."""
-    program = lower(graph, plan)
+    program = lower(graph, plan, device)
     if plan.n_devices > 1:
         with fake_world(plan.mesh):
             typecheck(program)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_rows.kernels import seconds_of
-from gpu_rows.table import Result
 
 from autopar.rules.attention.attention import attention_with_dropout
 from autopar.rules.families.sharded_random import dropout
+from gpu_rows.kernels import seconds_of
+from gpu_rows.table import Result
 
 
 def _both_ways(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> Callable[[], Any]:

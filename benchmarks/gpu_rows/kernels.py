@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from gpu_rows.table import Result
 
 Case = tuple[str, str, tuple[int, ...], Callable[[], Any]]

@@ -67,7 +67,7 @@ def measured(step: Callable[[], Any], device: str, times: int = 3) -> tuple[dict
     longest = []
     for event in profiler.key_averages():
         spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) * 1e-6 / times
-        if spent and _counts(event, on_gpu):
+        if spent and event.key != "Command Buffer Full" and _counts(event, on_gpu):
             seconds[kind_of(event.key)] += spent
             longest.append([event.key[:90], spent, event.count // times])
     longest.sort(key=lambda row: -row[1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
 from gpu_rows.models import make
 from gpu_rows.table import Result
 
@@ -17,7 +19,7 @@ def profiled(device: str, quick: bool, seconds: float, output: str) -> Result:
     from autopar.profiling import document as documents
 
     name = "local-x1" if device == "cpu" else cluster_of_ranks([record_here()])
-    model, batch = make("GPT-2", "cpu", quick)
+    model, batch = make("GPT-2", "cpu", quick, torch.float32 if device == "cpu" else torch.bfloat16)
     captured = autopar.capture(model, batch)
     options = documents.ProfilingOptions(seconds, 1, (), 4000, timeout=3 * seconds + 60, device=device)
     document = documents.profile(captured.graph, get_cluster(name), name, "GPT-2", options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from gpu_rows.models import make
 from gpu_rows.table import Result
 

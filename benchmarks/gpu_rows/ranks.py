@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_rows.table import Result
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +22,7 @@ from autopar.rules.attention.attention import attention_with_dropout
 from autopar.rules.families.sharded_random import bits, dropout
 from autopar.runtime.ranks.groups import channel, groups_for
 from autopar.runtime.ranks.launch import backend_of, run_local
+from gpu_rows.table import Result
 
 FREE_CALLS = 3
 """Calls in which the ranks compare their batches at once, so that the host waits."""

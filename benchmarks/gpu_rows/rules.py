@@ -9,16 +9,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import traceback
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
-from gpu_rows.table import Result
 
 import autopar.rules  # noqa: F401  (registers the rules)
 from autopar.rules.proving.proof import Case, RuleIsWrong, prove, strategies_of
 from autopar.rules.registry import SAMPLES
 from autopar.words.meshes import Mesh
+from gpu_rows.table import Result
 
 ONE, TWO = Mesh.of(data=2), Mesh.of(data=2, tensor=2)
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}
@@ -71,12 +72,15 @@ def _one(target: str, number: int, device: str, quick: bool) -> dict[str, Any]:
             except RuleIsWrong as error:
                 row["wrong"].append(f"{dtype}: {str(error)[-300:]}")
             except Exception as error:
-                row["errors"].append(f"{dtype}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                names = ",".join(o.name for o in picked)
+                row["errors"].append(f"{dtype}: {names}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                row["trace"] = row.get("trace") or traceback.format_exc()[-2500:]
     return row
 
 
 def _share(k: int, n: int, device: str, quick: bool) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # float32 is compared digit by digit
     every = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[target]))]
     rows = []
     for target, number in every[k::n]:
@@ -107,7 +111,8 @@ def rules(device: str, quick: bool) -> Result:
         if names:
             said += f"; {what}: {', '.join(list(names)[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
     ok = not any(x.startswith("float64") for found in (wrong, errors) for of in found.values() for x in of)
-    return Result(said, ok and len(rows) == expected, {"wrong": wrong, "errors": errors, "from_cpu": far, "no_kernel": without})
+    return Result(said, ok and len(rows) == expected, {"wrong": wrong, "errors": errors, "from_cpu": far, "no_kernel": without,
+                               "traces": {row["name"]: row["trace"] for row in rows if "trace" in row}})  # fmt: skip
 
 
 __all__ = ["rules"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
+
 from gpu_rows.models import make
 from gpu_rows.op_kinds import beside, measured, predicted
 from gpu_rows.ranks import FREE_CALLS, alone
@@ -68,6 +70,7 @@ def _measure(
 
     on_gpu = device != "cpu"
     before = 0
+    gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()

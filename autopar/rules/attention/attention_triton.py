@@ -235,7 +235,7 @@ def blocks_of(dtype: torch.dtype, n_inner: int, n_values: int) -> dict[str, int]
     size = 64 if dtype.itemsize == 2 and n_bytes <= 128 else 32 if dtype.itemsize == 2 or n_bytes <= 256 else 16
     return {
         "QUERIES": size, "KEYS": size, "INNER": max(16, triton.next_power_of_2(n_inner)),
-        "VALUES": max(16, triton.next_power_of_2(n_values)),
+        "VALUES": max(16, triton.next_power_of_2(n_values)), "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
 
 
@@ -267,7 +267,6 @@ class _Call:
         self.blocks: dict[str, Any] = blocks_of(q.dtype, inner, values)
         self.options = {
             **self.blocks, "CAUSAL": form.is_causal, "MASK": kind.value, "PRECISION": _precision(q.dtype),
-            "num_warps": 4, "num_stages": 2,
         }  # fmt: skip
 
     def over_queries(self) -> tuple[int, int]:

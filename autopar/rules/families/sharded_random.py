@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,9 @@ def _signed(value: int, bits: int) -> int:
     return (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
 
 
-_GOLDEN, _M1, _M2 = (_signed(m, 64) for m in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+SPLITMIX = tuple(_signed(m, 64) for m in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""Multipliers of the 64-bit hash of a row or a column."""
+_GOLDEN, _M1, _M2 = SPLITMIX
 MULTIPLIERS = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
 """Of the two rounds that mix the hashes of a row and a column."""
 
@@ -64,6 +65,11 @@ def halves(
     seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
+    if not any(shards) and has_kernels(seed) and seed.device == device:
+        from autopar.rules.families import dropout_triton
+
+        row, column = dropout_triton.hashes(seed, site, None, None, math.prod(shape[:-1]), shape[-1])
+        return row.view(tuple(shape[:-1])), column
     return hashes_at(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
 
 
@@ -73,10 +79,18 @@ def hashes_at(
     """Those of the elements at these positions."""
     *lead, last = places
     device = last.device
-    key = _splitmix(_splitmix(seed.to(device) + 1) + site)
     row = torch.zeros((), dtype=torch.int64, device=device)
     for n, at in zip(shape, lead, strict=False):
         row = row.unsqueeze(-1) * n + at
+    if has_kernels(row, last):
+        from autopar.rules.families import dropout_triton
+
+        numbers, columns = row.reshape(-1), last.to(torch.int64).contiguous()
+        of_rows, of_columns = dropout_triton.hashes(
+            seed.to(device), site, numbers, columns, numbers.numel(), columns.numel()
+        )
+        return of_rows.view(row.shape), of_columns
+    key = _splitmix(_splitmix(seed.to(device) + 1) + site)
     row = _splitmix(row + key)
     column = _splitmix(last ^ _splitmix(key + _M1))
     return row.to(torch.int32), column.to(torch.int32)
@@ -115,8 +129,8 @@ def uniform(
 def dropout(
     x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any
 ) -> torch.Tensor:
-    """``aten.dropout`` in training; on accelerators in one pass (:class:`_Dropped`)."""
-    if shape and type(x) is torch.Tensor and x.device.type in FUSED_ON and _can_fuse(x.device):
+    """``aten.dropout`` in training; on GPUs in one pass (:class:`_Dropped`)."""
+    if shape and _has_pass(x):
         row, column = halves(seed, site, shape, shards, x.device)
         return _Dropped.apply(x, row, column, threshold_of(p), 1 / (1 - p) if p < 1 else 0.0)
     return x * kept(p, seed, site, shape, shards, x.device) * (1 / (1 - p) if p < 1 else 0.0)
@@ -129,69 +143,41 @@ def dropping(row: torch.Tensor, column: torch.Tensor, threshold: int) -> Callabl
         row, column: what :func:`halves` gives for the tensor.
         threshold: what :func:`threshold_of` gives.
     """
-    if row.device.type in FUSED_ON and type(row) is torch.Tensor and _can_fuse(row.device):
-        return lambda x: _Dropped.apply(x, row, column, threshold, 1.0)
-    keep = _mixed(row, column) < threshold
-    return lambda x: x * keep
+    on_kernels = has_kernels(row)
+    keep = None if on_kernels else _mixed(row, column) < threshold
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        if on_kernels and _has_pass(x):
+            return _Dropped.apply(x, row, column, threshold, 1.0)
+        return x * (keep if keep is not None else _mixed(row, column) < threshold)
+
+    return drop
 
 
-FUSED_ON = {"cuda"}
-"""Types of devices on which dropout is compiled: one pass that reads and writes, in place of ten."""
+KERNELS_ON = {"cuda"}
+"""Types of devices on which dropout is Triton's kernels: one pass that reads and writes, in place of ten, and one
+launch for its hashes, in place of sixty."""
+_PASSES = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of the pass; a scale in double precision cannot be handed to a kernel."""
 
 
-def _can_fuse(device: torch.device) -> bool:
-    """Whether the compiler may be used here: not while types are checked, nor inside of what is compiled as a whole."""
-    return not (spmd.is_type_checking() or torch.compiler.is_compiling()) and _has_compiler(device)
+def has_kernels(*tensors: Any) -> bool:
+    """Whether Triton's kernels may be called with these: not while types are checked, nor where all is compiled."""
+    if not all(type(x) is torch.Tensor and x.device.type in KERNELS_ON for x in tensors):
+        return False
+    return not (spmd.is_type_checking() or torch.compiler.is_compiling()) and _has_triton(tensors[0].device)
+
+
+def _has_pass(x: Any) -> bool:
+    return has_kernels(x) and x.dtype in _PASSES
 
 
 @functools.cache
-def _has_compiler(device: torch.device) -> bool:
-    """Whether torch.compile makes kernels for a device: on GPUs it needs Triton, and they must not be too old."""
-    if device.type != "cuda":
-        return True
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 0)
-
-
-def _drop(x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float) -> torch.Tensor:
-    return x * (_mixed(row, column) < threshold) * scale
-
-
-class _OnePass:
-    """:func:`_drop`, compiled when it is first called; as it is where that fails, with a warning."""
-
-    def __init__(self) -> None:
-        self.run: Callable[..., torch.Tensor] | None = None
-
-    @torch.no_grad()
-    def __call__(self, x: torch.Tensor, row: torch.Tensor, *numbers: Any) -> torch.Tensor:
-        n_rows, n_columns = row.numel(), x.shape[-1]
-        if n_rows < 2 or n_columns < 2:  # the compiler makes a kernel of its own for a size of 1
-            return _drop(x, row, *numbers)
-        if self.run is None:
-            self.run = torch.compile(_drop, dynamic=True, fullgraph=True)
-        flat = _as_new(x, n_rows, n_columns), _as_new(row, n_rows)
-        try:
-            return self.run(*flat, *numbers).view(x.shape)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            if self.run is _drop:
-                raise
-            reason = str(error).strip().split("\n")[0]
-            warnings.warn(f"dropout cannot be compiled, so it takes ten passes in place of one: {reason}", stacklevel=2)
-            self.run = _drop
-            return _drop(*flat, *numbers).view(x.shape)
-
-
-def _as_new(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    """``x`` in another shape, not known as a view: of one form, so that one kernel is compiled for a dtype.
-
-    A view is compiled anew for each form of what it is a view of, and after eight of them not at all.
-    """
-    return torch.ops.aten._unsafe_view(x.detach().contiguous(), shape)
-
-
-_one_pass = _OnePass()
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton makes kernels for a device: GPUs must not be too old."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 class _Dropped(torch.autograd.Function):
@@ -202,13 +188,17 @@ class _Dropped(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float
     ) -> torch.Tensor:
+        from autopar.rules.families import dropout_triton
+
         ctx.save_for_backward(row, column)
         ctx.numbers = threshold, scale
-        return _one_pass(x, row, column, threshold, scale)
+        return dropout_triton.dropped(x, row, column, threshold, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _one_pass(grads[0], *ctx.saved_tensors, *ctx.numbers), None, None, None, None
+        from autopar.rules.families import dropout_triton
+
+        return dropout_triton.dropped(grads[0], *ctx.saved_tensors, *ctx.numbers), None, None, None, None
 
 
 @rule(

@@ -23,7 +23,13 @@ from autopar.rules.lowering_helpers.local_piece import (
     some_have_none,
 )
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, TRIAL, ToOther
-from autopar.torch_private import LocalTensor, all_gather_single, functional_collectives, group_of_axis, local_tensor_mode
+from autopar.torch_private import (
+    LocalTensor,
+    all_gather_single,
+    functional_collectives,
+    group_of_axis,
+    local_tensor_mode,
+)
 from autopar.words.placements import axis_and_unit
 
 

@@ -72,6 +72,7 @@ def run_step(
         checked to be the same; a difference is an AssertionError.
     """
     mesh = plan.mesh
+    device = next((t.device for of in (weights, buffers, inputs) for t in of.values()), None)
     with many_ranks(mesh) as n:
 
         def spread(value: torch.Tensor, state: State) -> LocalTensor:
@@ -99,7 +100,7 @@ def run_step(
                     taken[slot.name] = (arrived, slot.state)
                 values.append(arrived)
             else:
-                values.append(spread(torch.tensor(seed, dtype=torch.int64), slot.state))
+                values.append(spread(torch.tensor(seed, dtype=torch.int64, device=device), slot.state))
         flat = program.runnable(*values)
         results, updates = flat[: len(program.outputs)], flat[len(program.outputs) :]
         if backward:

@@ -33,7 +33,7 @@ from autopar.errors import AutoparError, RunError
 GRACE_SECONDS = 2.0
 PRELOADED = [
     "torch.distributed.tensor", "torch.export._trace", "torch._dynamo", "torch.distributed._local_tensor",
-    "spmd_types", "highspy", "pulp", "networkx", "numpy", "rich", "typer", "autopar.api",
+    "spmd_types", "highspy", "networkx", "numpy", "rich", "typer", "autopar.api",
 ]  # fmt: skip
 """What is imported once for all ranks; more may be added before the first start."""
 KEPT_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}

@@ -12,6 +12,12 @@ import pulp
 from autopar.planner.intra_op.building.integer_program import PRICES, ROUGH, Choice, MomentBytes, NoChoice, Problem
 from autopar.planner.intra_op.solving.program_matrix import Matrix, matrix
 
+for _solver in vars(pulp.apis).values():
+    # PuLP keeps the errors of solvers that are not installed, and with them the frames of whoever imported this module
+    # first: a model in one of their variables would never be freed.
+    if isinstance(_error := getattr(_solver, "err", None), BaseException):
+        _error.__traceback__ = None
+
 
 class ByCbc:
     """A problem for CBC: solved at once, whatever it is."""

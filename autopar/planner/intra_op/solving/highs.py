@@ -12,15 +12,17 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.building.integer_program import PRICES, Beaten, Choice, NoChoice, Problem
-from autopar.planner.intra_op.solving.cbc import ByCbc
 from autopar.planner.intra_op.solving.effort import PATIENT, Effort
 from autopar.planner.intra_op.solving.relaxation import NOTHING, Point, Relaxation
+
+if TYPE_CHECKING:
+    from autopar.planner.intra_op.solving.cbc import ByCbc
 
 try:
     import highspy
@@ -45,6 +47,8 @@ def program(problem: Problem, *, effort: Effort = PATIENT, solver: str = "auto")
         solver: ``highs``, ``cbc`` or ``auto`` (HiGHS if highspy is installed).
     """
     if _pick(solver) == "cbc":
+        from autopar.planner.intra_op.solving.cbc import ByCbc
+
         return ByCbc(problem, effort.cpu_seconds)
     return HighsProgram(problem, effort)
 
