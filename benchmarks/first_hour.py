@@ -75,7 +75,8 @@ def rows(n: int, device: str, quick: bool, output: Path) -> Iterator[Asked]:
         if quick or device == "cpu":
             precision = "float32"
         shown = "".join(f", {key} {value}" for key, value in options.items())
-        return Asked(f"a step, {name}, {precision}{shown}", steps, (name, ways, precision, device, quick, options), limit)
+        args = (name, ways, precision, device, quick, options)
+        return Asked(f"a step, {name}, {precision}{shown}", steps, args, limit)
 
     def whole(name: str, layers: int, plans: int = 2) -> Asked:
         return Asked(f"program on 2x2, {name}", program, (name, device, quick, layers, plans), 60.0)
@@ -154,7 +155,8 @@ def main() -> int:
             if left < 5.0:
                 table.add(Row(row.name, Result("left out: the time is over")))
                 continue
-            table.add(workers.row(row.name, row.fn, *row.args, limit=min(row.limit, left) if not asked.quick else 180.0))
+            limit = 180.0 if asked.quick else min(row.limit, left)
+            table.add(workers.row(row.name, row.fn, *row.args, limit=limit))
     finally:
         workers.end()
     table.show()

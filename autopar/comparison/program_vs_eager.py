@@ -146,7 +146,7 @@ def _device_of(*tensors: _Tensors) -> torch.device:
     return next((t.device for of in tensors for t in of.values()), torch.device("cpu"))
 
 
-def _checked_program(graph: Graph, plan: StagePlan, device: torch.device = torch.device("cpu")) -> Program:
+def _checked_program(graph: Graph, plan: StagePlan, device: str | torch.device = "cpu") -> Program:
     """What a stage runs; on several devices it passes the type checker."""
     program = lower(graph, plan, device)
     if plan.n_devices > 1:

@@ -111,7 +111,7 @@ class _Emitter:
             outputs.append(self._get(ref, self.plan.buffers[name]))
         self.fx.output(tuple(outputs))
         module = torch.fx.GraphModule(torch.nn.Module(), self.fx, class_name="Program")
-        return Program(module, tuple(self.slots), self.plan.outputs, tuple(graph.updates), self.mesh)
+        return Program(module, tuple(self.slots), self.plan.outputs, tuple(graph.updates), self.mesh, self.device)
 
     def _placeholder(self, i: int, node: Node) -> None:
         if node.kind == "param":

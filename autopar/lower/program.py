@@ -37,6 +37,7 @@ class Program:
         outputs: placement of each output (None for an output that is no tensor).
         updates: buffers whose new values follow the outputs.
         mesh: axis names and sizes.
+        device: where tensors that the program makes itself are made.
     """
 
     module: torch.fx.GraphModule
@@ -44,6 +45,7 @@ class Program:
     outputs: tuple[State | None, ...]
     updates: tuple[str, ...]
     mesh: Mesh
+    device: str | torch.device = "cpu"
 
     @cached_property
     def runnable(self) -> torch.fx.GraphModule:

@@ -36,7 +36,7 @@ def typecheck(program: Program) -> int:
         values = []
         for slot in program.slots:
             dtype = getattr(torch, slot.dtype)
-            value = torch.zeros(used_shape(slot, program.mesh), dtype=dtype)
+            value = torch.zeros(used_shape(slot, program.mesh), dtype=dtype, device=program.device)
             if slot.needs_grad:
                 value.requires_grad_()
             spmd.assert_type(value, _type(slot.state, program))

@@ -31,7 +31,9 @@ def _matmuls(device: str, quick: bool) -> Iterator[Case]:
 
 def _attentions(device: str, quick: bool) -> Iterator[Case]:
     shapes = [(1, 2, 64, 16)] if quick else [
-        (max(1, 32768 // s), h, s, d) for h, d in ((16, 64), (32, 64), (32, 128)) for s in (512, 1024, 2048, 4096, 8192, 16384, 32768)
+        (max(1, 32768 // s), h, s, d)
+        for h, d in ((16, 64), (32, 64), (32, 128))
+        for s in (512, 1024, 2048, 4096, 8192, 16384, 32768)
     ]  # fmt: skip
     for b, h, s, d in shapes:
         q = torch.randn(b, h, s, d, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -126,7 +128,8 @@ def kernels(device: str, quick: bool, budget: float) -> Result:
                 table.append([name, dtype, list(shape), seconds_of(call, device)])
             except RuntimeError as error:
                 left_out[f"{name} {dtype} {list(shape)}"] = str(error).splitlines()[0][:120]
-    best = max((2 * s[0] * s[1] * s[2] / t / 1e12 for n, d, s, t in table if n == "matmul" and d == "bfloat16"), default=0.0)
+    matmuls = [(shape, t) for name, dtype, shape, t in table if name == "matmul" and dtype == "bfloat16"]
+    best = max((2 * m * n * k / t / 1e12 for (m, n, k), t in matmuls), default=0.0)
     said = f"{len(table)} times of {len({row[0] for row in table})} operators; fastest bf16 matmul {best:.0f} TFLOP/s"
     return Result(said, None, {"columns": ["operator", "dtype", "shape", "seconds"], "table": table,
                                "left_out": left_out})  # fmt: skip

@@ -111,8 +111,9 @@ def rules(device: str, quick: bool) -> Result:
         if names:
             said += f"; {what}: {', '.join(list(names)[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
     ok = not any(x.startswith("float64") for found in (wrong, errors) for of in found.values() for x in of)
-    return Result(said, ok and len(rows) == expected, {"wrong": wrong, "errors": errors, "from_cpu": far, "no_kernel": without,
-                               "traces": {row["name"]: row["trace"] for row in rows if "trace" in row}})  # fmt: skip
+    traces = {row["name"]: row["trace"] for row in rows if "trace" in row}
+    data = {"wrong": wrong, "errors": errors, "from_cpu": far, "no_kernel": without, "traces": traces}
+    return Result(said, ok and len(rows) == expected, data)
 
 
 __all__ = ["rules"]

@@ -232,7 +232,7 @@ def backward_to_keys(
 def blocks_of(dtype: torch.dtype, n_inner: int, n_values: int) -> dict[str, int]:
     """Sizes of blocks, such that what threads share is less than 99 KiB, which all GPUs from the A10 on have."""
     n_bytes = dtype.itemsize * max(n_inner, n_values)
-    size = 64 if dtype.itemsize == 2 and n_bytes <= 128 else 32 if dtype.itemsize == 2 or n_bytes <= 256 else 16
+    size = 64 if dtype.itemsize == 2 and n_bytes <= 256 else 32 if dtype.itemsize == 2 or n_bytes <= 256 else 16
     return {
         "QUERIES": size, "KEYS": size, "INNER": max(16, triton.next_power_of_2(n_inner)),
         "VALUES": max(16, triton.next_power_of_2(n_values)), "num_warps": 4, "num_stages": 2,

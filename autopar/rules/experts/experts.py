@@ -51,7 +51,7 @@ class _Sorted:
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """Each row by the matrix of its expert: [rows k], [experts k n] to [rows n]; zero for rows of no expert."""
-        if _grouped(rows):
+        if _grouped(rows, matrices):
             made = torch.nn.functional.grouped_mm(rows, matrices, offs=self.ends.to(torch.int32))
             there = torch.arange(len(rows), device=rows.device) < self.ends[-1]
             return torch.where(there.unsqueeze(1), made, 0)
@@ -65,7 +65,7 @@ class _Sorted:
     def outer(self, rows: torch.Tensor, grads: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """For each expert ``rows.T @ grads`` of its rows: [rows k] and [rows n] to [experts k n], which lies in memory
         as ``like`` does."""
-        if _grouped(rows):
+        if _grouped(rows, grads):
             return torch.nn.functional.grouped_mm(rows.t(), grads, offs=self.ends.to(torch.int32))
         made, parts = torch.empty_like(like), self._parts()
         for expert, begin, end in parts:
@@ -80,9 +80,21 @@ class _Sorted:
         return [(e, begin, end) for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)) if begin < end]
 
 
-def _grouped(rows: torch.Tensor) -> bool:
-    """Whether torch has a kernel that need not know on the host where each expert's rows end."""
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+def _grouped(rows: torch.Tensor, others: torch.Tensor) -> bool:
+    """Return whether torch has a kernel that need not know on the host where each expert's rows end.
+
+    It reads 16 bytes at once, so widths have to be multiples of that: eight elements.
+    """
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (8, 0):
+        return False
+    return all(_is_aligned(x) for x in (rows, others))
+
+
+def _is_aligned(matrix: torch.Tensor) -> bool:
+    """Return whether matrices [.. m n] lie in memory as the grouped product wants them, in rows or in columns."""
+    along = matrix.stride()[-2:]
+    apart = max(along)
+    return min(along) == 1 and apart * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def _by_expert(expert: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,8 +8,6 @@ Only this module imports triton for dropout; whoever imports it has asked whethe
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -81,9 +79,13 @@ def hashes(
     return row, column
 
 
-def dropped(x: torch.Tensor, row: Any, column: Any, threshold: int, scale: float) -> torch.Tensor:
+def dropped(
+    x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, threshold: int, scale: float
+) -> torch.Tensor:
     """Return ``x`` with zeros for dropped elements and the others scaled; ``x`` [rows columns] has 16 or 32 bits."""
-    x = x.detach().contiguous()
+    x, row, column = x.detach().contiguous(), row.contiguous(), column.contiguous()
+    if row.numel() * column.numel() != x.numel():
+        raise ValueError(f"{row.numel()} rows by {column.numel()} columns are not the {x.numel()} elements of x")
     out = torch.empty_like(x)
     n = x.numel()
     if n:
