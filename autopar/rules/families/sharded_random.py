@@ -20,6 +20,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
+from autopar.rules.families.hash_multipliers import MULTIPLIERS, SPLITMIX
 from autopar.rules.lowering_helpers.local_piece import positions
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
@@ -28,15 +29,7 @@ from autopar.rules.registry import T, rule, sample
 Shards = Sequence[Sequence[str]]
 
 
-def _signed(value: int, bits: int) -> int:
-    return (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
-
-
-SPLITMIX = tuple(_signed(m, 64) for m in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""Multipliers of the 64-bit hash of a row or a column."""
 _GOLDEN, _M1, _M2 = SPLITMIX
-MULTIPLIERS = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
-"""Of the two rounds that mix the hashes of a row and a column."""
 
 
 def _splitmix(z: torch.Tensor) -> torch.Tensor:
