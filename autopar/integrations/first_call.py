@@ -16,6 +16,7 @@ import torch
 from autopar.api import parallelize
 from autopar.errors import AutoparError
 from autopar.integrations.one_process import world_size
+from autopar.runtime.as_module.model_class import AsModel, show_as
 from autopar.runtime.optimizers.user_optimizers import Move
 
 Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
@@ -27,7 +28,7 @@ _NO_STAGES = (
 )
 
 
-class ParallelOnFirstCall(torch.nn.Module):
+class ParallelOnFirstCall(AsModel):
     """Stands for a model, with its names, and from its first call in training on for its parallel module.
 
     Calls in eval mode or without gradients that come earlier run the model itself, whole, on every rank.
@@ -54,6 +55,7 @@ class ParallelOnFirstCall(torch.nn.Module):
         if isinstance(stages := self._options.get("stages"), int) and stages > 1:
             raise AutoparError(_NO_STAGES)
         self.now = model
+        show_as(self, type(model))
         self.is_parallel = False
         self.stands: Any = None
         """Where dropout is to go on, of a checkpoint that was loaded before the first call."""
