@@ -8,6 +8,7 @@ to the parallel module.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -92,6 +93,13 @@ class ParallelOnFirstCall(AsModel):
         self.now, self.is_parallel = pm, True
 
     # -- as the model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """A copy, such as an average of the weights begins with, is one of the model as it is now."""
+        return copy.deepcopy(self.now, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.now.__reduce_ex__(protocol)
 
     def train(self, mode: bool = True) -> ParallelOnFirstCall:
         self.training = mode

@@ -56,7 +56,7 @@ def unheard() -> Iterator[None]:
     _quiet += 1
     if _quiet == 1:
         for original in list(_hearing):
-            hear_no_more(original.old.alive())
+            hear_no_more(original.old.named())
     try:
         yield
     finally:
@@ -116,7 +116,7 @@ class Original:
             if original is not None:
                 original._read(name)
 
-        hear(zip(self.old.names, self.old.alive(), strict=True), read)
+        hear(self.old.named(), read)
 
     @_looking
     def at_call(self, pm: torch.nn.Module) -> None:
@@ -287,7 +287,7 @@ class Original:
 def _hear_no_more(original: Original | None) -> None:
     if original is not None:
         _hearing.discard(original)
-        hear_no_more(original.old.alive())
+        hear_no_more(original.old.named())
 
 
 def _listed(names: list[str]) -> str:

@@ -107,8 +107,8 @@ class SpreadModule(SpreadModes, AsModel):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """A plain attribute of the model, as of its submodules; or a method
-        (:mod:`~autopar.runtime.as_module.methods`).
+        """A plain attribute of the model, as of its submodules; a property, which computes with what is here; or a
+        method (:mod:`~autopar.runtime.as_module.methods`).
 
         Raises:
             AttributeError: there is none, or it holds tensors or modules of the model's own.
@@ -134,8 +134,10 @@ class SpreadModule(SpreadModes, AsModel):
         of_class = inspect.getattr_static(kind, name, raised)
         if inspect.isroutine(of_class):
             return method_of(self, name, kind)
+        if isinstance(of_class, property) and of_class.fget is not None:  # such as device and dtype, of what is here
+            return of_class.fget(self)
         if of_class is not raised and not hasattr(of_class, "__get__") and not is_own(name, of_class, frozenset()):
-            return of_class  # what has a __get__, such as a property, may compute from the model's weights
+            return of_class  # what else has a __get__ may compute from the model's weights
         raise AttributeError(
             f"{own_name(self)} has no attribute '{name}'" + (
                 f": the {kind.__name__} that was parallelized has one, or a property, of its own"

@@ -23,8 +23,8 @@ _NEW = torch.nn.Parameter.__new__.__code__
 _READING_GETTERS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that give its values; the others tell its form."""
 _OF_FORM = frozenset({
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous", "type",
-    "is_floating_point", "is_complex", "is_inference", "is_signed", "is_pinned", "is_shared", "is_same_size",
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_contiguous",
+    "type", "is_floating_point", "is_complex", "is_inference", "is_signed", "is_pinned", "is_shared", "is_same_size",
     "get_device", "data_ptr", "untyped_storage", "storage", "register_hook", "register_post_accumulate_grad_hook",
     "result_type", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty",
     "new_zeros", "new_ones", "new_full", "__len__", "__hash__", "__format__", "__repr__", "has_names",
@@ -69,7 +69,7 @@ def _read(func: Any, args: Any, kwargs: Any) -> list[ReplacedParameter]:
     return [leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if type(leaf) is ReplacedParameter]
 
 
-def hear(params: Iterable[tuple[str, torch.nn.Parameter]], hears: Callable[[str], None]) -> None:
+def hear(params: Iterable[tuple[str, torch.Tensor]], hears: Callable[[str], None]) -> None:
     """Call ``hears(name)`` when the values of one of some parameters are read."""
     for name, param in params:
         if type(param) is torch.nn.Parameter and not param.is_meta:
@@ -77,9 +77,9 @@ def hear(params: Iterable[tuple[str, torch.nn.Parameter]], hears: Callable[[str]
             param.__class__ = ReplacedParameter  # type: ignore[assignment]
 
 
-def hear_no_more(params: Iterable[torch.Tensor | None]) -> None:
+def hear_no_more(params: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Have them be parameters like others."""
-    for param in params:
+    for _, param in params:
         if type(param) is ReplacedParameter:
             param.__class__ = torch.nn.Parameter  # type: ignore[assignment]
 
