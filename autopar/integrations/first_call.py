@@ -80,6 +80,7 @@ class ParallelOnFirstCall(AsModel):
         for move in moves:
             move.check()
         _without_cache(model)
+        _without_input_gradients(model)
         inputs = (args, {"example_kwargs": kwargs}) if args else (kwargs, {})
         if holding:
             options["optimizer"] = holding[0]
@@ -139,6 +140,14 @@ def _without_cache(model: torch.nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False
+
+
+def _without_input_gradients(model: torch.nn.Module) -> None:
+    """Take away the hooks with which transformers has embeddings want gradients where activations are checkpointed:
+    reentrant checkpoints need that, and a program has none."""
+    for module in model.modules():
+        if getattr(module, "_require_grads_hooks", None):
+            module.disable_input_require_grads()
 
 
 __all__ = ["ParallelOnFirstCall"]

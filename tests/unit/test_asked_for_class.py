@@ -146,6 +146,19 @@ def test_labels_are_smoothed_as_by_transformers(make: Any, tmp_path: Path) -> No
     assert _losses(_trained(Trainer, make, tmp_path, arguments=dict(smoothed))) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("make", [_causal, _adapted, _encoder_decoder])
+def test_a_trainer_checkpoints_activations(make: Any, tmp_path: Path) -> None:
+    import transformers
+
+    from autopar.integrations import Trainer
+
+    def checkpointed() -> dict[str, Any]:
+        return {"gradient_checkpointing": True}
+
+    expected = _losses(_trained(transformers.Trainer, make, tmp_path, arguments=checkpointed()))
+    assert _losses(_trained(Trainer, make, tmp_path, arguments=checkpointed())) == pytest.approx(expected, rel=1e-5)
+
+
 def test_callbacks_and_methods_of_a_trainer_see_what_is_trained(tmp_path: Path) -> None:
     import transformers
 
