@@ -182,7 +182,9 @@ class SpreadModule(SpreadModes, AsModel):
 
     def _autopar_set_mode_of(self, model: torch.nn.Module) -> None:
         """Begin in the modes of the model and of its submodules."""
-        self._autopar_mode, self._autopar_kept_modes = model.training, modes_that_stay(model)
+        skeleton = self._autopar_skeleton
+        copied = skeleton.model if skeleton is not None else None
+        self._autopar_mode, self._autopar_kept_modes = model.training, modes_that_stay(model, copied)
         self._autopar_modes = Modes(model)
         self._autopar_trained = self._autopar_modes.at_first
         self._autopar_model_ref, self._autopar_model_class, self._autopar_model_values = (
