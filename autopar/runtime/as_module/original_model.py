@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -42,8 +43,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _watched: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[Original]]] = weakref.WeakKeyDictionary()
 """Modules of models that were parallelized, with who wants to hear of a change."""
 _hooks: list[Any] = []
-_hearing: weakref.WeakSet[Original] = weakref.WeakSet()
+_hearing: set[weakref.ref[Original]] = set()
 """Those that hear when the values of their models' parameters are read."""
+_one_after_the_other = threading.RLock()
+"""Threads that are ranks of one process begin and end to be quiet in turn."""
 _quiet = 0
 OFTEN = 64
 """Every so many calls of a parallel module it is seen whether the model's parameters were frozen or written to."""
@@ -53,17 +56,19 @@ OFTEN = 64
 def unheard() -> Iterator[None]:
     """The model is called here to be captured or compared, for which its weights do not matter."""
     global _quiet
-    _quiet += 1
-    if _quiet == 1:
-        for original in list(_hearing):
-            hear_no_more(original.old.named())
+    with _one_after_the_other:
+        _quiet += 1
+        if _quiet == 1:
+            for original in _those_that_hear():
+                hear_no_more(original.old.named())
     try:
         yield
     finally:
-        _quiet -= 1
-        if not _quiet:
-            for original in list(_hearing):
-                original.hear()
+        with _one_after_the_other:
+            _quiet -= 1
+            if not _quiet:
+                for original in _those_that_hear():
+                    original.hear()
 
 
 def _looking(method: Method) -> Method:
@@ -103,9 +108,10 @@ class Original:
         model.register_state_dict_pre_hook(_Hook(self, "_saved"))
         model.register_load_state_dict_pre_hook(_Hook(self, "_loaded"))
         model.register_load_state_dict_post_hook(_Hook(self, "_was_loaded"))
-        _hearing.add(self)
-        if not _quiet:
-            self.hear()
+        with _one_after_the_other:
+            _hearing.add(me)
+            if not _quiet:
+                self.hear()
 
     def hear(self) -> None:
         """Hear when the values of the model's parameters are read."""
@@ -284,9 +290,19 @@ class Original:
                     return
 
 
+def _those_that_hear() -> list[Original]:
+    live = []
+    for ref in list(_hearing):
+        if (original := ref()) is None:
+            _hearing.discard(ref)
+        else:
+            live.append(original)
+    return live
+
+
 def _hear_no_more(original: Original | None) -> None:
     if original is not None:
-        _hearing.discard(original)
+        _hearing.discard(weakref.ref(original))
         hear_no_more(original.old.named())
 
 
