@@ -146,8 +146,9 @@ def _without_input_gradients(model: torch.nn.Module) -> None:
     """Take away the hooks with which transformers has embeddings want gradients where activations are checkpointed:
     reentrant checkpoints need that, and a program has none."""
     for module in model.modules():
-        if getattr(module, "_require_grads_hooks", None):
-            module.disable_input_require_grads()
+        hooked: Any = module
+        if getattr(hooked, "_require_grads_hooks", None):
+            hooked.disable_input_require_grads()
 
 
 __all__ = ["ParallelOnFirstCall"]
