@@ -32,7 +32,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.wishes import MOST_AXES, WISHES, documented
 from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
-from autopar.runtime.as_module.original_model import Original
+from autopar.runtime.as_module.original_model import Original, unheard
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.own_rows import as_whole
 from autopar.runtime.one_mesh.executor import ParallelModule
@@ -85,7 +85,8 @@ def capture(
     args, kwargs, targets = example_of(model, inputs, example_kwargs, targets)
     try:
         policy = parse_precision(precision)
-        captured = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets, precision=policy)
+        with unheard():
+            captured = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets, precision=policy)
     except CaptureError as error:
         if kwargs or len(args) != 2 or not isinstance(args[0], (tuple, list)) or not isinstance(args[1], Mapping):
             raise
@@ -164,12 +165,13 @@ def plan(
         captured = capture(
             model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
         )  # fmt: skip
-    asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches))
-    where = get_cluster(cluster)
-    outcome = planning.find(
-        model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
-    )
-    return with_notes(outcome.plan, outcome.captured, model, batch)
+    with unheard():
+        asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches))
+        where = get_cluster(cluster)
+        outcome = planning.find(
+            model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
+        )
+        return with_notes(outcome.plan, outcome.captured, model, batch)
 
 
 @documented
@@ -283,7 +285,7 @@ def parallelize(
     ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS, of_model)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
-    with alive(group, "parallelize", abort_groups):
+    with alive(group, "parallelize", abort_groups), unheard():
         move = arguments.check_call(group, given)
         check_own_gpus(group, device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model))
         if profile is not None:

@@ -26,6 +26,7 @@ from autopar.capture.tensor_layouts import check_not_packed
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.plans.plan import Plan
 from autopar.plans.wishes import OPTIMIZERS, WISHES, is_number, is_table, is_whole, optional
+from autopar.runtime.as_module.model_class import own_name
 from autopar.runtime.one_mesh.executor import ParallelModule
 from autopar.runtime.optimizers.user_optimizers import Move, name_of
 from autopar.runtime.pipelines.pipeline import PipelineModule
@@ -113,7 +114,7 @@ def check_model(model: Any) -> None:
         where = f"its module '{path}'" if path else "the model"
         if isinstance(module, (ParallelModule, PipelineModule)):
             raise CaptureError(
-                f"{where} is a {type(module).__name__} already, made by parallelize; parallelize the whole model once, "
+                f"{where} is a {own_name(module)} already, made by parallelize; parallelize the whole model once, "
                 "before any part of it"
             )
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
