@@ -45,7 +45,7 @@ from autopar.errors import RunError
 from autopar.runtime.batches.outputs import CollectiveLog
 from autopar.runtime.parameters.mixed import mixes_on
 from autopar.runtime.parameters.one_rank_functions import of_a_stage, watch_norms
-from autopar.runtime.parameters.repairs import Change, Repair
+from autopar.runtime.parameters.repairs import Replacement, Repair
 from autopar.runtime.parameters.state import placed_as
 from autopar.torch_private import (
     DTENSOR_HANDLERS,
@@ -302,39 +302,39 @@ def _without_norms(spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
 
 
-def _of_collectives() -> list[Change]:
+def _of_collectives() -> list[Replacement]:
     handlers = DTENSOR_HANDLERS.get()
     collectives = [getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES]
-    return [Change(handlers, c.default, lambda _: _refused) for c in collectives if c is not None]
+    return [Replacement(handlers, c.default, lambda _: _refused) for c in collectives if c is not None]
 
 
-def _in_strategies(wrapped: Mapping[Any, Callable[[_Strategy], _Strategy]]) -> list[Change]:
+def _in_strategies(wrapped: Mapping[Any, Callable[[_Strategy], _Strategy]]) -> list[Replacement]:
     """Changes of how DTensor cuts operators; an operator that this version of torch does not know has none."""
     strategies: dict[Any, Any] = DTENSOR_STRATEGIES.get()
-    return [Change(strategies, op, wrap) for op, wrap in wrapped.items() if op in strategies]
+    return [Replacement(strategies, op, wrap) for op, wrap in wrapped.items() if op in strategies]
 
 
-def _of_anys() -> list[Change]:
-    as_maximum = [Change(LINEAR_REDUCTION_OP_MAP, op, lambda _: "max") for op in _ANYS]
+def _of_anys() -> list[Replacement]:
+    as_maximum = [Replacement(LINEAR_REDUCTION_OP_MAP, op, lambda _: "max") for op in _ANYS]
     return [*as_maximum, *_in_strategies({_ANYS[-1]: _of_no_dims})]
 
 
-def _handler(op: Any, handler: Callable[..., Any]) -> Callable[[], list[Change]]:
-    return lambda: [Change(DTENSOR_HANDLERS.get(), op, lambda _: handler)]
+def _handler(op: Any, handler: Callable[..., Any]) -> Callable[[], list[Replacement]]:
+    return lambda: [Replacement(DTENSOR_HANDLERS.get(), op, lambda _: handler)]
 
 
-def _method(name: str, method: Any) -> Callable[[], list[Change]]:
-    return lambda: [Change(DTensor, name, lambda _: method)]
+def _method(name: str, method: Any) -> Callable[[], list[Replacement]]:
+    return lambda: [Replacement(DTensor, name, lambda _: method)]
 
 
 REPAIRS = (
     Repair("numbers are read whole", _handler(_READ, _number)),
     Repair("overflows of a gradient scaler", _handler(_UNSCALE, _unscaled)),
     Repair("collectives", _of_collectives),
-    Repair("collectives of lists", lambda: [Change(TENSOR_LIST_CHECK, None, _lists_looked_into)]),
+    Repair("collectives of lists", lambda: [Replacement(TENSOR_LIST_CHECK, None, _lists_looked_into)]),
     Repair("sums of norms", lambda: _in_strategies(dict.fromkeys(_SUMS, _of_whole_norms)), until=(2, 14)),
     Repair("any", _of_anys, until=(2, 14)),
-    Repair("reductions over no dims", lambda: [Change(DTENSOR_REDUCED_DIMS, None, _all_dims)]),
+    Repair("reductions over no dims", lambda: [Replacement(DTENSOR_REDUCED_DIMS, None, _all_dims)]),
     Repair("formats", _method("__format__", _formatted)),
     Repair("tolist", _method("tolist", _listed)),
     Repair("numpy", _method("numpy", _as_numpy)),

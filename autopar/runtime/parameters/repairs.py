@@ -12,7 +12,7 @@ _MISSING = object()
 
 
 @dataclass
-class Change:
+class Replacement:
     """One entry of a dict, or one attribute, that gets another value.
 
     Attributes:
@@ -67,9 +67,9 @@ class Repair:
     """
 
     name: str
-    changes: Callable[[], Sequence[Change]]
+    changes: Callable[[], Sequence[Replacement]]
     until: tuple[int, int] | None = None
-    _applied: list[Change] = field(default_factory=list, repr=False)
+    _applied: list[Replacement] = field(default_factory=list, repr=False)
 
     @property
     def is_needed(self) -> bool:
@@ -77,7 +77,7 @@ class Repair:
         return self.until is None or TORCH < self.until
 
     def apply(self) -> None:
-        """Change torch, where its version needs it; a second call changes nothing."""
+        """Replacement torch, where its version needs it; a second call changes nothing."""
         if self.is_needed and not self._applied:
             for change in self.changes():
                 change.apply()
@@ -89,4 +89,4 @@ class Repair:
             self._applied.pop().undo()
 
 
-__all__ = ["Change", "Repair"]
+__all__ = ["Replacement", "Repair"]
