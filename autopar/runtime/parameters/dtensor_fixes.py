@@ -45,7 +45,7 @@ from autopar.errors import RunError
 from autopar.runtime.batches.outputs import CollectiveLog
 from autopar.runtime.parameters.mixed import mixes_on
 from autopar.runtime.parameters.one_rank_functions import of_a_stage, watch_norms
-from autopar.runtime.parameters.repairs import Replacement, Repair
+from autopar.runtime.parameters.repairs import Repair, Replacement
 from autopar.runtime.parameters.state import placed_as
 from autopar.torch_private import (
     DTENSOR_HANDLERS,

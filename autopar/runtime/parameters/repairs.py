@@ -89,4 +89,4 @@ class Repair:
             self._applied.pop().undo()
 
 
-__all__ = ["Replacement", "Repair"]
+__all__ = ["Repair", "Replacement"]
