@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar.rules  # noqa: F401  (registers the rules)
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
-from autopar.capture.microbatches import first_part
+from autopar.capture.microbatches import first_part, rows_of
+from autopar.comparison.draws_of_eager import check_draws
 from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
 from autopar.comparison.same_model import check_capture, check_same_model
@@ -210,6 +211,7 @@ def parallelize(
     gradient_dtype: torch.dtype | None = None,
     batch: str = "global",
     compile: bool | Mapping[str, Any] = False,
+    random: str = "sharded",
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -265,6 +267,13 @@ def parallelize(
             pipeline the nth ranks of all groups have the same rows (:mod:`autopar.runtime.batches.own_rows_in_stages`).
         compile: whether the programs are compiled, as ``pm.compile()`` does; or the options of ``torch.compile``, such
             as ``{"fullgraph": True}``.
+        random: who draws random numbers, such as those of dropout. Each call takes a seed from torch's default
+            generator, which ``torch.manual_seed``, ``fork_rng`` and ``set_rng_state`` govern as in eager mode.
+            ``"sharded"``: each rank draws its part of numbers that follow from that seed and from their place in the
+            batch, so neither the mesh nor the number of microbatches changes them; they are not those of eager mode.
+            ``"torch"``: the numbers of eager mode on one device, drawn whole by torch's generator on every rank and
+            then cut: slower, for comparing losses with a script's from the first step on. What torch draws in a way
+            that cannot be followed is refused by name.
 
     The other arguments are those of :func:`plan`.
 
@@ -367,7 +376,11 @@ def parallelize(
             said = difference_by_parts(one, model, first(1), decided.microbatches)
             if said:
                 warnings.warn(said, stacklevel=2)
-        pm = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
+        if random == "torch":
+            rows = None if decided.microbatches == 1 else rows_of(first(1))
+            where = device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model)
+            all_ranks.on_all(group, lambda: check_draws(one, model, first(1), rows, where))
+        pm = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init, random=random)
         pm._autopar_told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
         if gradient_dtype is not None:
             pm.gradient_dtype = gradient_dtype
@@ -393,7 +406,7 @@ def parallelize(
         replaced(dict(model.named_parameters(remove_duplicate=False)))
         object.__setattr__(pm, "_autopar_original", Original(model, pm))
         if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
-            say(decided, one.graph)
+            say(decided, one.graph, random)
         if compile is not False:
             all_ranks.on_all(group, lambda: pm.compile(**({} if compile is True else compile)))
         return pm

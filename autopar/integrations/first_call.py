@@ -58,8 +58,6 @@ class ParallelOnFirstCall(AsModel):
         self.now = model
         show_as(self, type(model))
         self.is_parallel = False
-        self.stands: Any = None
-        """Where dropout is to go on, of a checkpoint that was loaded before the first call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_parallel and self.now.training and torch.is_grad_enabled():
@@ -89,8 +87,6 @@ class ParallelOnFirstCall(AsModel):
             raise AutoparError(_NO_STAGES)
         for move in moves[1:]:
             move.to(pm, pm._autopar_ranks()[0])
-        if self.stands is not None:
-            pm.set_extra_state(self.stands)
         self.now, self.is_parallel = pm, True
 
     # -- as the model

@@ -32,6 +32,7 @@ from autopar.runtime.optimizers.user_optimizers import Move, name_of
 from autopar.runtime.pipelines.pipeline import PipelineModule
 from autopar.runtime.ranks.agree import together
 from autopar.runtime.ranks.devices import check_one_device
+from autopar.runtime.stages.seeds import MODES
 from autopar.torch_private import pytree
 from autopar.words.graph import Ref
 from hardware_profiles import Cluster
@@ -63,6 +64,7 @@ _CHECKS: dict[str, _Check] = {
     "buckets": (lambda v: isinstance(v, (list, tuple)) and all(
                     isinstance(size, (list, tuple)) and len(size) == 2 and all(is_whole(n) and n > 0 for n in size)
                     for size in v), "pairs (rows, length), such as [(8, 512), (1, 4096)]"),
+    "random": (lambda v: isinstance(v, str) and v in MODES, "'sharded' or 'torch'"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
     "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),
     "gradient_dtype": (optional(lambda v: isinstance(v, torch.dtype) and v in _SUMS),
@@ -206,6 +208,12 @@ def check_call(group: Any, given: Mapping[str, Any]) -> Move | None:
             raise AutoparError(
                 f"shapes is {given['shapes']!r} and buckets has {len(given['buckets'])} shapes; give "
                 "shapes='buckets' with buckets=[(rows, length), ...], or neither"
+            )
+        if given["random"] == "torch" and (given["buckets"] or given["compile"] is not False):
+            what = "buckets=, which pads calls to other shapes" if given["buckets"] else "compile="
+            raise AutoparError(
+                f"random='torch' draws what torch draws in eager mode, which goes with no {what}; leave that out, or "
+                "give random='sharded', the default"
             )
         for module in (given["model"], given["loss_fn"]):
             if isinstance(module, torch.nn.Module):
