@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -256,8 +256,21 @@ _NOT_IN_OUTPUTS = re.compile(r"Found <class '(?:[\w.<>]*\.)?(\w+)'> in output, w
 """What torch.export says of outputs that it does not know."""
 
 
-def _explain(error: Exception, module: torch.nn.Module) -> str:
-    """One message for what torch.export raised: what, where in the user's code, what to do."""
+class _Place(NamedTuple):
+    """Where in the user's code an error was raised; all empty where that is not known.
+
+    Attributes:
+        where: ``file.py:12``.
+        line: the text of that line.
+        in_torch: the layer of torch below it that raised, in brackets.
+    """
+
+    where: str = ""
+    line: str = ""
+    in_torch: str = ""
+
+
+def _place_of(error: Exception) -> _Place:
     where, line, in_torch = "", "", ""
     trace = error.__traceback__
     while trace is not None:
@@ -278,6 +291,12 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
             line = linecache.getline(file, trace.tb_lineno).strip()
             in_torch = ""  # below a line of the user's there is no layer of torch yet
         trace = trace.tb_next
+    return _Place(where, line, in_torch)
+
+
+def _explain(error: Exception, module: torch.nn.Module) -> str:
+    """One message for what torch.export raised: what, where in the user's code, what to do."""
+    where, line, in_torch = _place_of(error)
     kind = type(error).__name__
     text = str(error).strip().splitlines()
     first = next((t.strip() for t in text if t.strip()), kind)
@@ -315,5 +334,19 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     else:
         what = f"{kind}: {first}"
         do = "replace the construct that torch.export cannot trace"
+    return _message(module, what, where, do)
+
+
+def run_failed(error: Exception, module: torch.nn.Module) -> CaptureError:
+    """Return the error to raise where the model itself fails on the example."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    what = f"running it on the example inputs failed: {type(error).__name__}: {said}"
+    return CaptureError(_message(module, what, _place_of(error).where, "check that model(*example_inputs) runs"))
+
+
+def _message(module: torch.nn.Module, what: str, where: str, do: str) -> str:
     called = getattr(module, "_called", type(module).__name__)  # of a model with its loss: its own name
     return f"cannot capture {called}: {what}" + (f"\n  at {where}" if where else "") + f"\n  {do}"
+
+
+__all__ = ["export", "run_failed"]
