@@ -54,6 +54,7 @@ from autopar.capture.python.attribute_outputs import Left, own_outputs
 from autopar.capture.python.guards import Guards
 from autopar.capture.recorded import traced
 from autopar.capture.tensor_layouts import check_dense
+from autopar.capture.trace.python_random import drawn_by_torch
 from autopar.capture.trace.tracing import run_failed
 from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
 from autopar.errors import AutoparError, CaptureError
@@ -220,7 +221,8 @@ def _observed(module: torch.nn.Module, args: Any, kwargs: Any) -> Ways:
         CaptureError: it fails.
     """
     try:
-        return ways_of(module, args, kwargs)
+        with drawn_by_torch():
+            return ways_of(module, args, kwargs)
     except AutoparError:
         raise
     except Exception as error:
