@@ -346,8 +346,8 @@ def times_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | N
 
 
 __all__ = [
-    "COMPARED", "DISTINCT", "INDEXED", "LABELS", "LENGTHS", "LIST", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS", "OF_ROWS",
-    "PLACES", "REPEATED", "SAME", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only", "can_be_listed",
-    "changing", "fault_at", "followed", "from_the_start", "is_integer", "masks_in", "pinned_at", "place_of_question",
+    "COMPARED", "DISTINCT", "INDEXED", "LABELS", "LENGTHS", "LIST", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS",
+    "OF_ROWS", "PLACES", "REPEATED", "SAME", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only",
+    "can_be_listed", "changing", "fault_at", "followed", "from_the_start", "is_integer", "masks_in", "pinned_at", "place_of_question",
     "take", "take_list", "times_of", "would_take",
 ]  # fmt: skip

@@ -165,7 +165,7 @@ class _Hearing(TorchFunctionMode):
             with DisableTorchFunction():
                 self.listed.setdefault(site_of() + LIST, []).append([int(times.sum())])
         with DisableTorchFunction():
-            if func in NUMBERS and is_integer(args[0]):
+            if (func in NUMBERS or func is torch.Tensor.__format__) and is_integer(args[0]):
                 self._number(args[0])
             with_numbers(func, args, kwargs or {}, self._number)
             for mask in masks_in(args[1]) if func in INDEXED else ():

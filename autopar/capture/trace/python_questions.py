@@ -95,6 +95,8 @@ class AnswerConstants(TorchFunctionMode):
                     return number
                 answer = _not_known(func, args[0], take, Read)
                 return func(*args) if answer is None else answer
+        if func is torch.Tensor.__format__ and (number := self._written_out(args[0])) is not None:
+            return format(number, *args[1:])
         args, kwargs = with_numbers(func, args, kwargs or {}, self._number_known)
         if func in REPEATED and (size := self._size_of_repeated(times_of(args, kwargs))) is not None:
             kwargs = {**kwargs, "output_size": size}
@@ -131,6 +133,13 @@ class AnswerConstants(TorchFunctionMode):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return args[0].expand(shape)[_places(args[1].expand(shape))]
         return func(*args, **kwargs)
+
+    def _written_out(self, tensor: torch.Tensor) -> Any:
+        """The number that ``f"{tensor}"`` writes; None where it is not known."""
+        if not isinstance(tensor, FakeTensor) or tensor.dim():
+            return None
+        number = constant_value(tensor, lambda value: value.item())
+        return self._number_of_inputs(tensor) if number is None else number
 
     @contextlib.contextmanager
     def lists(self) -> Iterator[None]:

@@ -322,6 +322,12 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
             "keep it in a buffer (register_buffer in __init__, and copy_ in forward), or compute it anew; of a cache "
             "that is always the same, call the model once before, so that it is there"
         )
+    elif "FakeTensor(" in str(error):
+        what = f"its Python code looks something up by the value of a tensor ({kind}), which a program computes anew"
+        do = (
+            "pass what is looked up as a plain number or string of the call, or compute all that could be looked up and "
+            "choose by the tensor: torch.stack([head(x) for head in heads])[i]"
+        )
     elif ".numpy() is not supported for tensor subclasses" in str(error):
         what = "it makes a numpy array of a tensor, whose values a program computes anew at every call"
         do = "have forward() return the tensor, and call .numpy() on what it returns"
