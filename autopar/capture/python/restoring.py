@@ -30,14 +30,14 @@ class Draws(TorchDispatchMode):
 
     Attributes:
         dropouts: how often elements of which shape were dropped, or kept.
-        others: whether there were other random operators.
+        others: how often numbers of which shape were drawn for anything else.
     """
 
     def __init__(self, nothing_dropped: bool) -> None:
         super().__init__()
         self.nothing_dropped = nothing_dropped
         self.dropouts: Counter[tuple[int, ...]] = Counter()
-        self.others = False
+        self.others: Counter[tuple[int, ...]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -45,9 +45,10 @@ class Draws(TorchDispatchMode):
                 self.dropouts[tuple(args[0].shape)] += 1
                 if self.nothing_dropped:
                     return _all_kept(*args)
-            else:
-                self.others = True
-            return _drawn(func, args, kwargs or {})
+                return _drawn(func, args, kwargs or {})
+            drawn = _drawn(func, args, kwargs or {})
+            self.others.update(tuple(x.shape) for x in pytree.tree_leaves(drawn)[:1])
+            return drawn
         return func(*args, **(kwargs or {}))
 
 
