@@ -82,7 +82,7 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
 _DROPOUTS = (torch.ops.aten.bernoulli_.float, torch.ops.aten.native_dropout.default)
 
 
-def _all_kept(x: torch.Tensor, p: float, train: bool | None = None) -> Any:
+def _all_kept(x: torch.Tensor, p: float = 0.5, train: bool | None = None) -> Any:
     """What a dropout gives that keeps everything: of CPUs its noise, of GPUs the result and the mask."""
     if train is None:
         return x.fill_(1)
