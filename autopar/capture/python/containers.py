@@ -37,6 +37,26 @@ def refill(container: Any, before: Any) -> None:
         vars(container).update(vars(before))
 
 
+def plain_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the tensors with values that a module, and the modules in it, have as plain attributes, or in lists and
+    dicts that are attributes."""
+    found: dict[int, torch.Tensor] = {}
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta:
+                found[id(value)] = value
+        elif depth and isinstance(value, (list, tuple, dict, types.SimpleNamespace)):
+            for item in items_in(vars(value) if isinstance(value, types.SimpleNamespace) else value) or []:
+                look(item[1] if isinstance(value, (dict, types.SimpleNamespace)) else item, depth - 1)
+
+    for m in module.modules():
+        for name, value in vars(m).items():
+            if name not in _REGISTERED:
+                look(value, 3)
+    return list(found.values())
+
+
 def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
     """The table of a module's parameters, buffers or submodules that has a name; None if none has."""
     return next((vars(module)[kind] for kind in _REGISTERED if name in vars(module).get(kind, {})), None)
@@ -92,4 +112,4 @@ def only_more(before: Any, now: Any) -> bool:
     return now[: len(before)] == before and all(v is OTHER or isinstance(v, Held) for _, v in more)
 
 
-__all__ = ["OfTheCallBefore", "new_tensors", "only_more", "refill", "restored", "shallow_copy", "table_of", "unreadable"]
+__all__ = ["OfTheCallBefore", "new_tensors", "only_more", "plain_tensors", "refill", "restored", "shallow_copy", "table_of", "unreadable"]

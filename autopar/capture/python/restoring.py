@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.python.containers import refill, shallow_copy
+from autopar.capture.python.containers import plain_tensors, refill, shallow_copy
 from autopar.capture.python.frozen_values import is_plain, items_in
 from autopar.torch_private import DisableTorchFunction, TorchDispatchMode, pytree
 
@@ -153,7 +153,7 @@ _IN_PLACE = tuple(
 
 @contextlib.contextmanager
 def kept(*roots: Any) -> Iterator[None]:
-    """Buffers, frozen parameters, hooks of parameters and Python attributes of modules are put back."""
+    """Buffers, plain tensors, frozen parameters, hooks of parameters and Python attributes of modules are put back."""
     modules = [m for root in roots if isinstance(root, torch.nn.Module) for m in root.modules()]
     frozen = _FrozenKept(modules)
     attributes = []
@@ -162,7 +162,9 @@ def kept(*roots: Any) -> Iterator[None]:
         containers = {k: v for k, v in entries.items() if isinstance(v, (dict, list, set)) and not is_plain(v)}
         inside = {k: (_in(v), shallow_copy(v)) for k, v in containers.items()}
         attributes.append((module, entries, inside, dict(module._buffers)))
-    values = [(b, b.detach().clone()) for *_, buffers in attributes for b in buffers.values() if b is not None]
+    buffers_and_plain = [b for *_, buffers in attributes for b in buffers.values() if b is not None]
+    buffers_and_plain += [t for root in roots if isinstance(root, torch.nn.Module) for t in plain_tensors(root)]
+    values = [(t, t.detach().clone()) for t in buffers_and_plain]
     params = [p for m in modules for p in m._parameters.values() if p is not None]
     hooked: list[Any] = [hooks for p in params for hooks in (p._backward_hooks, getattr(p, _AFTER, None)) if hooks]
     removed = [dict(hooks) for hooks in hooked]

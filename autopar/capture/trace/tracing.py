@@ -22,6 +22,7 @@ from autopar.capture.branches.random_answers import asked_afresh
 from autopar.capture.branches.unknown_numbers import checked
 from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.capture.graph.exported_nodes import source_of
+from autopar.capture.python.containers import plain_tensors
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
@@ -186,14 +187,9 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
 
 @contextlib.contextmanager
 def _plain_tensors_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Tensors of one element that a model has as plain attributes keep their values: the tracer follows such values,
-    and what the model writes to them while it is traced it writes to the tensors themselves."""
-    values_before = {
-        id(value): (value, value._version, value.detach().clone())
-        for m in module.modules()
-        for value in vars(m).values()
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
-    }
+    """Tensors that a model has as plain attributes, or in lists and dicts there, keep their values: what a forward
+    writes to one without reading data (``self.calls.add_(1)``) it writes, while it is traced, to the tensor itself."""
+    values_before = {id(t): (t, t._version, t.detach().clone()) for t in plain_tensors(module) if not t.is_inference()}
     try:
         yield
     finally:
