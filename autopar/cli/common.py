@@ -156,7 +156,8 @@ def load_and_capture(
 
             args, kwargs = wanting((loaded.args, loaded.kwargs))
             try:
-                return replace(loaded, args=args, kwargs=kwargs), capture(loaded.model, args, kwargs, precision=precision)
+                captured = capture(loaded.model, args, kwargs, precision=precision)
+                return replace(loaded, args=args, kwargs=kwargs), captured
             except CaptureError as error:  # a forward that writes its input, or sets requires_grad of a view of it
                 refused = error
         args, kwargs = first_part((loaded.args, loaded.kwargs), parts or 1)

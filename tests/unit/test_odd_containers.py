@@ -1,4 +1,4 @@
-"""Containers of a user's own classes that a forward reads: what they hold is looked at past the methods of their class."""
+"""Containers of a user's own classes that a forward reads: what they hold is looked at past their methods."""
 
 from __future__ import annotations
 

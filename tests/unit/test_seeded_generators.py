@@ -1,4 +1,4 @@
-"""Generators of Python's and numpy's that a forward makes: with a seed of torch's the numbers are those of eager mode."""
+"""Generators of Python's and numpy's that a forward makes: seeded by torch, they give the numbers of eager mode."""
 
 from __future__ import annotations
 

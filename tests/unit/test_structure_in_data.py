@@ -95,7 +95,7 @@ def test_another_structure_is_an_error() -> None:
     model, x = Listed(), torch.randn(7, 8)
     pm: Any = autopar.parallelize(model, 1, (x, PARENTS))
     assert float(pm(x, PARENTS)) == pytest.approx(float(model(x, PARENTS)), rel=1e-6)
-    with pytest.raises(RunError, match="test_structure_in_data.py"):
+    with pytest.raises(RunError, match=r"test_structure_in_data\.py"):
         pm(x, torch.tensor([1, 6, 6, 5, 5, 6, -1]))
 
 

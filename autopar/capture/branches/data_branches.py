@@ -3,8 +3,8 @@
 ``if labels.max() >= vocab_size: raise``, ``if mask.any(): ...``: Python asks for the truth of a tensor that depends on
 what the model is called with. While the model is traced it has no values, so the model is run once as it is, on the
 example, and what it answered at each line is what the trace is told; a question that was not heard in that run has no
-answer, and is refused. Where there are no values (parameters on the meta device) the answer is False, unless the model's
-own code then raises an error.
+answer, and is refused. Where there are no values (parameters on the meta device) the answer is False, unless the
+model's own code then raises an error.
 
 The question stays in the trace, as an operator ``autopar::taken`` with its condition, its place, and the answer. In the
 graph it is a flag (:data:`~autopar.words.graph.WAY`): a buffer that becomes true when the condition has the other
@@ -233,8 +233,8 @@ def _unheard(site: str) -> CaptureError:
     return CaptureError(
         f"forward branches, at {site.partition('@')[0]}, on a number of a list or array that it reads from a tensor "
         "(tolist(), numpy()) which follows from more than the integers that it is given: a program would branch as the "
-        "example does at every step\n  read the number by itself (x[i].item()), whose branch is followed and checked at "
-        "every call; or make the list before the call, and pass it"
+        "example does at every step\n  read the number by itself (x[i].item()), whose branch is followed and checked "
+        "at every call; or make the list before the call, and pass it"
     )
 
 
@@ -348,6 +348,6 @@ def times_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | N
 __all__ = [
     "COMPARED", "DISTINCT", "INDEXED", "LABELS", "LENGTHS", "LIST", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS",
     "OF_ROWS", "PLACES", "REPEATED", "SAME", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only",
-    "can_be_listed", "changing", "fault_at", "followed", "from_the_start", "is_integer", "masks_in", "pinned_at", "place_of_question",
-    "take", "take_list", "times_of", "would_take",
+    "can_be_listed", "changing", "fault_at", "followed", "from_the_start", "is_integer", "masks_in", "pinned_at",
+    "place_of_question", "take", "take_list", "times_of", "would_take",
 ]  # fmt: skip

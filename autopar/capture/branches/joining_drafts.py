@@ -164,7 +164,7 @@ class _Joining:
             elif isinstance(mine, Ref) or isinstance(theirs, Ref) or mine != theirs:
                 raise Apart(f"output {i} of the model is a tensor on one side only, or another value")
         theirs_by_buffer = {self.image[self.at[name]]: self._moved(ref) for name, ref in self.other.updates.items()}
-        for buffer in union.updates.keys() | theirs_by_buffer.keys():  # a side that does not write it leaves it as it is
+        for buffer in union.updates.keys() | theirs_by_buffer.keys():  # a side that does not write it leaves it alone
             as_it_was = Ref(buffer)
             mine, theirs = union.updates.get(buffer, as_it_was), theirs_by_buffer.get(buffer, as_it_was)
             self._meet(Use("update", buffer), mine, theirs, last)
@@ -186,7 +186,9 @@ class _Joining:
                     raise Apart(f"{union.nodes[b].where} is left out before a random number is asked for")
                 self.missing[b] = self.flips[segment - 1].question
                 union.left_out[b].add(self.missing[b])
-        flags = {(ref.node, _noted_in(union.nodes[b])): b for b, ref in union.updates.items() if is_flag(union.nodes[b])}
+        flags = {
+            (ref.node, _noted_in(union.nodes[b])): b for b, ref in union.updates.items() if is_flag(union.nodes[b])
+        }
         for name, ref in self.other.updates.items():  # flags are the same where the operators are that write them
             f = self.at[name]
             b = flags.get((self.image.get(ref.node, -1), _noted_in(self.other.nodes[f])))

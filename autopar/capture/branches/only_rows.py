@@ -281,8 +281,8 @@ def _function_at(source: str, first_line: int) -> ast.FunctionDef | None:
 
 
 def _branch_in(statements: Statements, line: int, rest: Statements | None) -> tuple[ast.If, Statements | None] | None:
-    """The branch somewhere in these statements whose test is at a line, and what of a turn of the innermost loop follows
-    behind it, which a ``continue`` passes over; None outside of loops.
+    """The branch somewhere in these statements whose test is at a line, and what of a turn of the innermost loop
+    follows behind it, which a ``continue`` passes over; None outside of loops.
 
     Args:
         rest: that of what follows behind these statements.

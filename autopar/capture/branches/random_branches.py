@@ -54,8 +54,8 @@ class Trace:
 
 
 class _SameNames:
-    """Gives tensors that are no registered ones the same names in all traces: torch counts those in lists in the order in
-    which a trace meets them."""
+    """Gives tensors that are no registered ones the same names in all traces: torch counts those in lists in the order
+    in which a trace meets them."""
 
     def __init__(self) -> None:
         self.name_of: dict[int, str] = {}

@@ -112,4 +112,7 @@ def only_more(before: Any, now: Any) -> bool:
     return now[: len(before)] == before and all(v is OTHER or isinstance(v, Held) for _, v in more)
 
 
-__all__ = ["OfTheCallBefore", "new_tensors", "only_more", "plain_tensors", "refill", "restored", "shallow_copy", "table_of", "unreadable"]
+__all__ = [
+    "OfTheCallBefore", "new_tensors", "only_more", "plain_tensors", "refill", "restored", "shallow_copy", "table_of",
+    "unreadable",
+]  # fmt: skip

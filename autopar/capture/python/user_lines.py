@@ -59,8 +59,8 @@ def place_in(frame: Any) -> tuple[int, int | None, int | None]:
     know are None.
 
     Where a frame decides whether it jumps, that is what it decides by: the jump itself has the place of the whole
-    statement, which has as many questions as ``and`` and ``or`` put together. By columns and not by instructions: Python
-    moves between instructions of one call when it has run often.
+    statement, which has as many questions as ``and`` and ``or`` put together. By columns and not by instructions:
+    Python moves between instructions of one call when it has run often.
     """
     code, at = frame.f_code.co_code, frame.f_lasti // 2
     if "JUMP" in dis.opname[code[2 * at]] or dis.opname[code[2 * at]] == "TO_BOOL":

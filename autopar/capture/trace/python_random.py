@@ -166,11 +166,13 @@ def _generator(make: Any, *args: Any, **kwargs: Any) -> _Generator | None:
 def _makers() -> list[tuple[Any, Any]]:
     """What makes generators, and what stands in its place."""
     names = [name for name in GENERATORS if name.partition(".")[0] in sys.modules]
-    made = [original(name) for name in names]
-    return [
-        (m, _Stand(m.__name__, (m,), {"original": m}) if isinstance(m, type) else _instead(m, functools.partial(_generator, m)))
-        for m in made
-    ]
+    return [(make, _stand_in(make)) for make in map(original, names)]
+
+
+def _stand_in(make: Any) -> Any:
+    if isinstance(make, type):
+        return _Stand(make.__name__, (make,), {"original": make})
+    return _instead(make, functools.partial(_generator, make))
 
 
 def _instead(function: Any, by_torch: Callable[..., Any]) -> Callable[..., Any]:

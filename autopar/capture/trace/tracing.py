@@ -321,8 +321,8 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     elif "FakeTensor(" in str(error):
         what = f"its Python code looks something up by the value of a tensor ({kind}), which a program computes anew"
         do = (
-            "pass what is looked up as a plain number or string of the call, or compute all that could be looked up and "
-            "choose by the tensor: torch.stack([head(x) for head in heads])[i]"
+            "pass what it is looked up by as a plain number or string of the call, or compute all that could be looked "
+            "up and choose by the tensor: torch.stack([head(x) for head in heads])[i]"
         )
     elif ".numpy() is not supported for tensor subclasses" in str(error):
         what = "it makes a numpy array of a tensor, whose values a program computes anew at every call"
