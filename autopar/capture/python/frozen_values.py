@@ -114,7 +114,7 @@ def items_in(container: Any) -> list[Any] | None:
         return list(kind.items(container))
     for builtin in (tuple, list, set, frozenset):
         if isinstance(container, builtin):
-            return list(builtin.__iter__(container))
+            return list(builtin.__iter__(container))  # type: ignore[arg-type]
     if isinstance(container, Mapping):
         try:
             return list(container.items())
