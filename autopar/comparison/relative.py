@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ def off(a: torch.Tensor | None, b: torch.Tensor | None, largest: float) -> float
     return relative(a, b, largest)
 
 
-def _of_those_that_took_part(graph: Graph, ran: Ran) -> Mapping[str, torch.Tensor]:
+def _of_those_that_took_part(graph: Graph, ran: Ran) -> dict[str, torch.Tensor]:
     """The gradients without the zeros of parameters of which the graph says that they took no part, such as those of an
     expert without rows: a program hands none over."""
     took: dict[str, bool] = {}
@@ -110,7 +110,7 @@ def difference_of(graph: Graph, mine: Ran, theirs: Ran) -> Comparison:
     gradient, gradient_of = 0.0, ""
     params = {node.target for _, node in graph.of_kind("param")} - reached_whatever_is_drawn(graph)
     gradients = _of_those_that_took_part(graph, mine)
-    for name in gradients | theirs.gradients:
+    for name in {**gradients, **theirs.gradients}:
         apart = off(gradients.get(name), theirs.gradients.get(name), largest)
         if name in params and (name in gradients) != (name in theirs.gradients):
             apart = float("inf")  # an optimizer passes over a parameter that hangs on a branch, or moves it
