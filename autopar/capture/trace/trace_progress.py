@@ -36,7 +36,8 @@ def _path(tracer: Any, module: Any) -> str:
     The paths are looked up in the tracer's tables: its ``path_of_module`` raises an error for a module that is no
     submodule, which torch takes for one of the module around it.
     """
-    path = tracer.proxy_paths.get(module) or tracer.submodule_paths.get(module) or type(module).__name__
+    path = tracer.proxy_paths.get(module)
+    path = tracer.submodule_paths.get(module, type(module).__name__) if path is None else path
     return str(path).removeprefix("_export_root").removeprefix(".")
 
 
