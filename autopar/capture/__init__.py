@@ -56,8 +56,10 @@ from autopar.capture.python.guards import Guards
 from autopar.capture.recorded import traced
 from autopar.capture.rows_of_draws import with_rows_of_draws
 from autopar.capture.tensor_layouts import check_dense
+from autopar.capture.trace.python_random import drawn_by_torch
+from autopar.capture.trace.tracing import run_failed
 from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
-from autopar.errors import CaptureError
+from autopar.errors import AutoparError, CaptureError
 from autopar.garbage_collection import uncollected
 from autopar.torch_private import pytree
 from autopar.words.autocasting import AutocastState, autocast_now
@@ -199,7 +201,7 @@ def capture(
     in_precision = precision.of_model(model) if precision is not None else contextlib.nullcontext()
     with uncollected(), varlen_attention_in_plain_operators(), in_precision:
         ways, (guards, exported, builder, (graph, user_inputs)) = followed(
-            lambda: traced(module, args, kwargs, prefix, loss_fn), lambda: ways_of(module, args, kwargs)
+            lambda: traced(module, args, kwargs, prefix, loss_fn), lambda: _observed(module, args, kwargs)
         )
     example, graph = replace(example, ways=ways), replace(graph, precision=precision)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
@@ -213,6 +215,21 @@ def capture(
     inputs = tuple(None if i in literals else user_inputs[i] for i in range(len(leaves)))
     return Captured(graph, in_spec, literals, inputs, own_outputs(exported), builder.constants, example,
                     autocast_now(), guards, exported.left)  # fmt: skip
+
+
+def _observed(module: torch.nn.Module, args: Any, kwargs: Any) -> Ways:
+    """Run the model on the example as it is, and return which ways it goes.
+
+    Raises:
+        CaptureError: it fails.
+    """
+    try:
+        with drawn_by_torch():
+            return ways_of(module, args, kwargs)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise run_failed(error, module) from error
 
 
 def _check_renewed(graph: Graph, model: torch.nn.Module, precision: Precision | None) -> None:

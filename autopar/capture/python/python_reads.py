@@ -9,7 +9,6 @@ every call), and generators of random numbers outside torch, whose state shows w
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import sys
 import types
@@ -21,8 +20,25 @@ import torch
 
 from autopar.capture.python.attribute_lookups import Lookups, behind, can_tell, only_appends, only_counts, stored
 from autopar.capture.python.attribute_outputs import LeftBehind
-from autopar.capture.python.containers import OfTheCallBefore, new_tensors, only_more, refill, restored, unreadable
-from autopar.capture.python.frozen_values import OTHER, Held, SameObject, frozen, is_plain, says_the_same, show
+from autopar.capture.python.containers import (
+    OfTheCallBefore,
+    new_tensors,
+    only_more,
+    refill,
+    restored,
+    shallow_copy,
+    unreadable,
+)
+from autopar.capture.python.frozen_values import (
+    OTHER,
+    Held,
+    SameObject,
+    frozen,
+    is_plain,
+    items_in,
+    says_the_same,
+    show,
+)
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
 from autopar.capture.python.globals_read import Free, free_values
 from autopar.capture.python.guards import Guards, ReadValue
@@ -188,7 +204,7 @@ class Recorder:
         self.first[key] = owner, ReadValue(path, name, frozen_value, where)
         self.raw[key] = value
         if not is_plain(value):
-            self.before[key] = copy.copy(value)
+            self.before[key] = shallow_copy(value)
             self._inside(value, f"{path}.{name}".lstrip("."))
 
     def _saw_tensor(self, owner: Any, name: str, value: torch.Tensor, frame: Any) -> None:
@@ -201,11 +217,12 @@ class Recorder:
 
     def _inside(self, container: Any, path: str) -> None:
         """Follow objects that stand in a container."""
+        items = items_in(container) or []
         if isinstance(container, dict):
-            for key, item in container.items():
+            for key, item in items:
                 self._member(item, f"{path}[{key!r}]")
         elif isinstance(container, (list, tuple)):
-            for i, item in enumerate(container):
+            for i, item in enumerate(items):
                 self._member(item, f"{path}[{i}]")
 
     def _member(self, item: Any, path: str) -> None:
@@ -283,7 +300,7 @@ class Recorder:
                 self.kept[key] = f"{read.label} at {read.where or 'its forward'}"
                 owner = self.first[key][0]
                 if type(container) in (list, dict) and vars(owner).get(read.name) is container:
-                    self.into[key] = copy.copy(container)
+                    self.into[key] = shallow_copy(container)
                     self.left.note_filled(owner, read.path, read.name, before)
         buffers_before = self._buffers_before()
         assigned: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []
