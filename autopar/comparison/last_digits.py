@@ -23,7 +23,8 @@ def shaken(program: Program) -> Program:
     """A program that rounds each number that depends on a parameter, and each gradient of one, by chance to the next
     larger one."""
     graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(program.module.graph, into := {}))
+    into: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph.output(graph.graph_copy(program.module.graph, into))
     outputs = next(iter(reversed(graph.nodes)))
     for k, node in enumerate([copy for copy in into.values() if copy.op == "call_function"]):
         if all(user.target is operator.getitem for user in node.users):  # of several results each is moved
@@ -49,7 +50,7 @@ def _moved(x: torch.Tensor, number: int) -> torch.Tensor:
 
     Zeros stay: beside a zero the next number is far smaller than what rounding leaves there.
     """
-    if not x.is_floating_point():
+    if not x.is_floating_point() or x.layout is not torch.strided:
         return x
     at = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     up = ((at + 7919 * number) * 40503 >> 8) % 2 == 0
