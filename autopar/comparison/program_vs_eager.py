@@ -34,6 +34,7 @@ from autopar.plans.plan import Plan, StagePlan, one_stage
 from autopar.plans.stage_graphs import cut
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import rules_of
+from autopar.rules.whole_tensors import updates_of
 from autopar.runtime.ranks.in_process_ranks import WorldStep, pipeline_step, run_step
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
@@ -149,7 +150,7 @@ def train(
         return run_step(graph, plan, program, weights_now, buffers_now, inputs, seed=seed + number)
 
     with as_wide_as(graph):
-        return _trained(_loss_of(captured), weights, buffers, steps, step)
+        return _trained(captured, weights, buffers, steps, step)
 
 
 def _loss_of(captured: Captured) -> int:
@@ -175,20 +176,25 @@ def _checked_program(
 
 
 def _trained(
-    loss: int, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], steps: int,
+    captured: Captured, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], steps: int,
     step: Callable[[int, _Tensors, _Tensors], WorldStep],
 ) -> Trained:  # fmt: skip
     """Steps of SGD from copies of the given weights.
 
     Args:
-        loss: position of the loss among the outputs.
         step: a forward and a backward, given its number and the weights and buffers that it begins with.
     """
     weights_now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
     buffers_now = dict(buffers)
     optimizer = _optimizer(weights_now.values())
-    losses, first = [], {}
+    losses, first, loss = [], {}, _loss_of(captured)
+    before = captured.graph.before
     for number in range(steps):
+        if before is not None:
+            with torch.no_grad():
+                of_all = {**buffers_now, **weights_now}
+                for name, value in updates_of(before, lambda node, values=of_all: values[node.target]).items():
+                    weights_now[name].copy_(value)
         done = step(number, weights_now, buffers_now)
         losses.append(done.outputs[loss])
         buffers_now.update(done.buffers)
@@ -234,7 +240,7 @@ def train_pipeline(
         )  # fmt: skip
 
     with as_wide_as(captured.graph):
-        return _trained(loss, weights, buffers, steps, step)
+        return _trained(captured, weights, buffers, steps, step)
 
 
 def verify_pipeline(
