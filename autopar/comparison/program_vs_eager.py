@@ -34,8 +34,7 @@ from autopar.plans.plan import Plan, StagePlan, one_stage
 from autopar.plans.stage_graphs import cut
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import rules_of
-from autopar.rules.whole_tensors import updates_of
-from autopar.runtime.ranks.in_process_ranks import WorldStep, pipeline_step, run_step
+from autopar.runtime.ranks.in_process_ranks import WorldStep, pipeline_step, run_step, write_first
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
@@ -188,13 +187,8 @@ def _trained(
     buffers_now = dict(buffers)
     optimizer = _optimizer(weights_now.values())
     losses, first, loss = [], {}, _loss_of(captured)
-    before = captured.graph.before
     for number in range(steps):
-        if before is not None:
-            with torch.no_grad():
-                of_all = {**buffers_now, **weights_now}
-                for name, value in updates_of(before, lambda node, values=of_all: values[node.target]).items():
-                    weights_now[name].copy_(value)
+        write_first(captured.graph, weights_now, buffers_now)
         done = step(number, weights_now, buffers_now)
         losses.append(done.outputs[loss])
         buffers_now.update(done.buffers)

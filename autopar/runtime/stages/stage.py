@@ -70,6 +70,7 @@ class Stage:
         self.schedule = prefetch.GatherOrder(self._units(), self.stream)
         self.run_program = self._runnable(self.program)
         self.evaluation: tuple[Program, Any] | None = None
+        self.evaluation_before: Graph | None = None
         on_meshes = any(isinstance(held_param.param, DTensor) for held_param in self.held_params.values())
         casts = any(held_param.casts for held_param in self.held_params.values())
         self.direct = device_mesh.size() == 1 and not (on_meshes or casts or graph.parts)
@@ -140,7 +141,7 @@ class Stage:
         plan = replace(self.plan, fingerprint=graph.fingerprint, memory={})
         program = lower(graph, plan, self.device)
         assert program.slots == self.program.slots[: len(program.slots)]
-        self.evaluation = program, self._runnable(program)
+        self.evaluation, self.evaluation_before = (program, self._runnable(program)), graph.before
 
     def with_other_literals(self, graph: Graph) -> Stage:
         """The same stage with a graph that differs in nothing but literals; both share parameters and gradients."""
@@ -237,14 +238,17 @@ class Stage:
                 template[self.seed_slot] = self.seeds(seed)
             else:
                 template[self.seed_slot] = torch.full((), seed, dtype=torch.int64, device=self.device)  # written there
-        if self.graph.before is not None and not same_step:
-            self._write_first(self.graph.before)
+        of_eval = evaluating and self.evaluation is not None
+        before = self.evaluation_before if of_eval else self.graph.before
+        if before is not None and not same_step:
+            self._write_first(before)
         self.stream.begin(same_step)
         if self.compile_args is None:
             self.schedule.begin(same_step=same_step)
         else:
             self.schedule.begin_whole(same_step=same_step)
-        if evaluating and self.evaluation is not None:
+        if of_eval:
+            assert self.evaluation is not None
             program, run = self.evaluation
         given = template[: len(program.slots)]
         for slot in self.copied if program.updates else ():
