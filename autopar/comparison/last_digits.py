@@ -31,7 +31,8 @@ def shaken(program: Program) -> Program:
             continue
         with graph.inserting_after(node):
             rounded = graph.call_function(_rounded, (node, k))
-        node.replace_all_uses_with(rounded, lambda user, rounded=rounded: user is not rounded and user is not outputs)
+        for user in [user for user in node.users if user not in (rounded, outputs)]:
+            user.replace_input_with(node, rounded)
     return replace(program, module=torch.fx.GraphModule(program.module, graph))
 
 

@@ -361,8 +361,10 @@ def writes(piped: bool, **options: Any) -> float:
     with torch.no_grad():
         worst = max(worst, difference(pm(xs[3]), alone(xs[3])))
     found = autopar.full_state_dict(pm)
-    states = alone.state_dict()  # rank 0 has them
-    return max([worst, *(difference(value, states[name]) for name, value in found.items() if value.is_floating_point())])
+    states = alone.state_dict()
+    for name, value in found.items():  # on rank 0
+        worst = max(worst, difference(value, states[name]) if value.is_floating_point() else 0.0)
+    return worst
 
 
 def stored_and_written() -> float:
