@@ -25,6 +25,7 @@ from autopar.capture.graph.exported_nodes import source_of
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
+from autopar.capture.trace.adaptive_softmax import adaptive_softmax_of_all_rows
 from autopar.capture.trace.autocast import write_casts
 from autopar.capture.trace.autograd_functions import whole_functions
 from autopar.capture.trace.checkpointed_regions import marked_regions
@@ -83,6 +84,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(Transcripts())
         stack.enter_context(Bags())
         stack.enter_context(CumulativeNorms())
+        stack.enter_context(adaptive_softmax_of_all_rows())
         grouped = stack.enter_context(GroupedRows(constants.list_of_inputs))
         stack.enter_context(grouped.hit.lists())
         stack.enter_context(flex_attention_in_plain_operators())
