@@ -57,7 +57,7 @@ def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
 
 
 def _can_travel(rule: Rule, cuts: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
-    """Whether what travels round a ring does so on one axis, in pieces that are equal on all ranks, or that are made so:
+    """Whether what travels round a ring does so on one axis, in pieces that are equal on all ranks. Others are made so
     where nothing else of the sequence is cut, and ranks do not exchange parts of theirs."""
     lowering = rule.lowering(cuts)
     if lowering is None:

@@ -1,4 +1,4 @@
-"""Bags of embeddings are lookups and their sum; embeddings with ``sparse=True`` have the gradients of eager mode."""
+"""Bags of embeddings are lookups and their sum; embeddings ``sparse=True`` have the gradients of eager mode."""
 
 from __future__ import annotations
 

@@ -183,8 +183,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _mask_with_room(mask: torch.Tensor, q: torch.Tensor, room: int) -> torch.Tensor:
-    """A mask that says something of each query, with rows in which all may be seen behind those of a rank's queries; one
-    that says the same of all queries stays."""
+    """A mask that says something of each query, with rows behind those of a rank's queries, in which all may be seen.
+    One that says the same of all queries stays."""
     if mask.dim() < 2 or mask.shape[-2] != q.shape[-2] or q.shape[-2] == room:
         return mask
     rows = (*mask.shape[:-2], room - q.shape[-2], mask.shape[-1])
@@ -247,21 +247,22 @@ def attention_across(
     group, number = (None, 0) if axis is None else (sends_on(axis), which_piece(axis))
     learns = attn_mask is not None and attn_mask.requires_grad
     places = shape[-2] if dropout_p else None if sizes is None else sizes.get(RING)  # random calls are told the shape
-    uneven = places is not None and bool(ring) and places % n_pieces(ring) > 0
+    n_places = places if places is not None and ring and places % n_pieces(ring) else 0
+    uneven = n_places > 0
     zigzag = bool(ring) and is_causal and not rows and not uneven and exchanges_halves(q.shape[-2] * n_pieces(ring))
     row_numbers, pieces = tuple(map(which_piece, row_axes)), n_pieces(ring)
     steps = min(pieces, TRIED_STEPS) if makes_some_steps() else pieces
     draw = None
     if dropout_p:
         n_rows = shape[-2]
-        drawn = (*shape[:-1], places if uneven else k.shape[-2] * pieces)
+        drawn = (*shape[:-1], n_places if uneven else k.shape[-2] * pieces)
         draw = Draw(dropout_p, site, drawn, tuple(shards[:-2]))
     else:
         of_all = q.shape[-2] * n_pieces(row_axes) if sizes is None or QUERIES not in sizes else sizes[QUERIES]
-        n_rows = places if uneven else of_all
+        n_rows = n_places if uneven else of_all
     way = Going(
         axis, group, number, pieces, cuts_on(row_axes), row_numbers, n_rows, is_causal, scale, zigzag, learns,
-        draw, steps, places if uneven else 0,
+        draw, steps, n_places,
     )  # fmt: skip
     return _Attention.apply(q, k, v, attn_mask, seed, way)  # type: ignore[no-any-return]
 
