@@ -91,6 +91,37 @@ class EveryParameterClipped(Habit):
 
 
 @habit
+class WeightOfALayerSet(Habit):
+    """AWD-LSTM's weight drop."""
+
+    refused = r"sets a weight of a recurrent layer, .*(\n.*)+functional_call\(self.rnn, {'weight_hh_l0': w}, \(x,\)\)"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(WIDTH, WIDTH)
+        self.raw = nn.Parameter(self.rnn.weight_hh_l0.data)
+        del self.rnn._parameters["weight_hh_l0"]
+        self.rnn.weight_hh_l0 = self.raw.data.clone()
+
+    def body(self, x: Tensor) -> Tensor:
+        self.rnn.weight_hh_l0 = self.raw.tanh()
+        return self.rnn(x)[0]
+
+
+@habit
+class WeightOfALayerGiven(Habit):
+    """The same, as the message says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        w = self.rnn.weight_hh_l0.tanh()
+        return torch.func.functional_call(self.rnn, {"weight_hh_l0": w}, (x,))[0]
+
+
+@habit
 class WrittenAfterItIsRead(Habit):
     refused = f"'a.weight' in forward, which is trained, and reads it before\n  {MAKE_BEFORE}"
 
