@@ -10,7 +10,7 @@
 """
 
 from .abstract import abstract_cluster
-from .clusters import build_cluster, list_clusters, load_cluster
+from .clusters import build_cluster, list_clusters, load_cluster, split_subset
 from .errors import ProfileError
 from .load import list_devices, load_device
 from .model import (
@@ -22,11 +22,14 @@ from .model import (
     Device,
     EfficiencyCurve,
     Link,
+    speed_of,
+    subset_suffix,
 )
 from .product_names import Named, device_named
 
 __all__ = [
     "COLLECTIVES", "OP_KINDS", "AbstractAxis", "Cluster", "CollectiveCurve", "Device", "EfficiencyCurve",
     "Link", "Named", "ProfileError", "abstract_cluster", "build_cluster", "device_named", "list_clusters",
-    "list_devices", "load_cluster", "load_device",
+    "list_devices", "load_cluster", "load_device", "speed_of", "split_subset",
+    "subset_suffix",
 ]  # fmt: skip

@@ -19,6 +19,8 @@ from .profile_file import is_measured, read_measured
 from .reader import ProfileErrors, Table, closest, read_document
 
 CLUSTERS = DATA / "clusters"
+MOST_RANKS = 2**20
+"""Ranks that a range in the name of a cluster may have: more are a slip."""
 
 
 def list_clusters() -> list[str]:
@@ -30,11 +32,13 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     """A cluster by built-in name (`dgx-h100`, `dgx-h100-x8`, `local-x4`) or from a .toml or .json file.
 
     `dgx-h100-4of8-x2` is two machines of which four GPUs each are used, `dgx-h100-x2+dgx-a100` three machines of two
-    kinds on one fabric.
+    kinds on one fabric. ``mixed.toml@0-3,6`` are five of the devices of a cluster, numbered anew from 0.
 
     The same name gives the same object. Raises ProfileError with every failure found.
     """
-    text = str(name_or_path)
+    text, ranks = split_subset(str(name_or_path))
+    if ranks:
+        return load_cluster(text).only(ranks)
     if text.endswith((".toml", ".json")):
         path = Path(text)
         document = read_document(path)
@@ -42,6 +46,24 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
             return _measured_cluster(document, path)
         return build_cluster(document, str(path), default_name=path.stem)
     return _builtin_cluster(text)
+
+
+_SUBSET = re.compile(r"(?P<cluster>.+)@(?P<ranks>\d+(-\d+)?(,\d+(-\d+)?)*)")
+
+
+def split_subset(name: str) -> tuple[str, tuple[int, ...]]:
+    """The cluster that a name begins with, and the ranks of it that the name ends with: ``("mixed.toml", (0, 1, 6))``
+    for ``mixed.toml@0-1,6``; no ranks where the name means all devices."""
+    match = _SUBSET.fullmatch(name)
+    if match is None:
+        return name, ()
+    ranks: list[int] = []
+    for part in match["ranks"].split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) - int(first) > MOST_RANKS:
+            raise ProfileError("clusters", [f"'{name}': no cluster has ranks {part}"])
+        ranks += range(int(first), int(last or first) + 1)
+    return match["cluster"], tuple(ranks)
 
 
 def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:

@@ -7,10 +7,11 @@ they can key caches in constant time; load a profile once and pass it around.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 
+from .errors import ProfileError
 from .measurements import Measured
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
@@ -140,10 +141,36 @@ class Cluster:
             )
         return self.devices[rank]
 
+    def only(self, ranks: Iterable[int]) -> Cluster:
+        """Some of the devices with the links between them, as a cluster of its own: its rank 0 is the first of
+        ``ranks``, and :func:`~hardware_profiles.load_cluster` finds it by its name.
+
+        Raises:
+            ProfileError: no rank, one that the cluster does not have or that is named twice, an abstract mesh, or
+                devices that reach each other only through others.
+        """
+        kept = tuple(ranks)
+        name = f"{self.name}{subset_suffix(kept)}"
+        missing = sorted({rank for rank in kept if not 0 <= rank < self.n_devices})
+        if missing:
+            raise ProfileError(name, [f"there is no rank {missing[0]}, the cluster has 0 to {self.n_devices - 1}"])
+        if not kept or len(set(kept)) < len(kept) or self.abstract:
+            raise ProfileError(name, ["an abstract mesh has no devices to choose from" if self.abstract else
+                                      "name each device once, and at least one"])  # fmt: skip
+        switches = [node for node in self.graph if not isinstance(node, int)]
+        graph = nx.relabel_nodes(self.graph.subgraph([*kept, *switches]), {rank: i for i, rank in enumerate(kept)})
+        if any(not nx.has_path(graph, *pair) for i in range(1, len(kept)) for pair in ((0, i), (i, 0))):
+            raise ProfileError(name, ["these devices reach each other only through devices that are left out"])
+        nodes = list(dict.fromkeys(self.node_of[rank] for rank in kept))
+        return replace(
+            self, name=name, devices=tuple(self.devices[rank] for rank in kept), graph=nx.DiGraph(graph),
+            node_of=tuple(nodes.index(self.node_of[rank]) for rank in kept),
+        )  # fmt: skip
+
     def slowest(self, ranks: Iterable[int]) -> Device:
         """Of some ranks' devices the one with the lowest peak rate, then with the lowest memory bandwidth: where all
         do the same, they wait for it."""
-        return min(map(self.device, ranks), key=lambda d: (max(d.peak_flops.values()), d.memory_bytes_per_second))
+        return min(map(self.device, ranks), key=speed_of)
 
     def describe(self) -> str:
         """A few lines for people: devices, machines, links."""
@@ -176,3 +203,19 @@ class Cluster:
             said, n_ops = self.measured.provenance, len(self.measured.ops)
             lines.append(f"  measured {said['date']} on {said['processor']}: {n_ops} ops of {said['model']}")
         return "\n".join(lines)
+
+
+def speed_of(device: Device) -> tuple[float, float]:
+    """By what devices are faster or slower: the highest peak rate, then the memory bandwidth."""
+    return max(device.peak_flops.values()), device.memory_bytes_per_second
+
+
+def subset_suffix(ranks: Iterable[int]) -> str:
+    """The end of the name of a cluster of some devices of another: ``@0-3,6``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return "@" + ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

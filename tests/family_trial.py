@@ -105,9 +105,11 @@ def trial(case: Case, stages: bool = True) -> Iterator[Result]:
         reference = train(double, one_device(double.graph), weights, buffers, inputs)
         difference = compare("2x2", train(double, done["plan"], weights, buffers, inputs), reference)
         single = one_device(double.graph)
-        return _verdict(
-            beside_rounding(difference, reference, lambda w: train(double, single, w, buffers, inputs), weights)
-        )
+
+        def one(weights: Any, shaken: bool) -> Any:
+            return train(double, single, weights, buffers, inputs, shaken=shaken)
+
+        return _verdict(beside_rounding(difference, reference, one, weights))
 
     def staged() -> Result:
         return _staged(case, load_cluster(CLUSTER))

@@ -233,14 +233,15 @@ def _observed(module: torch.nn.Module, args: Any, kwargs: Any) -> Ways:
 
 
 def _check_renewed(graph: Graph, model: torch.nn.Module, precision: Precision | None) -> None:
-    """Refuse a frozen parameter that the forward writes in less precision than it is kept in: what is added would be
+    """Refuse a parameter that the forward writes in less precision than it is kept in: what is added would be
     rounded away.
 
     Raises:
         CaptureError: with its name and both dtypes.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
-    for name in graph.written if precision is not None else ():
+    written = [*graph.written, *(graph.before.updates if graph.before is not None else ())]
+    for name in written if precision is not None else ():
         computed, kept = graph.nodes[graph.index[name]].out.dtype, str(params[name].dtype) if name in params else ""
         if kept and kept != f"torch.{computed}":
             raise CaptureError(

@@ -31,6 +31,8 @@ MOST_LINES = 3
 """Lines with branches on random numbers up to which eval mode may go one way in one and the other way in another."""
 MOST_NAMES = 4
 """Buffers that a message names."""
+WRITES = "what is written first"
+"""Stands among the sides of branches for whether eval mode writes the parameters that training writes first."""
 FLAGS = ("train", "training", "use_input_stats")
 """What operators call the argument that says whether they are in training."""
 
@@ -41,11 +43,14 @@ def evaluated(graph: Graph, sides: Mapping[str, int] | None = None) -> Graph:
     Args:
         sides: of branches on random numbers, by their line: 1 for the one where the condition is true, 0 for the other.
             Those that are not listed are decided by their numbers, as in training. And of operators that stay in
-            training (``F.dropout(x, 0.1)``, which no ``self.training`` turns off), by :func:`_place`: 1.
+            training (``F.dropout(x, 0.1)``, which no ``self.training`` turns off), by :func:`_place`: 1. Under
+            :data:`WRITES`, 0 where nothing is written to parameters first.
     """
     settled = sides or {}
+    before = graph.before if settled.get(WRITES, 1) else None
     updates = {name: ref for name, ref in graph.updates.items() if name.startswith((WAY, PART))}
-    return replace(graph, nodes=tuple([_evaluated(node, settled) for node in graph.nodes]), updates=updates)
+    nodes = tuple([_evaluated(node, settled) for node in graph.nodes])
+    return replace(graph, nodes=nodes, updates=updates, before=before)
 
 
 def _evaluated(node: Node, sides: Mapping[str, int]) -> Node:
@@ -127,7 +132,11 @@ class Skeleton:
                 module.training = mode
         theirs, said = _told(eval_capture.graph), ""
         changes = list(eval_capture.graph.written)
-        for sides in _ways(captured.graph, eval_capture.graph):
+        mine, theirs_first = captured.graph.before, eval_capture.graph.before
+        if theirs_first is not None and (mine is None or mine.fingerprint != theirs_first.fingerprint):
+            changes += theirs_first.updates
+        no_writes = {WRITES: 0} if mine is not None and theirs_first is None else {}
+        for sides in (way | no_writes for way in _ways(captured.graph, eval_capture.graph)):
             different = _difference(_told(evaluated(captured.graph, sides)), theirs)
             if not different and not changes:
                 return sides

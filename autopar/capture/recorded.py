@@ -163,6 +163,12 @@ def _refuse_changes(changed: Sequence[Written]) -> None:
 
 
 def _kept_error(kept: Sequence[str]) -> CaptureError:
+    if any("._flat_weights'" in item for item in kept):  # of nn.RNNBase, as AWD-LSTM's weight drop sets them
+        return CaptureError(
+            f"forward sets a weight of a recurrent layer, which the layer keeps for the next call:{_listed(kept)}\n"
+            "  leave the weight registered as a parameter, and call the layer with another one: "
+            "torch.func.functional_call(self.rnn, {'weight_hh_l0': w}, (x,))"
+        )
     return CaptureError(
         f"forward keeps a tensor of one call in an attribute, which the next call reads:{_listed(kept)}\n  a program "
         "would not carry it over: keep it in a buffer (register_buffer in __init__, and copy_ in forward), or return "

@@ -186,9 +186,9 @@ def check_values(loaded: Loaded, name: str) -> None:
 
 def cluster_from(cluster: str, folder: Path) -> str:
     """A cluster as a file in ``folder`` names it: a profile by its path from there, others by their name."""
-    if not cluster.endswith((".toml", ".json")):
-        return cluster
-    return Path(os.path.relpath(Path(cluster).resolve(), folder.resolve())).as_posix()
+    from autopar.plans.clusters import in_file
+
+    return in_file(cluster, lambda path: Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix())
 
 
 def open_plan(path: Path) -> Document:

@@ -89,6 +89,7 @@ def inspect(
         },
         "buffers": {node.target: str(node.out) for _, node in graph.of_kind("buffer") if node not in flags},
         "updated buffers": list(graph.written),
+        "parameters written first": [] if graph.before is None else list(graph.before.updates),
         "branches followed": [[n.module, n.source, n.kwargs["answer"]] for n in graph.ways],
         "ops": len(ops),
         "ops that depend on no parameter": sum(not node.hot for _, node in ops),
@@ -146,6 +147,8 @@ def _print(facts: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from autopar.errors import first_few
+
     console = out()
     p = facts["parameters"]
     console.print(styled("[bold]{}[/bold], fingerprint {}", facts["model"], facts["fingerprint"]))
@@ -161,6 +164,8 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(f"  without gradient: {', '.join(p['without gradient'])}", markup=False)
     if facts["buffers"]:
         console.print(f"  {len(facts['buffers'])} buffers, {len(facts['updated buffers'])} of them changed by a step")
+    if facts["parameters written first"]:
+        console.print(f"  a call begins by writing to {first_few(facts['parameters written first'])}", markup=False)
     if facts["branches followed"]:
         places = list(dict.fromkeys(f"{line} ({answer})" for _, line, answer in facts["branches followed"]))
         console.print(

@@ -101,7 +101,8 @@ def rows_of_layouts(outcome: Outcome, hardware: Cluster, top: int, pinned: Layou
     from autopar.report.layouts import layout_row, with_front
 
     best = sorted(outcome.others, key=lambda found: found.plan.seconds)[:top]
-    rows = [layout_row(f.what, f.plan, f.timeline, f.search.graph, hardware) for f in best]
+    there = outcome.cluster or hardware
+    rows = [layout_row(f.what, f.plan, f.timeline, f.search.graph, there) for f in best]
     return with_front([*rows, *([pinned] if pinned is not None else [])])
 
 

@@ -136,15 +136,15 @@ def plan(
             cluster, runs=False, say=say,
         )  # fmt: skip
     policy_note = "" if policy is not None or loaded.precision is None else _policy_of(loaded.precision)
-    outcome = _noted(outcome, loaded, policy_note)
+    outcome, chosen = _noted(outcome, loaded, policy_note), outcome.plan.cluster
     if output is not None:
-        save(output, *_file(outcome, loaded, captured, cluster, output.parent))
+        save(output, *_file(outcome, loaded, captured, chosen, output.parent))
     if pinned is not None and like_output is not None:
         save(like_output, *_file(_noted(pinned, loaded, policy_note), loaded, captured, cluster, like_output.parent))
     if as_json:
-        sys.stdout.write(dumps(*_file(outcome, loaded, captured, cluster, output.parent if output else Path())))
+        sys.stdout.write(dumps(*_file(outcome, loaded, captured, chosen, output.parent if output else Path())))
     else:
-        _summary(outcome, hardware, output, top)
+        _summary(outcome, outcome.cluster or hardware, output, top)
         row = layouts.row_like(pinned, hardware) if pinned is not None else None
         layouts.show(outcome, hardware, top, layout, row, output, like_output)
 

@@ -13,6 +13,7 @@ generators are put back.
 :mod:`.first_difference` where in the model the two part
 :mod:`.double_precision` the same computation in float64, where rounding does not blur a check
 :mod:`.same_model`       whether what was captured is the model, on every rank
+:mod:`.last_digits`      how far rounding alone moves a computation
 :mod:`.other_batch`      other values, so that what the example batch baked in shows
 :mod:`.draws_of_eager`   whether a program draws by torch's generator what the model does
 :mod:`.parts_of_loss`    whether the microbatches' losses add up to the loss of the batch

@@ -38,8 +38,11 @@ def promoted(captured: Captured) -> Captured:
             n, args=value(args), kwargs={k: value(v) for k, v in n.kwargs.items()}, outs=tuple(map(spec, n.outs))
         )
 
-    graph = replace(captured.graph, nodes=tuple(map(node, captured.graph.nodes)), precision=None)
-    return replace(captured, graph=graph)
+    def promoted_graph(graph: Graph) -> Graph:
+        before = promoted_graph(graph.before) if graph.before is not None else None
+        return replace(graph, nodes=tuple(map(node, graph.nodes)), precision=None, before=before)
+
+    return replace(captured, graph=promoted_graph(captured.graph))
 
 
 @contextlib.contextmanager

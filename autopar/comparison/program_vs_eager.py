@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
 
 from autopar.capture import Captured
-from autopar.comparison import LIMITS, as_wide_as, compare_with_eager
+from autopar.comparison import LIMITS, as_wide_as, compare_with_eager, last_digits
 from autopar.comparison import LOW as LOW
 from autopar.comparison import doubled as doubled
 from autopar.comparison import promoted as promoted
@@ -33,7 +34,7 @@ from autopar.plans.plan import Plan, StagePlan, one_stage
 from autopar.plans.stage_graphs import cut
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import rules_of
-from autopar.runtime.ranks.in_process_ranks import WorldStep, pipeline_step, run_step
+from autopar.runtime.ranks.in_process_ranks import WorldStep, pipeline_step, run_step, write_first
 from autopar.runtime.stages.seeds import seed_after
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
@@ -43,6 +44,10 @@ from hardware_profiles import Cluster
 SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}
 """A step that is smooth in the gradient. AdamW's is not: it divides a gradient by its own size, and makes a whole step
 of the rounding in a gradient that is truly zero, such as that of a key's bias."""
+
+OF_ONE_DEVICE = 100
+"""How often as far from one device a plan may be as one device is from itself where the last digits of its weights and
+results change: a plan rounds in other places, and in more of them."""
 
 _Tensors = Mapping[str, torch.Tensor]
 
@@ -63,8 +68,11 @@ class Difference:
     weight: float
     weight_of: str
     rounding: float = 0.0
-    """How far one device is from itself where the weights differ in their last digit: measured where a plan is further
-    from it than rounding explains, see :func:`beside_rounding`."""
+    """How far one device is from itself where weights and results of operators differ in their last digit: measured
+    where a plan is further from it than rounding explains, see :func:`beside_rounding`."""
+    limit: float = LIMITS["float64"]
+    """Largest difference that the rounding of the precision explains; more where the difference was shown to vanish in
+    float64."""
 
     @property
     def worst(self) -> float:
@@ -74,6 +82,11 @@ class Difference:
     def shows_nothing(self) -> bool:
         """Whether the model magnifies rounding so much that a difference need not be a defect."""
         return self.rounding > LIMITS["float64"]
+
+    @property
+    def fine(self) -> bool:
+        """Whether rounding explains the difference: that of the precision, or what one device's own makes of it."""
+        return self.worst <= max(self.limit, OF_ONE_DEVICE * self.rounding if isfinite(self.rounding) else 0.0)
 
 
 @dataclass
@@ -123,17 +136,21 @@ def wanting(example: Any) -> Any:
 
 def train(
     captured: Captured, plan: StagePlan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-    inputs: Mapping[str, torch.Tensor], steps: int = 2, seed: int = 0,
+    inputs: Mapping[str, torch.Tensor], steps: int = 2, seed: int = 0, *, shaken: bool = False,
 ) -> Trained:  # fmt: skip
-    """Two steps of SGD under a plan; the program also passes the type checker."""
+    """Two steps of SGD under a plan; the program also passes the type checker.
+
+    Args:
+        shaken: the last digits of all results change, see :func:`autopar.comparison.last_digits.shaken`.
+    """
     graph = captured.graph
-    program = _checked_program(graph, plan, _device_of(weights, buffers, inputs))
+    program = _checked_program(graph, plan, _device_of(weights, buffers, inputs), shaken)
 
     def step(number: int, weights_now: _Tensors, buffers_now: _Tensors) -> WorldStep:
         return run_step(graph, plan, program, weights_now, buffers_now, inputs, seed=seed_after(seed + number))
 
     with as_wide_as(graph):
-        return _trained(_loss_of(captured), weights, buffers, steps, step)
+        return _trained(captured, weights, buffers, steps, step)
 
 
 def _loss_of(captured: Captured) -> int:
@@ -147,30 +164,32 @@ def _device_of(*tensors: _Tensors) -> torch.device:
     return next((t.device for of in tensors for t in of.values()), torch.device("cpu"))
 
 
-def _checked_program(graph: Graph, plan: StagePlan, device: str | torch.device = "cpu") -> Program:
+def _checked_program(
+    graph: Graph, plan: StagePlan, device: str | torch.device = "cpu", shaken: bool = False
+) -> Program:
     """What a stage runs; on several devices it passes the type checker."""
     program = lower(graph, plan, device)
     if plan.n_devices > 1:
         with fake_world(plan.mesh):
             typecheck(program)
-    return program
+    return last_digits.shaken(program) if shaken else program
 
 
 def _trained(
-    loss: int, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], steps: int,
+    captured: Captured, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], steps: int,
     step: Callable[[int, _Tensors, _Tensors], WorldStep],
 ) -> Trained:  # fmt: skip
     """Steps of SGD from copies of the given weights.
 
     Args:
-        loss: position of the loss among the outputs.
         step: a forward and a backward, given its number and the weights and buffers that it begins with.
     """
     weights_now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
     buffers_now = dict(buffers)
     optimizer = _optimizer(weights_now.values())
-    losses, first = [], {}
+    losses, first, loss = [], {}, _loss_of(captured)
     for number in range(steps):
+        write_first(captured.graph, weights_now, buffers_now)
         done = step(number, weights_now, buffers_now)
         losses.append(done.outputs[loss])
         buffers_now.update(done.buffers)
@@ -195,17 +214,18 @@ def input_name(name: str) -> str:
 
 def train_pipeline(
     captured: Captured, plan: Plan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-    microbatches: Sequence[Mapping[str, torch.Tensor]], steps: int = 2,
+    microbatches: Sequence[Mapping[str, torch.Tensor]], steps: int = 2, *, shaken: bool = False,
 ) -> Trained:  # fmt: skip
     """Two steps of SGD in the order of a plan's schedule; every stage's program passes the type checker.
 
-    With one stage on one device this is the reference for several microbatches.
+    With one stage on one device this is the reference for several microbatches; ``shaken`` as for :func:`train`.
     """
     plan.validate()
     loss = _loss_of(captured)
     graphs = cut(captured.graph, plan.starts)
     plans = list(plan.stages)
-    programs = [_checked_program(stage.graph, stage_plan) for stage, stage_plan in zip(graphs, plans, strict=True)]
+    pairs = zip(graphs, plans, strict=True)
+    programs = [_checked_program(stage.graph, stage_plan, shaken=shaken) for stage, stage_plan in pairs]
     n = len(microbatches)
 
     def step(number: int, weights_now: _Tensors, buffers_now: _Tensors) -> WorldStep:
@@ -215,7 +235,7 @@ def train_pipeline(
         )  # fmt: skip
 
     with as_wide_as(captured.graph):
-        return _trained(loss, weights, buffers, steps, step)
+        return _trained(captured, weights, buffers, steps, step)
 
 
 def verify_pipeline(
@@ -236,8 +256,8 @@ def verify_pipeline(
     reference = Plan(double.graph.fingerprint, "", (one_device(double.graph),), one_stage(plan.microbatches))
     mine = train_pipeline(double, plan, weights, buffers, batches)
 
-    def one(weights_now: _Tensors) -> Trained:
-        return train_pipeline(double, reference, weights_now, buffers, batches)
+    def one(weights_now: _Tensors, shaken: bool = False) -> Trained:
+        return train_pipeline(double, reference, weights_now, buffers, batches, shaken=shaken)
 
     trained = one(weights)
     return beside_rounding(compare("plan", mine, trained), trained, one, weights)
@@ -255,7 +275,7 @@ def compare(name: str, mine: Trained, reference: Trained) -> Difference:
 
 
 def beside_rounding(
-    difference: Difference, reference: Trained, one: Callable[[_Tensors], Trained], weights: _Tensors
+    difference: Difference, reference: Trained, one: Callable[[_Tensors, bool], Trained], weights: _Tensors
 ) -> Difference:
     """A difference in double precision; with what rounding makes of one device, where it is above the limit.
 
@@ -264,28 +284,13 @@ def beside_rounding(
     computation is right there, and a difference tells nothing of the plan.
 
     Args:
-        one: trains on one device from given weights, as ``reference`` was from ``weights``.
+        one: trains on one device from given weights, as ``reference`` was from ``weights``; and says whether the last
+            digits of all results change, too.
     """
     if difference.worst <= LIMITS["float64"]:
         return difference
-    moved = compare("", one(_last_digit_moved(weights)), reference)
+    moved = compare("", one(last_digits.moved(weights), True), reference)
     return replace(difference, rounding=moved.worst)
-
-
-def _last_digit_moved(weights: _Tensors) -> dict[str, torch.Tensor]:
-    """Weights of which each is, by chance, the next larger number of its precision, or itself."""
-    generator = torch.Generator().manual_seed(0)
-
-    def moved(weight: torch.Tensor) -> torch.Tensor:
-        if not weight.is_floating_point():
-            return weight
-        up = torch.rand(weight.shape, generator=generator).to(weight.device) < 0.5
-        value = weight.detach()
-        larger = torch.nextafter(value, torch.full_like(value, torch.inf))
-        # beside a zero the next number is far smaller than what rounding leaves there
-        return torch.where(up & (value != 0), larger, value).requires_grad_(weight.requires_grad)
-
-    return {name: moved(weight) for name, weight in weights.items()}
 
 
 def _worst(mine: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> tuple[float, str]:
@@ -315,7 +320,8 @@ def against_eager(
     name = "one device / eager"
     return [
         Difference(
-            name, comparison.loss, comparison.gradient, comparison.gradient_of, comparison.buffer, comparison.buffer_of
+            name, comparison.loss, comparison.gradient, comparison.gradient_of, comparison.buffer, comparison.buffer_of,
+            limit=comparison.limit,
         )
     ]
 
@@ -371,8 +377,9 @@ def verify(
         if not float64:
             return difference
         return beside_rounding(
-            difference, reference, lambda moved: train(captured, single, moved, buffers, inputs), weights
-        )
+            difference, reference,
+            lambda moved, shaken: train(captured, single, moved, buffers, inputs, shaken=shaken), weights,
+        )  # fmt: skip
 
     stage = plan_graph(graph, cluster, mesh) if plan is None else plan.of_graph(graph.fingerprint).only()
     say("plan")

@@ -19,10 +19,11 @@ from autopar.lower.emit import lower
 from autopar.lower.program import Program
 from autopar.planner.intra_op.one_device import one_device
 from autopar.rules.local_calls import resolve
+from autopar.rules.whole_tensors import updates_of
 from autopar.runtime.parameters.redistribution import dense
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
-from autopar.words.graph import Graph, Ref
+from autopar.words.graph import Graph, Node, Ref
 
 
 @contextlib.contextmanager
@@ -76,7 +77,7 @@ class Sides:
             ]  # fmt: skip
             gradients = self._gradients(outputs, self.named, dict(zip(self._input_names(), inputs, strict=True)))
             now = self._now()
-            names = [node.target for _, node in self.captured.graph.of_kind("buffer")]
+            names = [*(node.target for _, node in self.captured.graph.of_kind("buffer")), *_written_first(graph)]
             buffers = {name: now[name].detach().clone() for name in names if name in now}
         return Ran([x.detach() if is_tensor(x) else x for x in outputs], gradients, buffers)
 
@@ -101,7 +102,7 @@ class Sides:
 
     def _renewed(self) -> dict[str, torch.Tensor]:
         """What a call may change: buffers, and frozen parameters that the forward writes."""
-        written = set(self.captured.graph.written)
+        written = {*self.captured.graph.written, *_written_first(self.captured.graph)}
         return {n: t for n, t in self._now().items() if not isinstance(t, torch.nn.Parameter) or n in written}
 
     def _input_names(self) -> list[str]:
@@ -119,14 +120,16 @@ class Sides:
         for number, leaf in zip(self.captured.inputs, self.leaves, strict=True):
             if number is not None:
                 inputs[graph.nodes[number].target] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        first = updates_of(graph.before, self._value_of) if graph.before is not None else {}
         for slot in self.program.slots:
             if slot.kind == "input":
                 values.append(inputs[slot.name])
             elif slot.kind == "seed":
                 values.append(torch.zeros((), dtype=torch.int64))
             else:
-                value = self.captured.constants.get(slot.name, self.named.get(slot.name))
-                assert value is not None, slot.name
+                value = first.get(slot.name)
+                if value is None:
+                    value = self._value_of(graph.nodes[graph.index[slot.name]])
                 if slot.kind == "param":
                     value = named[slot.name] = value.detach().requires_grad_(slot.needs_grad)
                 else:  # some operators write to it
@@ -138,8 +141,15 @@ class Sides:
             count = len(self.program.outputs)
             names = {f"input '{k}'": x for k, x in inputs.items()}
             gradients = self._gradients(flat[:count], named, names)
-        buffers = buffers_before | {n: x.detach() for n, x in zip(self.program.updates, flat[count:], strict=True)}
+        new = {n: x.detach() for n, x in zip(self.program.updates, flat[count:], strict=True)}
+        buffers = buffers_before | new | {n: x.detach() for n, x in first.items()}
         return Ran([x.detach() if is_tensor(x) else x for x in flat[:count]], gradients, buffers)
+
+    def _value_of(self, node: Node) -> torch.Tensor:
+        """The value of a parameter or buffer."""
+        value = self.captured.constants.get(node.target, self.named.get(node.target))
+        assert value is not None, node.target
+        return value
 
     # -- both
 
@@ -178,6 +188,11 @@ def _named(model: torch.nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
         for name, tensor in (*loss_fn.named_parameters(), *loss_fn.named_buffers()):
             named.setdefault(f"loss_fn.{name}", tensor)
     return named
+
+
+def _written_first(graph: Graph) -> list[str]:
+    """The trained parameters that a call writes."""
+    return [] if graph.before is None else [*graph.before.updates]
 
 
 def _program(graph: Graph, device: torch.device) -> Program:

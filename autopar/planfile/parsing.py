@@ -11,7 +11,7 @@ from typing import Any
 from autopar.errors import MeshError, PlanError, closest
 from autopar.planfile import pins, previous
 from autopar.planfile.file_errors import FileErrors
-from autopar.plans.clusters import FILES, get_cluster
+from autopar.plans.clusters import get_cluster, in_file
 from autopar.plans.memory_decisions import DECISIONS, SEGMENTS
 from autopar.plans.plan import LIFETIMES, VERSION, Solution, one_stage
 from autopar.plans.prices import Price
@@ -88,8 +88,7 @@ def cluster_named(name: str, folder: Path) -> Cluster:
     Raises:
         ClusterError: there is none, or it is malformed.
     """
-    beside = folder / name
-    return get_cluster(beside if name.endswith(FILES) and beside.is_file() else name)
+    return get_cluster(in_file(name, lambda path: str(folder / path if (folder / path).is_file() else path)))
 
 
 def parse(text: str, where: str = "plan", folder: Path | None = None) -> Document:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -38,7 +38,7 @@ from autopar.words.graph import Graph
 from autopar.words.meshes import AXIS_NAMES, Mesh, mesh_shapes
 from autopar.words.texts import show_seconds
 from cost_models.schedules import Timeline
-from hardware_profiles import Cluster
+from hardware_profiles import Cluster, speed_of, subset_suffix
 
 DEFAULT_SCHEDULES = PipelineOptions(1).schedules
 
@@ -52,6 +52,7 @@ class Outcome:
         timeline: of a step, where stages were searched for.
         tried: the best ways that were planned, ``(what, seconds of a step)``, best first.
         others: all plans in stages that were made exactly, this one first.
+        cluster: for which they are: that of the devices that work, where the plan leaves some idle.
     """
 
     plan: Plan
@@ -59,6 +60,7 @@ class Outcome:
     timeline: Timeline | None = None
     tried: tuple[tuple[str, float], ...] = ()
     others: tuple[Exact, ...] = ()
+    cluster: Cluster | None = None
 
 
 BETTER = 1e-6
@@ -106,9 +108,79 @@ def find(
     """
     graph = with_load(captured.graph, asked.pins.expert_load)
     loaded = captured if graph is captured.graph else replace(captured, graph=graph)
-    outcome = _found(model, loaded, example, cluster, n, asked, name or cluster.name, runs, say)
+    outcome = _on_some_devices(model, loaded, example, cluster, n, asked, name or cluster.name, runs, say)
     notes = notes_on_load(outcome.captured.graph, outcome.plan)
     return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, *notes))) if notes else outcome
+
+
+def _on_some_devices(
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
+    name: str, runs: bool, say: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    """The best plan on all ``n`` devices or, where their speeds differ, on the faster ones alone.
+
+    A plan that is made to be run now has to use the ranks that are running: a note says which would be faster alone.
+    """
+    outcome: Outcome | None = None
+    infeasible: InfeasibleError | None = None
+    try:
+        outcome = replace(_found(model, captured, example, cluster, n, asked, name, runs, say), cluster=cluster)
+    except InfeasibleError as error:
+        infeasible = error
+    best, chosen = outcome, tuple(range(n))
+    for ranks in () if asked.pins.mesh is not None else faster_devices(cluster, n):
+        if best is not None and INTERRUPTED in best.plan.notes:
+            break
+        some, suffix = cluster.only(ranks), subset_suffix(ranks)
+        say(f"{_called(cluster, ranks)} alone")
+        try:
+            found = _found(model, captured, example, some, len(ranks), asked, name + suffix, False, say)
+        except (InfeasibleError, MeshError, PlanError):  # so many stages, as much memory: only all devices have them
+            continue
+        if best is None or found.plan.seconds < best.plan.seconds * (1 - BETTER):
+            best, chosen = replace(found, cluster=some), ranks
+    if best is outcome:
+        if outcome is None:
+            assert infeasible is not None
+            raise infeasible
+        return outcome
+    assert best is not None
+    idle = [rank for rank in range(n) if rank not in chosen]
+    alone = f"{show_seconds(best.plan.seconds)} on {_called(cluster, chosen)} alone"
+    if outcome is None:
+        if runs:
+            raise InfeasibleError(f"{infeasible}\n  a step fits, and takes {alone}: start ranks on these only")
+        takes = f"on all {n} devices none fits, a step takes {alone}"
+    else:
+        takes = f"a step takes {show_seconds(outcome.plan.seconds)} on all {n} devices, {alone}"
+    if runs:
+        assert outcome is not None
+        said = f"the slower devices hold up the others: {takes}; start ranks on these only"
+        return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, said)))
+    are = f"{_called(cluster, idle)} {'are' if len(idle) > 1 else 'is'} left idle"
+    said = f"{are}: {takes}; run {len(chosen)} rank{'s' if len(chosen) > 1 else ''} there"
+    return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, said)))
+
+
+def faster_devices(cluster: Cluster, n: int) -> list[tuple[int, ...]]:
+    """Sets of the first ``n`` devices without the slower ones: for each speed but the lowest, all devices that are at
+    least as fast; of the fastest those of one machine, and one alone. Empty where all devices are equally fast."""
+    speeds = [speed_of(cluster.device(rank)) for rank in range(n)] if not cluster.abstract else []
+    distinct = sorted(set(speeds), reverse=True)
+    if len(distinct) < 2:
+        return []
+    fastest = [rank for rank in range(n) if speeds[rank] == distinct[0]]
+    machines: dict[int, list[int]] = {}
+    for rank in fastest:
+        machines.setdefault(cluster.node_of[rank], []).append(rank)
+    sets = [[rank for rank in range(n) if speeds[rank] >= least] for least in distinct[:-1]]
+    return list(dict.fromkeys(map(tuple, [*sets, max(machines.values(), key=len), fastest[:1]])))
+
+
+def _called(cluster: Cluster, ranks: Sequence[int]) -> str:
+    """Devices for people: ``devices 4-5 (A100-SXM-80GB)``."""
+    kinds = ", ".join(dict.fromkeys(cluster.device(rank).name for rank in ranks))
+    return f"device{'s' if len(ranks) > 1 else ''} {subset_suffix(ranks)[1:]} ({kinds})"
 
 
 def _found(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from autopar.errors import ClusterError, MeshError
 from autopar.words.meshes import Mesh
-from hardware_profiles import Cluster, ProfileError, load_cluster
+from hardware_profiles import Cluster, ProfileError, load_cluster, split_subset, subset_suffix
 
 FILES = (".toml", ".json")
 
@@ -35,7 +36,14 @@ def reference(cluster: str | Path | Cluster) -> str:
     """
     if isinstance(cluster, Cluster):
         return cluster.name
-    return Path(cluster).resolve().as_posix() if str(cluster).endswith(FILES) else str(cluster)
+    return in_file(str(cluster), lambda path: path.resolve().as_posix())
+
+
+def in_file(cluster: str, change: Callable[[Path], str]) -> str:
+    """A cluster's name with the path of its file, if it has one, as ``change`` gives it; the devices that it ends with
+    stay."""
+    whole, ranks = split_subset(cluster)
+    return change(Path(whole)) + (subset_suffix(ranks) if ranks else "") if whole.endswith(FILES) else cluster
 
 
 def profile_of(profile: str | Path, cluster: str | Path | Cluster | None = None) -> str:

@@ -179,6 +179,9 @@ def _stage(
     renumbered: dict[Ref, Ref] = {}
     leaves = [i for i in sorted(wanted) if graph.nodes[i].kind != "op"]
     leaves += [graph.index[n] for n, s in made_at.items() if s == number and graph.index[n] not in wanted]
+    before = _written_before(graph, {graph.nodes[i].target for i in leaves if graph.nodes[i].kind == "param"}, number)
+    if before is not None:
+        leaves += [k for _, n in before.of_kind("buffer") if (k := graph.index[n.name]) not in leaves]
     for i in sorted(leaves):
         renumbered[Ref(i)] = Ref(len(nodes))
         nodes.append(graph.nodes[i])
@@ -218,8 +221,41 @@ def _stage(
         tuple(crossing.targets for crossing in leaving.values()),
         {crossing.tensor: crossing.source for crossing in arriving.values()},
         graph.precision,
+        before=before,
     )
     return StageGraph(number, cut_graph, tuple(arriving.values()), tuple(leaving.values()), tuple(positions))
+
+
+def _written_before(graph: Graph, params: set[str], stage: int) -> Graph | None:
+    """What a call writes first to the parameters of a stage.
+
+    Raises:
+        PlanError: it follows from parameters of another stage.
+    """
+    whole = graph.before
+    written = {} if whole is None else {name: ref for name, ref in whole.updates.items() if name in params}
+    if whole is None or not written:
+        return None
+    needed: set[int] = set()
+    todo = [ref.node for ref in written.values()]
+    while todo:
+        i = todo.pop()
+        if i not in needed:
+            needed.add(i)
+            todo.extend(ref.node for ref in whole.nodes[i].refs)
+    others = sorted(n.target for i in needed if (n := whole.nodes[i]).kind == "param" and n.target not in params)
+    if others:
+        raise PlanError(
+            f"forward writes parameter '{next(iter(written))}' of stage {stage} by values of '{others[0]}', which "
+            "another stage has; choose cuts that leave both in one stage"
+        )
+    number = {i: k for k, i in enumerate(sorted(needed))}
+
+    def move(ref: Ref) -> Ref:
+        return Ref(number[ref.node], ref.out)
+
+    nodes = [whole.nodes[i].moved(move) if whole.nodes[i].refs else whole.nodes[i] for i in sorted(needed)]
+    return Graph(tuple(nodes), (), updates={name: move(ref) for name, ref in written.items()})
 
 
 def crossings_of(graphs: Sequence[StageGraph]) -> tuple[Crossing, ...]:

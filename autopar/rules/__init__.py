@@ -12,7 +12,7 @@ options               :mod:`.axis_options`: what an operator may do on one axis,
                       :mod:`.working_memory`: what a call needs while it runs
 operators             :mod:`.families`, :mod:`.attention`, :mod:`.experts`; :mod:`.function`: a user's own backward
 not written           :mod:`.discovery`: rules that are found by trying an operator
-on numbers            :mod:`.proving`
+on numbers            :mod:`.proving`; :mod:`.whole_tensors`: a graph run as it stands
 ===================== =================================================================================================
 """
 

@@ -57,13 +57,16 @@ def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
 
 
 def _can_travel(rule: Rule, cuts: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
-    """Whether what travels round a ring does so on one axis, in pieces that are equal on all ranks."""
+    """Whether what travels round a ring does so on one axis, in pieces that are equal on all ranks. Others are made so
+    where nothing else of the sequence is cut, and ranks do not exchange parts of theirs."""
     lowering = rule.lowering(cuts)
     if lowering is None:
         return True
-    pieces = prod(size for f in lowering.factors & cuts.keys() for size, _ in cuts[f])
+    together = lowering.factors & cuts.keys()
+    pieces = prod(size for f in together for size, _ in cuts[f])
     rings = {comm.factor for comm in lowering.comm if comm.in_ring} & cuts.keys()
-    return all(len(cuts[ring]) == 1 and not rule.sizes[ring] % pieces for ring in rings)
+    uneven = rule.uneven if len(together) == 1 else frozenset()
+    return all(len(cuts[ring]) == 1 and (ring in uneven or not rule.sizes[ring] % pieces) for ring in rings)
 
 
 def why_not_cut(rule: Rule, factor: str, axes: Sequence[tuple[int, int]]) -> str:

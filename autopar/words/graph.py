@@ -194,6 +194,8 @@ class Graph:
         arriving: inputs that are tensors of earlier pipeline stages, by name, and the stage that each comes from.
         precision: the policy for which it was captured: its parameters are stored in another format than it reads.
         expert_load: what its nodes have their loads from, by patterns of modules.
+        before: what a call writes to trained parameters before it reads them, such as a mask or a bound: its
+            ``updates`` are their new values, which follow from parameters and buffers alone. None where it writes none.
     """
 
     nodes: tuple[Node, ...]
@@ -206,6 +208,7 @@ class Graph:
     arriving: Mapping[str, int] = field(default_factory=dict)
     precision: Precision | None = None
     expert_load: Mapping[str, Load] = field(default_factory=dict)
+    before: Graph | None = None
 
     def spec(self, ref: Ref) -> Spec:
         """Spec of the tensor that ``ref`` names."""
@@ -316,6 +319,8 @@ class Graph:
         digest.update(f"{self.outputs}|{sorted(self.tied.items())}|{sorted(self.updates.items())}".encode())
         if self.precision is not None:
             digest.update(self.precision.text.encode())
+        if self.before is not None:
+            digest.update(self.before.fingerprint.encode())
         return digest.hexdigest()[:16]
 
     def __str__(self) -> str:

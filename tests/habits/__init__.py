@@ -11,6 +11,6 @@ The files hold one theme each. :mod:`habits.training` trains them.
 
 from habits.base import HABITS, Habit
 
-from . import control, drops, gradients, inplace, leftovers, state, views  # noqa: F401  # they register their classes
+from . import control, drops, gradients, inplace, leftovers, state, views, written  # noqa: F401  # they register their classes
 
 __all__ = ["HABITS", "Habit"]

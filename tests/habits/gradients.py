@@ -140,6 +140,59 @@ class DirtyFunction(Habit):
         return self.b(h)
 
 
+class _Sparsemax(Function):
+    """TabNet's and entmax's: it writes to its argument, and does not say so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x -= x.max(-1, keepdim=True)[0]
+        sums = x.sort(-1, descending=True)[0].cumsum(-1) - 1
+        ranks = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype)
+        support = (ranks * x.sort(-1, descending=True)[0] > sums).sum(-1, keepdim=True)
+        y = (x - sums.gather(-1, support - 1) / support).clamp(min=0)
+        ctx.save_for_backward(support, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        support, y = ctx.saved_tensors
+        grad = grad * (y > 0)
+        return (grad - grad.sum(-1, keepdim=True) / support) * (y > 0)
+
+
+@habit
+class SilentlyWrittenArgument(Habit):
+    def body(self, x: Tensor) -> Tensor:
+        return self.b(x) * _Sparsemax.apply(self.a(x) * 3)
+
+
+@habit
+class SilentlyWrittenAndRead(Habit):
+    """What stands there afterwards has the new values, and its gradient as if nothing had been written."""
+
+    def body(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 3
+        y = _Sparsemax.apply(h)
+        return self.b(h) * y + h
+
+
+@habit
+class SilentlyWrittenThroughAView(Habit):
+    def body(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 3
+        y = _Sparsemax.apply(h.view(-1, 2, WIDTH // 2))
+        return y.view_as(h) * self.b(x) + h.detach()
+
+
+@habit
+class SilentlyWrittenInput(Habit):
+    refused = "writes to its input 'x' in place\n  write a clone"
+    learns_inputs = False
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.a(_Sparsemax.apply(x))
+
+
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:

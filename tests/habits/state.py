@@ -561,8 +561,6 @@ class RecurrentState(Habit):
 class WeightClipped(Habit):
     """A critic whose weights are clamped in forward through ``.data``."""
 
-    refused = "parameter"
-
     def body(self, x: Tensor) -> Tensor:
         self.a.weight.data.clamp_(-0.2, 0.2)
         return self.a(x)
@@ -571,8 +569,6 @@ class WeightClipped(Habit):
 @habit
 class WeightRenormalized(Habit):
     """A row of weights is normalized in forward under ``no_grad``."""
-
-    refused = "parameter"
 
     def body(self, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -20,7 +20,7 @@ from autopar.lower.emit import lower
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.random_plans import random_plan
 from autopar.rules.registry import rules_of
-from autopar.runtime.ranks.in_process_ranks import run_step
+from autopar.runtime.ranks.in_process_ranks import run_step, write_first
 from autopar.words.meshes import Mesh
 from habits.base import BATCHES, Habit, batch, loss_fn, made
 from hardware_profiles import abstract_cluster
@@ -126,6 +126,7 @@ def two_ranks(kind: type[Habit], captured: Captured, seed: int | None) -> list[S
     steps = []
     for i in range(BATCHES):
         given = inputs_of(captured, batch(kind, i), {})
+        write_first(graph, weights, held)
         done = run_step(graph, plan, program, weights, held, given, seed=i)
         held.update(done.buffers)
         assert graph.loss is not None

@@ -321,6 +321,58 @@ def clips(piped: bool) -> float:
     return max(difference(found, wanted), *(difference(whole(p.grad), grads[n].grad) for n, p in pm.named_parameters()))
 
 
+class Written(nn.Linear):
+    """A layer whose forward writes its weight: masked, in bounds, and in training a little smaller at every call."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("mask", torch.arange(inputs) % 3 > 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data *= self.mask
+        with torch.no_grad():
+            self.weight.clamp_(-0.3, 0.3)
+            if self.training:
+                self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+class WrittenNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Written(6, 12), Written(12, 6)
+        self.double()
+
+
+def writes(piped: bool, **options: Any) -> float:
+    """Three steps and an evaluation of a model that writes trained parameters in forward."""
+    xs, model = batches(4), WrittenNet()
+    alone = copy.deepcopy(model)
+    pm = spread(model, piped, xs[0], **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (pm, alone)]
+    worst = 0.0
+    for x in xs[:3]:
+        loss = alone(x)
+        loss.backward()
+        worst = max(worst, difference(pm.train_step(x), loss.detach()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pm.eval(), alone.eval()
+    with torch.no_grad():
+        worst = max(worst, difference(pm(xs[3]), alone(xs[3])))
+    found = autopar.full_state_dict(pm)
+    states = alone.state_dict()
+    for name, value in found.items():  # on rank 0
+        worst = max(worst, difference(value, states[name]) if value.is_floating_point() else 0.0)
+    return worst
+
+
+def stored_and_written() -> float:
+    """:func:`writes` with weights in pieces, gathered for each use."""
+    return writes(False, params={"*.weight": "S0 use", "*.bias": "S0 step"})
+
+
 class Masked(nn.Module):
     """A block as of nanoGPT: a mask that is its own buffer, beside a dropout that is used twice."""
 

@@ -26,6 +26,8 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
        for how in ("state_dict", "full")},
     **{f"a ZeRO-3 parameter seen through {how}": ("viewed", how) for how in habits.VIEWS},
     **{f"layers left out at random, {how}, {k} microbatches": ("left_out", how, k) for how, k in habits.LEFT_OUT},
+    **{f"weights written in forward, {'pipeline' if piped else 'cut'}": ("writes", piped) for piped in (False, True)},
+    "weights written in forward, ZeRO": ("stored_and_written",),
     "a stage without parameters": ("stage_without_parameters",),
     "an optimizer made before, ZeRO": ("optimizer_before", "adamw", False, {"*.weight": "S0 use", "*.bias": "S0 step"}),
 }  # fmt: skip

@@ -665,10 +665,10 @@ def literals_made_in_forward(s: Habit, x: Tensor) -> Tensor:
 # -- refused
 
 
-@refused(r"writes parameter 'a.weight' in forward, which is trained\n.*keep it as a buffer")
-def a_parameter_clamped(s: Habit, x: Tensor) -> Tensor:
+@refused(r"writes parameter 'a.bias' in forward, which is trained, by values of the batch\n.*keep it as a buffer")
+def a_parameter_centred(s: Habit, x: Tensor) -> Tensor:
     with torch.no_grad():
-        s.a.weight.clamp_(-1, 1)
+        s.a.bias.sub_(x.mean(0))
     return s.a(x).sum()
 
 
@@ -680,10 +680,11 @@ def data_that_autograd_has_kept(s: Habit, x: Tensor) -> Tensor:
     return g.sum()
 
 
-@refused("writes parameter 'twin.bias'")
+@refused("writes parameter 'twin.bias' in forward, which is trained, and reads it before")
 def parameter_data(s: Habit, x: Tensor) -> Tensor:
+    y = s.twin(x).sum()
     s.twin.bias.data.mul_(0.9).add_(s.a.bias.data)
-    return s.a(x).sum() + s.twin(x).sum()
+    return s.a(x).sum() + y
 
 
 @refused(r"at test_aliases.py:\d+ writes to its input 'x' in place")

@@ -21,6 +21,7 @@ from autopar.comparison import compare_with_eager
 from autopar.comparison.other_batch import other_batch
 from autopar.comparison.program_vs_eager import (
     Trained,
+    against_eager,
     beside_rounding,
     compare,
     doubled,
@@ -312,13 +313,63 @@ def test_a_difference_says_how_far_rounding_moves_one_device():
     double = promoted(captured)
     weights, inputs = doubled(state_of(captured, model)[0]), doubled(inputs_of(captured, (X,), {}))
 
-    def one(weights_now):
-        return train(double, one_device(double.graph), weights_now, {}, inputs)
+    def one(weights_now, shaken=False):
+        return train(double, one_device(double.graph), weights_now, {}, inputs, shaken=shaken)
 
     reference = one(weights)
     off = one({name: (weight.detach() + 1e-3).requires_grad_() for name, weight in weights.items()})
     wrong = beside_rounding(compare("off", off, reference), reference, one, weights)
-    assert wrong.worst > 1e-9 and 0.0 < wrong.rounding < 1e-12 and not wrong.shows_nothing
+    assert wrong.worst > 1e-9 and 0.0 < wrong.rounding < 1e-12 and not wrong.shows_nothing and not wrong.fine
+
+
+class Tiny(nn.Module):
+    """A norm of what varies in its last digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8, eps=1e-30)
+
+    def forward(self, x):
+        return (self.norm(self.inner(x) * 1e-9 + 1) * x).square().mean()
+
+
+class NoGradient(nn.Module):
+    """A mean of what a norm gives is the same whatever the weights are: all gradients are rounding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, x):
+        return self.norm(self.inner(x)).mean()
+
+
+MAGNIFYING = {"sines": lambda: Magnifying(1e8), "less": lambda: Magnifying(1e6), "a norm": Tiny,
+              "no gradient": NoGradient}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAGNIFYING)
+def test_rounding_that_is_one_devices_own_is_no_defect(name):
+    torch.manual_seed(0)
+    model = MAGNIFYING[name]()
+    rows = verify(capture(model, (X,)), model, (X,), {}, Mesh.of(data=2), load_cluster("local-x2"), random_plans=5)
+    assert all(row.fine for row in rows) and any(row.worst > row.limit for row in rows)
+    for rounding in (float("inf"), float("nan")):
+        assert not replace(rows[-1], loss=float("inf"), rounding=rounding).fine
+
+
+def test_the_row_of_eager_mode_is_judged_in_double_precision(monkeypatch):
+    class Rounded(Plain):
+        def forward(self, x, y):
+            return F.cross_entropy(self.second(torch.tanh(self.norm(self.first(x)) * 3 / 7)), y)
+
+    class Otherwise(Plain):
+        def forward(self, x, y):
+            return F.cross_entropy(self.second(torch.tanh(self.norm(self.first(x)) * (3 / 7))), y)
+
+    monkeypatch.setitem(comparison.LIMITS, "float32", 2e-9)
+    (row,) = against_eager(capture(Otherwise(), (X, Y)), Rounded(), (X, Y), {})
+    assert row.worst > 2e-9 and row.fine
 
 
 class Remembering(nn.Module):

@@ -700,23 +700,6 @@ class ClosesOver(Net):
         return Masked.apply(h)
 
 
-class Silent(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x.mul_(2)
-        return x + 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-@refused("Silent: it writes to an argument that has a gradient, and does not say so")
-class WritesInSilence(Net):
-    def between(self, h: Tensor) -> Tensor:
-        return Silent.apply(h * 1.0)
-
-
 @refused("Count: it changes a tensor that is not among its arguments")
 class ChangesABuffer(Net):
     def __init__(self) -> None:

@@ -116,9 +116,16 @@ def a_buffer_is_assigned(m: Twins, x: Tensor) -> Tensor:
     return (m.q(x) * m.mean).sum()
 
 
-@refused("parameter 'q.weight' in forward, which is trained")
+@way
+def by_data_in_one_statement(m: Twins, x: Tensor) -> Tensor:
+    m.k.weight.data *= 0.9
+    m.k.weight.data += m.q.weight.data * 0.1
+    return (m.q(x) * m.k(x)).sum()
+
+
+@refused("parameter 'q.weight' in forward, which is trained, by values of the batch")
 def one_that_is_trained(m: Twins, x: Tensor) -> Tensor:
-    m.q.weight.data = m.q.weight.data * 0.5
+    m.q.weight.data = m.q.weight.data * x.mean()
     return m.q(x).sum()
 
 

@@ -160,9 +160,14 @@ class Memory:
             plain.known[place] = self._detached(history.known[place], place.spec)
         return self._value(plain, place)
 
-    def begin(self, place: Place, ref: Ref, *, by_data: bool = False) -> Alias:
-        """A tensor at ``place`` whose history begins here, without gradient, with the value ``ref``."""
-        return Alias(History(place.storage, None, place.storage.version, {place: ref}, by_data), place)
+    def begin(self, place: Place, ref: Ref, *, by_data: bool = False, history: Ref | None = None) -> Alias:
+        """A tensor at ``place`` whose history begins here with the value ``ref``: without gradient, or with that of
+        ``history``."""
+        root = None
+        if history is not None:
+            (ref,) = self.graph.emit(WITH_VALUE, (self._detached(ref, place.spec), history), {}, (place.spec,), "")
+            root = ref
+        return Alias(History(place.storage, root, place.storage.version, {place: ref}, by_data), place)
 
     def passes(self, alias: Alias, ref: Ref) -> None:
         """From here on a tensor's gradient passes through ``ref``, which has its value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,8 @@ class Writing(Viewing):
         self.changed_by_data: list[tuple[set[int], CaptureError]] = []
         """Writes through ``.data`` to values that autograd has kept: the operators that need them in their backward,
         and what to say if there is one."""
+        self.refusals: dict[str, Callable[[str, str], CaptureError]] = {}
+        """For each trained parameter that is written: gives the error for where it is written last."""
 
     def _walk(self, gm: torch.fx.GraphModule, no_grad: bool = False) -> Any:
         raise NotImplementedError
@@ -130,7 +133,8 @@ class Writing(Viewing):
         if storage.changing:
             raise self._refused(fx, f"writes '{name}', which batch norm writes too", "let one of them write it")
         try:
-            self.memory.write(alias, self._filled(ref, spec), no_grad=self.no_grad)
+            # autograd sees no write to a leaf, also where all of forward runs without gradients
+            self.memory.write(alias, self._filled(ref, spec), no_grad=self.no_grad or name in self.refusals)
         except CannotInvert as error:
             raise self._refused(
                 fx, f"writes through a view that cannot be followed: {error}", "write a clone"
@@ -138,19 +142,14 @@ class Writing(Viewing):
 
     def _becomes_state(self, fx: torch.fx.Node, storage: Storage, name: str) -> None:
         """A frozen parameter that the forward writes, such as a momentum encoder's, is state that a call renews, as
-        buffers are; it stays registered as a parameter.
-
-        Raises:
-            CaptureError: it is trained, or kept in another precision than the program's.
-        """
+        buffers are; it stays registered as a parameter. Of one that is trained the new value has to be known before the
+        call: see :mod:`autopar.capture.graph.written_first`."""
         number = next(i for i, node in enumerate(self.nodes) if node.kind == "param" and node.target == name)
         if self.nodes[number].needs_grad:
-            raise self._refused(
-                fx,
-                f"writes parameter '{name}' in forward, which is trained",
-                "requires_grad_(False) it, keep it as a buffer, or change it outside; what only a first call writes is "
-                "there once the model has been called, before this",
+            self.refusals[name] = lambda why, do: self._refused(
+                fx, f"writes parameter '{name}' in forward, which is trained, {why}", do
             )
+            return
         self.nodes[number] = replace(self.nodes[number], kind="buffer")
         storage.origin = ("buffer", name)
 
@@ -163,6 +162,8 @@ class Writing(Viewing):
         x, value = (self.value[n] for n in fx.args)  # type: ignore[index]
         before = x.place.storage
         kind, name = before.origin or ("", "")
+        if value.place is before.root:  # ``x.data *= y`` writes, and assigns what it has written
+            return
         refused, do = "", "go on with the new tensor"
         if kind not in ("param", "buffer") or x.place is not before.root or before.shared:
             refused = "the tensor is no parameter or buffer of its own"
@@ -177,9 +178,13 @@ class Writing(Viewing):
         ref = self.memory.read(value, no_grad=True)
         is_root = value.place.parent is None
         storage = value.place.storage if is_root else self._fresh(ref, before.root.geometry)
-        before.origin, storage.origin = None, ("buffer", name)
         storage.version += 1
-        moved = self.memory.begin(storage.root, ref)
+        if name in self.refusals:  # it is trained: its gradient goes on as if nothing had been assigned
+            moved = self.memory.begin(storage.root, ref, history=self.memory.read(x))
+            before.origin, storage.origin = None, (kind, name)
+        else:
+            moved = self.memory.begin(storage.root, ref)
+            before.origin, storage.origin = None, ("buffer", name)
         for node in [node for node, alias in self.value.items() if alias is x]:
             self.value[node] = moved
 

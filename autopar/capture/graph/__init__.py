@@ -19,6 +19,7 @@
 :mod:`.gathered_matrices`     a matrix that is gathered for each row: a product by rows
 :mod:`.experts_in_parallel`   experts that are modules beside each other, with tensors of one size: computed at once
 :mod:`.common_subexpressions` equal expressions become one, on the pure graph
+:mod:`.written_first`         parameters that a forward writes before it reads them are written before the program runs
 :mod:`.expert_blocks`         routed experts become one operator each
 :mod:`.dead_operators`        what nobody reads goes
 ============================= =========================================================================================

@@ -23,6 +23,7 @@ from autopar.capture.graph.gathered_matrices import with_rows_of_gathered
 from autopar.capture.graph.recorded_calls import recorded_call
 from autopar.capture.graph.selected_rows import with_masks
 from autopar.capture.graph.sorted_rows import with_rows_in_place
+from autopar.capture.graph.written_first import written_first
 from autopar.capture.losses import the_loss
 from autopar.capture.python.attribute_outputs import own_outputs
 from autopar.capture.trace.recording import ASSIGN, BEGIN, END, FUNCTION, HOOK
@@ -128,8 +129,10 @@ class GraphBuilder(Writing):
             return Ref(moved.get(ref.node, ref.node), ref.out)
 
         outputs, updates = map_refs(draft.outputs, move), map_refs(draft.updates, move)
+        nodes, outputs, updates, before = written_first(nodes, outputs, updates, self.refusals)
         nodes = with_expert_blocks(nodes, [*refs_in(outputs), *updates.values()])
-        return without_dead(Graph(tuple(nodes), outputs, draft.loss, draft.tied, updates), draft.user)
+        graph, user = without_dead(Graph(tuple(nodes), outputs, draft.loss, draft.tied, updates), draft.user)
+        return (graph if before is None else replace(graph, before=before)), user
 
     def asked(self, fx: torch.fx.Node, condition: Ref, site: str, answer: bool) -> None:
         """Python asks for a random number here."""
@@ -394,7 +397,7 @@ class GraphBuilder(Writing):
         return {
             s.origin[1]: s.value
             for s in self.storages
-            if s.version and s.origin is not None and s.origin[0] == "buffer"
+            if s.version and s.origin is not None and s.origin[0] in ("buffer", "param")
         }
 
     def _outputs(self) -> tuple[tuple[Any, ...], int | None]:

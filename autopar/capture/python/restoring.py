@@ -110,13 +110,13 @@ def generators_kept() -> Iterator[None]:
                 numpy.random.set_state(states[1])
 
 
-class _FrozenKept(TorchFunctionMode):
-    """Frozen parameters that a forward writes, such as those of a momentum encoder, are put back: a copy of one is made
-    before the first write to its memory."""
+class _ParametersKept(TorchFunctionMode):
+    """Parameters that a forward writes, such as those of a momentum encoder, are put back: a copy of one is made before
+    the first write to its memory."""
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         super().__init__()
-        params = {id(p): p for m in modules for p in m._parameters.values() if p is not None and not p.requires_grad}
+        params = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
         self.before = [(p, p.data) for p in params.values() if not p.is_meta]
         self.at = {data.untyped_storage()._cdata: data for _, data in self.before}
         self.copies: dict[int, torch.Tensor] = {}
@@ -153,9 +153,9 @@ _IN_PLACE = tuple(
 
 @contextlib.contextmanager
 def kept(*roots: Any) -> Iterator[None]:
-    """Buffers, plain tensors, frozen parameters, hooks of parameters and Python attributes of modules are put back."""
+    """Buffers, plain tensors, parameters, hooks of parameters and Python attributes of modules are put back."""
     modules = [m for root in roots if isinstance(root, torch.nn.Module) for m in root.modules()]
-    frozen = _FrozenKept(modules)
+    written = _ParametersKept(modules)
     attributes = []
     for module in modules:
         entries = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
@@ -171,7 +171,7 @@ def kept(*roots: Any) -> Iterator[None]:
     for hooks in hooked:  # they belong to the reduced gradient, not to this comparison
         hooks.clear()
     try:
-        with frozen:
+        with written:
             yield
     finally:
         for hooks, hooks_before in zip(hooked, removed, strict=True):
@@ -189,7 +189,7 @@ def kept(*roots: Any) -> Iterator[None]:
                     refill(value, copied)
             module._buffers.update(buffers)
         with torch.no_grad():
-            frozen.put_back()
+            written.put_back()
             for buffer, before in values:
                 if not _same_bits(buffer, before):
                     buffer.copy_(before)

@@ -24,7 +24,8 @@
 :mod:`.lengths_of_rows`      ``len(rows)`` of rows whose number depends on data
 :mod:`.recurrent_layers`     stacks of LSTM, GRU and RNN, layer by layer; :mod:`.ctc_targets`: CTC
 :mod:`.packed_sequences`     packed sequences, as the padded batch that they came from
-:mod:`.embedding_bags`       bags of embeddings that are as long as each other: lookups, and their sum
+:mod:`.adaptive_softmax`     torch's adaptive softmax with all rows in all clusters
+:mod:`.embedding_bags`       bags of embeddings: lookups, and their sum
 :mod:`.cumulative_norms`     batch norms with ``momentum=None``
 :mod:`.unread_strings`       strings of a call in whose place stands what tells whether it is asked
 :mod:`.flex_attention`       ``flex_attention``: causal, or with the mask and the scores that its functions make

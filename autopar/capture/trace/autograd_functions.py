@@ -252,13 +252,7 @@ def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: 
     position_of = {id(x): k for k, x in enumerate(trial.own) if isinstance(x, torch.Tensor)}
     outs = tensors_of(trial.result)
     returned = {position_of[id(x)] for x in outs if id(x) in position_of}
-    silent = [k for k in trial.written if k not in returned]
-    for k in silent:
-        if leaves[k].requires_grad:
-            raise refuse(
-                f"the autograd.Function {name}: it writes to an argument that has a gradient, and does not say so,",
-                "name it in ctx.mark_dirty() and return it, or write to a copy",
-            )
+    silent = [k for k in trial.written if k not in returned]  # as under no_grad: its gradient goes on as it was
     if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(trial.result) if id(x) not in {id(o) for o in outs}):
         raise refuse(
             f"the autograd.Function {name}: it returns tensors inside a container, which have no gradient,",

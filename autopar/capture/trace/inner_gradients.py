@@ -307,18 +307,75 @@ def _group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, e
     return y if bias is None else y + bias.view(of_channels)
 
 
+def _batch_norm(
+    x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
+    momentum: float | None = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    dims, of_channels = [0, *range(2, x.dim())], (x.shape[1], *[1] * (x.dim() - 2))
+    n = x.numel() // x.shape[1]
+    if training and (n < 2 or momentum is None):
+        return NotImplemented  # torch says what is wrong
+    if training:
+        y = _normed(x, dims, eps)
+        with torch.no_grad():
+            for running, value in ((running_mean, x.mean(dims)), (running_var, x.var(dims))):
+                if running is not None:
+                    running.copy_(running * (1 - momentum) + value * momentum)  # type: ignore[operator]
+    else:
+        y = (x - running_mean.view(of_channels)) * (running_var.view(of_channels) + eps).rsqrt()
+    y = y if weight is None else y * weight.view(of_channels)
+    return y if bias is None else y + bias.view(of_channels)
+
+
+def _instance_norm(
+    x: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    if running_mean is not None or running_var is not None or not use_input_stats:
+        return NotImplemented
+    of_channels = (x.shape[1], *[1] * (x.dim() - 2))
+    y = _normed(x, [*range(2, x.dim())], eps)
+    y = y if weight is None else y * weight.view(of_channels)
+    return y if bias is None else y + bias.view(of_channels)
+
+
+def _rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    dims = [*range(-len(normalized_shape), 0)]
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    y = x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return y if weight is None else y * weight
+
+
+def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if inplace or not training or not 0 < p < 1:
+        return NotImplemented
+    return x * torch.dropout(torch.ones_like(x), p, True)
+
+
 def _cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
-    classes = 1 if input.dim() > 1 else 0
-    if target.is_floating_point() or weight is not None or label_smoothing or (size_average, reduce) != (None, None):
+    if (size_average, reduce) != (None, None):
         return NotImplemented
-    counted = target != ignore_index
-    places = torch.where(counted, target, 0).unsqueeze(classes)
-    losses = torch.where(counted, -input.log_softmax(classes).gather(classes, places).squeeze(classes), 0.0)
-    total = losses if reduction == "none" else losses.sum()
-    return total / counted.sum() if reduction == "mean" else total
+    classes = 1 if input.dim() > 1 else 0
+    n, logs = input.shape[classes], input.log_softmax(classes)
+    weights = 1.0 if weight is None else weight.view(-1, *[1] * (input.dim() - 1 - classes))
+    if target.is_floating_point():
+        shares = target * (1 - label_smoothing) + label_smoothing / n
+        losses = -(shares * weights * logs).sum(classes)
+        counts: Any = losses.numel()
+    else:
+        counted = target != ignore_index
+        places = torch.where(counted, target, 0)
+        picked = logs.gather(classes, places.unsqueeze(classes)).squeeze(classes)
+        of_target = 1.0 if weight is None else weight[places]
+        losses = picked * of_target * (1 - label_smoothing) + (logs * weights).sum(classes) * (label_smoothing / n)
+        losses = torch.where(counted, -losses, 0.0)
+        counts = counted.sum() if weight is None else torch.where(counted, of_target, 0.0).sum()
+    if reduction == "none":
+        return losses
+    return losses.sum() / counts if reduction == "mean" else losses.sum()
 
 
 def _attention(
@@ -353,7 +410,8 @@ def _matmul(input: Any, other: Any) -> Any:
 
 
 _PLAIN_FORMS: dict[Any, Callable[..., Any]] = {
-    F.layer_norm: _layer_norm, F.group_norm: _group_norm, F.cross_entropy: _cross_entropy,
+    F.layer_norm: _layer_norm, F.group_norm: _group_norm, F.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm, F.rms_norm: _rms_norm, F.dropout: _dropout, F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _attention, F.linear: _linear, torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul, torch.Tensor.__matmul__: _matmul,
 }  # fmt: skip

@@ -26,12 +26,13 @@ from autopar.capture.python.containers import plain_tensors
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
+from autopar.capture.trace.adaptive_softmax import adaptive_softmax_of_all_rows
 from autopar.capture.trace.autocast import write_casts
 from autopar.capture.trace.autograd_functions import whole_functions
 from autopar.capture.trace.checkpointed_regions import marked_regions
 from autopar.capture.trace.ctc_targets import Transcripts
 from autopar.capture.trace.cumulative_norms import CumulativeNorms
-from autopar.capture.trace.embedding_bags import BagsOfRows
+from autopar.capture.trace.embedding_bags import Bags
 from autopar.capture.trace.expert_loops import loops_by_rows
 from autopar.capture.trace.experts_by_rows import experts_by_rows
 from autopar.capture.trace.faster_tracing import quickly
@@ -82,8 +83,9 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(LayerByLayer())
         stack.enter_context(packed_as_padded(module))
         stack.enter_context(Transcripts())
-        stack.enter_context(BagsOfRows())
+        stack.enter_context(Bags())
         stack.enter_context(CumulativeNorms())
+        stack.enter_context(adaptive_softmax_of_all_rows())
         grouped = stack.enter_context(GroupedRows(constants.list_of_inputs))
         stack.enter_context(grouped.hit.lists())
         stack.enter_context(flex_attention_in_plain_operators())

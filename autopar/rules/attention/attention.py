@@ -18,7 +18,7 @@ import spmd_types as spmd
 import torch
 
 from autopar.rules.attention.attention_in_blocks import AttentionForm, goes_in_blocks, in_blocks
-from autopar.rules.attention.ring_attention import QUERIES, RING, attention_across
+from autopar.rules.attention.ring_attention import QUERIES, RING, attention_across, exchanges_halves
 from autopar.rules.families.sharded_random import Site, halves, threshold_of
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
@@ -119,18 +119,20 @@ def _along_the_sequence(whole: Rule, call: Call, causal: bool) -> Rule:
     The factor of the ring counts places of the sequence, or pairs of them where ranks exchange halves of their pieces.
     """
     q, k, *rest = call.ins
-    length, unit = q.shape[-2], 2 if causal else 1
+    length = q.shape[-2]
+    halves = causal and exchanges_halves(length)
+    unit = 2 if halves else 1
     rows = Lowering(attention_across, frozenset({QUERIES}), uneven=True, most_work=_of_last_rank)
-    if length != k.shape[-2] or length < 2 or length % unit:
+    if length != k.shape[-2] or length < 2:
         n_keys = k.shape[-2]
         why = f"its {length} queries meet {n_keys} keys, and a ring takes as many of both" if length != n_keys else (
-            f"its sequence has {length} places, and a causal ring cuts two halves for each rank: make it a multiple of "
-            "twice the ranks, by padding or by cutting one off"
+            f"its sequence has {length} place"
         )
         return replace(whole, lowerings=whole.lowerings + ((rows,) if causal else ()), absent={RING: why})
     round_once, home, exchanged = _travels(whole, call, unit)
-    comm = round_once + exchanged if causal else round_once + (home,)
-    ring = Lowering(attention_across, frozenset({RING}), comm, uneven=True)
+    comm = round_once + exchanged if halves else round_once + (home,)
+    most_work = _of_last_rank if causal and not halves else None
+    ring = Lowering(attention_across, frozenset({RING}), comm, uneven=True, most_work=most_work)
     both = replace(rows, factors=frozenset({QUERIES, RING}), comm=(*round_once, home))
     ins = [shard(len(x.shape) - 2) for x in (q, k, rest[0])]
     for mask in rest[1:]:
@@ -141,7 +143,7 @@ def _along_the_sequence(whole: Rule, call: Call, causal: bool) -> Rule:
         sizes={**whole.sizes, RING: length // unit},
         flops=whole.flops * unit / length,
         together={RING: frozenset({QUERIES})},
-        even=whole.even | {RING},
+        even=whole.even | {RING} if halves else whole.even,
         in_as={RING: tuple(ins)},
         out_as={RING: (shard(len(call.out.shape) - 2),)},
         lowerings=whole.lowerings + ((rows, ring, both) if causal else (ring,)),

@@ -59,6 +59,8 @@ class Going:
         mask_learns: whether the gradient of the mask is asked for.
         draw: of dropout; None where there is none.
         steps: of the ring: as many as pieces where values count; then the second one stands for those left out.
+        n_keys: of all ranks, where their pieces are not equal: each has room for as many as the first, and what is
+            behind the last key is none. Else 0.
     """
 
     ring: str | None
@@ -74,6 +76,7 @@ class Going:
     mask_learns: bool = False
     draw: Draw | None = None
     steps: int = 1
+    n_keys: int = 0
 
     def rows(self, numbers: Sequence[int], length: int) -> list[Stretch]:
         """The queries of a rank.
@@ -90,7 +93,8 @@ class Going:
         """The keys of piece ``number`` of the ring; all of them where there is none."""
         if self.zigzag:
             return zigzag_stretches(number, self.pieces, length)
-        return [Stretch(number * length, length, 0)]
+        there = min(length, max(0, self.n_keys - number * length)) if self.n_keys else length
+        return [Stretch(number * length, there, 0)]
 
     def parts(
         self, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

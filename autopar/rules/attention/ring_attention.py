@@ -100,6 +100,11 @@ class _Attention(torch.autograd.Function):
         seed: Any, way: Going,
     ) -> torch.Tensor:  # fmt: skip
         hashes: Hashes = (None, None)
+        own_q = q
+        if way.n_keys:  # messages are of one size
+            room = -(-way.n_keys // way.pieces)
+            mask = mask if mask is None else each_rank(_mask_with_room)(mask, q, room)
+            q, k, v = (each_rank(_with_room)(x, room) for x in (q, k, v))
         if way.draw is not None and seed is not None:
             seed = seed.to(q.device) if isinstance(seed, torch.Tensor) else seed
             sizes = zip(way.draw.shape, way.draw.shards, strict=False)
@@ -122,7 +127,7 @@ class _Attention(torch.autograd.Function):
         keys_and_values = [k, v] if message is None else [message]
         ctx.save_for_backward(q, mask, out, log_sum, *hashes, *keys_and_values)
         ctx.way, ctx.shapes = way, shapes
-        return out
+        return each_rank(_rows_of)(out, own_q) if way.n_keys else out
 
     @staticmethod
     def spmd_typecheck(*, q: Any, k: Any, v: Any, mask: Any, seed: Any) -> Any:
@@ -140,7 +145,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         way: Going = ctx.way
         q, mask, out, log_sum, of_rows, of_places, *keys_and_values = ctx.saved_tensors
-        hashes, message, grad = (of_rows, of_places), None, grad.contiguous()
+        hashes, message, given = (of_rows, of_places), None, grad
+        grad = each_rank(_with_room)(grad, -(-way.n_keys // way.pieces)) if way.n_keys else grad.contiguous()
         if way.zigzag:
             grad, out = (each_rank(whole)(*halves) for halves in exchanged(way, [grad, out])())
             (message,) = keys_and_values
@@ -171,7 +177,30 @@ class _Attention(torch.autograd.Function):
         if way.zigzag:  # straight from the rank that has the sums to where each half belongs
             waits = exchanged(way, [of_q], back=True), exchanged(way, [of_k, of_v], back=True, from_next=True)
             of_q, of_k, of_v = (each_rank(whole)(*both) for wait in waits for both in wait())
+        if way.n_keys:
+            of_q, of_k, of_v = (each_rank(_rows_of)(x, given) for x in (of_q, of_k, of_v))
+            of_mask = of_mask if of_mask is None else each_rank(_rows_of)(of_mask, given)
         return of_q, of_k, of_v, of_mask, None, None
+
+
+def _mask_with_room(mask: torch.Tensor, q: torch.Tensor, room: int) -> torch.Tensor:
+    """A mask that says something of each query, with rows behind those of a rank's queries, in which all may be seen.
+    One that says the same of all queries stays."""
+    if mask.dim() < 2 or mask.shape[-2] != q.shape[-2] or q.shape[-2] == room:
+        return mask
+    rows = (*mask.shape[:-2], room - q.shape[-2], mask.shape[-1])
+    more = mask.new_ones(rows) if mask.dtype == torch.bool else mask.new_zeros(rows)
+    return torch.cat([mask, more], -2)
+
+
+def _with_room(x: torch.Tensor, room: int) -> torch.Tensor:
+    """A rank's places [.. s d] with zeros behind them, ``room`` in all."""
+    return torch.nn.functional.pad(x, (0, 0, 0, room - x.shape[-2])).contiguous()
+
+
+def _rows_of(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """As many places of ``x`` [.. s d] as there are in ``like``."""
+    return x[..., : like.shape[-2], :].contiguous()
 
 
 def _round(
@@ -201,6 +230,11 @@ def _next_of(way: Going) -> list[int]:
     return [(i + 1) % way.pieces for i in range(way.pieces)]
 
 
+def exchanges_halves(length: int) -> bool:
+    """Whether a causal ring over a sequence exchanges halves: an even number of ranks may, each of which has two."""
+    return length % 4 == 0
+
+
 def attention_across(
     q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False, cut: Mapping[str, Sequence[str]], sizes: Any = None,
@@ -213,21 +247,25 @@ def attention_across(
     axis = ring[0] if ring else None
     group, number = (None, 0) if axis is None else (sends_on(axis), which_piece(axis))
     learns = attn_mask is not None and attn_mask.requires_grad
-    zigzag = bool(ring) and is_causal and not rows
+    places = shape[-2] if dropout_p else None if sizes is None else sizes.get(RING)  # random calls are told the shape
+    n_places = places if places is not None and ring and places % n_pieces(ring) else 0
+    uneven = n_places > 0
+    zigzag = bool(ring) and is_causal and not rows and not uneven and exchanges_halves(q.shape[-2] * n_pieces(ring))
     row_numbers, pieces = tuple(map(which_piece, row_axes)), n_pieces(ring)
     steps = min(pieces, TRIED_STEPS) if makes_some_steps() else pieces
     draw = None
     if dropout_p:
         n_rows = shape[-2]
-        drawn = (*shape[:-1], k.shape[-2] * pieces)
+        drawn = (*shape[:-1], n_places if uneven else k.shape[-2] * pieces)
         draw = Draw(dropout_p, site, drawn, tuple(shards[:-2]))
     else:
-        n_rows = q.shape[-2] * n_pieces(row_axes) if sizes is None else sizes[QUERIES]
+        of_all = q.shape[-2] * n_pieces(row_axes) if sizes is None or QUERIES not in sizes else sizes[QUERIES]
+        n_rows = n_places if uneven else of_all
     way = Going(
         axis, group, number, pieces, cuts_on(row_axes), row_numbers, n_rows, is_causal, scale, zigzag, learns,
-        draw, steps,
+        draw, steps, n_places,
     )  # fmt: skip
     return _Attention.apply(q, k, v, attn_mask, seed, way)  # type: ignore[no-any-return]
 
 
-__all__ = ["QUERIES", "RING", "attention_across"]
+__all__ = ["QUERIES", "RING", "attention_across", "exchanges_halves"]

@@ -65,7 +65,12 @@ class Simulation(LocalTensorMode):
         if func is aten._conj.default and isinstance(args[0], complex):
             # of a number beside a tensor (``1j * x``), for its gradient; torch looks for memory that is shared with it
             return torch.tensor(args[0].conjugate(), dtype=torch.complex128)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if type(result) is LocalTensor and any(x.layout is torch.sparse_coo for x in result._local_tensors.values()):
+            # the gradient of an embedding made with sparse=True: torch takes it for a strided tensor, as it does all
+            # that are in pieces; on ranks it becomes dense when it is added up
+            return LocalTensor({rank: x.to_dense() for rank, x in result._local_tensors.items()})
+        return result
 
 
 def _dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,6 +18,7 @@ from autopar.lower.program import Program
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.plans.stage_graphs import StageGraph
 from autopar.rules.proving.many_ranks import join, many_ranks, piece
+from autopar.rules.whole_tensors import updates_of
 from autopar.torch_private import LocalTensor
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
@@ -45,6 +46,18 @@ class WorldStep:
     buffers: dict[str, torch.Tensor]
     arriving: dict[str, torch.Tensor] = field(default_factory=dict)
     """Gradients of inputs, those from earlier stages among them; of a pipeline, of all microbatches in order."""
+
+
+def write_first(
+    graph: Graph, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Write to whole parameters what a call of the model writes to them before it reads them."""
+    if graph.before is None:
+        return
+    values = {**buffers, **weights}
+    with torch.no_grad():
+        for name, value in updates_of(graph.before, lambda node: values[node.target]).items():
+            weights[name].copy_(value)
 
 
 def run_step(

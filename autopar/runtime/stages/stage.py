@@ -21,20 +21,21 @@ from autopar.lower.emit import lower
 from autopar.lower.program import Program
 from autopar.lower.segments import on_mesh
 from autopar.plans.plan import StagePlan
+from autopar.rules.whole_tensors import updates_of
 from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.batches.batch import local_part, part_shape
 from autopar.runtime.gradients.step_gradients import Gradients
 from autopar.runtime.gradients.taking_part import TakingPart
 from autopar.runtime.parameters import prefetch
 from autopar.runtime.parameters.gathering import Unit, make_units
-from autopar.runtime.parameters.state import Followed, HeldParam, joined, note_write
+from autopar.runtime.parameters.state import Followed, HeldParam, joined, local_piece, note_write
 from autopar.runtime.stages.branch_checks import WaysTaken
 from autopar.runtime.stages.buffer_versions import outliving
 from autopar.runtime.stages.compiled import CompileArguments, compiled
 from autopar.runtime.stages.compiled_order import OneOrder
 from autopar.runtime.stages.streams import StepStream
 from autopar.words.autocasting import without_autocast
-from autopar.words.graph import Graph
+from autopar.words.graph import Graph, Node
 from autopar.words.placements import State
 
 Buffers = dict[str, tuple[torch.Tensor, State]]
@@ -249,12 +250,17 @@ class Stage:
             template[self.input_slots[name]] = value
         if self.seed_slot is not None:
             template[self.seed_slot] = seed
+        of_eval = evaluating and self.evaluation is not None
+        before = (self.evaluation_graph if of_eval else self.graph).before
+        if before is not None and not same_step:
+            self._write_first(before)
         self.stream.begin(same_step)
         if self.compile_args is None:
             self.schedule.begin(same_step=same_step)
         else:
             self.schedule.begin_whole(same_step=same_step)
-        if evaluating and self.evaluation is not None:
+        if of_eval:
+            assert self.evaluation is not None
             program, run = self.evaluation
         given = template[: len(program.slots)]
         for slot in self.copied if program.updates else ():
@@ -278,6 +284,25 @@ class Stage:
             self.ways.look(self.buffers)
             self.gradients.took = self.parts.look(self.buffers)
         return flat
+
+    @torch.no_grad()
+    def _write_first(self, before: Graph) -> None:
+        """Write to parameters what the model's forward writes to them first. What that follows from is gathered whole:
+        masks and scales are small beside what a step does."""
+
+        def value(node: Node) -> torch.Tensor:
+            if node.kind == "param":
+                held = self.held_params[node.target]
+                assert held.local is not None
+                return joined(held.local, held.choice.stored, node.out.shape, self.device_mesh)
+            local, state = self.buffers[node.target]
+            return joined(local, state, node.out.shape, self.device_mesh)
+
+        for name, new in updates_of(before, value).items():
+            held = self.held_params[name]
+            assert held.local is not None
+            held.local.copy_(local_piece(new, held.choice.stored, self.device_mesh))
+            note_write(held.param)
 
     def leaves(self) -> list[torch.Tensor]:
         """The used parameters that want gradients."""
