@@ -381,6 +381,10 @@ Adam's until Dynamo is used, which gives each class its own; it stands first, so
 TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
 """What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""
 
+OPEN_STORE = Replaceable("torch.distributed.rendezvous", "_create_c10d_store")
+"""What opens the store through which ranks find each other: torchrun's own is used again after a restart, with all that
+ended ranks have written."""
+
 GROUP_NAME = Replaceable("torch.distributed.distributed_c10d", "_process_group_name")
 """How torch names a group that only its members make: by how many groups this rank is in. That may be another number on
 each member, which then wait for each other for ever; or the name, and the addresses, of one that was ended."""
@@ -438,14 +442,28 @@ def reached(node: Any) -> bool:
         return True
 
 
+_attempt = ""
+
+
+def uses_store_of_agent() -> bool:
+    """Whether the store through which ranks find each other is torchrun's, and outlives them."""
+    return importlib.import_module("torch.distributed.rendezvous")._torchelastic_use_agent_store()  # type: ignore[no-any-return]
+
+
+def name_attempt(name: str) -> None:
+    """What the ranks of the next world call their attempt: :func:`default_store` has only what they write."""
+    global _attempt
+    _attempt = name
+
+
 def default_store() -> dist.Store:
-    """The store through which the ranks of this world found each other: failures are told through it.
+    """The part of the store through which the ranks of this world found each other in which autopar tells failures.
 
     Raises:
         DistError: there is no world, or it is being ended while a thread asks.
     """
     try:
-        return dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"autopar {_attempt}", dist.distributed_c10d._get_default_store())
     except (ValueError, KeyError) as error:
         raise dist.DistError("the process group has been destroyed") from error
 
@@ -501,98 +519,22 @@ def _call_by_new_names() -> None:
 _call_by_new_names()
 
 __all__ = [
-    "AOT_COMPILE",
-    "CHECK",
-    "CHECKPOINT",
-    "DTENSOR_HANDLERS",
-    "DTENSOR_REDUCED_DIMS",
-    "DTENSOR_RESULT",
-    "DTENSOR_STRATEGIES",
-    "DTENSOR_STRATEGY",
-    "EXPORT_BUFFER_HOOK",
-    "EXPORT_INSIDE",
-    "FAKE_PARAMETERS",
-    "FLEX_NAMES",
-    "GRADIENT_NODE",
-    "GROUP_NAME",
-    "LINEAR_REDUCTION_OP_MAP",
-    "OPTIMIZERS_OF_ELEMENTS",
-    "OPTIMIZERS_OF_MATRICES",
-    "OPTIMIZER_STATES",
-    "PLAIN_BESIDE_DTENSOR",
-    "STATE_DICT_OPTIONS",
-    "TENSOR_LIST_CHECK",
-    "TORCH",
-    "TOTAL_NORM",
-    "TRACEBACK_OF_NODES",
-    "VARLEN_OPERATOR",
-    "AttributeProxy",
-    "BackwardHookFunction",
-    "DTensorSpec",
-    "DisableTorchFunction",
-    "DisableTorchFunctionSubclass",
-    "FakeTensor",
-    "FakeTensorMode",
-    "LocalIntNode",
-    "LocalTensor",
-    "LocalTensorMode",
-    "ModuleStackTracer",
-    "Namespace",
-    "NormPartial",
-    "OpOverload",
-    "OpOverloadPacket",
-    "OpSchema",
-    "OpStrategy",
-    "Replaceable",
-    "SingleLevelFunction",
-    "TensorMeta",
-    "TorchDispatchMode",
-    "all_gather_single",
-    "allow_plain_tensors",
-    "arguments_of_to",
-    "assert_async",
-    "autograd_engine",
-    "backend_named",
-    "below_autograd",
-    "callers_compiler",
-    "compiled_functions_run_as_they_are",
-    "compiler_traces",
-    "current_backward",
-    "data_of_tensors",
-    "default_store",
-    "default_timeout_seconds",
-    "each_rank",
-    "fake_store",
-    "found_inf_reduce_handler",
-    "function_modes",
-    "functional_collectives",
-    "functorch_apis",
-    "functorch_is_active",
-    "functorch_transforms",
-    "generate_redistribute_costs",
-    "group_names",
-    "group_of_axis",
-    "grouped_product",
-    "has_kernel",
-    "has_other_groups",
-    "is_in_torch_dispatch_mode",
-    "is_traceable_wrapper_subclass",
-    "keeps_graph",
-    "lazy_graph_modules",
-    "local_tensor_mode",
-    "make_wrapper_subclass",
-    "module_at",
-    "modules_found_by_name",
-    "no_dispatch_modes",
-    "options_of_compiler",
-    "places_in_masks",
-    "plainly",
-    "preserve_version_counter",
-    "pytree",
-    "reached",
-    "return_and_correct_aliasing",
-    "safe_softmax",
-    "timeout_of_world",
-    "top_saved_tensors_hooks",
-    "unset_fake_temporarily",
+    "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT",
+    "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FAKE_PARAMETERS", "FLEX_NAMES",
+    "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPEN_STORE", "OPTIMIZERS_OF_ELEMENTS",
+    "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
+    "TORCH", "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR", "AttributeProxy", "BackwardHookFunction",
+    "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode",
+    "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace", "NormPartial", "OpOverload",
+    "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction", "TensorMeta",
+    "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to", "assert_async",
+    "autograd_engine", "backend_named", "below_autograd", "callers_compiler", "compiled_functions_run_as_they_are",
+    "compiler_traces", "current_backward", "data_of_tensors", "default_store", "default_timeout_seconds", "each_rank",
+    "fake_store", "found_inf_reduce_handler", "function_modes", "functional_collectives", "functorch_apis",
+    "functorch_is_active", "functorch_transforms", "generate_redistribute_costs", "group_names", "group_of_axis",
+    "grouped_product", "has_kernel", "has_other_groups", "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass",
+    "keeps_graph", "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass", "module_at",
+    "modules_found_by_name", "no_dispatch_modes", "options_of_compiler", "places_in_masks", "plainly",
+    "preserve_version_counter", "pytree", "reached", "return_and_correct_aliasing", "safe_softmax", "timeout_of_world",
+    "top_saved_tensors_hooks", "unset_fake_temporarily",
 ]  # fmt: skip
