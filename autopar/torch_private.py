@@ -381,6 +381,9 @@ Adam's until Dynamo is used, which gives each class its own; it stands first, so
 TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
 """What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""
 
+AGENT_OF_TORCHRUN = Replaceable("torch.distributed.launcher.api", "LocalElasticAgent")
+"""The class of torchrun's agent of one machine."""
+
 OPEN_STORE = Replaceable("torch.distributed.rendezvous", "_create_c10d_store")
 """What opens the store through which ranks find each other: torchrun's own is used again after a restart, with all that
 ended ranks have written."""
@@ -540,15 +543,15 @@ def _call_by_new_names() -> None:
 _call_by_new_names()
 
 __all__ = [
-    "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT",
-    "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FAKE_PARAMETERS", "FLEX_NAMES",
-    "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPEN_STORE", "OPTIMIZERS_OF_ELEMENTS",
-    "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
-    "TORCH", "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR", "AttributeProxy", "BackwardHookFunction",
-    "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode",
-    "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace", "NormPartial", "OpOverload",
-    "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction", "TensorMeta",
-    "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to", "assert_async",
+    "AGENT_OF_TORCHRUN", "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS",
+    "DTENSOR_RESULT", "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
+    "FAKE_PARAMETERS", "FLEX_NAMES", "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPEN_STORE",
+    "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR",
+    "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK", "TORCH", "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR",
+    "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
+    "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
+    "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
+    "TensorMeta", "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to", "assert_async",
     "autograd_engine", "backend_named", "below_autograd", "callers_compiler", "compiled_functions_run_as_they_are",
     "compiler_traces", "current_backward", "data_of_tensors", "default_store", "default_timeout_seconds", "each_rank",
     "fake_store", "found_inf_reduce_handler", "function_modes", "functional_collectives", "functorch_apis",
