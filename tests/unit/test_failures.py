@@ -71,9 +71,7 @@ def test_one_that_ends_between_steps_is_named(
         assert text.startswith(f"rank 1 {ENDED}{how}  rank {rank} waited for it in the forward of call 8: "), text
 
 
-def test_ranks_that_end_because_another_did_say_nothing(
-    ranks: list[Failures], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_end_because_another_did_say_nothing(ranks: list[Failures], monkeypatch: pytest.MonkeyPatch) -> None:
     ends(ranks[2], LOST, monkeypatch)  # in a collective of the user's own
     said(ranks[1], LOST)
     ends(ranks[1], RunError("from that step"), monkeypatch)

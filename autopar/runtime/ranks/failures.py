@@ -140,13 +140,13 @@ class Failures:
         end, looked = time.monotonic() + NEWS_SECONDS, 0.0
         with contextlib.suppress(dist.DistError, RuntimeError):
             while time.monotonic() < end:
-                if time.monotonic() > looked + NEWS_SECONDS / 4:
-                    looked = time.monotonic()
-                    if text := self._killed():
-                        return text
                 for rank in self.others:
                     count, _, text = self._read(rank)
                     if count > self.count and text:
+                        return text
+                if time.monotonic() > looked + NEWS_SECONDS / 4:
+                    looked = time.monotonic()
+                    if text := self._killed():
                         return text
                 if self.store.check([_ENDED]):
                     return self.store.get(_ENDED).decode()

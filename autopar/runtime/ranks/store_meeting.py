@@ -110,9 +110,7 @@ def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
             told, missing = True, [each for each in ranks if not store.check([f"{number}/{each}"])]
             named = f"{'rank' if len(missing) == 1 else 'ranks'} {first_few([*map(str, missing)])}"
             if waited > most:
-                raise RunError(
-                    f"rank {rank} waited for {named}, which did not come: {ON_ALL_RANKS}"
-                )
+                raise RunError(f"rank {rank} waited for {named}, which did not come: {ON_ALL_RANKS}")
             if missing and rank == next(each for each in ranks if each not in missing):
                 print(
                     f"autopar: rank {rank} has waited {waited:.0f} s for {named}; it goes on for {most - waited:.0f} s",
