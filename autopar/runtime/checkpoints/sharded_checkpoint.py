@@ -35,8 +35,10 @@ from torch.distributed.checkpoint.state_dict import (
 from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.parallel_state_dict import EXTRA
+from autopar.runtime.batches.own_rows import samplers_of
 from autopar.runtime.checkpoints.durable_files import on_disk, sync_folder
 from autopar.runtime.checkpoints.generator_states import generators, set_generators
+from autopar.runtime.ranks.agent_messages import SAVED, tell_agent
 from autopar.runtime.ranks.agree import everywhere, share
 from autopar.runtime.ranks.groups import group_of_members
 from autopar.runtime.ranks.store_meeting import looks, said_by
@@ -48,6 +50,8 @@ FORMAT = 1
 STEP = re.compile(r"step-(\d{8,})")
 UNFINISHED = re.compile(r"\.(step|removed)-.*")
 MANIFEST = "checkpoint.json"
+SAMPLERS = "samplers of the module"
+"""Under which the positions of ``pm.sampler(dataset)`` and ``pm.shard(loader)`` are saved."""
 KEPT = 3
 """Saves of a folder that are kept by default."""
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -90,6 +94,8 @@ class Checkpoint:
                 )
         if keep is not None and keep < 1:
             raise RunError(f"Checkpoint: keep is {keep}; give 1 or more, or None for all")
+        if isinstance(model, SpreadModule):
+            others = {SAMPLERS: samplers_of(model), **others}
         self.folder, self.model, self.optimizer, self.others = Path(folder), model, optimizer, others
         self.keep, self.random_state = keep, random_state
         self.ranks = _ranks_of(model)
@@ -138,6 +144,7 @@ class Checkpoint:
             with self._on_all(f"saved to {target}"):
                 if self.rank == 0:
                     self._name(unfinished, target, step)
+            tell_agent(SAVED, str(step))
         else:
             with self._on_all(f"saved to {target}"):
                 writing: Any = dcp.async_save(
@@ -156,6 +163,7 @@ class Checkpoint:
         if pending is not None:
             with self._on_all(f"saved to {pending.target}"):
                 pending.join()
+            tell_agent(SAVED, str(pending.step))
 
     def _name(self, unfinished: Path, target: Path, step: int) -> None:
         """Everything is written on all ranks: rank 0 gives the save its name."""
@@ -233,11 +241,13 @@ class Checkpoint:
             mine = self.rank if manifest["ranks"] == len(self.ranks) else 0
             own_file = source / f"rank-{mine:05d}.pt"
             of_rank = torch.load(own_file, weights_only=True, map_location="cpu")
-            missing = sorted(set(self.others) - set(of_rank["others"]))
+            missing = sorted(set(self.others) - set(of_rank["others"]) - {SAMPLERS})
             if missing:
-                raise RunError(f"it has no {', '.join(missing)}; it has {', '.join(of_rank['others']) or 'none'}")
+                there_are = [name for name in of_rank["others"] if name != SAMPLERS]
+                raise RunError(f"it has no {', '.join(missing)}; it has {', '.join(there_are) or 'none'}")
             for name, value in self.others.items():
-                value.load_state_dict(of_rank["others"][name])
+                if name in of_rank["others"]:
+                    value.load_state_dict(of_rank["others"][name])
             if self.random_state and "random" in of_rank:
                 set_generators(of_rank["random"])
         return chosen
@@ -322,7 +332,7 @@ class _Pending:
     """A save that is being written while the run goes on; a thread of rank 0 names it when all have written."""
 
     def __init__(self, checkpoint: Checkpoint, writing: Any, unfinished: Path, target: Path, step: int) -> None:
-        self.checkpoint, self.writing, self.target = checkpoint, writing, target
+        self.checkpoint, self.writing, self.target, self.step = checkpoint, writing, target, step
         self.name = lambda: checkpoint._name(unfinished, target, step)
         self.error: Exception | None = None
         self.store = None
