@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar.rules  # noqa: F401  (registers the rules)
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
+from autopar.capture.in_parts import InputRows, captured_in_parts, no_rows_in
 from autopar.capture.microbatches import first_part
 from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
@@ -124,6 +127,7 @@ def plan(
     time_limit: float | None = None,
     captured: Captured | None = None,
     profile: str | Path | None = None,
+    input_rows: InputRows = None,
 ) -> Plan:
     """Plan a model on a cluster. Needs no process group and no accelerator.
 
@@ -141,6 +145,7 @@ def plan(
         {wishes}
         captured: what :func:`capture` gave of the batch, to plan several meshes without capturing again.
         profile: what ``autopar profile`` measured; ``cluster`` may then be None, or is checked to be the one measured.
+        input_rows: as for :func:`parallelize`.
 
     Returns:
         The fastest plan that fits, by its price (``plan.seconds`` of a step, ``plan.memory_bytes`` of the fullest
@@ -159,12 +164,15 @@ def plan(
         raise ClusterError("plan needs a cluster, or profile= with the file that autopar profile wrote")
     asked = asked_for({**given, "optimizer": arguments.check_optimizer(optimizer)})
     batch = example_of(model, inputs, example_kwargs, targets)
+    asked = replace(asked, input_rows=input_rows)
     if captured is None or asked.microbatches > 1:
-        args, kwargs, of_loss = first_part(batch, asked.microbatches)
-        captured = capture(
-            model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
+        captured = captured_in_parts(
+            lambda part: capture(
+                model, part[0], example_kwargs=part[1], loss_fn=loss_fn, targets=part[2], precision=asked.pins.precision
+            ),
+            batch, asked.microbatches, inspect.signature(model.forward), input_rows,
         )  # fmt: skip
-    asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches))
+    asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches, no_rows_in(captured)))
     where = get_cluster(cluster)
     outcome = planning.find(
         model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
@@ -208,6 +216,7 @@ def parallelize(
     gradient_dtype: torch.dtype | None = None,
     batch: str = "global",
     compile: bool | Mapping[str, Any] = False,
+    input_rows: InputRows = None,
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -263,6 +272,9 @@ def parallelize(
             pipeline the nth ranks of all groups have the same rows (:mod:`autopar.runtime.batches.own_rows_in_stages`).
         compile: whether the programs are compiled, as ``pm.compile()`` does; or the options of ``torch.compile``, such
             as ``{"fullgraph": True}``.
+        input_rows: the inputs that have one entry for each row of the batch, by the names or positions of arguments of
+            forward; microbatches, and ranks with ``batch="local"``, get parts of these, and all others as they are. By
+            default the graph says it: the inputs from whose first dim the rows reach the loss.
 
     The other arguments are those of :func:`plan`.
 
@@ -293,7 +305,7 @@ def parallelize(
                 mesh = profile_of(profile, mesh)
         if plan is not None and precision is None:
             given["precision"] = policy_of(plan, group)
-        asked = all_ranks.on_all(group, lambda: _asked(given, device_mesh))
+        asked = all_ranks.on_all(group, lambda: replace(_asked(given, device_mesh), input_rows=input_rows))
         bare = example_inputs, example_kwargs, targets
         padded: Padded | None = None
         if buckets:
@@ -306,15 +318,20 @@ def parallelize(
             example_inputs, example_kwargs, targets = whole
         fixed = asked.microbatches  # of 1 where it is to be chosen
 
-        def first(microbatches: int) -> Any:
+        def first(microbatches: int, one: Captured | None = None) -> Any:
             """The first of so many parts of the batch: ``(args, kwargs, targets)``."""
-            return first_part(example_of(model, example_inputs, example_kwargs, targets), microbatches)
+            batch_of_step = example_of(model, example_inputs, example_kwargs, targets)
+            return first_part(batch_of_step, microbatches, no_rows_in(one) if one is not None else ())
 
-        def taken() -> Captured:
-            args, kwargs, of_loss = first(fixed)
+        def taken_of(batch_taken: Any) -> Captured:
+            args, kwargs, of_loss = batch_taken
             return capture(
                 model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
             )  # fmt: skip
+
+        def taken() -> Captured:
+            part: Captured = captured_in_parts(taken_of, first(1), fixed, inspect.signature(model.forward), input_rows)
+            return part
 
         captured = all_ranks.on_all(group, taken)
         check_same_model(captured, model, group)
@@ -324,7 +341,9 @@ def parallelize(
             in_buckets = all_ranks.on_all(group, lambda: proved(before_capture, captured, model, split_example(*bare)))
         if verify_capture:
             args, kwargs = split_inputs(example_inputs, example_kwargs)
-            check_capture(captured, model, first_part((args, kwargs, targets), fixed), group)
+            check_capture(
+                captured, model, first_part((args, kwargs, targets), fixed, no_rows_in(captured)), group
+            )  # fmt: skip
 
         records = all_ranks.records_of(group, model, mesh) if plan is None else []
 
@@ -343,7 +362,7 @@ def parallelize(
         def decide() -> Outcome:
             nonlocal together, asked
             if plan is None:
-                asked = with_measured_load(asked, captured, model, first(fixed))
+                asked = with_measured_load(asked, captured, model, first(fixed, captured))
             if plan is None and buckets and asked.microbatches == 1 and not asked.piped:
                 where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
                 together = bucket_plans.find(captured, buckets, in_bucket, where, n, asked, name)
@@ -355,7 +374,9 @@ def parallelize(
 
         def part(microbatches: int) -> Captured:
             """One of so many parts of the batch."""
-            return captured if microbatches == fixed else planning.part_of(model, captured, first(1), microbatches)
+            if microbatches == fixed:
+                return captured
+            return planning.part_of(model, captured, first(1), microbatches, input_rows)
 
         one, decided = all_ranks.agreed(decide, captured, group, part)
         if device_mesh is not None and (len(decided.stages) > 1 or "pipe" in (device_mesh.mesh_dim_names or ())):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -141,7 +142,7 @@ def load_and_capture(
         from dataclasses import replace
 
         from autopar.capture import capture
-        from autopar.capture.microbatches import first_part
+        from autopar.capture.in_parts import captured_in_parts
         from autopar.frontends.models import load_model
         from autopar.progress import heard
 
@@ -152,10 +153,13 @@ def load_and_capture(
             args, kwargs = wanting((loaded.args, loaded.kwargs))
             loaded = replace(loaded, args=args, kwargs=kwargs)
     with progress(f"capturing {type(loaded.model).__name__}") as say, heard(say):
-        args, kwargs = first_part((loaded.args, loaded.kwargs), parts or 1)
         if precision is None and by_default:
             precision = loaded.precision
-        return loaded, capture(loaded.model, args, kwargs, precision=precision)
+        captured: Captured = captured_in_parts(
+            lambda batch: capture(loaded.model, batch[0], batch[1], precision=precision),
+            (loaded.args, loaded.kwargs, ()), parts or 1, inspect.signature(loaded.model.forward),
+        )  # fmt: skip
+        return loaded, captured
 
 
 def check_values(loaded: Loaded, name: str) -> None:

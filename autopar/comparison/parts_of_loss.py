@@ -1,9 +1,9 @@
 """Whether the microbatches' losses add up to the loss of the batch.
 
-A step in microbatches takes the mean of their losses, by their rows or by what each is the mean of
-(:mod:`autopar.runtime.batches.loss_counts`). That is the loss of the whole batch only if it is such a mean: not of a
-sum, of terms over different things, or of rows that are compared with each other. Who trains in microbatches then
-trains by another loss, and hears so.
+A step in microbatches adds up their losses, which divide by what the whole batch has
+(:mod:`autopar.runtime.batches.totals_ahead`). Where the graph does not show that this is the loss of the batch
+(:mod:`autopar.capture.batch_factor`), such as where rows are compared with each other, the example is tried. Who trains
+in microbatches by another loss hears so.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
+from autopar.capture.in_parts import no_rows_in
 from autopar.capture.microbatches import part_of_batch
 from autopar.comparison import generators_kept, kept, reason_not_to
 from autopar.comparison.sides import attention_on
 from autopar.plans.plan import Plan
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.batch_statistics import of_each_microbatch
-from autopar.runtime.batches.loss_counts import count_of
+from autopar.runtime.batches.totals_ahead import totals_ahead
 from autopar.torch_private import pytree
 
 ROUNDING_OF_DOUBLE, ROUNDING, ROUNDING_OF_HALF = 1e-7, 1e-5, 2e-2
@@ -58,6 +59,9 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
     """
     loss_fn = captured.example.loss_fn if captured.example is not None else None
     number = captured.graph.loss
+    decided = captured.example.in_parts if captured.example is not None else None
+    if decided is not None and decided.found.is_proved:
+        return ""
     if number is None or reason_not_to(captured, model, example, True, times=parts):
         return ""
 
@@ -78,7 +82,7 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
             torch.manual_seed(1)
             if loss_of(example) != whole:
                 return ""
-            of_parts = [part_of_batch(example, parts, k) for k in range(parts)]
+            of_parts = [part_of_batch(example, parts, k, no_rows_in(captured)) for k in range(parts)]
             shares = _counted(captured, model, of_parts)
             mean = sum(share * loss_of(part) for share, part in zip(shares, of_parts, strict=True) if share)
         except Exception:  # of the user's code, in a mode in which it is not run otherwise
@@ -105,16 +109,24 @@ def _rounding(captured: Captured, model: torch.nn.Module) -> float:
 
 
 def _counted(captured: Captured, model: torch.nn.Module, of_parts: list[Any]) -> list[float]:
-    """By what part each microbatch counts in the loss of the batch."""
+    """By what part each microbatch's loss, as the model gives it, counts in that of the batch: by what it divides by,
+    where that is one number, else by its rows."""
+    equally = [1 / len(of_parts)] * len(of_parts)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if (count := count_of(captured.graph, device)) is None or not count.of_all:
-        return [1 / len(of_parts)] * len(of_parts)
+    ahead = totals_ahead(captured, device)
+    if ahead is None or len([each for each in ahead.totals.ahead if each.how != "parts"]) != 1:
+        return equally
+    number = next(k for k, each in enumerate(ahead.totals.ahead) if each.how != "parts")
+    state = {**dict(model.named_buffers(remove_duplicate=False)), **captured.constants}
     batch = Batch(captured, inspect.signature(model.forward), device)
     counts = []
     for args, kwargs, targets in of_parts:
         given = (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
-        counts.append(float(count(batch.tensors((*args, *given), kwargs))))
-    return [n / sum(counts) for n in counts]
+        term = ahead.terms(batch.tensors((*args, *given), kwargs), state.get)[number]
+        if term is None or term.dim():
+            return equally
+        counts.append(float(term))
+    return [n / sum(counts) for n in counts] if sum(counts) else equally
 
 
 __all__ = ["difference_by_parts", "with_notes"]

@@ -19,6 +19,7 @@ from autopar.lower.emit import lower
 from autopar.lower.program import Program
 from autopar.planner.intra_op.one_device import one_device
 from autopar.rules.local_calls import resolve
+from autopar.runtime.batches.totals_ahead import totals_ahead
 from autopar.runtime.parameters.redistribution import dense
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
@@ -43,7 +44,8 @@ class Sides:
         self.args, self.kwargs, self.targets = tuple(args), dict(kwargs), tuple(targets)
         self.loss_fn = captured.example.loss_fn if captured.example is not None else None
         self.named = _named(model, self.loss_fn)
-        self.program = _program(captured.graph, next((p.device for p in self.named.values()), torch.device("cpu")))
+        self.device = next((p.device for p in self.named.values()), torch.device("cpu"))
+        self.program = _program(captured.graph, self.device)
         self.leaves = [*pytree.tree_leaves(((*self.args, *self.targets), self.kwargs))]
         self.draws: dict[str, Draws] = {}
 
@@ -118,9 +120,14 @@ class Sides:
         for number, leaf in zip(self.captured.inputs, self.leaves, strict=True):
             if number is not None:
                 inputs[graph.nodes[number].target] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        ahead = totals_ahead(self.captured, self.device)
+        of_batch = {} if ahead is None else ahead.alone(
+            inputs, lambda name: self.captured.constants.get(name, self.named.get(name))
+        )  # fmt: skip
         for slot in self.program.slots:
             if slot.kind == "input":
-                values.append(inputs[slot.name])
+                of_call = of_batch.get(slot.name)
+                values.append(inputs[slot.name] if of_call is None else of_call.to(getattr(torch, slot.dtype)))
             elif slot.kind == "seed":
                 values.append(torch.zeros((), dtype=torch.int64))
             else:

@@ -27,19 +27,20 @@ from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import without_inference_mode
-from autopar.runtime.batches.loss_counts import Count, count_of
 from autopar.runtime.batches.own_rows import TakesRows
 from autopar.runtime.batches.own_rows_in_stages import RowsInStages
 from autopar.runtime.batches.same_batch import Calls, first_readers
+from autopar.runtime.batches.totals_ahead import TotalsAhead, totals_ahead
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from autopar.runtime.gradients.reached import ReachedBy, reached_by
 from autopar.runtime.optimizers import grad_scaler
 from autopar.runtime.parameters.one_rank_functions import flat_optimizer_states, scaled, squared_norm
 from autopar.runtime.parameters.registering import Placing
+from autopar.runtime.parameters.state import as_dtensor
 from autopar.runtime.pipelines import pipeline_programs
 from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
 from autopar.runtime.pipelines.pipeline_programs import Lines
-from autopar.runtime.pipelines.pipeline_runs import forwards, ready_runs, shares_in_loss
+from autopar.runtime.pipelines.pipeline_runs import forwards, ready_runs
 from autopar.runtime.pipelines.pipeline_start import begun, check_fits, take_values, unread_in
 from autopar.runtime.pipelines.rank_actions import Span, Unfinished, Work
 from autopar.runtime.pipelines.schedule_check import check_buffers, check_rows
@@ -78,7 +79,7 @@ class PipelineModule(TakesRows, SpreadModule):
     _autopar_none: torch.nn.Parameter
     _autopar_has_evaluation: bool
     _autopar_reached_by: ReachedBy | None
-    _autopar_count: Count | None
+    _autopar_totals: TotalsAhead | None
     _autopar_stages: dict[int, Stage]
     _autopar_lines: Lines
     _autopar_first_tied: tuple[Tied, ...]
@@ -150,7 +151,7 @@ class PipelineModule(TakesRows, SpreadModule):
         self._autopar_none = torch.nn.Parameter(torch.empty(0, device=self._autopar_device))
         self._autopar_batch = Batch(captured, self._autopar_signature, self._autopar_device)
         self._autopar_reached_by = reached_by(captured.graph, self._autopar_device)
-        self._autopar_count = count_of(captured.graph, self._autopar_device)
+        self._autopar_totals = totals_ahead(captured, self._autopar_device)
         readers = first_readers([captured.graph])
         self._autopar_compared = Calls(here.everyone, None, False, list(meshes.values()), readers)
         self._autopar_failures = Failures(
@@ -200,6 +201,15 @@ class PipelineModule(TakesRows, SpreadModule):
     def _autopar_ranks(self) -> tuple[Any, int]:
         return dist.group.WORLD, 0
 
+    def _autopar_buffer(self, name: str) -> torch.Tensor | None:
+        """The whole value of a buffer of this rank's stages; None of another's."""
+        for stage in self._autopar_stages.values():
+            if name in stage.buffers:
+                value, state = stage.buffers[name]
+                shape = stage.graph.nodes[stage.graph.index[name]].out.shape
+                return as_dtensor(value, state, shape, stage.device_mesh).full_tensor() if state.is_cut else value
+        return None
+
     def _autopar_parameter_order(self) -> tuple[str, ...]:
         return self._autopar_order
 
@@ -232,7 +242,8 @@ class PipelineModule(TakesRows, SpreadModule):
         """One training step on a batch of any number of rows, in microbatches of at most as many as are planned.
 
         Inputs that have the rows of the batch are cut; others go into every microbatch. Each loss counts by its
-        microbatch's part of the rows, or of the labels that count (:mod:`~autopar.runtime.batches.loss_counts`). With
+        microbatch's part of the rows, and divides by what the whole batch has where it divides by a sum over labels or
+        masks (:mod:`~autopar.runtime.batches.totals_ahead`). With
         ``shapes="fixed"`` the batch is ``plan.microbatches`` microbatches, and inputs of the captured shape go into
         every one.
 
@@ -263,7 +274,8 @@ class PipelineModule(TakesRows, SpreadModule):
                 )
             losses: list[torch.Tensor] = []
             drawn = 0
-            for each, shares in zip(ready, shares_in_loss(self, ready), strict=True):
+            for each in ready:
+                shares = [each.run.share] * each.run.microbatches
                 seeds = self._autopar_seeds(drawn, each.run.microbatches)
                 each.batch.check_planned(each.callers)
                 reached = each.reached(seeds)

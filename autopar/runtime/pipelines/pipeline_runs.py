@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from autopar.errors import RunError
-from autopar.runtime.batches.loss_counts import Shares
 from autopar.runtime.batches.runs import Run, runs
 from autopar.runtime.batches.same_batch import Seen
 from autopar.runtime.pipelines.pipeline_outputs import Parts
 from autopar.runtime.pipelines.pipeline_programs import work_of
-from autopar.runtime.pipelines.ready_runs import Ready, shares_of
+from autopar.runtime.pipelines.ready_runs import Ready, with_totals_of_batch
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.values import check_values
 
@@ -53,10 +52,12 @@ def ready_runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_do
         ready.append(
             Ready(
                 run, module._autopar_captured, module._autopar_parts, module._autopar_work, module._autopar_batch,
-                module._autopar_reached_by, module._autopar_count, callers, batches,
+                module._autopar_reached_by, module._autopar_totals, callers, batches,
             )
         )  # fmt: skip
-    return ready
+    return with_totals_of_batch(
+        ready, module._autopar_rows, next(iter(module._autopar_stages.values())).device_mesh, module._autopar_buffer
+    )
 
 
 def _runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
@@ -96,18 +97,14 @@ def _microbatches(module: Any, run: Run) -> _Batches:
     return module._autopar_compared.inputs(take, module.named_parameters())
 
 
-def shares_in_loss(module: Any, ready: Sequence[Ready]) -> list[Shares]:
-    """By what part each microbatch of each run counts in the loss of the batch."""
-    return shares_of(ready, module._autopar_rows, next(iter(module._autopar_stages.values())).device_mesh)
-
-
 def forwards(module: Any, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Parts]]:
     """Of each run its part of the loss, float64, and whole outputs of this rank's stages by position, if they are
     other ones."""
     results: list[tuple[torch.Tensor, Parts]] = []
     drawn = 0
-    for each, shares in zip(ready, shares_in_loss(module, ready), strict=True):
+    for each in ready:
         parts: Parts = {}
+        shares = [each.run.share] * each.run.microbatches
         seeds = module._autopar_seeds(drawn, each.run.microbatches)
         loss = each.work.forwards(each.batches, shares, seeds, each.batch.shown, module.training, parts)
         results.append((loss, parts))
@@ -117,4 +114,4 @@ def forwards(module: Any, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Pa
     return results
 
 
-__all__ = ["forwards", "ready_runs", "shares_in_loss"]
+__all__ = ["forwards", "ready_runs"]

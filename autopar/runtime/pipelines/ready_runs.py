@@ -1,9 +1,9 @@
-"""Runs of a pipeline whose programs are in place, and by what part their microbatches count in the loss of a batch."""
+"""Runs of a pipeline whose programs are in place, with what their microbatches read of the whole batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import Captured
 from autopar.plans.stage_graphs import StageGraph
 from autopar.runtime.batches.batch import Batch
-from autopar.runtime.batches.loss_counts import Count, Shares, shares_by_count
 from autopar.runtime.batches.own_rows_in_stages import RowsInStages
 from autopar.runtime.batches.runs import Run
+from autopar.runtime.batches.totals_ahead import State, TotalsAhead, check_totals
 from autopar.runtime.gradients.reached import Reached, ReachedBy
 from autopar.runtime.pipelines.rank_actions import Work
 
@@ -27,7 +27,7 @@ class Ready:
         captured, stages, batch: the program that takes it.
         callers: the caller's tensors, by input name.
         batches: whole inputs of every microbatch.
-        count: of how many things the loss of a microbatch is the mean; None where that is its rows.
+        totals: gives the inputs that are computed ahead of the step; None where there are none.
     """
 
     run: Run
@@ -36,7 +36,7 @@ class Ready:
     work: Work
     batch: Batch
     reached_by: ReachedBy | None
-    count: Count | None
+    totals: TotalsAhead | None
     callers: Mapping[str, torch.Tensor]
     batches: Sequence[Mapping[str, torch.Tensor]]
 
@@ -53,35 +53,38 @@ class Ready:
         return dtype
 
 
-def shares_of(runs: Sequence[Ready], own_rows: RowsInStages | None, device_mesh: DeviceMesh) -> list[Shares]:
-    """By what part each microbatch of each run counts in the loss of the batch: by its rows, or by what its loss is the
-    mean of (:mod:`.loss_counts`).
-
-    On accelerators counts stay on the device, so that the host does not wait for them; then a microbatch in which
-    nothing counts has the loss that the model gives it, which for a mean over no labels is no number.
+def with_totals_of_batch(
+    runs: Sequence[Ready], own_rows: RowsInStages | None, device_mesh: DeviceMesh, state: State
+) -> list[Ready]:
+    """The runs with what their microbatches read of the whole batch.
 
     Args:
         own_rows: where each rank has its own, which are gathered on ``device_mesh``, that of one of its stages.
+        state: gives the buffers of this rank's stages.
     """
 
-    def counted(count: Count, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if own_rows is not None:
-            there = {name: own_rows.joined(inputs[name], shape, device_mesh) for name, shape in count.inputs.items()}
-            inputs = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in there.items()}
-        return count(inputs)
+    def whole(totals: TotalsAhead, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        if own_rows is None:
+            return inputs
+        there = {name: own_rows.joined(inputs[name], shape, device_mesh) for name, shape in totals.inputs.items()}
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in there.items()}
 
-    of = [each.count for each in runs if each.count is not None]
-    if len(of) < len(runs):
-        return [[each.run.share] * each.run.microbatches for each in runs]
-    counts = torch.stack([counted(count, x) for each, count in zip(runs, of, strict=True) for x in each.batches])
-    rows = torch.cat([  # filled where they are: a list would be copied from the host at every step
-        torch.full((len(each.batches),), each.run.share, dtype=counts.dtype, device=counts.device) for each in runs
-    ])  # fmt: skip
-    shares = shares_by_count(of, counts, rows)
-    if shares is None:
-        return [[each.run.share] * each.run.microbatches for each in runs]
-    of_runs = shares.split([each.run.microbatches for each in runs])
-    return [part.tolist() if part.device.type == "cpu" else part for part in of_runs]
+    terms = [
+        each.totals.terms(whole(each.totals, inputs), state)
+        for each in runs if each.totals is not None for inputs in each.batches
+    ]  # fmt: skip
+    shares = [each.run.share for each in runs for _ in each.batches]
+    done, begin = [], 0
+    for each in runs:
+        given = [] if each.totals is None else each.totals.given(terms, shares)
+        batches = each.batches
+        if each.totals is not None:
+            batches = [{**x, **given[begin + k]} for k, x in enumerate(each.batches)]
+            wanted = [name for flight in each.work.flights.values() for name in flight.part.inputs]
+            check_totals(each.totals, batches[0], wanted)
+        begin += len(each.batches)
+        done.append(replace(each, batches=batches))
+    return done
 
 
-__all__ = ["Ready", "shares_of"]
+__all__ = ["Ready", "with_totals_of_batch"]

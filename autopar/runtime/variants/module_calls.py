@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.capture import Captured, Example
+from autopar.capture.in_parts import no_rows_in
 from autopar.capture.microbatches import first_part, rows_of
 from autopar.runtime.batches.calls import call_text
 from autopar.words.autocasting import autocast_now, shown
@@ -50,15 +51,16 @@ class ModuleCall:
         targets = args[n:] if example.loss_fn is not None else ()
         batch: Batch = args[: n if targets else None], dict(kwargs), targets
         if self.in_parts and self.one is None:
-            have = rows_of(batch)
-            batch = first_part(batch, self.parts or parts_of(have, rows))
+            whole = example.in_parts.whole if example.in_parts is not None else frozenset()
+            have = rows_of(batch, whole)
+            batch = first_part(batch, self.parts or parts_of(have, rows), whole)
         return batch, example.loss_fn if targets or not example.targets else None
 
     def parts_of(self, captured: Captured) -> int | None:
         """Of how many microbatches a step is, of the program that was captured; None of a call that is no step."""
         if self.parts is not None or not self.in_parts or captured.example is None:
             return self.parts
-        have, rows = rows_of((self.args, dict(self.kwargs))), batch_rows(captured)
+        have, rows = rows_of((self.args, dict(self.kwargs)), no_rows_in(captured)), batch_rows(captured)
         return have // rows if have % rows == 0 else None
 
     def shown(self) -> str:
@@ -76,7 +78,7 @@ def batch_rows(captured: Captured) -> int:
     """Rows of what a program was captured with."""
     assert captured.example is not None
     example = captured.example
-    return rows_of((example.args, dict(example.kwargs), example.targets))
+    return rows_of((example.args, dict(example.kwargs), example.targets), no_rows_in(captured))
 
 
 __all__ = ["Batch", "ModuleCall", "batch_rows", "parts_of"]

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from autopar.capture import Captured, Example
 from autopar.capture.evaluation import Skeleton
+from autopar.capture.in_parts import no_rows_in
 from autopar.capture.microbatches import rows_of
 from autopar.capture.python.guards import Change, refusal
 from autopar.capture.unread import changed_strings, unread_strings
@@ -228,7 +229,7 @@ class Programs:
         """Whether a step that has fewer rows than the example would be cut, where it is one microbatch."""
         if not self._is_counted(pm, call):
             return False
-        have = rows_of((call.args, dict(call.kwargs)))
+        have = rows_of((call.args, dict(call.kwargs)), no_rows_in(captured))
         return have < (self.rows or 0) and batch_rows(captured) != have
 
     def _fits_as_captured(self, pm: Any, call: ModuleCall) -> bool:
@@ -298,7 +299,7 @@ class Programs:
                 raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
             batch, loss_fn = call.of(self.example, batch_rows(pm._autopar_captured))
             example = pm._autopar_captured.example if fits else Example(
-                *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision
+                *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision, self.example.in_parts
             )  # fmt: skip
             assert example is not None
             with unheard(), in_modes(source, training):

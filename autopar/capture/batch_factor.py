@@ -1,0 +1,478 @@
+"""The batch's factor b, followed through a graph: which tensors lie along the rows of the batch, and what the loss is.
+
+Each operator's rule says of what factors its dims consist and which of them may be cut without communication. An input
+with rows has b in its first dim; from there b goes where the rules take it. What is computed of a microbatch is then a
+part of what is computed of the batch as long as
+
+* b meets b: an operator reads rows beside rows, or beside what is the same for all of them;
+* b is a factor that the operator may be cut along, without statistics over rows, an order among them, or indices that
+  count them;
+* it ends in sums and means over rows, which the loss takes linearly.
+
+Where that does not hold there is a :class:`Trouble`, with its node and the inputs that it comes from. Sums over rows
+of what the inputs alone decide (how many labels count, the weights of their classes) are known ahead of a step for the
+whole batch (:mod:`.batch_totals`), so the loss may be any function of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.rules.notation import Rule
+from autopar.rules.registry import rules_of
+from autopar.words.graph import Graph, Node, Ref
+
+PLAIN, ROWS, ALIKE, OWN = "plain", "rows", "alike", "own"
+"""What a part of a dim is: any values; rows of the batch; values that are the same all along it; the numbers 0, 1, 2,
+..., which as indices into rows name each row itself."""
+FIXED, PER_ROW, SUM, MEAN = "fixed", "per row", "sum", "mean"
+"""What a tensor has in a microbatch: what it has in the batch; its rows; a term of a sum; a term of a mean over rows."""
+REDUCTION_MEAN, REDUCTION_SUM = 1, 2
+IGNORED = -100
+"""What labels are ignored where nothing is said."""
+LABELLED = (
+    "aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default",
+)  # fmt: skip
+SAME_NUMBERS = (
+    "aten.reshape.default", "aten.expand.default", "aten.permute.default", "aten.to.dtype", "aten._to_copy.default",
+    "aten.detach.default", "aten.clone.default", "aten.alias.default", "aten.squeeze.default",
+)  # fmt: skip
+"""Operators that move numbers without changing them."""
+MAKE_ALIKE = ("aten.full.default", "aten.expand.default", "aten.repeat.default")
+"""Operators along whose new dims all values are alike."""
+INDEXED = "aten.index.Tensor"
+SUMS = ("add", "sub", "rsub")
+"""Operators on numbers of a loss that are affine in all of what they read."""
+
+Part = tuple[int, str]
+Dims = tuple[tuple[Part, ...], ...]
+"""Of each dim, the parts of which it consists, the one that changes slowest first: sizes, and what each is."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a tensor is to the batch.
+
+    Attributes:
+        kind: one of FIXED, PER_ROW, SUM and MEAN.
+        rows_from: the inputs from which it has its rows, as bits by node number.
+        inputs: all inputs that it depends on, in the same way.
+    """
+
+    kind: str
+    dims: Dims
+    rows_from: int = 0
+    inputs: int = 0
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Where a microbatch's part is not what the batch has there.
+
+    Attributes:
+        kind: ``index`` (numbers of an input count rows), ``beside`` (rows beside what is no row), ``across`` (an
+            operator puts rows together), ``two`` (rows stand in two dims), ``statistic`` (a sum over rows, which the
+            parameters decide, is read by more than a sum).
+        node: number of the operator.
+        rows: inputs, by node number, whose rows it reads; ``others``: inputs that what it reads beside them follows
+            from.
+        hot: all that it reads of the batch depends on parameters, too.
+    """
+
+    kind: str
+    node: int
+    rows: tuple[int, ...]
+    others: tuple[int, ...] = ()
+    hot: bool = True
+
+    @property
+    def is_of_inputs(self) -> bool:
+        """Whether it comes from what an input means, not from what the model computes of it."""
+        return self.kind == "index" or (self.kind == "beside" and bool(self.others))
+
+
+@dataclass
+class Followed:
+    """A graph whose rows were followed.
+
+    Attributes:
+        rows: the inputs with rows, by node number.
+        flows: of every tensor.
+        troubles: on the way to the loss.
+        totals: sums over rows that the inputs decide, and whether each is a mean over rows instead.
+        ratios: losses that are divided by how many labels count in them, by node number.
+        scaled: what becomes a mean over rows when it is multiplied by the number of microbatches: places where a
+            tensor is read, ``(node, position)``, and the loss itself, ``(-1, 0)``.
+        open_literals: nodes that divide a sum by a number that may follow from the number of rows, or not.
+        loss: what the loss is: MEAN, SUM, FIXED; PER_ROW where that is not known.
+    """
+
+    rows: frozenset[int]
+    flows: dict[Ref, Flow] = field(default_factory=dict)
+    troubles: list[Trouble] = field(default_factory=list)
+    totals: dict[Ref, bool] = field(default_factory=dict)
+    ratios: list[int] = field(default_factory=list)
+    scaled: set[tuple[int, int]] = field(default_factory=set)
+    open_literals: list[int] = field(default_factory=list)
+    loss: str = PER_ROW
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether microbatches of these rows add up to the loss of the batch."""
+        return not self.troubles and self.loss in (MEAN, SUM)
+
+
+def followed(graph: Graph, rows: Collection[int], scaling: Mapping[int, bool] | None = None) -> Followed:
+    """Follow the rows of these inputs through a graph.
+
+    Args:
+        rows: inputs with rows, by node number.
+        scaling: of nodes that divide a sum by a number, whether this follows from the number of rows.
+    """
+    return _Following(graph, frozenset(rows), scaling or {}).run()
+
+
+def may_have_rows(graph: Graph, rows: int) -> tuple[int, ...]:
+    """The inputs whose first dim is as long as the batch."""
+    return tuple(
+        i for i, node in graph.of_kind("input")
+        if node.outs and node.outs[0] is not None and node.outs[0].shape[:1] == (rows,)
+    )  # fmt: skip
+
+
+def inputs_with_rows(graph: Graph, rows: int, scaling: Mapping[int, bool] | None = None) -> Followed:
+    """Find the inputs that have the rows of the batch, among those that are as long.
+
+    All of them have, unless rows do not fit then: such an input is left out where the others do without it.
+    """
+    first = followed(graph, may_have_rows(graph, rows), scaling)
+    todo, seen = [first], {first.rows}
+    of_first = {(t.kind, t.node) for t in first.troubles}
+    for _ in range(24):
+        if not todo:
+            break
+        this = todo.pop(0)
+        fatal = [t for t in this.troubles if not _is_of_model(t) or (t.kind, t.node) not in of_first]
+        if not fatal and this.loss != FIXED:
+            return this
+        for number in dict.fromkeys((*fatal[0].rows, *fatal[0].others) if fatal else ()):
+            fewer = this.rows - {number}
+            if number in this.rows and fewer and fewer not in seen:
+                seen.add(fewer)
+                todo.append(followed(graph, fewer, scaling))
+    return first
+
+
+def _is_of_model(trouble: Trouble) -> bool:
+    """Whether the model itself puts rows together, such as a norm over the batch: other rows would not help."""
+    return trouble.hot and trouble.kind in ("across", "statistic")
+
+
+class _Following:
+    """One pass over a graph, in execution order."""
+
+    def __init__(self, graph: Graph, rows: frozenset[int], scaling: Mapping[int, bool]) -> None:
+        self.graph, self.scaling = graph, scaling
+        self.found = Followed(rows)
+        self.flows = self.found.flows
+        loss = None if graph.loss is None else graph.outputs[graph.loss]
+        self.loss = loss if isinstance(loss, Ref) else None
+        self.wanted = _ancestors(graph, self.loss)
+
+    def run(self) -> Followed:
+        graph = self.graph
+        for i, (node, rule) in enumerate(zip(graph.nodes, rules_of(graph), strict=True)):
+            if node.kind != "op":
+                for out, spec in enumerate(node.outs):
+                    if spec is not None:
+                        label = ROWS if i in self.found.rows else PLAIN
+                        dims = tuple(((n, label if d == 0 else PLAIN),) for d, n in enumerate(spec.shape))
+                        bit = 1 << i if node.kind == "input" else 0
+                        is_row = i in self.found.rows
+                        self.flows[Ref(i, out)] = Flow(PER_ROW if is_row else FIXED, dims, bit if is_row else 0, bit)
+            elif rule is not None:
+                self._operator(i, node, rule)
+        if self.loss is not None:
+            self.found.loss = self.flows[self.loss].kind
+            if self.found.loss == SUM:
+                self.found.scaled.add((-1, 0))
+        return self.found
+
+    def _trouble(self, kind: str, i: int, rows: int, others: int = 0, hot: bool = True) -> None:
+        if i in self.wanted:
+            self.found.troubles.append(Trouble(kind, i, _numbers(rows), _numbers(others), hot))
+
+    def _operator(self, i: int, node: Node, rule: Rule) -> None:
+        refs = node.refs
+        flows = [self.flows[ref] for ref in refs]
+        inputs = rows_from = 0
+        for flow in flows:
+            inputs |= flow.inputs
+            rows_from |= flow.rows_from
+        of_rows = [p for p, flow in enumerate(flows) if flow.kind == PER_ROW]
+        summed = [p for p, flow in enumerate(flows) if flow.kind in (SUM, MEAN)]
+        labels = self._labels(i, node, rule, flows)
+        if not of_rows:
+            kind = self._of_sums(i, node, rule, flows, summed) if summed else FIXED
+            self._give(i, node, rule, labels, kind, rows_from, inputs)
+            return
+        if summed:  # what is one number of the batch, for each of its rows
+            self._trouble("statistic", i, rows_from)
+        along = [f for f, parts in labels.items() if any(label == ROWS for _, label in parts)]
+        hot = all(self.graph.nodes[refs[p].node].hot for p in of_rows)
+        if len(along) > 1:
+            self._trouble("two", i, rows_from, hot=hot)
+        lost = not along
+        for f in along:
+            if self._puts_together(rule, f):
+                self._not_along(i, node, flows, refs, rows_from)
+        kind = self._reduced(i, node, rule, flows)
+        self._give(i, node, rule, labels, kind, rows_from, inputs, lost, [flows[p] for p in of_rows])
+
+    def _labels(self, i: int, node: Node, rule: Rule, flows: Sequence[Flow]) -> dict[str, tuple[Part, ...]]:
+        """What each factor of a call is made of."""
+        labels: dict[str, tuple[Part, ...]] = {}
+        of: dict[str, list[Flow]] = {}
+        moved = node.target in SAME_NUMBERS
+        for flow, term in zip(flows, rule.inputs, strict=False):
+            for parts, dim in zip(flow.dims, term, strict=False):
+                for f, some in _divided(parts, [(f, rule.sizes.get(f, 1)) for f in dim]):
+                    if not moved:
+                        some = tuple((n, PLAIN if label == OWN and node.target != INDEXED else label) for n, label in some)
+                    if f not in labels:
+                        labels[f], of[f] = some, [flow]
+                        continue
+                    labels[f], clash = _joined(labels[f], some)
+                    of[f].append(flow)
+                    if clash:
+                        fixed = others = rows = 0
+                        for each in of[f]:
+                            rows |= each.rows_from
+                            if each.kind == FIXED:
+                                others |= each.inputs
+                                fixed += 1
+                        hot = not fixed
+                        self._trouble("beside", i, rows, others, hot)
+        if node.target == INDEXED:
+            self._own_rows(node, rule, flows, labels)
+        return labels
+
+    def _own_rows(self, node: Node, rule: Rule, flows: Sequence[Flow], labels: dict[str, tuple[Part, ...]]) -> None:
+        """``x[arange(rows), i]``: each row itself, so what is picked has rows again."""
+        at = [d for d, index in enumerate(node.args[1]) if index is not None]
+        for position, d in enumerate(at, start=1):
+            if d >= len(rule.inputs[0]) or not rule.inputs[0][d]:
+                continue
+            source = rule.inputs[0][d][0]
+            is_rows = [label for _, label in labels.get(source, ())] == [ROWS]
+            own = [
+                f for dim, parts in zip(rule.inputs[position], flows[position].dims, strict=False) for f in dim
+                if [label for _, label in parts] == [OWN] and rule.sizes.get(f) == rule.sizes.get(source)
+            ]  # fmt: skip
+            if is_rows and own:
+                labels[own[0]] = labels[source]
+                labels[source] = ((rule.sizes[source], PLAIN),)
+        for f, parts in labels.items():
+            labels[f] = tuple((n, PLAIN if label == OWN else label) for n, label in parts)
+
+    def _puts_together(self, rule: Rule, factor: str) -> bool:
+        """Whether an operator cannot be cut along a factor without communication."""
+        if factor in rule.whole:
+            return rule.sizes.get(factor, 1) > 1
+        lowering = rule.lowering([factor]) if rule.lowerings else None
+        has_it = any(factor in dim for term in rule.outputs for dim in term)
+        return lowering is not None and has_it and any(comm.factor == factor for comm in lowering.comm)
+
+    def _not_along(self, i: int, node: Node, flows: Sequence[Flow], refs: Sequence[Ref], rows_from: int) -> None:
+        """An operator does not take rows one by one: by an index of the caller's, or by what the model computes."""
+        given = others = 0
+        hot = True
+        for flow, ref in zip(flows, refs, strict=True):
+            if not self.graph.nodes[ref.node].hot and flow.inputs:
+                hot = False
+                if not self.graph.spec(ref).is_float:
+                    given |= flow.inputs
+                if flow.kind == FIXED:
+                    others |= flow.inputs
+        self._trouble("index" if given else "across", i, rows_from, given or others, hot)
+
+    def _reduced(self, i: int, node: Node, rule: Rule, flows: Sequence[Flow]) -> str:
+        """What becomes of rows that an operator sums over, or has a mean of."""
+        if node.target in LABELLED:
+            if _argument(node, 3, "reduction", REDUCTION_MEAN) != REDUCTION_MEAN:
+                return SUM
+            target = node.args[1]
+            if isinstance(target, Ref) and not self.graph.spec(target).is_float:
+                weight = _argument(node, 2, "weight", None)
+                read = [self.graph.nodes[ref.node].hot for ref in (target, weight) if isinstance(ref, Ref)]
+                if not any(read):
+                    self.found.ratios.append(i)
+                    return MEAN
+                self._trouble("statistic", i, flows[0].rows_from)
+            return MEAN
+        if ".mean" in node.target or (rule.kind == "reduce" and any(
+            f in lowering.factors for lowering in rule.lowerings for f in rule.sizes
+        )):  # fmt: skip
+            return MEAN
+        return SUM
+
+    def _of_sums(self, i: int, node: Node, rule: Rule, flows: Sequence[Flow], summed: Sequence[int]) -> str:
+        """What an operator makes of sums and means over rows alone."""
+        kinds = {flows[p].kind for p in summed}
+        group = next((group for group in rule.linear if group >= set(summed)), None)
+        name = node.target.split(".")[1] if "." in node.target else node.target
+        if group is None and not (len(summed) == 1 and self._is_linear(node, name, summed[0])):
+            self._trouble("statistic", i, sum({flows[p].rows_from for p in summed}) and _union(flows, summed))
+            return MEAN
+        affine = name in SUMS and (len(flows) > len(summed) or len(node.args) > len(flows))
+        if len(kinds) > 1 or (affine and kinds == {SUM}):
+            for p in summed:
+                if flows[p].kind == SUM:
+                    self.found.scaled.add((i, p))
+            return MEAN
+        kind = kinds.pop()
+        if kind == SUM and name in ("div", "mul") and not any(isinstance(a, Ref) for a in node.args[1:]):
+            if i in self.scaling:
+                return MEAN if self.scaling[i] else SUM
+            if i in self.wanted:
+                self.found.open_literals.append(i)
+        return kind
+
+    @staticmethod
+    def _is_linear(node: Node, name: str, position: int) -> bool:
+        """Whether an operator is linear, or affine, in one number of a loss, by what it is."""
+        if name in ("mul", "div"):
+            return position == 0 or name == "mul"
+        return name in ("neg", *SUMS) or node.target in SAME_NUMBERS
+
+    def _give(
+        self, i: int, node: Node, rule: Rule, labels: Mapping[str, tuple[Part, ...]], kind: str, rows_from: int,
+        inputs: int, lost: bool = False, read: Sequence[Flow] = (),
+    ) -> None:  # fmt: skip
+        """The flows of an operator's outputs; where rows were lost they are guessed, by shapes."""
+        new = ALIKE if rule.random or node.target in MAKE_ALIKE else PLAIN
+        if node.target == "aten.arange.start_step" and node.args[0] == 0 and (len(node.args) < 3 or node.args[2] == 1):
+            new = OWN
+        terms = iter(rule.outputs)
+        for out, spec in enumerate(node.outs):
+            if spec is None:
+                continue
+            term = next(terms, ())
+            dims = tuple(
+                tuple(part for f in dim for part in self._kept(rule, f, labels, rule.sizes.get(f, 1), new))
+                for dim in term
+            )
+            has_rows = any(label == ROWS for parts in dims for _, label in parts)
+            this = kind
+            if has_rows:
+                this = PER_ROW
+            elif lost:
+                guess = next((flow.dims for flow in read if _same_lead(flow, spec.shape)), None)
+                if guess is not None:
+                    dims = (guess[0], *(((n, PLAIN),) for n in spec.shape[1:]))
+                    this = PER_ROW
+                else:
+                    dims = tuple(((n, PLAIN),) for n in spec.shape)
+            ref = Ref(i, out)
+            if this in (SUM, MEAN) and not node.hot:
+                if i in self.wanted and i not in self.found.ratios:
+                    self.found.totals[ref] = this == MEAN
+                self.flows[ref] = Flow(FIXED, dims, 0, inputs)
+            else:
+                self.flows[ref] = Flow(this, dims, rows_from if this != FIXED else 0, inputs)
+
+    @staticmethod
+    def _kept(
+        rule: Rule, factor: str, labels: Mapping[str, tuple[Part, ...]], size: int, new: str
+    ) -> tuple[Part, ...]:
+        parts = labels.get(factor)
+        if parts is None:
+            return ((size, new),) if size > 1 else ()
+        if factor in rule.whole:
+            return tuple((n, PLAIN if label in (ALIKE, OWN) else label) for n, label in parts)
+        return parts
+
+
+def _same_lead(flow: Flow, shape: Sequence[int]) -> bool:
+    if not shape or not flow.dims or all(label != ROWS for _, label in flow.dims[0]):
+        return False
+    size = 1
+    for n, _ in flow.dims[0]:
+        size *= n
+    return size == shape[0]
+
+
+def _joined(a: tuple[Part, ...], b: tuple[Part, ...]) -> tuple[tuple[Part, ...], bool]:
+    """What one factor is made of by two tensors that have it, and whether rows stand beside what is none."""
+    if len(a) == 1 and len(b) > 1:
+        a = tuple((n, a[0][1]) for n, _ in b)
+    elif len(b) == 1 and len(a) > 1:
+        b = tuple((n, b[0][1]) for n, _ in a)
+    if [n for n, _ in a] != [n for n, _ in b]:
+        has_rows = any(label == ROWS for _, label in (*a, *b))
+        return (a if any(label == ROWS for _, label in a) else b), has_rows
+    parts, clash = [], False
+    for (n, x), (_, y) in zip(a, b, strict=True):
+        both = {x, y}
+        if both == {ROWS} or both == {ROWS, ALIKE}:
+            parts.append((n, ROWS))
+        elif ROWS in both:
+            parts.append((n, ROWS))
+            clash = True
+        else:
+            parts.append((n, x if x == y else PLAIN))
+    return tuple(parts), clash
+
+
+def _divided(of_dim: tuple[Part, ...], factors: Sequence[tuple[str, int]]) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    """The parts of a dim that belong to each of its factors, given with their sizes."""
+    left = [part for part in of_dim if part[0] > 1]
+    for factor, size in factors:
+        mine: list[Part] = []
+        while size > 1 and left:
+            n, label = left.pop(0)
+            if size % n == 0:
+                mine.append((n, label))
+                size //= n
+            elif n % size == 0:  # rows in groups stay rows: of the slower part
+                mine.append((size, label))
+                left.insert(0, (n // size, PLAIN if label in (ROWS, OWN) else label))
+                size = 1
+            else:  # neither divides the other: of both
+                mine.append((size, label))
+                left.insert(0, (n, label))
+                size = 1
+        yield factor, tuple(mine)
+
+
+def _ancestors(graph: Graph, ref: Ref | None) -> frozenset[int]:
+    """The nodes that a tensor follows from."""
+    if ref is None:
+        return frozenset()
+    wanted = {ref.node}
+    for i in range(ref.node, -1, -1):
+        if i in wanted:
+            wanted.update(each.node for each in graph.nodes[i].refs)
+    return frozenset(wanted)
+
+
+def _union(flows: Sequence[Flow], positions: Sequence[int]) -> int:
+    bits = 0
+    for p in positions:
+        bits |= flows[p].rows_from
+    return bits
+
+
+def _numbers(bits: int) -> tuple[int, ...]:
+    return tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
+
+
+def _argument(node: Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+__all__ = [
+    "IGNORED", "LABELLED", "ROWS", "Flow", "Followed", "Trouble", "followed", "inputs_with_rows", "may_have_rows",
+]  # fmt: skip

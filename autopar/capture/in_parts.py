@@ -1,0 +1,256 @@
+"""One microbatch of a batch, captured: which inputs are cut, and what it needs to know of the whole batch.
+
+A microbatch of all inputs that are as long as the batch is captured first. Where the factor b goes through its graph
+from these inputs to the loss (:mod:`.batch_factor`), they are the ones with rows. Else the batch is captured as it was
+given, and its graph says which inputs have rows, or that one of them means nothing to a part of the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopar.capture.batch_factor import Followed, Trouble, followed, inputs_with_rows
+from autopar.capture.batch_totals import with_totals
+from autopar.capture.microbatches import first_part, have_rows, leaves_of_call, rows_of
+from autopar.errors import CaptureError
+from autopar.torch_private import pytree
+from autopar.words.graph import Graph
+
+InputRows = Collection[str | int] | None
+"""The inputs that have the rows of the batch, by the names or positions of arguments; None to find them."""
+
+
+@dataclass(frozen=True)
+class InParts:
+    """How the inputs and the loss of a model are those of a microbatch.
+
+    Attributes:
+        whole: inputs without rows, by the names that :func:`~autopar.capture.microbatches.leaves_of_call` gives them,
+            and by those of the arguments.
+        operators: of the graph that was followed.
+        found: what was found there.
+    """
+
+    whole: frozenset[str]
+    operators: tuple[str, ...]
+    found: Followed
+
+    def of(self, captured: Any) -> Any:
+        """A captured microbatch with its inputs that are computed ahead of a step."""
+        graph: Graph = captured.graph
+        found = self.found
+        if _operators(graph) != self.operators:
+            found = followed(graph, _rows_among(captured, self.whole))
+        changed, totals, place = with_totals(graph, found)
+        inputs = tuple(None if number is None else place[number] for number in captured.inputs)
+        return replace(
+            captured, graph=changed, inputs=inputs, totals=totals, example=replace(captured.example, in_parts=self)
+        )
+
+    @property
+    def statistics(self) -> tuple[Trouble, ...]:
+        """Where the loss is no sum over rows, by what the model computes of them."""
+        return tuple(t for t in self.found.troubles if t.hot and t.kind == "statistic")
+
+
+def captured_in_parts(
+    take: Callable[[Any], Any], example: Any, parts: int, signature: inspect.Signature, rows: InputRows = None,
+    at_once: Any = None,
+) -> Any:  # fmt: skip
+    """Capture one of equal parts of a batch.
+
+    Args:
+        take: captures a call, ``(args, kwargs, targets)``.
+        example: the batch, in the same form.
+        signature: of the model's forward.
+        rows: the inputs with rows, where the caller says it.
+        at_once: the whole batch, where it was captured.
+
+    Raises:
+        CaptureError: the rows do not divide; or an input has no meaning in a part of the batch, and the message names
+            it.
+    """
+    if parts == 1:
+        return take(example) if at_once is None else at_once
+    if rows is not None:
+        whole = _others(example, rows, signature)
+        return _decided(take(first_part(example, parts, whole)), None, whole)
+    n = rows_of(example)
+    first: Any = None
+    failure: CaptureError | None = None
+    part = first_part(example, parts)
+    try:
+        first = take(part)
+    except CaptureError as error:
+        failure = error
+    if first is not None and n // parts > 1:
+        found = followed(first.graph, _cut_in(first, example, n))
+        if not found.open_literals and not [t for t in found.troubles if not _is_of_model(t)]:
+            return _decided(first, found, frozenset())
+    try:
+        at_once = take(example) if at_once is None else at_once
+    except CaptureError:
+        if failure is not None:
+            raise failure from None
+        raise
+    found = inputs_with_rows(at_once.graph, n)
+    given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
+    if given:
+        raise CaptureError(_refusal(at_once, given[0], f"a microbatch has {n // parts} of the {n} rows"))
+    whole = _as_spelt(_without_rows(at_once, found, n), signature)
+    if first is None or whole:
+        if failure is not None and not whole:
+            raise failure
+        first = take(first_part(example, parts, whole))
+    if n // parts > 1 or _operators(first.graph) != _operators(at_once.graph):
+        again = followed(first.graph, _rows_among(first, whole), _scaling(at_once.graph, first.graph))
+    else:
+        again = followed(at_once.graph, found.rows, _scaling(at_once.graph, first.graph))
+    return _decided(first, again, whole)
+
+
+def names_of(captured: Any) -> list[str]:
+    """What messages call each leaf of a captured call."""
+    leaves = list(range(captured.in_spec.num_leaves))
+    return [name for name, _ in leaves_of_call(pytree.tree_unflatten(leaves, captured.in_spec))]
+
+
+def no_rows_in(captured: Any) -> frozenset[str]:
+    """The inputs without rows of a microbatch, by name."""
+    example = captured.example
+    return frozenset() if example is None or example.in_parts is None else example.in_parts.whole
+
+
+def refused_rows(captured: Any, rows: int, part: str) -> str:
+    """Why the rows of a batch cannot be taken apart: an input that counts rows, or lies beside them and is no row;
+    empty where they can be.
+
+    Args:
+        captured: of the whole batch, or of one rank's.
+        part: what they are to be taken apart for.
+    """
+    given = [t for t in inputs_with_rows(captured.graph, rows).troubles if t.is_of_inputs and not t.hot]
+    return _refusal(captured, given[0], part) if given else ""
+
+
+def _decided(captured: Any, found: Followed | None, whole: frozenset[str]) -> Any:
+    if found is None:
+        found = followed(captured.graph, _rows_among(captured, whole))
+    return InParts(whole, _operators(captured.graph), found).of(captured)
+
+
+def _is_of_model(trouble: Trouble) -> bool:
+    return trouble.hot and trouble.kind in ("across", "statistic")
+
+
+def _operators(graph: Graph) -> tuple[str, ...]:
+    return tuple(node.target for node in graph.nodes)
+
+
+def _cut_in(captured: Any, example: Any, rows: int) -> set[int]:
+    """The inputs of a microbatch that were cut."""
+    args, kwargs, targets = example
+    cut = have_rows(((*args, *targets), kwargs), rows)
+    return {n for n, is_cut in zip(captured.inputs, cut, strict=True) if n is not None and is_cut}
+
+
+def _rows_among(captured: Any, whole: Collection[str]) -> set[int]:
+    """The inputs with rows, by node number: as long as the first one that is not left out."""
+    nodes = captured.graph.nodes
+    numbers = [
+        n for name, n in zip(names_of(captured), captured.inputs, strict=True)
+        if n is not None and name not in whole and nodes[n].out.shape
+    ]  # fmt: skip
+    rows = nodes[numbers[0]].out.shape[0] if numbers else 0
+    return {n for n in numbers if nodes[n].out.shape[0] == rows}
+
+
+def _without_rows(captured: Any, found: Followed, rows: int) -> set[str]:
+    """The inputs that are as long as the batch and have no rows, by name."""
+    nodes = captured.graph.nodes
+    return {
+        name for name, n in zip(names_of(captured), captured.inputs, strict=True)
+        if n is not None and nodes[n].out.shape[:1] == (rows,) and n not in found.rows
+    }  # fmt: skip
+
+
+def _as_spelt(names: Collection[str], signature: inspect.Signature) -> frozenset[str]:
+    """Names of inputs, and what they are called where a call gives them by keyword, or by position, instead."""
+    parameters = [
+        name for name, parameter in signature.parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]  # fmt: skip
+    pairs = [(f"args[{i}]", f"'{name}'") for i, name in enumerate(parameters)]
+    spelt = set(names)
+    for name in names:
+        for position, keyword in pairs:
+            for this, other in ((position, keyword), (keyword, position)):
+                if name == this or name.startswith(f"{this}[") or name.startswith(f"{this}."):
+                    spelt.add(other + name[len(this) :])
+    return frozenset(spelt)
+
+
+def _others(example: Any, rows: Collection[str | int], signature: inspect.Signature) -> frozenset[str]:
+    """All inputs but those with rows.
+
+    Raises:
+        CaptureError: a name or position of no input.
+    """
+    said = _as_spelt([f"args[{r}]" if isinstance(r, int) else f"'{r}'" for r in rows], signature)
+    tensors = [name for name, leaf in leaves_of_call(example) if isinstance(leaf, torch.Tensor)]
+
+    def is_of(name: str, top: str) -> bool:
+        return name == top or name.startswith((f"{top}[", f"{top}."))
+
+    for r in rows:
+        tops = _as_spelt([f"args[{r}]" if isinstance(r, int) else f"'{r}'"], signature)
+        if not any(is_of(name, top) for name in tensors for top in tops):
+            raise CaptureError(f"input_rows names {r!r}, which is no tensor of the example: these are {', '.join(tensors)}")
+    return _as_spelt([name for name in tensors if not any(is_of(name, top) for top in said)], signature)
+
+
+def _scaling(whole: Graph, part: Graph) -> Mapping[int, bool]:
+    """Of operators with numbers, whether these are others in a part of the batch: they follow from how many rows there
+    are then."""
+    if _operators(whole) != _operators(part):
+        return {}
+    return {
+        i: a.args[1:] != b.args[1:]
+        for i, (a, b) in enumerate(zip(whole.nodes, part.nodes, strict=True))
+        if a.target.split(".")[1:2] in (["div"], ["mul"])
+    }
+
+
+def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
+    """Why an input cannot be cut, nor be given to every part as it is."""
+    graph = captured.graph
+    names = dict(zip(captured.inputs, names_of(captured), strict=True))
+
+    def shown(numbers: Collection[int]) -> str:
+        return " and ".join(f"{names[n]} ('{graph.nodes[n].target}')" if n in names else "an input" for n in numbers)
+
+    where = graph.nodes[trouble.node].where
+    culprits = trouble.others or trouble.rows
+    if trouble.kind == "index":
+        rows = [n for n in trouble.rows if n not in culprits]
+        of = f" of {shown(rows)}" if rows else ""
+        why = f"input {shown(culprits)} counts rows{of} at {where}: its numbers are places in the whole batch"
+    else:
+        why = (
+            f"what follows from input {shown(culprits)} has all rows of the batch at {where}, beside those of "
+            f"{shown(trouble.rows)}, though the input itself has no rows that could be cut"
+        )
+    return (
+        f"{why}, and {part}\n  microbatches=1 with batch='global' takes the batch at once; or give the model what "
+        "counts within each row, with one entry for each row of the batch (a mask, document numbers, positions)"
+    )
+
+
+__all__ = [
+    "InParts", "InputRows", "captured_in_parts", "names_of", "no_rows_in", "refused_rows",
+]  # fmt: skip
