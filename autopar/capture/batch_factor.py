@@ -29,7 +29,9 @@ PLAIN, ROWS, ALIKE, OWN = "plain", "rows", "alike", "own"
 ..., which as indices into rows name each row itself."""
 FIXED, PER_ROW, SUM, MEAN = "fixed", "per row", "sum", "mean"
 """What a tensor has in a microbatch: what it has in the batch; its rows; a term of a sum; a term of a mean over rows."""
-REDUCTION_MEAN, REDUCTION_SUM = 1, 2
+REDUCTION_MEAN = 1
+MOST_TRIED = 24
+"""Sets of inputs that are tried at most to find those with rows."""
 IGNORED = -100
 """What labels are ignored where nothing is said."""
 LABELLED = (
@@ -148,16 +150,18 @@ def inputs_with_rows(graph: Graph, rows: int, scaling: Mapping[int, bool] | None
     All of them have, unless rows do not fit then: such an input is left out where the others do without it.
     """
     first = followed(graph, may_have_rows(graph, rows), scaling)
+    if all(is_of_model(trouble) for trouble in first.troubles):
+        return first
+    norms = {trouble.node for trouble in first.troubles if trouble.kind == "across" and trouble.hot}
     todo, seen = [first], {first.rows}
-    of_first = {(t.kind, t.node) for t in first.troubles}
-    for _ in range(24):
+    for _ in range(MOST_TRIED):
         if not todo:
             break
         this = todo.pop(0)
-        fatal = [t for t in this.troubles if not _is_of_model(t) or (t.kind, t.node) not in of_first]
-        if not fatal and this.loss != FIXED:
+        wrong = [t for t in this.troubles if t.kind != "across" or t.node not in norms]
+        if not wrong and this.loss != FIXED:
             return this
-        for number in dict.fromkeys((*fatal[0].rows, *fatal[0].others) if fatal else ()):
+        for number in dict.fromkeys((*wrong[0].rows, *wrong[0].others) if wrong else ()):
             fewer = this.rows - {number}
             if number in this.rows and fewer and fewer not in seen:
                 seen.add(fewer)
@@ -165,7 +169,7 @@ def inputs_with_rows(graph: Graph, rows: int, scaling: Mapping[int, bool] | None
     return first
 
 
-def _is_of_model(trouble: Trouble) -> bool:
+def is_of_model(trouble: Trouble) -> bool:
     """Whether the model itself puts rows together, such as a norm over the batch: other rows would not help."""
     return trouble.hot and trouble.kind in ("across", "statistic")
 
@@ -224,9 +228,10 @@ class _Following:
         hot = all(self.graph.nodes[refs[p].node].hot for p in of_rows)
         if len(along) > 1:
             self._trouble("two", i, rows_from, hot=hot)
-        lost = not along
+        lost = not along or len(along) > 1
         for f in along:
             if self._puts_together(rule, f):
+                lost = True
                 self._not_along(i, node, flows, refs, rows_from)
         kind = self._reduced(i, node, rule, flows)
         self._give(i, node, rule, labels, kind, rows_from, inputs, lost, [flows[p] for p in of_rows])
@@ -289,10 +294,11 @@ class _Following:
         """An operator does not take rows one by one: by an index of the caller's, or by what the model computes."""
         given = others = 0
         hot = True
-        for flow, ref in zip(flows, refs, strict=True):
+        for position, (flow, ref) in enumerate(zip(flows, refs, strict=True)):
             if not self.graph.nodes[ref.node].hot and flow.inputs:
                 hot = False
-                if not self.graph.spec(ref).is_float:
+                is_data = position == 0 and len(refs) > 1  # what is picked from, or added to
+                if not is_data and not self.graph.spec(ref).is_float:
                     given |= flow.inputs
                 if flow.kind == FIXED:
                     others |= flow.inputs
@@ -375,6 +381,7 @@ class _Following:
                     this = PER_ROW
                 else:
                     dims = tuple(((n, PLAIN),) for n in spec.shape)
+                    this = MEAN if node.hot else FIXED
             ref = Ref(i, out)
             if this in (SUM, MEAN) and not node.hot:
                 if i in self.wanted and i not in self.found.ratios:
@@ -474,5 +481,6 @@ def _argument(node: Node, position: int, name: str, default: Any) -> Any:
 
 
 __all__ = [
-    "IGNORED", "LABELLED", "ROWS", "Flow", "Followed", "Trouble", "followed", "inputs_with_rows", "may_have_rows",
+    "IGNORED", "LABELLED", "ROWS", "Flow", "Followed", "Trouble", "followed", "inputs_with_rows", "is_of_model",
+    "may_have_rows",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.batch_factor import Followed, Trouble, followed, inputs_with_rows
+from autopar.capture.batch_factor import Followed, Trouble, followed, inputs_with_rows, is_of_model
 from autopar.capture.batch_totals import with_totals
 from autopar.capture.microbatches import first_part, have_rows, leaves_of_call, rows_of
 from autopar.errors import CaptureError
@@ -90,7 +90,7 @@ def captured_in_parts(
         failure = error
     if first is not None and n // parts > 1:
         found = followed(first.graph, _cut_in(first, example, n))
-        if not found.open_literals and not [t for t in found.troubles if not _is_of_model(t)]:
+        if not found.open_literals and not [t for t in found.troubles if not is_of_model(t)]:
             return _decided(first, found, frozenset())
     try:
         at_once = take(example) if at_once is None else at_once
@@ -142,10 +142,6 @@ def _decided(captured: Any, found: Followed | None, whole: frozenset[str]) -> An
     if found is None:
         found = followed(captured.graph, _rows_among(captured, whole))
     return InParts(whole, _operators(captured.graph), found).of(captured)
-
-
-def _is_of_model(trouble: Trouble) -> bool:
-    return trouble.hot and trouble.kind in ("across", "statistic")
 
 
 def _operators(graph: Graph) -> tuple[str, ...]:
