@@ -81,6 +81,7 @@ class Trouble:
         rows: inputs, by node number, whose rows it reads; ``others``: inputs that what it reads beside them follows
             from.
         hot: all that it reads of the batch depends on parameters, too.
+        where: the operator in words.
     """
 
     kind: str
@@ -88,6 +89,7 @@ class Trouble:
     rows: tuple[int, ...]
     others: tuple[int, ...] = ()
     hot: bool = True
+    where: str = ""
 
     @property
     def is_of_inputs(self) -> bool:
@@ -96,7 +98,7 @@ class Trouble:
 
 
 @dataclass
-class Followed:
+class FollowedRows:
     """A graph whose rows were followed.
 
     Attributes:
@@ -126,7 +128,7 @@ class Followed:
         return not self.troubles and self.loss in (MEAN, SUM)
 
 
-def followed(graph: Graph, rows: Collection[int], scaling: Mapping[int, bool] | None = None) -> Followed:
+def followed(graph: Graph, rows: Collection[int], scaling: Mapping[int, bool] | None = None) -> FollowedRows:
     """Follow the rows of these inputs through a graph.
 
     Args:
@@ -144,7 +146,7 @@ def may_have_rows(graph: Graph, rows: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def inputs_with_rows(graph: Graph, rows: int, scaling: Mapping[int, bool] | None = None) -> Followed:
+def inputs_with_rows(graph: Graph, rows: int, scaling: Mapping[int, bool] | None = None) -> FollowedRows:
     """Find the inputs that have the rows of the batch, among those that are as long.
 
     All of them have, unless rows do not fit then: such an input is left out where the others do without it.
@@ -179,13 +181,13 @@ class _Following:
 
     def __init__(self, graph: Graph, rows: frozenset[int], scaling: Mapping[int, bool]) -> None:
         self.graph, self.scaling = graph, scaling
-        self.found = Followed(rows)
+        self.found = FollowedRows(rows)
         self.flows = self.found.flows
         loss = None if graph.loss is None else graph.outputs[graph.loss]
         self.loss = loss if isinstance(loss, Ref) else None
         self.wanted = _ancestors(graph, self.loss)
 
-    def run(self) -> Followed:
+    def run(self) -> FollowedRows:
         graph = self.graph
         for i, (node, rule) in enumerate(zip(graph.nodes, rules_of(graph), strict=True)):
             if node.kind != "op":
@@ -206,7 +208,8 @@ class _Following:
 
     def _trouble(self, kind: str, i: int, rows: int, others: int = 0, hot: bool = True) -> None:
         if i in self.wanted:
-            self.found.troubles.append(Trouble(kind, i, _numbers(rows), _numbers(others), hot))
+            where = self.graph.nodes[i].where
+            self.found.troubles.append(Trouble(kind, i, _numbers(rows), _numbers(others), hot, where))
 
     def _operator(self, i: int, node: Node, rule: Rule) -> None:
         refs = node.refs
@@ -312,6 +315,8 @@ class _Following:
             target = node.args[1]
             if isinstance(target, Ref) and not self.graph.spec(target).is_float:
                 weight = _argument(node, 2, "weight", None)
+                if not self.flows[target].inputs:
+                    return MEAN  # labels that forward makes are as many in each microbatch
                 read = [self.graph.nodes[ref.node].hot for ref in (target, weight) if isinstance(ref, Ref)]
                 if not any(read):
                     self.found.ratios.append(i)
@@ -351,7 +356,7 @@ class _Following:
         """Whether an operator is linear, or affine, in one number of a loss, by what it is."""
         if name in ("mul", "div"):
             return position == 0 or name == "mul"
-        return name in ("neg", *SUMS) or node.target in SAME_NUMBERS
+        return name in ("neg", "nan_to_num", *SUMS) or node.target in SAME_NUMBERS
 
     def _give(
         self, i: int, node: Node, rule: Rule, labels: Mapping[str, tuple[Part, ...]], kind: str, rows_from: int,
@@ -481,6 +486,6 @@ def _argument(node: Node, position: int, name: str, default: Any) -> Any:
 
 
 __all__ = [
-    "IGNORED", "LABELLED", "ROWS", "Flow", "Followed", "Trouble", "followed", "inputs_with_rows", "is_of_model",
+    "IGNORED", "LABELLED", "ROWS", "Flow", "FollowedRows", "Trouble", "followed", "inputs_with_rows", "is_of_model",
     "may_have_rows",
 ]  # fmt: skip

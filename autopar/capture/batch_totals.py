@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.capture.batch_factor import IGNORED, Followed
+from autopar.capture.batch_factor import IGNORED, FollowedRows
 from autopar.words.graph import Graph, Node, Ref, Spec, map_refs, part_for
 
 TOTAL = "autopar_total."
@@ -31,8 +31,9 @@ class Ahead:
         how: ``sum`` or ``mean`` over the microbatches of a tensor that each has; ``scale``: one over the number of
             labels that count in the batch, or over their weights, and over a microbatch's part of the rows; ``parts``:
             one over that part alone.
-        outputs: which outputs of :attr:`Totals.graph` it follows from: the tensor, or labels and their classes'
+        outputs: which outputs of its level's graph it follows from: the tensor, or labels and their classes'
             weights.
+        level: after how many others it can be computed, since it follows from them.
         ignored: the label that does not count.
         spec: shape and dtype of the input.
     """
@@ -42,6 +43,7 @@ class Ahead:
     outputs: tuple[int, ...]
     ignored: int
     spec: Spec
+    level: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,17 @@ class Totals:
     """What is computed ahead of the microbatches of a step.
 
     Attributes:
-        graph: gives what it follows from, of the inputs of one microbatch.
-        ahead: the inputs of the program that it becomes.
+        ahead: the inputs of the program.
+        graphs: for each level, what gives that from which they follow, of the inputs of one microbatch and of those
+            that were computed before.
     """
 
-    graph: Graph
     ahead: tuple[Ahead, ...]
+    graphs: tuple[Graph, ...]
 
 
 def with_totals(
-    graph: Graph, found: Followed
+    graph: Graph, found: FollowedRows
 ) -> tuple[Graph, Totals | None, dict[int, int]]:
     """The graph of a microbatch that reads the totals of its batch; where there are none, the graph as it is.
 
@@ -88,7 +91,7 @@ class _Edit:
         self.graph = graph
         self.inputs: list[Node] = []
         self.ahead: list[Ahead] = []
-        self.wanted: list[Ref] = []
+        self.follow_from: list[tuple[Ref, ...]] = []
         self.instead: dict[Ref, Ref] = {}
         """Of tensors, what is read instead; negative numbers of nodes are new ones."""
         self.before: dict[int, list[tuple[int, Node]]] = {}
@@ -107,13 +110,9 @@ class _Edit:
         for k, node in enumerate(self.inputs):
             if node.name == name:
                 return Ref(-1_000_000 - k)
-        outputs = []
-        for ref in refs:
-            if ref not in self.wanted:
-                self.wanted.append(ref)
-            outputs.append(self.wanted.index(ref))
         self.inputs.append(Node(name, "input", name, outs=(spec,)))
-        self.ahead.append(Ahead(name, how, tuple(outputs), ignored, spec))
+        self.ahead.append(Ahead(name, how, (), ignored, spec))
+        self.follow_from.append(tuple(refs))
         return Ref(-1_000_000 - (len(self.inputs) - 1))
 
     def total(self, ref: Ref, is_mean: bool) -> None:
@@ -211,9 +210,38 @@ class _Edit:
         )
         updates = {name: moved(ref) for name, ref in graph.updates.items()}
         new_graph = replace(graph, nodes=tuple(done), outputs=outputs, updates=updates)
+        totals = self._totals(new_graph, place)
         new_graph, kept = _without_unread(new_graph, {place[i] for i in _read(graph)})
-        totals = Totals(part_for(graph, self.wanted), tuple(self.ahead))
         return new_graph, totals, {i: kept[place[i]] for i in range(len(graph.nodes)) if place.get(i) in kept}
+
+
+    def _totals(self, graph: Graph, place: dict[int, int]) -> Totals:
+        """What is computed ahead, level by level.
+
+        Args:
+            graph: the new one, in which the sums are not left out yet; ``place``: where the nodes stand in it.
+        """
+        names = {each.name: k for k, each in enumerate(self.ahead)}
+        sources = [[Ref(place[ref.node], ref.out) for ref in refs] for refs in self.follow_from]
+        levels: dict[int, int] = {}
+
+        def level(k: int) -> int:
+            if k not in levels:
+                part = part_for(graph, sources[k]).nodes
+                before = [names[node.name] for node in part if node.name in names]
+                levels[k] = 1 + max(map(level, before), default=-1)
+            return levels[k]
+
+        ahead = [replace(each, level=level(k)) for k, each in enumerate(self.ahead)]
+        graphs = []
+        for n in range(1 + max((each.level for each in ahead), default=-1)):
+            wanted: list[Ref] = []
+            for k, each in enumerate(ahead):
+                if each.level == n:
+                    wanted += [ref for ref in sources[k] if ref not in wanted]
+                    ahead[k] = replace(each, outputs=tuple(wanted.index(ref) for ref in sources[k]))
+            graphs.append(part_for(graph, wanted))
+        return Totals(tuple(ahead), tuple(graphs))
 
 
 def _read(graph: Graph) -> set[int]:

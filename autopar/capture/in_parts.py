@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.batch_factor import Followed, Trouble, followed, inputs_with_rows, is_of_model
+from autopar.capture.batch_factor import FollowedRows, Trouble, followed, inputs_with_rows, is_of_model
 from autopar.capture.batch_totals import with_totals
 from autopar.capture.microbatches import first_part, have_rows, leaves_of_call, rows_of
 from autopar.errors import CaptureError
@@ -38,7 +38,7 @@ class InParts:
 
     whole: frozenset[str]
     operators: tuple[str, ...]
-    found: Followed
+    found: FollowedRows
 
     def of(self, captured: Any) -> Any:
         """A captured microbatch with its inputs that are computed ahead of a step."""
@@ -138,7 +138,7 @@ def refused_rows(captured: Any, rows: int, part: str) -> str:
     return _refusal(captured, given[0], part) if given else ""
 
 
-def _decided(captured: Any, found: Followed | None, whole: frozenset[str]) -> Any:
+def _decided(captured: Any, found: FollowedRows | None, whole: frozenset[str]) -> Any:
     if found is None:
         found = followed(captured.graph, _rows_among(captured, whole))
     return InParts(whole, _operators(captured.graph), found).of(captured)
@@ -166,7 +166,7 @@ def _rows_among(captured: Any, whole: Collection[str]) -> set[int]:
     return {n for n in numbers if nodes[n].out.shape[0] == rows}
 
 
-def _without_rows(captured: Any, found: Followed, rows: int) -> set[str]:
+def _without_rows(captured: Any, found: FollowedRows, rows: int) -> set[str]:
     """The inputs that are as long as the batch and have no rows, by name."""
     nodes = captured.graph.nodes
     return {
@@ -230,7 +230,7 @@ def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
     def shown(numbers: Collection[int]) -> str:
         return " and ".join(f"{names[n]} ('{graph.nodes[n].target}')" if n in names else "an input" for n in numbers)
 
-    where = graph.nodes[trouble.node].where
+    where = trouble.where
     culprits = trouble.others or trouble.rows
     if trouble.kind == "index":
         rows = [n for n in trouble.rows if n not in culprits]

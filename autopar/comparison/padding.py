@@ -126,10 +126,12 @@ def _fills(captured: Captured, keys: Sequence[Key]) -> dict[Key, float]:
     if graph.loss is None:
         return {}
     rows = next((node.out.shape[0] for _, node in graph.of_kind("input") if node.out.shape), 0)
-    _, totals, _ = with_totals(graph, inputs_with_rows(graph, rows))
+    totals = captured.totals or with_totals(graph, inputs_with_rows(graph, rows))[1]
     if totals is None or all(each.how == "parts" for each in totals.ahead):
         return {}
     ahead = TotalsAhead(totals, device)
+    if len(ahead.programs) > 1:
+        return {}
     of_name = {
         graph.nodes[number].target: key
         for number, key in zip(captured.inputs, keys, strict=True) if number is not None
@@ -140,8 +142,8 @@ def _fills(captured: Captured, keys: Sequence[Key]) -> dict[Key, float]:
         fills = {name: 0 if dtypes[name] is torch.bool or dtypes[name].is_floating_point else fill
                  for name in ahead.inputs}  # fmt: skip
         given = {name: torch.full(shape, fills[name], dtype=dtypes[name]) for name, shape in ahead.inputs.items()}
-        terms = ahead.terms(given, captured.constants.get)
-        if all(not term.any() for term in terms if term is not None) and any(term is not None for term in terms):
+        terms = ahead.terms(0, given, captured.constants.get)
+        if terms and all(not term.any() for term in terms.values()):
             return {of_name[name]: value for name, value in fills.items()}
     return {}
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
-from autopar.capture.batch_totals import Totals
+from autopar.capture.batch_totals import Ahead, Totals
 from autopar.errors import RunError
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.one_device import one_device
@@ -27,80 +27,89 @@ class TotalsAhead:
 
     Attributes:
         inputs: names and shapes of the caller's inputs from which they follow.
+        unknown: parameters and buffers from which some follow, and that this rank does not have.
     """
 
     def __init__(self, totals: Totals, device: torch.device) -> None:
         self.totals, self.device = totals, device
-        self.program = lower(totals.graph, one_device(totals.graph), device)
-        self.inputs = {slot.name: slot.shape for slot in self.program.slots if slot.kind == "input"}
+        self.programs = [
+            lower(graph, one_device(graph), device) if graph.outputs else None for graph in totals.graphs
+        ]  # fmt: skip
+        ahead = {each.name for each in totals.ahead}
+        self.inputs = {
+            slot.name: slot.shape for program in self.programs if program is not None for slot in program.slots
+            if slot.kind == "input" and slot.name not in ahead
+        }  # fmt: skip
         self.unknown: list[str] = []
 
-    @torch.no_grad()
-    def terms(self, inputs: Tensors, state: State) -> list[torch.Tensor | None]:
-        """What one microbatch adds to each of them: None where that is not known here, or nothing is added.
+    def of_level(self, level: int) -> list[Ahead]:
+        """Those that are computed after so many others."""
+        return [each for each in self.totals.ahead if each.level == level]
+
+    def terms(self, level: int, inputs: Tensors, state: State) -> dict[str, torch.Tensor]:
+        """What one microbatch adds to each of a level; without those that are not known on this rank.
 
         Args:
-            inputs: whole tensors by name.
+            inputs: whole tensors by name, and what was computed before.
         """
+        program = self.programs[level]
         values: list[torch.Tensor] = []
-        for slot in self.program.slots:
-            value = inputs[slot.name] if slot.kind == "input" else state(slot.name)
+        for slot in program.slots if program is not None else ():
+            value = inputs.get(slot.name) if slot.kind == "input" else state(slot.name)
             if value is None:
                 self.unknown.append(slot.name)
-                return [None] * len(self.totals.ahead)
+                return {}
             values.append(value.detach().to(self.device))
-        outputs = self.program.module(*values) if self.program.outputs else ()
-        terms: list[torch.Tensor | None] = []
-        for each in self.totals.ahead:
+        outputs = program.module(*values) if program is not None else ()
+        terms = {}
+        for each in self.of_level(level):
             given = [outputs[i] for i in each.outputs]
             if each.how == "scale":
                 counts = given[0] != each.ignored
                 if len(given) > 1:
                     wide = given[1].to(torch.float64)
                     counts = wide[torch.where(counts, given[0], 0)] * counts
-                terms.append(counts.sum().to(torch.float64))
-            else:
-                terms.append(given[0] if given else None)
+                terms[each.name] = counts.sum().to(torch.float64)
+            elif given:
+                terms[each.name] = given[0]
         return terms
 
-    @torch.no_grad()
-    def given(self, terms: Sequence[Sequence[torch.Tensor | None]], shares: Sequence[float]) -> list[dict[str, Any]]:
-        """The inputs of every microbatch of a step.
 
-        Args:
-            terms: of each microbatch, :meth:`terms`.
-            shares: by what part each counts by its rows.
-        """
-        inputs: list[dict[str, Any]] = [{} for _ in terms]
-        for k, each in enumerate(self.totals.ahead):
-            dtype = getattr(torch, each.spec.dtype)
-            of_all = [x for x in (term[k] for term in terms) if x is not None]
-            if each.how != "parts" and len(of_all) < len(terms):
-                continue
-            if each.how == "mean":
-                whole = sum(x * share for x, share in zip(of_all, shares, strict=True))
-            elif each.how != "parts":
-                whole = sum(of_all[1:], of_all[0])
-            for into, share in zip(inputs, shares, strict=True):
-                if each.how == "parts":
-                    into[each.name] = torch.full((), 1 / share, dtype=dtype, device=self.device)
-                elif each.how == "scale":
-                    into[each.name] = (1 / (whole * share)).to(dtype)
-                else:
-                    into[each.name] = whole.to(dtype)
-        return inputs
+@torch.no_grad()
+def computed_ahead(
+    of: Sequence[TotalsAhead | None], batches: Sequence[Tensors], shares: Sequence[float], state: State
+) -> list[dict[str, torch.Tensor]]:
+    """The inputs of every microbatch of a step that are computed ahead of it.
 
-    def alone(self, inputs: Tensors, state: State) -> dict[str, Any]:
-        """The inputs of a call that is a batch of its own.
+    Args:
+        of: gives those of the program of each microbatch.
+        batches: the whole inputs of each.
+        shares: by what part each counts by its rows.
+        state: gives the buffers that this rank has.
+    """
+    given: list[dict[str, torch.Tensor]] = [{} for _ in batches]
+    for level in range(max((len(each.programs) for each in of if each is not None), default=0)):
+        terms = [
+            each.terms(level, {**batch, **before}, state) if each is not None and level < len(each.programs) else {}
+            for each, batch, before in zip(of, batches, given, strict=True)
+        ]
+        for each, into, share in zip(of, given, shares, strict=True):
+            for ahead in each.of_level(level) if each is not None else ():
+                if ahead.how == "parts":
+                    dtype = getattr(torch, ahead.spec.dtype)
+                    into[ahead.name] = torch.full((), 1 / share, dtype=dtype, device=each.device)  # type: ignore[union-attr]
+                elif all(ahead.name in term for term in terms):
+                    into[ahead.name] = _whole(ahead, [term[ahead.name] for term in terms], shares, share)
+    return given
 
-        Raises:
-            RunError: they follow from a parameter or buffer that this rank does not have.
-        """
-        return self.of_step([inputs], [1.0], state)[0]
 
-    def of_step(self, batches: Sequence[Tensors], shares: Sequence[float], state: State) -> list[dict[str, Any]]:
-        """The inputs of every microbatch of a step, given their whole tensors."""
-        return self.given([self.terms(inputs, state) for inputs in batches], shares)
+def _whole(ahead: Ahead, terms: Sequence[torch.Tensor], shares: Sequence[float], share: float) -> torch.Tensor:
+    """One input of a microbatch, from what all add to it."""
+    dtype = getattr(torch, ahead.spec.dtype)
+    if ahead.how == "mean":
+        terms = [term * each for term, each in zip(terms, shares, strict=True)]
+    whole = sum(terms[1:], terms[0])
+    return (1 / (whole * share)).to(dtype) if ahead.how == "scale" else whole.to(dtype)
 
 
 def totals_ahead(captured: Captured, device: torch.device) -> TotalsAhead | None:
@@ -123,4 +132,4 @@ def check_totals(ahead: TotalsAhead, inputs: Mapping[str, Any], wanted: Sequence
         )
 
 
-__all__ = ["State", "TotalsAhead", "check_totals", "totals_ahead"]
+__all__ = ["State", "TotalsAhead", "check_totals", "computed_ahead", "totals_ahead"]

@@ -31,7 +31,7 @@ from autopar.runtime.batches.calls import without_inference_mode
 from autopar.runtime.batches.outputs import CollectiveLog
 from autopar.runtime.batches.own_rows import Call, OwnRows, TakesRows
 from autopar.runtime.batches.same_batch import Calls, Seen, first_readers
-from autopar.runtime.batches.totals_ahead import TotalsAhead, totals_ahead
+from autopar.runtime.batches.totals_ahead import TotalsAhead, computed_ahead, totals_ahead
 from autopar.runtime.one_mesh.crossing import crossed
 from autopar.runtime.one_mesh.mesh_outputs import outputs_of
 from autopar.runtime.one_mesh.mesh_step import parts_of_step, trained, whole_inputs
@@ -350,9 +350,11 @@ class ParallelModule(TakesRows, SpreadModule):
         tensors = batch.tensors(args, kwargs)
         batch.check_one(tensors, self._autopar_given.microbatches)
         if (ahead := self._autopar_totals) is not None:
-            local_inputs.update(
-                self._autopar_given_ahead or ahead.alone(whole_inputs(self, ahead, args, kwargs), self._autopar_buffer)
-            )
+            of_step = self._autopar_given_ahead
+            if of_step is None:
+                whole = whole_inputs(self, ahead, args, kwargs)
+                (of_step,) = computed_ahead([ahead], [whole], [1.0], self._autopar_buffer)
+            local_inputs.update(of_step)
         for name, leaf in tensors.items():
             local_inputs[name] = stage.local_input(name, leaf, batch.shown[name], name in batch.pieces)
             if seen is not None and not isinstance(leaf, DTensor):

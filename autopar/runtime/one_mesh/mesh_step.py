@@ -25,7 +25,7 @@ from autopar.runtime.batches.calls import leaves_of
 from autopar.runtime.batches.equal_rows import check_equal_rows
 from autopar.runtime.batches.own_rows import Call
 from autopar.runtime.batches.runs import Run, runs, sizes
-from autopar.runtime.batches.totals_ahead import TotalsAhead
+from autopar.runtime.batches.totals_ahead import TotalsAhead, computed_ahead
 from autopar.runtime.gradients.step_gradients import has_hooks
 from autopar.runtime.one_mesh.direct import stand_ins
 from autopar.runtime.parameters.state import as_dtensor
@@ -156,7 +156,7 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
         RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
     """
     of_parts: list[Sequence[Call]] = []
-    terms: list[Sequence[torch.Tensor | None]] = []
+    wholes: list[dict[str, torch.Tensor]] = []
     totals: list[TotalsAhead | None] = []
     for part in parts:
         pm._autopar_check_step(part.call)
@@ -166,24 +166,23 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
                 "the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself"
             )
         of_parts.append(calls := _calls_of(pm, part, len(parts) > 1))
-        totals.append(ahead := pm._autopar_totals)
-        if ahead is not None:
-            first = pm._autopar_calls + 1
-            with pm._autopar_fails_everywhere(f"summing what the losses from call {first} on divide by"):
-                terms += [ahead.terms(whole_inputs(pm, ahead, *call), pm._autopar_buffer) for call in calls]
+        ahead = pm._autopar_totals
+        totals += [ahead] * len(calls)
+        with pm._autopar_fails_everywhere(f"gathering what the losses from call {pm._autopar_calls + 1} on divide by"):
+            wholes += [{} if ahead is None else whole_inputs(pm, ahead, *call) for call in calls]
     shares = [part.share / len(calls) for part, calls in zip(parts, of_parts, strict=True) for _ in calls]
-    given = [None if ahead is None else ahead.given(terms, shares) for ahead in totals]
+    with pm._autopar_fails_everywhere(f"summing what the losses from call {pm._autopar_calls + 1} on divide by"):
+        given = computed_ahead(totals, wholes, shares, pm._autopar_buffer)
     if len(parts) == 1:
-        return backwards(pm, of_parts[0], shares, pm._autopar_captured.graph.loss, len(shares), given[0], scale)
+        return backwards(pm, of_parts[0], shares, pm._autopar_captured.graph.loss, len(shares), given, scale)
     losses = []
     begin = 0
     with _gradients_stay_where_it_breaks(pm):
-        for part, calls, ahead_of_part in zip(parts, of_parts, given, strict=True):
+        for part, calls in zip(parts, of_parts, strict=True):
             pm._autopar_check_step(part.call)
             loss = pm._autopar_captured.graph.loss
             these = slice(begin, begin := begin + len(calls))
-            some = None if ahead_of_part is None else ahead_of_part[these]
-            losses.append(backwards(pm, calls, shares[these], loss, len(shares), some, scale))
+            losses.append(backwards(pm, calls, shares[these], loss, len(shares), given[these], scale))
     return sum(losses[1:], losses[0])
 
 
@@ -215,7 +214,7 @@ def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
 
 def backwards(
     pm: Any, calls: Sequence[Call], shares: Sequence[float], number: int, of_step: int,
-    ahead: Sequence[Mapping[str, torch.Tensor]] | None = None, scale: torch.Tensor | None = None,
+    ahead: Sequence[Mapping[str, torch.Tensor]], scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Forward and backward of every microbatch; the parameters have their gradients then.
 
@@ -241,7 +240,7 @@ def backwards(
         with stand_ins(stage.param_slots, stage.template) if stage.direct else contextlib.nullcontext():
             for i, (positional, by_name) in enumerate(calls):
                 gradients.defer, gradients.accumulating = i < len(calls) - 1, i > 0
-                pm._autopar_given_ahead = None if ahead is None else ahead[i]
+                pm._autopar_given_ahead = ahead[i]
                 loss = pytree.tree_leaves(pm._autopar_run_call(positional, by_name, of_step=True))[number]
                 if of_step > 1:
                     loss = loss * shares[i]

@@ -14,7 +14,7 @@ from autopar.plans.stage_graphs import StageGraph
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.own_rows_in_stages import RowsInStages
 from autopar.runtime.batches.runs import Run
-from autopar.runtime.batches.totals_ahead import State, TotalsAhead, check_totals
+from autopar.runtime.batches.totals_ahead import State, TotalsAhead, check_totals, computed_ahead
 from autopar.runtime.gradients.reached import Reached, ReachedBy
 from autopar.runtime.pipelines.rank_actions import Work
 
@@ -69,20 +69,18 @@ def with_totals_of_batch(
         there = {name: own_rows.joined(inputs[name], shape, device_mesh) for name, shape in totals.inputs.items()}
         return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in there.items()}
 
-    terms = [
-        each.totals.terms(whole(each.totals, inputs), state)
-        for each in runs if each.totals is not None for inputs in each.batches
+    of = [each.totals for each in runs for _ in each.batches]
+    wholes = [
+        {} if each.totals is None else whole(each.totals, inputs) for each in runs for inputs in each.batches
     ]  # fmt: skip
     shares = [each.run.share for each in runs for _ in each.batches]
-    done, begin = [], 0
+    given = iter(computed_ahead(of, wholes, shares, state))
+    done = []
     for each in runs:
-        given = [] if each.totals is None else each.totals.given(terms, shares)
-        batches = each.batches
+        batches = [{**inputs, **next(given)} for inputs in each.batches]
         if each.totals is not None:
-            batches = [{**x, **given[begin + k]} for k, x in enumerate(each.batches)]
-            wanted = [name for flight in each.work.flights.values() for name in flight.part.inputs]
-            check_totals(each.totals, batches[0], wanted)
-        begin += len(each.batches)
+            read = [name for flight in each.work.flights.values() for name in flight.part.inputs]
+            check_totals(each.totals, batches[0], read)
         done.append(replace(each, batches=batches))
     return done
 

@@ -51,28 +51,6 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("penalty", [False, True])
-def test_counts(name: str, penalty: bool) -> None:
-    captured = capture(Counted(name, penalty), (torch.randn(6, 4), LABELS), {})
-    count = count_of(captured.graph, torch.device("cpu"))
-    wanted = LOSSES[name][1]
-    if wanted is None:
-        assert count is None or not count.of_all
-        assert (count is not None) == (name == "rows and labels")
-        return
-    assert count is not None
-    names = [captured.graph.nodes[i].target for i in captured.inputs if i is not None]
-    assert float(count(dict(zip(names, (torch.randn(6, 4), LABELS), strict=True)))) == wanted
-
-
-def test_a_step_that_counts_labels_trains_by_the_loss_of_the_batch() -> None:
-    torch.manual_seed(0)
-    model, batch = Counted("labels"), (torch.randn(12, 4), torch.cat([LABELS, LABELS.clamp(min=0)]))
-    captured = capture(model, (batch[0][:6], batch[1][:6]), {})
-    assert difference_by_parts(captured, model, (batch, {}, ()), 2) == ""
-
-
-@pytest.mark.parametrize("name", [name for name, (_, n) in LOSSES.items() if n and "shifted" not in name])
 def test_microbatches_on_one_mesh_train_by_the_loss_of_the_batch(name: str) -> None:
     """Labels are ignored in later batches alone, unevenly, and in one of them in a whole microbatch."""
     torch.manual_seed(0)
@@ -90,24 +68,3 @@ def test_microbatches_on_one_mesh_train_by_the_loss_of_the_batch(name: str) -> N
         assert loss.item() == pytest.approx(wanted.item(), rel=close)
         for parameter, name_of in ((p, n) for n, p in pm.named_parameters()):
             torch.testing.assert_close(parameter.grad, alone.get_parameter(name_of).grad, rtol=close, atol=close)
-
-
-def test_a_step_whose_terms_count_otherwise_than_its_rows_says_so() -> None:
-    captured = capture(Counted("rows and labels"), (torch.randn(6, 4), LABELS), {})
-    count = count_of(captured.graph, torch.device("cpu"))
-    assert count is not None
-    (name,) = count.inputs
-    run = SimpleNamespace(share=0.5, microbatches=2)
-
-    def shares(*labels: torch.Tensor) -> Any:
-        batches = [{name: each} for each in labels]
-        return shares_of([SimpleNamespace(count=count, run=run, batches=batches)], None, None)  # type: ignore[list-item,arg-type]
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert shares(LABELS, LABELS) == [[0.5, 0.5]]
-    with pytest.warns(UserWarning, match=r"by 0\.5, 0\.5, while 4, 6 labels count in them"):
-        assert shares(LABELS, LABELS.clamp(min=0)) == [[0.5, 0.5]]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once
-        shares(LABELS, LABELS.clamp(min=0))
