@@ -138,6 +138,26 @@ def refused_rows(captured: Any, rows: int, part: str) -> str:
     return _refusal(captured, given[0], part) if given else ""
 
 
+def decided_for_steps(captured: Any) -> tuple[str, InParts | None]:
+    """What a program of a batch at once, not captured as a microbatch, is as one of several: why it cannot be, if so;
+    and how it is to be captured for that, if not as it is."""
+    derived = captured.graph.derived
+    if "for_steps" not in derived:
+        rows = next((node.out.shape[0] for node in _leaf_nodes(captured) if node.out.shape), 0)
+        found = inputs_with_rows(captured.graph, rows)
+        given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
+        why = _refusal(captured, given[0], "a microbatch has a part of the rows") if given else ""
+        decided = InParts(frozenset(_without_rows(captured, found, rows)), _operators(captured.graph), found)
+        is_as_it_is = with_totals(captured.graph, found)[1] is None
+        derived["for_steps"] = why, None if is_as_it_is else decided
+    of_steps: tuple[str, InParts | None] = derived["for_steps"]
+    return of_steps
+
+
+def _leaf_nodes(captured: Any) -> list[Any]:
+    return [captured.graph.nodes[n] for n in captured.inputs if n is not None]
+
+
 def _decided(captured: Any, found: FollowedRows | None, whole: frozenset[str]) -> Any:
     if found is None:
         found = followed(captured.graph, _rows_among(captured, whole))
@@ -248,5 +268,5 @@ def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
 
 
 __all__ = [
-    "InParts", "InputRows", "captured_in_parts", "names_of", "no_rows_in", "refused_rows",
+    "InParts", "InputRows", "captured_in_parts", "decided_for_steps", "names_of", "no_rows_in", "refused_rows",
 ]  # fmt: skip

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.in_parts import no_rows_in
+from autopar.capture import Captured
+from autopar.capture.in_parts import decided_for_steps, no_rows_in
 from autopar.capture.microbatches import have_rows, rows_of
 from autopar.errors import CaptureError, RunError
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
@@ -170,6 +171,8 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
         totals += [ahead] * len(calls)
         with pm._autopar_fails_everywhere(f"gathering what the losses from call {pm._autopar_calls + 1} on divide by"):
             wholes += [{} if ahead is None else whole_inputs(pm, ahead, *call) for call in calls]
+    if len(totals) > 1:
+        _check_in_parts(pm._autopar_captured)
     shares = [part.share / len(calls) for part, calls in zip(parts, of_parts, strict=True) for _ in calls]
     with pm._autopar_fails_everywhere(f"summing what the losses from call {pm._autopar_calls + 1} on divide by"):
         given = computed_ahead(totals, wholes, shares, pm._autopar_buffer)
@@ -184,6 +187,24 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
             these = slice(begin, begin := begin + len(calls))
             losses.append(backwards(pm, calls, shares[these], loss, len(shares), given[these], scale))
     return sum(losses[1:], losses[0])
+
+
+def _check_in_parts(captured: Captured) -> None:
+    """Refuse a step in microbatches of a program that was made for the batch at once and cannot take it.
+
+    Raises:
+        RunError: it says which input, or what the loss divides by.
+    """
+    if captured.example is None or captured.example.in_parts is not None:
+        return
+    why, other = decided_for_steps(captured)
+    if why:
+        raise RunError(f"train_step in microbatches: {why}")
+    if other is not None:
+        raise RunError(
+            "train_step in microbatches: the loss divides by a sum over the batch, and the program, made for the batch "
+            "at once with shapes='fixed', does not read that of several microbatches: parallelize with microbatches=n"
+        )
 
 
 def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:

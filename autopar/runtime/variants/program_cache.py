@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from autopar.capture import Captured, Example
 from autopar.capture.evaluation import Skeleton
-from autopar.capture.in_parts import no_rows_in
+from autopar.capture.in_parts import InParts, decided_for_steps, no_rows_in
 from autopar.capture.microbatches import rows_of
 from autopar.capture.python.guards import Change, refusal
 from autopar.capture.unread import changed_strings, unread_strings
@@ -201,10 +201,21 @@ class Programs:
     def _takes(self, captured: Captured, batch: Any, call: ModuleCall) -> bool:
         if not self.shapes:
             return True
+        if self._for_steps(captured, call) is not None:
+            return False
         under = captured.autocast == autocast_now()
         if call.one is not None:
             return under and batch.fits(*call.one)
         return under and (bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts))
+
+    @staticmethod
+    def _for_steps(captured: Captured, call: ModuleCall) -> InParts | None:
+        """How a program of a batch at once is to be captured again for a step of several microbatches, which reads
+        what their losses divide by in the whole batch; None where it takes the step as it is."""
+        parts = call.parts if call.parts is not None else call.parts_of(captured)
+        if captured.example is None or captured.example.in_parts is not None or (parts or 1) == 1:
+            return None
+        return decided_for_steps(captured)[1]
 
     def _is_counted(self, pm: Any, call: ModuleCall) -> bool:
         """Whether the number of microbatches of a step follows from its rows and those of the example."""
@@ -299,7 +310,9 @@ class Programs:
                 raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
             batch, loss_fn = call.of(self.example, batch_rows(pm._autopar_captured))
             example = pm._autopar_captured.example if fits else Example(
-                *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision, self.example.in_parts
+                *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision,
+                self.example.in_parts or self._for_steps(pm._autopar_captured, call)
+                or pm._autopar_captured.example.in_parts,
             )  # fmt: skip
             assert example is not None
             with unheard(), in_modes(source, training):
