@@ -17,7 +17,7 @@ import autopar.rules  # noqa: F401  (registers the rules)
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
 from autopar.capture.in_parts import InputRows, captured_in_parts, no_rows_in
-from autopar.capture.microbatches import first_part
+from autopar.capture.microbatches import as_whole, first_part
 from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
 from autopar.comparison.same_model import check_capture, check_same_model
@@ -37,7 +37,6 @@ from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
 from autopar.runtime.as_module.original_model import Original
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
-from autopar.runtime.batches.own_rows import as_whole
 from autopar.runtime.one_mesh.executor import ParallelModule
 from autopar.runtime.optimizers.user_optimizers import replaced
 from autopar.runtime.parameters.init import Init
@@ -311,11 +310,9 @@ def parallelize(
         if buckets:
             padded = all_ranks.on_all(group, lambda: padded_example(model, split_example(*bare), buckets))
             example_inputs, example_kwargs, targets = padded.example
+        parts_of_rows = 1
         if batch == "local":
-            local_rows = split_example(example_inputs, example_kwargs, targets)
             parts_of_rows = all_ranks.on_all(group, lambda: parts_of_batch(plan, asked, dist.get_world_size(group)))
-            whole = all_ranks.on_all(group, lambda: as_whole(local_rows, parts_of_rows))
-            example_inputs, example_kwargs, targets = whole
         fixed = asked.microbatches  # of 1 where it is to be chosen
 
         def first(microbatches: int, one: Captured | None = None) -> Any:
@@ -330,10 +327,15 @@ def parallelize(
             )  # fmt: skip
 
         def taken() -> Captured:
-            part: Captured = captured_in_parts(taken_of, first(1), fixed, inspect.signature(model.forward), input_rows)
+            part: Captured = captured_in_parts(
+                taken_of, first(1), fixed, inspect.signature(model.forward), input_rows, ranks=parts_of_rows
+            )  # fmt: skip
             return part
 
         captured = all_ranks.on_all(group, taken)
+        if parts_of_rows > 1:
+            local_rows = split_example(example_inputs, example_kwargs, targets)
+            example_inputs, example_kwargs, targets = as_whole(local_rows, parts_of_rows, no_rows_in(captured))
         check_same_model(captured, model, group)
         in_buckets: Buckets | None = None
         if padded is not None:
@@ -352,7 +354,7 @@ def parallelize(
         def in_bucket(size: Size) -> Captured:
             """A call of a bucket, captured."""
             assert in_buckets is not None
-            rows = parts_of_rows if batch == "local" else 1
+            rows = parts_of_rows
             shown = split_example(example_inputs, example_kwargs, targets)
             args, kwargs, of_loss = of_size(in_buckets, shown, (rows * size[0], size[1]))
             return capture(
@@ -393,6 +395,7 @@ def parallelize(
         if batch == "local" and dist.get_world_size(group) > 1:
             all_ranks.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
             pm._autopar_take_own_rows()
+            pm._autopar_own_rows.without = no_rows_in(one)
         device_type = all_ranks.device_type_of(model)
         cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, mesh, cluster, records)
         prepared = together.by_graph if together is not None else None

@@ -16,7 +16,7 @@ import torch
 
 from autopar.capture.batch_factor import FollowedRows, Trouble, followed, inputs_with_rows, is_of_model
 from autopar.capture.batch_totals import with_totals
-from autopar.capture.microbatches import first_part, have_rows, leaves_of_call, rows_of
+from autopar.capture.microbatches import as_whole, first_part, have_rows, leaves_of_call, rows_of
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
@@ -34,15 +34,19 @@ class InParts:
             and by those of the arguments.
         operators: of the graph that was followed.
         found: what was found there.
+        of_several: whether it is one of several microbatches, which reads totals of its batch.
     """
 
     whole: frozenset[str]
     operators: tuple[str, ...]
     found: FollowedRows
+    of_several: bool = True
 
     def of(self, captured: Any) -> Any:
         """A captured microbatch with its inputs that are computed ahead of a step."""
         graph: Graph = captured.graph
+        if not self.of_several:
+            return replace(captured, example=replace(captured.example, in_parts=self))
         found = self.found
         if _operators(graph) != self.operators:
             found = followed(graph, _rows_among(captured, self.whole))
@@ -60,38 +64,51 @@ class InParts:
 
 def captured_in_parts(
     take: Callable[[Any], Any], example: Any, parts: int, signature: inspect.Signature, rows: InputRows = None,
-    at_once: Any = None,
+    at_once: Any = None, ranks: int = 1, without: frozenset[str] = frozenset(),
 ) -> Any:  # fmt: skip
     """Capture one of equal parts of a batch.
 
     Args:
         take: captures a call, ``(args, kwargs, targets)``.
-        example: the batch, in the same form.
+        example: the batch, in the same form; of several ranks, one rank's part of it.
         signature: of the model's forward.
         rows: the inputs with rows, where the caller says it.
-        at_once: the whole batch, where it was captured.
+        at_once: the example, where it was captured.
+        ranks: that each have a part of the batch.
+        without: inputs that are known to have no rows, by name.
 
     Raises:
-        CaptureError: the rows do not divide; or an input has no meaning in a part of the batch, and the message names
-            it.
+        CaptureError: the rows do not divide; or an input has no meaning in a part of the batch, or in one of other
+            ranks' rows, too, and the message names it.
     """
-    if parts == 1:
+    if parts == ranks == 1:
         return take(example) if at_once is None else at_once
+
+    def part(whole: frozenset[str]) -> Any:
+        return take(first_part(as_whole(example, ranks, whole) if ranks > 1 else example, parts, whole))
+
+    def decided(captured: Any, found: FollowedRows | None, whole: frozenset[str]) -> Any:
+        found = followed(captured.graph, _rows_among(captured, whole)) if found is None else found
+        return InParts(whole, _operators(captured.graph), found, parts > 1).of(captured)
+
     if rows is not None:
         whole = _others(example, rows, signature)
-        return _decided(take(first_part(example, parts, whole)), None, whole)
-    n = rows_of(example)
+        return decided(part(whole), None, whole)
+    n = rows_of(example, without)
+    each = n * ranks // parts
     first: Any = None
     failure: CaptureError | None = None
-    part = first_part(example, parts)
+    if n * ranks % parts:
+        first_part(as_whole(example, ranks, without), parts, without)  # refuses it
     try:
-        first = take(part)
+        first = part(without)
     except CaptureError as error:
         failure = error
-    if first is not None and n // parts > 1:
-        found = followed(first.graph, _cut_in(first, example, n))
-        if not found.open_literals and not [t for t in found.troubles if not is_of_model(t)]:
-            return _decided(first, found, frozenset())
+    if first is not None and each > 1:
+        found = followed(first.graph, _cut_in(first, example, n, without))
+        open_ = found.open_literals if parts > 1 else []
+        if not open_ and all(is_of_model(trouble) for trouble in found.troubles):
+            return decided(first, found, without)
     try:
         at_once = take(example) if at_once is None else at_once
     except CaptureError:
@@ -100,18 +117,21 @@ def captured_in_parts(
         raise
     found = inputs_with_rows(at_once.graph, n)
     given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
+    if given and ranks > 1:
+        raise CaptureError(_refusal(at_once, given[0], f"each of {ranks} ranks has {n} rows of its own"))
     if given:
-        raise CaptureError(_refusal(at_once, given[0], f"a microbatch has {n // parts} of the {n} rows"))
-    whole = _as_spelt(_without_rows(at_once, found, n), signature)
-    if first is None or whole:
-        if failure is not None and not whole:
+        raise CaptureError(_refusal(at_once, given[0], f"a microbatch has {each} of the {n} rows"))
+    whole = without | _as_spelt(_without_rows(at_once, found, n), signature)
+    if first is None or whole != without:
+        if failure is not None and whole == without:
             raise failure
-        first = take(first_part(example, parts, whole))
-    if n // parts > 1 or _operators(first.graph) != _operators(at_once.graph):
-        again = followed(first.graph, _rows_among(first, whole), _scaling(at_once.graph, first.graph))
-    else:
-        again = followed(at_once.graph, found.rows, _scaling(at_once.graph, first.graph))
-    return _decided(first, again, whole)
+        first = part(whole)
+    if parts == 1:
+        return decided(first, None, whole)
+    scaling = _scaling(at_once.graph, first.graph)
+    if each > 1 or _operators(first.graph) != _operators(at_once.graph):
+        return decided(first, followed(first.graph, _rows_among(first, whole), scaling), whole)
+    return decided(first, followed(at_once.graph, found.rows, scaling), whole)
 
 
 def names_of(captured: Any) -> list[str]:
@@ -138,6 +158,12 @@ def refused_rows(captured: Any, rows: int, part: str) -> str:
     return _refusal(captured, given[0], part) if given else ""
 
 
+def is_at_once(captured: Any) -> bool:
+    """Whether a program takes a batch at once: it was not captured as one of several microbatches."""
+    example = captured.example
+    return example is not None and (example.in_parts is None or not example.in_parts.of_several)
+
+
 def decided_for_steps(captured: Any) -> tuple[str, InParts | None]:
     """What a program of a batch at once, not captured as a microbatch, is as one of several: why it cannot be, if so;
     and how it is to be captured for that, if not as it is."""
@@ -147,7 +173,8 @@ def decided_for_steps(captured: Any) -> tuple[str, InParts | None]:
         found = inputs_with_rows(captured.graph, rows)
         given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
         why = _refusal(captured, given[0], "a microbatch has a part of the rows") if given else ""
-        decided = InParts(frozenset(_without_rows(captured, found, rows)), _operators(captured.graph), found)
+        whole = no_rows_in(captured) | frozenset(_without_rows(captured, found, rows))
+        decided = InParts(whole, _operators(captured.graph), found)
         is_as_it_is = with_totals(captured.graph, found)[1] is None
         derived["for_steps"] = why, None if is_as_it_is else decided
     of_steps: tuple[str, InParts | None] = derived["for_steps"]
@@ -158,20 +185,14 @@ def _leaf_nodes(captured: Any) -> list[Any]:
     return [captured.graph.nodes[n] for n in captured.inputs if n is not None]
 
 
-def _decided(captured: Any, found: FollowedRows | None, whole: frozenset[str]) -> Any:
-    if found is None:
-        found = followed(captured.graph, _rows_among(captured, whole))
-    return InParts(whole, _operators(captured.graph), found).of(captured)
-
-
 def _operators(graph: Graph) -> tuple[str, ...]:
     return tuple(node.target for node in graph.nodes)
 
 
-def _cut_in(captured: Any, example: Any, rows: int) -> set[int]:
+def _cut_in(captured: Any, example: Any, rows: int, without: Collection[str]) -> set[int]:
     """The inputs of a microbatch that were cut."""
     args, kwargs, targets = example
-    cut = have_rows(((*args, *targets), kwargs), rows)
+    cut = have_rows(((*args, *targets), kwargs), rows, without)
     return {n for n, is_cut in zip(captured.inputs, cut, strict=True) if n is not None and is_cut}
 
 
@@ -262,11 +283,11 @@ def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
             f"{shown(trouble.rows)}, though the input itself has no rows that could be cut"
         )
     return (
-        f"{why}, and {part}\n  microbatches=1 with batch='global' takes the batch at once; or give the model what "
+        f"{why}, and {part}\n  microbatches=1 with batch='global' takes the whole batch at once on every rank; or give the model what "
         "counts within each row, with one entry for each row of the batch (a mask, document numbers, positions)"
     )
 
 
 __all__ = [
-    "InParts", "InputRows", "captured_in_parts", "decided_for_steps", "names_of", "no_rows_in", "refused_rows",
+    "InParts", "InputRows", "captured_in_parts", "decided_for_steps", "is_at_once", "names_of", "no_rows_in", "refused_rows",
 ]  # fmt: skip

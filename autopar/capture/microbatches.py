@@ -23,6 +23,8 @@ MOST = 1024
 """Microbatches that are tried at most."""
 SHOWN = 4
 """Modules or buffers that a message names."""
+COPIED_BYTES = 1 << 28
+"""Bytes up to which the rows of one rank are repeated for an example of the whole batch; larger ones are one row."""
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -95,6 +97,29 @@ def part_of_batch(example: Any, parts: int, number: int, whole: Collection[str] 
     return pytree.tree_unflatten(
         [x[number * each : (number + 1) * each] if c else x for x, c in zip(leaves, cut, strict=True)], spec
     )
+
+
+def as_whole(example: Any, ranks: int, whole: Collection[str] = ()) -> Any:
+    """An example of the batch of all ranks, from that of one: its rows over and over.
+
+    Args:
+        whole: inputs without rows, by name.
+    """
+    leaves, spec = pytree.tree_flatten(example)
+    cut = have_rows(example, rows_of(example, whole), whole)
+    return pytree.tree_unflatten([widened(x, ranks) if c else x for x, c in zip(leaves, cut, strict=True)], spec)
+
+
+def widened(rows: torch.Tensor, ranks: int, copied_bytes: int = COPIED_BYTES) -> torch.Tensor:
+    """A tensor with the rows of so many ranks, from those of one: these over and over.
+
+    Args:
+        copied_bytes: up to which they are copied; of a larger one the first row stands for all.
+    """
+    if rows.is_meta or rows.numel() * rows.element_size() * ranks <= copied_bytes:
+        return torch.cat([rows.detach()] * ranks).requires_grad_(rows.requires_grad)
+    wide = rows.detach()[:1].expand(ranks * rows.shape[0], *rows.shape[1:])
+    return wide.requires_grad_(rows.requires_grad)
 
 
 def numbers_of_parts(rows: int) -> list[int]:
@@ -205,6 +230,7 @@ def resized(a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> Graph:
 
 
 __all__ = [
-    "ATTENTION", "NotLinear", "first_part", "have_rows", "leaves_of_call", "modules_with_statistics",
+    "ATTENTION", "NotLinear", "as_whole", "first_part", "have_rows", "leaves_of_call", "modules_with_statistics",
     "numbers_of_parts", "part_of_batch", "resized", "rows_of", "taken_of_batch",
+    "widened",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured, capture
-from autopar.capture.in_parts import InputRows, captured_in_parts, refused_rows
+from autopar.capture.in_parts import InputRows, captured_in_parts, no_rows_in, refused_rows
 from autopar.capture.microbatches import (
     NotLinear,
     first_part,
@@ -355,10 +355,11 @@ def part_of(
             model, batch[0], batch[1], loss_fn=loss_fn, targets=batch[2], precision=captured.graph.precision
         )  # fmt: skip
 
-    is_whole = captured.example is not None and captured.example.in_parts is None
+    of_parts = captured.example.in_parts if captured.example is not None else None
+    is_whole = captured.example is not None and (of_parts is None or not of_parts.of_several)
     part: Captured = captured_in_parts(
         take, (args, kwargs, targets[0] if targets else ()), parts, inspect.signature(model.forward), rows,
-        captured if is_whole and _is_of(captured, (args, kwargs, *targets)) else None,
+        captured if is_whole and _is_of(captured, (args, kwargs, *targets)) else None, without=no_rows_in(captured),
     )  # fmt: skip
     return replace(part, graph=with_load(part.graph, captured.graph.expert_load))
 

@@ -17,9 +17,9 @@ import torch
 
 from autopar.capture import Captured
 from autopar.capture.in_parts import names_of, no_rows_in
+from autopar.capture.microbatches import widened
 from autopar.runtime.batches.calls import leaves_of
 from autopar.runtime.batches.equal_rows import check_equal_rows
-from autopar.runtime.batches.own_rows import widened
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.torch_private import pytree
 

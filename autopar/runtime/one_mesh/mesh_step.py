@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
-from autopar.capture.in_parts import decided_for_steps, no_rows_in
+from autopar.capture.in_parts import decided_for_steps, is_at_once, no_rows_in
 from autopar.capture.microbatches import have_rows, rows_of
 from autopar.errors import CaptureError, RunError
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
@@ -195,7 +195,7 @@ def _check_in_parts(captured: Captured) -> None:
     Raises:
         RunError: it says which input, or what the loss divides by.
     """
-    if captured.example is None or captured.example.in_parts is not None:
+    if not is_at_once(captured):
         return
     why, other = decided_for_steps(captured)
     if why:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from autopar.capture import Captured, Example
 from autopar.capture.evaluation import Skeleton
-from autopar.capture.in_parts import InParts, decided_for_steps, no_rows_in
+from autopar.capture.in_parts import InParts, decided_for_steps, is_at_once, no_rows_in
 from autopar.capture.microbatches import rows_of
 from autopar.capture.python.guards import Change, refusal
 from autopar.capture.unread import changed_strings, unread_strings
@@ -213,7 +213,7 @@ class Programs:
         """How a program of a batch at once is to be captured again for a step of several microbatches, which reads
         what their losses divide by in the whole batch; None where it takes the step as it is."""
         parts = call.parts if call.parts is not None else call.parts_of(captured)
-        if captured.example is None or captured.example.in_parts is not None or (parts or 1) == 1:
+        if (parts or 1) == 1 or not is_at_once(captured):
             return None
         return decided_for_steps(captured)[1]
 
@@ -311,8 +311,7 @@ class Programs:
             batch, loss_fn = call.of(self.example, batch_rows(pm._autopar_captured))
             example = pm._autopar_captured.example if fits else Example(
                 *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision,
-                self.example.in_parts or self._for_steps(pm._autopar_captured, call)
-                or pm._autopar_captured.example.in_parts,
+                self._for_steps(pm._autopar_captured, call) or pm._autopar_captured.example.in_parts,
             )  # fmt: skip
             assert example is not None
             with unheard(), in_modes(source, training):
