@@ -107,8 +107,8 @@ class FollowedRows:
         troubles: on the way to the loss.
         totals: sums over rows that the inputs decide, and whether each is a mean over rows instead.
         ratios: losses that are divided by how many labels count in them, by node number.
-        scaled: what becomes a mean over rows when it is multiplied by the number of microbatches: places where a
-            tensor is read, ``(node, position)``, and the loss itself, ``(-1, 0)``.
+        scaled: what is a sum over rows beside means: places where a tensor is read, ``(node, position)``; and the loss
+            itself, ``(-1, 0)``, if it is a sum.
         open_literals: nodes that divide a sum by a number that may follow from the number of rows, or not.
         loss: what the loss is: MEAN, SUM, FIXED; PER_ROW where that is not known.
     """

@@ -54,10 +54,16 @@ class Totals:
         ahead: the inputs of the program.
         graphs: for each level, what gives that from which they follow, of the inputs of one microbatch and of those
             that were computed before.
+        loss_is_sum: whether the losses of microbatches add up as they are, not as a mean over rows does.
     """
 
     ahead: tuple[Ahead, ...]
     graphs: tuple[Graph, ...]
+    loss_is_sum: bool = False
+
+    def weight(self, share: float) -> float:
+        """By what the loss of a microbatch counts that has this part of the rows."""
+        return 1.0 if self.loss_is_sum else share
 
 
 def with_totals(
@@ -80,8 +86,9 @@ def with_totals(
     for number in found.ratios:
         edit.ratio(number)
     for number, position in sorted(found.scaled):
-        edit.scale(number, position)
-    return edit.result()
+        if number >= 0:
+            edit.scale(number, position)
+    return edit.result(loss_is_sum=(-1, 0) in found.scaled)
 
 
 class _Edit:
@@ -98,7 +105,6 @@ class _Edit:
         """New operators, by the node that they follow, with their numbers."""
         self.replaced: dict[int, tuple[int, ...]] = {}
         self.reads: dict[tuple[int, int], Ref] = {}
-        self.loss: Ref | None = None
         self.made = 0
 
     def _number(self) -> int:
@@ -145,27 +151,20 @@ class _Edit:
 
     def scale(self, number: int, position: int) -> None:
         """Multiply what is read at a place by the number of microbatches."""
-        if number < 0:
-            assert self.graph.loss is not None
-            ref = self.graph.outputs[self.graph.loss]
-        else:
-            ref = self.graph.nodes[number].refs[position]
+        ref = self.graph.nodes[number].refs[position]
         spec, node = self.graph.spec(ref), self.graph.nodes[ref.node]
         dtype = spec.dtype if spec.is_float else "float32"
         parts = self._input(f"parts.{dtype}", "parts", [], Spec((), dtype))
         times = self._number()
         new = Node(
-            f"{node.name}_of_batch" + (f".{-times}" if number >= 0 else ""), "op", "aten.mul.Tensor", (ref, parts),
+            f"{node.name}_of_batch.{-times}", "op", "aten.mul.Tensor", (ref, parts),
             outs=(spec,), module=node.module, source=node.source, needs_grad=node.needs_grad, hot=node.hot,
             again=node.again,
         )  # fmt: skip
         self.before.setdefault(ref.node, []).append((times, new))
-        if number < 0:
-            self.loss = Ref(times)
-        else:
-            self.reads[number, position] = Ref(times)
+        self.reads[number, position] = Ref(times)
 
-    def result(self) -> tuple[Graph, Totals | None, dict[int, int]]:
+    def result(self, loss_is_sum: bool) -> tuple[Graph, Totals | None, dict[int, int]]:
         graph = self.graph
         first = next((i for i, node in enumerate(graph.nodes) if node.kind == "op"), len(graph.nodes))
         place: dict[int, int] = {}
@@ -204,13 +203,10 @@ class _Edit:
             fresh = replace(node, args=args, kwargs=kwargs)
             fresh.__dict__.pop("refs", None)
             done.append(fresh)
-        outputs = tuple(
-            moved(self.loss if k == graph.loss and self.loss is not None else out) if isinstance(out, Ref) else out
-            for k, out in enumerate(graph.outputs)
-        )
+        outputs = tuple(moved(out) if isinstance(out, Ref) else out for out in graph.outputs)
         updates = {name: moved(ref) for name, ref in graph.updates.items()}
         new_graph = replace(graph, nodes=tuple(done), outputs=outputs, updates=updates)
-        totals = self._totals(new_graph, place)
+        totals = replace(self._totals(new_graph, place), loss_is_sum=loss_is_sum)
         new_graph, kept = _without_unread(new_graph, {place[i] for i in _read(graph)})
         return new_graph, totals, {i: kept[place[i]] for i in range(len(graph.nodes)) if place.get(i) in kept}
 

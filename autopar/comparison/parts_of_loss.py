@@ -149,7 +149,8 @@ def _by_parts(captured: Captured, model: torch.nn.Module, loss_fn: Any, of_parts
         there = {**named, **tensors, **of_batch}
         seed = torch.zeros((), dtype=torch.int64, device=device)
         values = [seed if slot.kind == "seed" else there[slot.name].detach().clone() for slot in program.slots]
-        loss += share * float(program.module(*values)[number])
+        weight = share if captured.totals is None else captured.totals.weight(share)
+        loss += weight * float(program.module(*values)[number])
     return loss
 
 

@@ -174,10 +174,13 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
     if len(totals) > 1:
         _check_in_parts(pm._autopar_captured)
     shares = [part.share / len(calls) for part, calls in zip(parts, of_parts, strict=True) for _ in calls]
+    weights = [
+        share if each is None else each.totals.weight(share) for each, share in zip(totals, shares, strict=True)
+    ]  # fmt: skip
     with pm._autopar_fails_everywhere(f"summing what the losses from call {pm._autopar_calls + 1} on divide by"):
         given = computed_ahead(totals, wholes, shares, pm._autopar_buffer)
     if len(parts) == 1:
-        return backwards(pm, of_parts[0], shares, pm._autopar_captured.graph.loss, len(shares), given, scale)
+        return backwards(pm, of_parts[0], weights, pm._autopar_captured.graph.loss, len(shares), given, scale)
     losses = []
     begin = 0
     with _gradients_stay_where_it_breaks(pm):
@@ -185,7 +188,7 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
             pm._autopar_check_step(part.call)
             loss = pm._autopar_captured.graph.loss
             these = slice(begin, begin := begin + len(calls))
-            losses.append(backwards(pm, calls, shares[these], loss, len(shares), given[these], scale))
+            losses.append(backwards(pm, calls, weights[these], loss, len(shares), given[these], scale))
     return sum(losses[1:], losses[0])
 
 
@@ -234,7 +237,7 @@ def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
 
 
 def backwards(
-    pm: Any, calls: Sequence[Call], shares: Sequence[float], number: int, of_step: int,
+    pm: Any, calls: Sequence[Call], weights: Sequence[float], number: int, of_step: int,
     ahead: Sequence[Mapping[str, torch.Tensor]], scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Forward and backward of every microbatch; the parameters have their gradients then.
@@ -242,7 +245,7 @@ def backwards(
     Args:
         pm: the module; it runs the program of these calls.
         calls: of the microbatches.
-        shares: of their losses in that of the batch.
+        weights: by what their losses count in that of the batch.
         number: of the loss among the model's outputs.
         of_step: microbatches of the step, of which these may be a part.
         ahead: inputs of each that were computed ahead of the step.
@@ -264,7 +267,7 @@ def backwards(
                 pm._autopar_given_ahead = ahead[i]
                 loss = pytree.tree_leaves(pm._autopar_run_call(positional, by_name, of_step=True))[number]
                 if of_step > 1:
-                    loss = loss * shares[i]
+                    loss = loss * weights[i]
                 with without_autocast():
                     loss.backward(None if scale is None else scale.to(loss.dtype))
                 total = loss.detach() if total is None else total + loss.detach()

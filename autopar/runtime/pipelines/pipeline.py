@@ -275,7 +275,7 @@ class PipelineModule(TakesRows, SpreadModule):
             losses: list[torch.Tensor] = []
             drawn = 0
             for each in ready:
-                shares = [each.run.share] * each.run.microbatches
+                shares = each.weights
                 seeds = self._autopar_seeds(drawn, each.run.microbatches)
                 each.batch.check_planned(each.callers)
                 reached = each.reached(seeds)

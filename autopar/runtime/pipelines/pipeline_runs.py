@@ -104,7 +104,7 @@ def forwards(module: Any, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Pa
     drawn = 0
     for each in ready:
         parts: Parts = {}
-        shares = [each.run.share] * each.run.microbatches
+        shares = each.weights
         seeds = module._autopar_seeds(drawn, each.run.microbatches)
         loss = each.work.forwards(each.batches, shares, seeds, each.batch.shown, module.training, parts)
         results.append((loss, parts))

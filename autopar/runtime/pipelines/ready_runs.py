@@ -45,6 +45,12 @@ class Ready:
         return None if self.reached_by is None else [self.reached_by(seed) for seed in seeds]
 
     @property
+    def weights(self) -> list[float]:
+        """By what the loss of each microbatch counts in that of the batch."""
+        share = self.run.share
+        return [share if self.totals is None else self.totals.totals.weight(share)] * self.run.microbatches
+
+    @property
     def loss_dtype(self) -> torch.dtype:
         """Of the model's loss; float64 where it has none."""
         graph = self.captured.graph
