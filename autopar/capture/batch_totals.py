@@ -18,8 +18,8 @@ from autopar.words.graph import Graph, Node, Ref, Spec, map_refs, part_for
 
 TOTAL = "autopar_total."
 """How the names of inputs begin that the program's runner gives, beside those of the caller."""
-NONE = 0
-"""The reduction of torch's losses that leaves each row its own."""
+NONE, SUM = 0, 2
+"""Reductions of torch's losses: none, so that each row has its own, and the sum."""
 
 
 @dataclass(frozen=True)
@@ -128,26 +128,27 @@ class _Edit:
         self.instead[ref] = self._input(name, "mean" if is_mean else "sum", [ref], self.graph.spec(ref))
 
     def ratio(self, number: int) -> None:
-        """A loss of labels as the sum of its rows' losses, each times what a label of the batch counts."""
+        """A loss of labels as the sum of its rows' losses, times what a label of the batch counts."""
         node = self.graph.nodes[number]
         x, target, weight, _, ignored, *smoothing = _full(node)
-        rows = self.graph.spec(target)
-        dtype = "float64" if node.out.dtype == "float64" else "float32"
+        dtype = node.out.dtype
+        small = dtype == "float16"  # whose largest number the sum of a thousand rows may pass: each row is scaled
         refs = [target] if weight is None else [target, weight]
-        scale = self._input(f"scale.{node.name}", "scale", refs, Spec((), dtype), int(ignored))
-        each, scaled, summed = self._number(), self._number(), self._number()
-        of_each = Spec(rows.shape, node.out.dtype)
-        new = replace(
-            node, name=f"{node.name}_each", args=(x, target, weight, NONE, ignored, *smoothing), kwargs={}, outs=(of_each,)
-        )  # fmt: skip
-        times = replace(
-            node, name=f"{node.name}_scaled", target="aten.mul.Tensor", args=(Ref(each), scale), kwargs={}, outs=(of_each,)
-        )  # fmt: skip
-        whole = replace(node, target="aten.sum.default", args=(Ref(scaled),), kwargs={})
-        for made in (new, times, whole):
-            made.__dict__.pop("refs", None)
-        self.before.setdefault(number, []).extend([(each, new), (scaled, times), (summed, whole)])
-        self.replaced[number] = (summed,)
+        spec = Spec((), "float32" if small else dtype)
+        scale = self._input(f"scale.{node.name}", "scale", refs, spec, int(ignored))
+        of_rows, scaled = self._number(), self._number()
+        each = Spec(self.graph.spec(target).shape if small else (), dtype)
+        args = x, target, weight, NONE if small else SUM, ignored, *smoothing
+        new = [
+            (of_rows, replace(node, name=f"{node.name}_of_rows", args=args, kwargs={}, outs=(each,))),
+            (scaled, replace(node, target="aten.mul.Tensor", args=(Ref(of_rows), scale), kwargs={}, outs=(each,))),
+        ]
+        if small:
+            scaled, before = self._number(), scaled
+            new[1] = before, replace(new[1][1], name=f"{node.name}_scaled")
+            new.append((scaled, replace(node, target="aten.sum.default", args=(Ref(before),), kwargs={})))
+        self.before.setdefault(number, []).extend(new)
+        self.replaced[number] = (scaled,)
 
     def scale(self, number: int, position: int) -> None:
         """Multiply what is read at a place by the number of microbatches."""

@@ -130,7 +130,7 @@ def _fills(captured: Captured, keys: Sequence[Key]) -> dict[Key, float]:
     if totals is None or all(each.how == "parts" for each in totals.ahead):
         return {}
     ahead = TotalsAhead(totals, device)
-    if len(ahead.programs) > 1:
+    if len(ahead.programs) > 1 or ahead.buffers - captured.constants.keys():
         return {}
     of_name = {
         graph.nodes[number].target: key
@@ -142,7 +142,7 @@ def _fills(captured: Captured, keys: Sequence[Key]) -> dict[Key, float]:
         fills = {name: 0 if dtypes[name] is torch.bool or dtypes[name].is_floating_point else fill
                  for name in ahead.inputs}  # fmt: skip
         given = {name: torch.full(shape, fills[name], dtype=dtypes[name]) for name, shape in ahead.inputs.items()}
-        terms = ahead.terms(0, given, captured.constants.get)
+        terms = ahead.terms(0, given, captured.constants)
         if terms and all(not term.any() for term in terms.values()):
             return {of_name[name]: value for name, value in fills.items()}
     return {}

@@ -13,13 +13,12 @@ import torch
 
 from autopar.capture import Captured
 from autopar.capture.batch_totals import Ahead, Totals
-from autopar.errors import RunError
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.one_device import one_device
 
 Tensors = Mapping[str, torch.Tensor]
 State = Callable[[str], torch.Tensor | None]
-"""Gives the whole value of a parameter or buffer by name; None of one that this rank does not have."""
+"""Gives the whole value of a buffer by name."""
 
 
 class TotalsAhead:
@@ -27,7 +26,7 @@ class TotalsAhead:
 
     Attributes:
         inputs: names and shapes of the caller's inputs from which they follow.
-        unknown: parameters and buffers from which some follow, and that this rank does not have.
+        buffers: names of the model's buffers from which they follow.
     """
 
     def __init__(self, totals: Totals, device: torch.device) -> None:
@@ -40,25 +39,26 @@ class TotalsAhead:
             slot.name: slot.shape for program in self.programs if program is not None for slot in program.slots
             if slot.kind == "input" and slot.name not in ahead
         }  # fmt: skip
-        self.unknown: list[str] = []
+        self.buffers = {
+            slot.name for program in self.programs if program is not None for slot in program.slots
+            if slot.kind != "input"
+        }  # fmt: skip
 
     def of_level(self, level: int) -> list[Ahead]:
         """Those that are computed after so many others."""
         return [each for each in self.totals.ahead if each.level == level]
 
-    def terms(self, level: int, inputs: Tensors, state: State) -> dict[str, torch.Tensor]:
-        """What one microbatch adds to each of a level; without those that are not known on this rank.
+    def terms(self, level: int, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
+        """What one microbatch adds to each of a level.
 
         Args:
             inputs: whole tensors by name, and what was computed before.
+            state: the buffers from which they follow, whole.
         """
         program = self.programs[level]
         values: list[torch.Tensor] = []
         for slot in program.slots if program is not None else ():
-            value = inputs.get(slot.name) if slot.kind == "input" else state(slot.name)
-            if value is None:
-                self.unknown.append(slot.name)
-                return {}
+            value = inputs[slot.name] if slot.kind == "input" else state[slot.name]
             values.append(value.detach().to(self.device))
         outputs = program.module(*values) if program is not None else ()
         terms = {}
@@ -85,12 +85,14 @@ def computed_ahead(
         of: gives those of the program of each microbatch.
         batches: the whole inputs of each.
         shares: by what part each counts by its rows.
-        state: gives the buffers that this rank has.
+        state: gives a buffer that they follow from, whole; all ranks call it alike.
     """
+    names = sorted(set().union(*(each.buffers for each in of if each is not None)))
+    there = {name: value for name in names if (value := state(name)) is not None}
     given: list[dict[str, torch.Tensor]] = [{} for _ in batches]
     for level in range(max((len(each.programs) for each in of if each is not None), default=0)):
         terms = [
-            each.terms(level, {**batch, **before}, state) if each is not None and level < len(each.programs) else {}
+            each.terms(level, {**batch, **before}, there) if each is not None and level < len(each.programs) else {}
             for each, batch, before in zip(of, batches, given, strict=True)
         ]
         for each, into, share in zip(of, given, shares, strict=True):
@@ -117,19 +119,4 @@ def totals_ahead(captured: Captured, device: torch.device) -> TotalsAhead | None
     return None if captured.totals is None else TotalsAhead(captured.totals, device)
 
 
-def check_totals(ahead: TotalsAhead, inputs: Mapping[str, Any], wanted: Sequence[str]) -> None:
-    """Refuse to run a program without an input that it reads.
-
-    Raises:
-        RunError: it follows from a parameter or buffer of another stage.
-    """
-    missing = [each.name for each in ahead.totals.ahead if each.name in wanted and each.name not in inputs]
-    if missing:
-        raise RunError(
-            f"the loss divides by a sum over the batch that follows from {', '.join(dict.fromkeys(ahead.unknown))}, "
-            "which another stage of the pipeline has: have the module that computes the loss own it (a buffer of its "
-            "own), or give it as an input"
-        )
-
-
-__all__ = ["State", "TotalsAhead", "check_totals", "computed_ahead", "totals_ahead"]
+__all__ = ["State", "TotalsAhead", "computed_ahead", "totals_ahead"]

@@ -202,13 +202,23 @@ class PipelineModule(TakesRows, SpreadModule):
         return dist.group.WORLD, 0
 
     def _autopar_buffer(self, name: str) -> torch.Tensor | None:
-        """The whole value of a buffer of this rank's stages; None of another's."""
-        for stage in self._autopar_stages.values():
-            if name in stage.buffers:
-                value, state = stage.buffers[name]
-                shape = stage.graph.nodes[stage.graph.index[name]].out.shape
-                return as_dtensor(value, state, shape, stage.device_mesh).full_tensor() if state.is_cut else value
-        return None
+        """The whole value of a buffer, on all ranks, which call it together: that of the first stage that reads it."""
+        node = self._autopar_captured.graph.nodes[self._autopar_captured.graph.index[name]]
+        number = next(
+            (part.number for part in self._autopar_parts if any(n.target == name for _, n in part.graph.of_kind("buffer"))),
+            0,
+        )  # fmt: skip
+        stage, value = self._autopar_stages.get(number), self._autopar_captured.constants.get(name)
+        if stage is not None and name in stage.buffers:
+            held, state = stage.buffers[name]
+            value = as_dtensor(held, state, node.out.shape, stage.device_mesh).full_tensor() if state.is_cut else held
+        elif value is None:
+            value = self._autopar_registered().get(name)
+        if value is None:
+            value = torch.empty(node.out.shape, dtype=getattr(torch, node.out.dtype))
+        value = value.detach().to(self._autopar_device).contiguous().clone()
+        dist.broadcast(value, self._autopar_plan.stages[number].devices[0], group=self._autopar_work.everyone)
+        return value
 
     def _autopar_parameter_order(self) -> tuple[str, ...]:
         return self._autopar_order
