@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -169,7 +168,7 @@ def plan(
             lambda part: capture(
                 model, part[0], example_kwargs=part[1], loss_fn=loss_fn, targets=part[2], precision=asked.pins.precision
             ),
-            batch, asked.microbatches, inspect.signature(model.forward), input_rows,
+            batch, asked.microbatches, model, input_rows,
         )  # fmt: skip
     asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches, no_rows_in(captured)))
     where = get_cluster(cluster)
@@ -328,7 +327,7 @@ def parallelize(
 
         def taken() -> Captured:
             part: Captured = captured_in_parts(
-                taken_of, first(1), fixed, inspect.signature(model.forward), input_rows, ranks=parts_of_rows
+                taken_of, first(1), fixed, model, input_rows, ranks=parts_of_rows
             )  # fmt: skip
             return part
 

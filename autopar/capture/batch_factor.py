@@ -243,12 +243,13 @@ class _Following:
         """What each factor of a call is made of."""
         labels: dict[str, tuple[Part, ...]] = {}
         of: dict[str, list[Flow]] = {}
-        moved = node.target in SAME_NUMBERS
+        moved, own = node.target in SAME_NUMBERS, self._own_rows(node, rule, flows)
         for flow, term in zip(flows, rule.inputs, strict=False):
             for parts, dim in zip(flow.dims, term, strict=False):
                 for f, some in _divided(parts, [(f, rule.sizes.get(f, 1)) for f in dim]):
                     if not moved:
-                        some = tuple((n, PLAIN if label == OWN and node.target != INDEXED else label) for n, label in some)
+                        numbers = ROWS if own is not None and f == own[0] else PLAIN
+                        some = tuple((n, numbers if label == OWN else label) for n, label in some)
                     if f not in labels:
                         labels[f], of[f] = some, [flow]
                         continue
@@ -263,27 +264,25 @@ class _Following:
                                 fixed += 1
                         hot = not fixed
                         self._trouble("beside", i, rows, others, hot)
-        if node.target == INDEXED:
-            self._own_rows(node, rule, flows, labels)
+        if own is not None:
+            labels[own[1]] = tuple((n, PLAIN) for n, _ in labels[own[1]])
         return labels
 
-    def _own_rows(self, node: Node, rule: Rule, flows: Sequence[Flow], labels: dict[str, tuple[Part, ...]]) -> None:
-        """``x[arange(rows), i]``: each row itself, so what is picked has rows again."""
+    @staticmethod
+    def _own_rows(node: Node, rule: Rule, flows: Sequence[Flow]) -> tuple[str, str] | None:
+        """Of ``x[arange(rows), i]``, where each row is picked by its own number: the factor of the numbers, which has
+        rows then, and that of the rows of x."""
+        if node.target != INDEXED:
+            return None
         at = [d for d, index in enumerate(node.args[1]) if index is not None]
         for position, d in enumerate(at, start=1):
-            if d >= len(rule.inputs[0]) or not rule.inputs[0][d]:
+            if [label for _, label in flows[0].dims[d]] != [ROWS] or not rule.inputs[0][d]:
                 continue
             source = rule.inputs[0][d][0]
-            is_rows = [label for _, label in labels.get(source, ())] == [ROWS]
-            own = [
-                f for dim, parts in zip(rule.inputs[position], flows[position].dims, strict=False) for f in dim
-                if [label for _, label in parts] == [OWN] and rule.sizes.get(f) == rule.sizes.get(source)
-            ]  # fmt: skip
-            if is_rows and own:
-                labels[own[0]] = labels[source]
-                labels[source] = ((rule.sizes[source], PLAIN),)
-        for f, parts in labels.items():
-            labels[f] = tuple((n, PLAIN if label == OWN else label) for n, label in parts)
+            for dim, parts in zip(rule.inputs[position], flows[position].dims, strict=False):
+                if [label for _, label in parts] == [OWN] and rule.sizes.get(dim[0]) == rule.sizes[source]:
+                    return dim[0], source
+        return None
 
     def _puts_together(self, rule: Rule, factor: str) -> bool:
         """Whether an operator cannot be cut along a factor without communication."""

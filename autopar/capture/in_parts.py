@@ -63,7 +63,7 @@ class InParts:
 
 
 def captured_in_parts(
-    take: Callable[[Any], Any], example: Any, parts: int, signature: inspect.Signature, rows: InputRows = None,
+    take: Callable[[Any], Any], example: Any, parts: int, model: torch.nn.Module, rows: InputRows = None,
     at_once: Any = None, ranks: int = 1, without: frozenset[str] = frozenset(),
 ) -> Any:  # fmt: skip
     """Capture one of equal parts of a batch.
@@ -71,7 +71,7 @@ def captured_in_parts(
     Args:
         take: captures a call, ``(args, kwargs, targets)``.
         example: the batch, in the same form; of several ranks, one rank's part of it.
-        signature: of the model's forward.
+        model: by the signature of its forward keywords may stand for positions.
         rows: the inputs with rows, where the caller says it.
         at_once: the example, where it was captured.
         ranks: that each have a part of the batch.
@@ -83,6 +83,7 @@ def captured_in_parts(
     """
     if parts == ranks == 1:
         return take(example) if at_once is None else at_once
+    signature = inspect.signature(model.forward)
 
     def part(whole: frozenset[str]) -> Any:
         return take(first_part(as_whole(example, ranks, whole) if ranks > 1 else example, parts, whole))

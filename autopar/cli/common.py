@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import math
 import os
@@ -157,7 +156,7 @@ def load_and_capture(
             precision = loaded.precision
         captured: Captured = captured_in_parts(
             lambda batch: capture(loaded.model, batch[0], batch[1], precision=precision),
-            (loaded.args, loaded.kwargs, ()), parts or 1, inspect.signature(loaded.model.forward),
+            (loaded.args, loaded.kwargs, ()), parts or 1, loaded.model,
         )  # fmt: skip
         return loaded, captured
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
@@ -358,7 +357,7 @@ def part_of(
     of_parts = captured.example.in_parts if captured.example is not None else None
     is_whole = captured.example is not None and (of_parts is None or not of_parts.of_several)
     part: Captured = captured_in_parts(
-        take, (args, kwargs, targets[0] if targets else ()), parts, inspect.signature(model.forward), rows,
+        take, (args, kwargs, targets[0] if targets else ()), parts, model, rows,
         captured if is_whole and _is_of(captured, (args, kwargs, *targets)) else None, without=no_rows_in(captured),
     )  # fmt: skip
     return replace(part, graph=with_load(part.graph, captured.graph.expert_load))

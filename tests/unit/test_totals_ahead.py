@@ -1,10 +1,9 @@
-"""Of how many things a loss is the mean, as its graph says."""
+"""What microbatches read of the whole batch, so that their losses add up to its loss."""
 
 from __future__ import annotations
 
 import copy
-import warnings
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,27 +13,47 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.capture import capture
-from autopar.comparison.parts_of_loss import difference_by_parts
-from autopar.runtime.batches.loss_counts import count_of
-from autopar.runtime.pipelines.ready_runs import shares_of
+from autopar.capture.batch_factor import inputs_with_rows
+from autopar.capture.batch_totals import with_totals
 
-LOSSES = {
-    "labels": (lambda out, y: F.cross_entropy(out, y), 4.0),
-    "labels of a scaled loss": (lambda out, y: 0.5 * F.cross_entropy(out.float(), y, label_smoothing=0.1) + 1.0, 4.0),
-    "another number": (lambda out, y: F.cross_entropy(out, y.clamp(min=0), ignore_index=0), 3.0),
-    "shifted labels": (lambda out, y: F.cross_entropy(out, F.pad(y, (0, 1), value=-100)[1:].contiguous()), 3.0),
-    "log likelihood": (lambda out, y: F.nll_loss(F.log_softmax(out, -1), y), 4.0),
-    "a sum by hand": (lambda out, y: F.cross_entropy(out, y, reduction="sum") / (y != -100).sum(), 4.0),
-    "a mask": (lambda out, y: (out.square().sum(-1) * (y > 0)).sum() / (y > 0).float().sum(), 3.0),
-    "a mask that may be empty": (lambda out, y: (out[:, 0] * (y > 9)).sum() / (y > 9).sum().clamp(min=1), 0.0),
-    "at least one": (lambda out, y: (out * (y > 9)[:, None]).sum() / torch.maximum((y > 9).sum(), torch.ones(())), 0.0),
-    "labels, if any": (lambda out, y: torch.nan_to_num(F.cross_entropy(out, y)), 4.0),
-    "rows": (lambda out, y: out.square().mean() + 0.1 * out.abs().mean(), None),
-    "rows and labels": (lambda out, y: F.cross_entropy(out, y) + out.square().mean(), None),
-    "classes of unequal weight": (lambda out, y: F.cross_entropy(out, y, torch.ones(5, dtype=out.dtype)), None),
-    "a ratio": (lambda out, y: out.square().mean() / (y > 0).float().sum(), None),
+WEIGHTS = torch.tensor([0.1, 1.0, 5.0, 20.0, 0.5])
+
+
+def _balanced(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Classes weigh by how rare they are in the batch: a total of totals."""
+    n = F.one_hot(y.clamp(min=0), 5).sum(0)
+    each = (1 / (1 + n)).to(out.dtype)[y.clamp(min=0)] * (y >= 0)
+    return (F.cross_entropy(out, y, reduction="none") * each).sum() / each.sum().clamp(min=1e-6)
+
+
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+    "labels": lambda out, y: F.cross_entropy(out, y),
+    "labels of a scaled loss": lambda out, y: 0.5 * F.cross_entropy(out.float(), y, label_smoothing=0.1) + 1.0,
+    "another number": lambda out, y: F.cross_entropy(out, y.clamp(min=0), ignore_index=0),
+    "log likelihood": lambda out, y: F.nll_loss(F.log_softmax(out, -1), y),
+    "a sum by hand": lambda out, y: F.cross_entropy(out, y, reduction="sum") / (y != -100).sum(),
+    "a mask": lambda out, y: (out.square().sum(-1) * (y > 0)).sum() / (y > 0).float().sum(),
+    "a mask that may be empty": lambda out, y: (out[:, 0] * (y > 9)).sum() / (y > 9).sum().clamp(min=1),
+    "a bound that counts": lambda out, y: (out[:, 0] * (y > 1)).sum() / (y > 1).sum().clamp(min=3),
+    "at least one": lambda out, y: (out * (y > 9)[:, None]).sum() / torch.maximum((y > 9).sum(), torch.ones(())),
+    "labels, if any": lambda out, y: torch.nan_to_num(F.cross_entropy(out, y)),
+    "rows": lambda out, y: out.square().mean() + 0.1 * out.abs().mean(),
+    "rows and labels": lambda out, y: F.cross_entropy(out, y) + out.square().mean(),
+    "three terms": lambda out, y: F.cross_entropy(out, y) + 0.1 * out.square().mean() - out.abs().sum() / (y > 1).sum(),
+    "classes of unequal weight": lambda out, y: F.cross_entropy(out, y, WEIGHTS.to(out.dtype), label_smoothing=0.1),
+    "weighted by hand": lambda out, y: (
+        F.cross_entropy(out, y, reduction="none") * WEIGHTS.to(out)[y.clamp(min=0)]
+    ).sum() / WEIGHTS.to(out)[y.clamp(min=0)].sum(),
+    "classes balanced in the batch": _balanced,
+    "a ratio": lambda out, y: out.square().mean() / (y > 0).float().sum(),
+    "positives of the batch": lambda out, y: F.binary_cross_entropy_with_logits(
+        out[:, 0], (y > 1).to(out), pos_weight=(1 + (y <= 1).sum()) / (1 + (y > 1).sum())
+    ),
+    "a sum": lambda out, y: out.square().sum(),
+    "a sum over how many rows": lambda out, y: out.square().sum() / out.shape[0] + out.abs().sum() / out.numel(),
+    "a sum over a number": lambda out, y: out.square().sum() / 7 + 0.1 * out.abs().mean(),
+    "targets around their mean": lambda out, y: (out[:, 0] - (y.to(out) - y.to(out).mean())).square().mean(),
 }  # fmt: skip
-"""Losses, and of how many things they are the mean; None where rows count."""
 LABELS = torch.tensor([1, -100, 2, -100, 0, 3])
 
 
@@ -43,7 +62,7 @@ class Counted(nn.Module):
 
     def __init__(self, name: str, penalty: bool = True) -> None:
         super().__init__()
-        self.up, self.loss, self.penalty = nn.Linear(4, 5), LOSSES[name][0], penalty
+        self.up, self.loss, self.penalty = nn.Linear(4, 5), LOSSES[name], penalty
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = self.loss(self.up(x), y)
