@@ -47,7 +47,18 @@ MAKE_ALIKE = ("aten.full.default", "aten.expand.default", "aten.repeat.default")
 INDEXED = "aten.index.Tensor"
 SUMS = ("add", "sub", "rsub")
 """Operators on numbers of a loss that are affine in all of what they read."""
+MEANS = (
+    "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "poisson_nll_loss", *(target.split(".")[1] for target in LABELLED),
+)  # fmt: skip
+"""Operators that may take a mean over all that they read."""
+PICKING = ("index", "gather", "index_select", "embedding", "masked_fill", "where")
+KEEP_POWERS = (*SUMS, *PICKING, "sum", "mean", "neg", "abs", "relu", "slice", "select", "cat", "split", "chunk", "unbind")
+"""Operators that keep a factor of all values that they read."""
 
+Scaling = Mapping[int, int | None]
+"""Of nodes with a number that is another in a part of the batch, the power of the number of microbatches by which it
+is; None where it is no power."""
 Part = tuple[int, str]
 Dims = tuple[tuple[Part, ...], ...]
 """Of each dim, the parts of which it consists, the one that changes slowest first: sizes, and what each is."""
@@ -61,12 +72,15 @@ class Flow:
         kind: one of FIXED, PER_ROW, SUM and MEAN.
         rows_from: the inputs from which it has its rows, as bits by node number.
         inputs: all inputs that it depends on, in the same way.
+        power: of what is FIXED or PER_ROW: with which power of the number of microbatches its values in the batch are
+            those in a microbatch. A number of rows has 1, what is divided by it -1.
     """
 
     kind: str
     dims: Dims
     rows_from: int = 0
     inputs: int = 0
+    power: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,7 @@ class FollowedRows:
         ratios: losses that are divided by how many labels count in them, by node number.
         scaled: what is a sum over rows beside means: places where a tensor is read, ``(node, position)``; and the loss
             itself, ``(-1, 0)``, if it is a sum.
-        open_literals: nodes that divide a sum by a number that may follow from the number of rows, or not.
+        open_literals: nodes with a number that may follow from the number of rows, or not.
         loss: what the loss is: MEAN, SUM, FIXED; PER_ROW where that is not known.
     """
 
@@ -128,14 +142,14 @@ class FollowedRows:
         return not self.troubles and self.loss in (MEAN, SUM)
 
 
-def followed(graph: Graph, rows: Collection[int], scaling: Mapping[int, bool] | None = None) -> FollowedRows:
+def followed(graph: Graph, rows: Collection[int], scaling: Scaling | None = None) -> FollowedRows:
     """Follow the rows of these inputs through a graph.
 
     Args:
         rows: inputs with rows, by node number.
-        scaling: of nodes that divide a sum by a number, whether this follows from the number of rows.
+        scaling: how the numbers of nodes follow from how many rows there are; None where that is not known.
     """
-    return _Following(graph, frozenset(rows), scaling or {}).run()
+    return _Following(graph, frozenset(rows), scaling).run()
 
 
 def may_have_rows(graph: Graph, rows: int) -> tuple[int, ...]:
@@ -146,12 +160,12 @@ def may_have_rows(graph: Graph, rows: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def inputs_with_rows(graph: Graph, rows: int, scaling: Mapping[int, bool] | None = None) -> FollowedRows:
+def inputs_with_rows(graph: Graph, rows: int) -> FollowedRows:
     """Find the inputs that have the rows of the batch, among those that are as long.
 
     All of them have, unless rows do not fit then: such an input is left out where the others do without it.
     """
-    first = followed(graph, may_have_rows(graph, rows), scaling)
+    first = followed(graph, may_have_rows(graph, rows))
     if all(is_of_model(trouble) for trouble in first.troubles):
         return first
     norms = {trouble.node for trouble in first.troubles if trouble.kind == "across" and trouble.hot}
@@ -167,7 +181,7 @@ def inputs_with_rows(graph: Graph, rows: int, scaling: Mapping[int, bool] | None
             fewer = this.rows - {number}
             if number in this.rows and fewer and fewer not in seen:
                 seen.add(fewer)
-                todo.append(followed(graph, fewer, scaling))
+                todo.append(followed(graph, fewer))
     return first
 
 
@@ -179,8 +193,9 @@ def is_of_model(trouble: Trouble) -> bool:
 class _Following:
     """One pass over a graph, in execution order."""
 
-    def __init__(self, graph: Graph, rows: frozenset[int], scaling: Mapping[int, bool]) -> None:
+    def __init__(self, graph: Graph, rows: frozenset[int], scaling: Scaling | None) -> None:
         self.graph, self.scaling = graph, scaling
+        self.n_rows = next((graph.nodes[i].out.shape[0] for i in rows), 1)
         self.found = FollowedRows(rows)
         self.flows = self.found.flows
         loss = None if graph.loss is None else graph.outputs[graph.loss]
@@ -221,9 +236,10 @@ class _Following:
         of_rows = [p for p, flow in enumerate(flows) if flow.kind == PER_ROW]
         summed = [p for p, flow in enumerate(flows) if flow.kind in (SUM, MEAN)]
         labels = self._labels(i, node, rule, flows)
+        power = self._power(i, node, flows, rows_from)
         if not of_rows:
-            kind = self._of_sums(i, node, rule, flows, summed) if summed else FIXED
-            self._give(i, node, rule, labels, kind, rows_from, inputs)
+            kind = self._of_sums(i, node, rule, flows, summed, power) if summed else FIXED
+            self._give(i, node, rule, labels, kind, rows_from, inputs, 0 if summed else power)
             return
         if summed:  # what is one number of the batch, for each of its rows
             self._trouble("statistic", i, rows_from)
@@ -236,8 +252,8 @@ class _Following:
             if self._puts_together(rule, f):
                 lost = True
                 self._not_along(i, node, flows, refs, rows_from)
-        kind = self._reduced(i, node, rule, flows)
-        self._give(i, node, rule, labels, kind, rows_from, inputs, lost, [flows[p] for p in of_rows])
+        kind = self._reduced(i, node, rule, flows, along)
+        self._give(i, node, rule, labels, kind, rows_from, inputs, power, lost, [flows[p] for p in of_rows])
 
     def _labels(self, i: int, node: Node, rule: Rule, flows: Sequence[Flow]) -> dict[str, tuple[Part, ...]]:
         """What each factor of a call is made of."""
@@ -306,7 +322,43 @@ class _Following:
                     others |= flow.inputs
         self._trouble("index" if given else "across", i, rows_from, given or others, hot)
 
-    def _reduced(self, i: int, node: Node, rule: Rule, flows: Sequence[Flow]) -> str:
+    def _power(self, i: int, node: Node, flows: Sequence[Flow], rows_from: int) -> int:
+        """With which power of the number of microbatches values follow from how many rows there are."""
+        name = _name(node)
+        powers = [flow.power for flow in flows]
+        if name in ("mul", "div", "full", "scalar_tensor"):
+            literal = self._literal(i, node, name)
+            if literal is None:
+                self._trouble("statistic", i, rows_from)
+                return 0
+            sign = -1 if name == "div" else 1
+            return literal + sum(powers[:1]) + sign * sum(powers[1:])
+        if self.scaling is not None and self.scaling.get(i, 0) != 0:
+            self._trouble("statistic", i, rows_from)
+        if not any(powers):
+            return 0
+        same = {flow.power for flow in flows if flow.kind in (FIXED, PER_ROW)}
+        keeps = name in KEEP_POWERS or node.target in SAME_NUMBERS
+        if not keeps or (len(same) > 1 and name not in PICKING) or (name in SUMS and len(node.args) > len(flows)):
+            self._trouble("statistic", i, rows_from)
+            return 0
+        return powers[0]
+
+    def _literal(self, i: int, node: Node, name: str) -> int | None:
+        """The power of the number that a node has; None where it follows from the rows in another way."""
+        numbers = [x for x in node.args[1:] if isinstance(x, (int, float)) and not isinstance(x, bool)]
+        if not numbers:
+            return 0
+        if self.scaling is not None:
+            power = self.scaling.get(i, 0)
+            return power if power is None or name != "div" else -power
+        number = abs(numbers[0])
+        may = self.n_rows > 1 and any(n >= 1 and n % self.n_rows == 0 for n in (number, 1 / number if number else 0))
+        if may and i in self.wanted:
+            self.found.open_literals.append(i)
+        return 0
+
+    def _reduced(self, i: int, node: Node, rule: Rule, flows: Sequence[Flow], along: Sequence[str]) -> str:
         """What becomes of rows that an operator sums over, or has a mean of."""
         if node.target in LABELLED:
             if _argument(node, 3, "reduction", REDUCTION_MEAN) != REDUCTION_MEAN:
@@ -322,19 +374,21 @@ class _Following:
                     return MEAN
                 self._trouble("statistic", i, flows[0].rows_from)
             return MEAN
-        if ".mean" in node.target or (rule.kind == "reduce" and any(
-            f in lowering.factors for lowering in rule.lowerings for f in rule.sizes
-        )):  # fmt: skip
-            return MEAN
-        return SUM
+        if not any(f in lowering.factors for lowering in rule.lowerings for f in along):
+            return SUM  # the pieces of a cut would be terms of a sum
+        if _name(node) not in MEANS and not any(f in dim for term in rule.outputs for dim in term for f in along):
+            self._trouble("statistic", i, _union(flows, range(len(flows))))
+        return MEAN
 
-    def _of_sums(self, i: int, node: Node, rule: Rule, flows: Sequence[Flow], summed: Sequence[int]) -> str:
+    def _of_sums(
+        self, i: int, node: Node, rule: Rule, flows: Sequence[Flow], summed: Sequence[int], power: int
+    ) -> str:  # fmt: skip
         """What an operator makes of sums and means over rows alone."""
         kinds = {flows[p].kind for p in summed}
         group = next((group for group in rule.linear if group >= set(summed)), None)
-        name = node.target.split(".")[1] if "." in node.target else node.target
+        name = _name(node)
         if group is None and not (len(summed) == 1 and self._is_linear(node, name, summed[0])):
-            self._trouble("statistic", i, sum({flows[p].rows_from for p in summed}) and _union(flows, summed))
+            self._trouble("statistic", i, _union(flows, summed))
             return MEAN
         affine = name in SUMS and (len(flows) > len(summed) or len(node.args) > len(flows))
         if len(kinds) > 1 or (affine and kinds == {SUM}):
@@ -342,12 +396,15 @@ class _Following:
                 if flows[p].kind == SUM:
                     self.found.scaled.add((i, p))
             return MEAN
-        kind = kinds.pop()
-        if kind == SUM and name in ("div", "mul") and not any(isinstance(a, Ref) for a in node.args[1:]):
-            if i in self.scaling:
-                return MEAN if self.scaling[i] else SUM
-            if i in self.wanted:
-                self.found.open_literals.append(i)
+        return self._scaled_kind(i, kinds.pop(), power, _union(flows, summed))
+
+    def _scaled_kind(self, i: int, kind: str, power: int, rows_from: int) -> str:
+        """A sum over rows that is divided by their number is a mean, and a mean times their number a sum."""
+        if power == 0:
+            return kind
+        if (kind, power) in ((SUM, -1), (MEAN, 1)):
+            return MEAN if kind == SUM else SUM
+        self._trouble("statistic", i, rows_from)
         return kind
 
     @staticmethod
@@ -359,7 +416,7 @@ class _Following:
 
     def _give(
         self, i: int, node: Node, rule: Rule, labels: Mapping[str, tuple[Part, ...]], kind: str, rows_from: int,
-        inputs: int, lost: bool = False, read: Sequence[Flow] = (),
+        inputs: int, power: int = 0, lost: bool = False, read: Sequence[Flow] = (),
     ) -> None:  # fmt: skip
         """The flows of an operator's outputs; where rows were lost they are guessed, by shapes."""
         new = ALIKE if rule.random or node.target in MAKE_ALIKE else PLAIN
@@ -387,12 +444,14 @@ class _Following:
                     dims = tuple(((n, PLAIN),) for n in spec.shape)
                     this = MEAN if node.hot else FIXED
             ref = Ref(i, out)
+            if this in (SUM, MEAN):
+                this, power = self._scaled_kind(i, this, power, rows_from), 0
             if this in (SUM, MEAN) and not node.hot:
                 if i in self.wanted and i not in self.found.ratios:
                     self.found.totals[ref] = this == MEAN
                 self.flows[ref] = Flow(FIXED, dims, 0, inputs)
             else:
-                self.flows[ref] = Flow(this, dims, rows_from if this != FIXED else 0, inputs)
+                self.flows[ref] = Flow(this, dims, rows_from if this != FIXED else 0, inputs, power)
 
     @staticmethod
     def _kept(
@@ -480,11 +539,16 @@ def _numbers(bits: int) -> tuple[int, ...]:
     return tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
 
 
+def _name(node: Node) -> str:
+    """``div`` of ``aten.div.Tensor``."""
+    return node.target.split(".")[1] if "." in node.target else node.target
+
+
 def _argument(node: Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 __all__ = [
-    "IGNORED", "LABELLED", "ROWS", "Flow", "FollowedRows", "Trouble", "followed", "inputs_with_rows", "is_of_model",
+    "IGNORED", "LABELLED", "ROWS", "Flow", "FollowedRows", "Scaling", "Trouble", "followed", "inputs_with_rows", "is_of_model",
     "may_have_rows",
 ]  # fmt: skip

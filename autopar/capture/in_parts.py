@@ -8,19 +8,23 @@ given, and its graph says which inputs have rows, or that one of them means noth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from autopar.capture.batch_factor import FollowedRows, Trouble, followed, inputs_with_rows, is_of_model
+from autopar.capture.batch_factor import FollowedRows, Scaling, Trouble, followed, inputs_with_rows, is_of_model
 from autopar.capture.batch_totals import with_totals
 from autopar.capture.microbatches import as_whole, first_part, have_rows, leaves_of_call, rows_of
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
 
+SHAPED = ("arange", "slice", "narrow", "split", "split_with_sizes", "select", "expand", "reshape", "linspace", "repeat")
+"""Operators whose numbers say shapes and places."""
+NEAR = 1e-9
+"""Ratios of numbers that differ by less are the same."""
 InputRows = Collection[str | int] | None
 """The inputs that have the rows of the batch, by the names or positions of arguments; None to find them."""
 
@@ -129,7 +133,7 @@ def captured_in_parts(
         first = part(whole)
     if parts == 1:
         return decided(first, None, whole)
-    scaling = _scaling(at_once.graph, first.graph)
+    scaling = _scaling(at_once.graph, first.graph, n * ranks if ranks == 1 else n, each)
     if each > 1 or _operators(first.graph) != _operators(at_once.graph):
         return decided(first, followed(first.graph, _rows_among(first, whole), scaling), whole)
     return decided(first, followed(at_once.graph, found.rows, scaling), whole)
@@ -252,16 +256,23 @@ def _others(example: Any, rows: Collection[str | int], signature: inspect.Signat
     return _as_spelt([name for name in tensors if not any(is_of(name, top) for top in said)], signature)
 
 
-def _scaling(whole: Graph, part: Graph) -> Mapping[int, bool]:
-    """Of operators with numbers, whether these are others in a part of the batch: they follow from how many rows there
-    are then."""
-    if _operators(whole) != _operators(part):
-        return {}
-    return {
-        i: a.args[1:] != b.args[1:]
-        for i, (a, b) in enumerate(zip(whole.nodes, part.nodes, strict=True))
-        if a.target.split(".")[1:2] in (["div"], ["mul"])
-    }
+def _scaling(whole: Graph, part: Graph, rows: int, of_part: int) -> Scaling | None:
+    """Of operators with numbers that are others in a part of the batch, how these follow from the number of rows; None
+    where the graphs differ in more."""
+    if _operators(whole) != _operators(part) or rows == of_part:
+        return None
+    powers: dict[int, int | None] = {}
+    for i, (a, b) in enumerate(zip(whole.nodes, part.nodes, strict=True)):
+        if a.kind != "op" or a.target.split(".")[1:2] and a.target.split(".")[1] in SHAPED:
+            continue
+        pairs = [
+            (x, y) for x, y in zip(a.args, b.args, strict=True)
+            if isinstance(x, (int, float)) and isinstance(y, (int, float)) and x != y
+        ]  # fmt: skip
+        for x, y in pairs:
+            ratio, times = (x / y if y else 0.0), rows / of_part
+            powers[i] = 1 if abs(ratio - times) < NEAR * times else -1 if abs(ratio * times - 1) < NEAR else None
+    return powers
 
 
 def _refusal(captured: Any, trouble: Trouble, part: str) -> str:

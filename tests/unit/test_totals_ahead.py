@@ -51,6 +51,10 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     ),
     "a sum": lambda out, y: out.square().sum(),
     "a sum over how many rows": lambda out, y: out.square().sum() / out.shape[0] + out.abs().sum() / out.numel(),
+    "rows over how many there are": lambda out, y: (out.square().sum(1) / len(out)).sum() + out.mean(),
+    "a number of rows as a tensor": lambda out, y: out.square().sum() / torch.tensor(len(out)) + out.mean(),
+    "a mean times how many rows": lambda out, y: out.square().mean() * len(out) + out.mean(),
+    "twelve, which is no number of rows": lambda out, y: out.square().sum() / 12 + out.mean() * 4,
     "a sum over a number": lambda out, y: out.square().sum() / 7 + 0.1 * out.abs().mean(),
     "targets around their mean": lambda out, y: (out[:, 0] - (y.to(out) - y.to(out).mean())).square().mean(),
 }  # fmt: skip
