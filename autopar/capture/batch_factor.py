@@ -59,6 +59,8 @@ KEEP_POWERS = (*SUMS, *PICKING, "sum", "mean", "neg", "abs", "relu", "slice", "s
 Scaling = Mapping[int, int | None]
 """Of nodes with a number that is another in a part of the batch, the power of the number of microbatches by which it
 is; None where it is no power."""
+Numbers = Mapping[str, float]
+"""Values of tensors with one element, by the names of their buffers."""
 Part = tuple[int, str]
 Dims = tuple[tuple[Part, ...], ...]
 """Of each dim, the parts of which it consists, the one that changes slowest first: sizes, and what each is."""
@@ -142,14 +144,17 @@ class FollowedRows:
         return not self.troubles and self.loss in (MEAN, SUM)
 
 
-def followed(graph: Graph, rows: Collection[int], scaling: Scaling | None = None) -> FollowedRows:
+def followed(
+    graph: Graph, rows: Collection[int], scaling: Scaling | None = None, numbers: Numbers | None = None
+) -> FollowedRows:
     """Follow the rows of these inputs through a graph.
 
     Args:
         rows: inputs with rows, by node number.
         scaling: how the numbers of nodes follow from how many rows there are; None where that is not known.
+        numbers: tensors with one element that the model's code makes, by the names of their buffers.
     """
-    return _Following(graph, frozenset(rows), scaling).run()
+    return _Following(graph, frozenset(rows), scaling, numbers or {}).run()
 
 
 def may_have_rows(graph: Graph, rows: int) -> tuple[int, ...]:
@@ -160,12 +165,12 @@ def may_have_rows(graph: Graph, rows: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def inputs_with_rows(graph: Graph, rows: int) -> FollowedRows:
+def inputs_with_rows(graph: Graph, rows: int, numbers: Numbers | None = None) -> FollowedRows:
     """Find the inputs that have the rows of the batch, among those that are as long.
 
     All of them have, unless rows do not fit then: such an input is left out where the others do without it.
     """
-    first = followed(graph, may_have_rows(graph, rows))
+    first = followed(graph, may_have_rows(graph, rows), None, numbers)
     if all(is_of_model(trouble) for trouble in first.troubles):
         return first
     norms = {trouble.node for trouble in first.troubles if trouble.kind == "across" and trouble.hot}
@@ -181,7 +186,7 @@ def inputs_with_rows(graph: Graph, rows: int) -> FollowedRows:
             fewer = this.rows - {number}
             if number in this.rows and fewer and fewer not in seen:
                 seen.add(fewer)
-                todo.append(followed(graph, fewer))
+                todo.append(followed(graph, fewer, None, numbers))
     return first
 
 
@@ -193,8 +198,8 @@ def is_of_model(trouble: Trouble) -> bool:
 class _Following:
     """One pass over a graph, in execution order."""
 
-    def __init__(self, graph: Graph, rows: frozenset[int], scaling: Scaling | None) -> None:
-        self.graph, self.scaling = graph, scaling
+    def __init__(self, graph: Graph, rows: frozenset[int], scaling: Scaling | None, numbers: Numbers) -> None:
+        self.graph, self.scaling, self.numbers = graph, scaling, numbers
         self.n_rows = next((graph.nodes[i].out.shape[0] for i in rows), 1)
         self.found = FollowedRows(rows)
         self.flows = self.found.flows
@@ -212,7 +217,10 @@ class _Following:
                         dims = tuple(((n, label if d == 0 else PLAIN),) for d, n in enumerate(spec.shape))
                         bit = 1 << i if node.kind == "input" else 0
                         is_row = i in self.found.rows
-                        self.flows[Ref(i, out)] = Flow(PER_ROW if is_row else FIXED, dims, bit if is_row else 0, bit)
+                        power = self._power_of(i, self.numbers[node.target]) if node.target in self.numbers else 0
+                        self.flows[Ref(i, out)] = Flow(
+                            PER_ROW if is_row else FIXED, dims, bit if is_row else 0, bit, power or 0
+                        )  # fmt: skip
             elif rule is not None:
                 self._operator(i, node, rule)
         if self.loss is not None:
@@ -349,10 +357,14 @@ class _Following:
         numbers = [x for x in node.args[1:] if isinstance(x, (int, float)) and not isinstance(x, bool)]
         if not numbers:
             return 0
+        power = self._power_of(i, numbers[0])
+        return power if power is None or name != "div" else -power
+
+    def _power_of(self, i: int, number: float) -> int | None:
+        """The power that a node's number has; where it is not known, the node is noted if the number may have one."""
         if self.scaling is not None:
-            power = self.scaling.get(i, 0)
-            return power if power is None or name != "div" else -power
-        number = abs(numbers[0])
+            return self.scaling.get(i, 0)
+        number = abs(number)
         may = self.n_rows > 1 and any(n >= 1 and n % self.n_rows == 0 for n in (number, 1 / number if number else 0))
         if may and i in self.wanted:
             self.found.open_literals.append(i)
@@ -549,6 +561,6 @@ def _argument(node: Node, position: int, name: str, default: Any) -> Any:
 
 
 __all__ = [
-    "IGNORED", "LABELLED", "ROWS", "Flow", "FollowedRows", "Scaling", "Trouble", "followed", "inputs_with_rows", "is_of_model",
+    "IGNORED", "LABELLED", "ROWS", "Flow", "FollowedRows", "Numbers", "Scaling", "Trouble", "followed", "inputs_with_rows", "is_of_model",
     "may_have_rows",
 ]  # fmt: skip

@@ -53,7 +53,7 @@ class InParts:
             return replace(captured, example=replace(captured.example, in_parts=self))
         found = self.found
         if _operators(graph) != self.operators:
-            found = followed(graph, _rows_among(captured, self.whole))
+            found = followed(graph, _rows_among(captured, self.whole), None, numbers_in(captured))
         changed, totals, place = with_totals(graph, found)
         inputs = tuple(None if number is None else place[number] for number in captured.inputs)
         return replace(
@@ -93,7 +93,7 @@ def captured_in_parts(
         return take(first_part(as_whole(example, ranks, whole) if ranks > 1 else example, parts, whole))
 
     def decided(captured: Any, found: FollowedRows | None, whole: frozenset[str]) -> Any:
-        found = followed(captured.graph, _rows_among(captured, whole)) if found is None else found
+        found = followed(captured.graph, _rows_among(captured, whole), None, numbers_in(captured)) if found is None else found
         return InParts(whole, _operators(captured.graph), found, parts > 1).of(captured)
 
     if rows is not None:
@@ -110,7 +110,7 @@ def captured_in_parts(
     except CaptureError as error:
         failure = error
     if first is not None and each > 1:
-        found = followed(first.graph, _cut_in(first, example, n, without))
+        found = followed(first.graph, _cut_in(first, example, n, without), None, numbers_in(first))
         open_ = found.open_literals if parts > 1 else []
         if not open_ and all(is_of_model(trouble) for trouble in found.troubles):
             return decided(first, found, without)
@@ -120,7 +120,7 @@ def captured_in_parts(
         if failure is not None:
             raise failure from None
         raise
-    found = inputs_with_rows(at_once.graph, n)
+    found = inputs_with_rows(at_once.graph, n, numbers_in(at_once))
     given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
     if given and ranks > 1:
         raise CaptureError(_refusal(at_once, given[0], f"each of {ranks} ranks has {n} rows of its own"))
@@ -133,10 +133,10 @@ def captured_in_parts(
         first = part(whole)
     if parts == 1:
         return decided(first, None, whole)
-    scaling = _scaling(at_once.graph, first.graph, n * ranks if ranks == 1 else n, each)
+    scaling = _scaling(at_once, first, n, each)
     if each > 1 or _operators(first.graph) != _operators(at_once.graph):
-        return decided(first, followed(first.graph, _rows_among(first, whole), scaling), whole)
-    return decided(first, followed(at_once.graph, found.rows, scaling), whole)
+        return decided(first, followed(first.graph, _rows_among(first, whole), scaling, numbers_in(first)), whole)
+    return decided(first, followed(at_once.graph, found.rows, scaling, numbers_in(at_once)), whole)
 
 
 def names_of(captured: Any) -> list[str]:
@@ -159,7 +159,7 @@ def refused_rows(captured: Any, rows: int, part: str) -> str:
         captured: of the whole batch, or of one rank's.
         part: what they are to be taken apart for.
     """
-    given = [t for t in inputs_with_rows(captured.graph, rows).troubles if t.is_of_inputs and not t.hot]
+    given = [t for t in inputs_with_rows(captured.graph, rows, numbers_in(captured)).troubles if t.is_of_inputs and not t.hot]
     return _refusal(captured, given[0], part) if given else ""
 
 
@@ -175,7 +175,7 @@ def decided_for_steps(captured: Any) -> tuple[str, InParts | None]:
     derived = captured.graph.derived
     if "for_steps" not in derived:
         rows = next((node.out.shape[0] for node in _leaf_nodes(captured) if node.out.shape), 0)
-        found = inputs_with_rows(captured.graph, rows)
+        found = inputs_with_rows(captured.graph, rows, numbers_in(captured))
         given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
         why = _refusal(captured, given[0], "a microbatch has a part of the rows") if given else ""
         whole = no_rows_in(captured) | frozenset(_without_rows(captured, found, rows))
@@ -256,23 +256,33 @@ def _others(example: Any, rows: Collection[str | int], signature: inspect.Signat
     return _as_spelt([name for name in tensors if not any(is_of(name, top) for top in said)], signature)
 
 
-def _scaling(whole: Graph, part: Graph, rows: int, of_part: int) -> Scaling | None:
-    """Of operators with numbers that are others in a part of the batch, how these follow from the number of rows; None
-    where the graphs differ in more."""
-    if _operators(whole) != _operators(part) or rows == of_part:
+def _scaling(whole: Any, part: Any, rows: int, of_part: int) -> Scaling | None:
+    """Of nodes with numbers that are others in a part of the batch, how these follow from the number of rows; None where
+    the graphs differ in more."""
+    if _operators(whole.graph) != _operators(part.graph) or rows == of_part:
         return None
     powers: dict[int, int | None] = {}
-    for i, (a, b) in enumerate(zip(whole.nodes, part.nodes, strict=True)):
-        if a.kind != "op" or a.target.split(".")[1:2] and a.target.split(".")[1] in SHAPED:
-            continue
-        pairs = [
-            (x, y) for x, y in zip(a.args, b.args, strict=True)
-            if isinstance(x, (int, float)) and isinstance(y, (int, float)) and x != y
-        ]  # fmt: skip
+    of_whole, of_part_too = numbers_in(whole), numbers_in(part)
+    times = rows / of_part
+    for i, (a, b) in enumerate(zip(whole.graph.nodes, part.graph.nodes, strict=True)):
+        pairs: list[tuple[Any, Any]] = []
+        if a.target in of_whole and b.target in of_part_too:
+            pairs = [(of_whole[a.target], of_part_too[b.target])]
+        elif a.kind == "op" and (a.target.split(".")[1:2] or [""])[0] not in SHAPED:
+            pairs = list(zip(a.args, b.args, strict=True))
         for x, y in pairs:
-            ratio, times = (x / y if y else 0.0), rows / of_part
-            powers[i] = 1 if abs(ratio - times) < NEAR * times else -1 if abs(ratio * times - 1) < NEAR else None
+            if isinstance(x, (int, float)) and isinstance(y, (int, float)) and x != y:
+                ratio = x / y if y else 0.0
+                powers[i] = 1 if abs(ratio / times - 1) < NEAR else -1 if abs(ratio * times - 1) < NEAR else None
     return powers
+
+
+def numbers_in(captured: Any) -> dict[str, float]:
+    """The numbers that the model's code makes into tensors, by name."""
+    return {
+        name: float(value) for name, value in captured.constants.items()
+        if value.numel() == 1 and not value.is_complex() and not value.is_meta
+    }  # fmt: skip
 
 
 def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
@@ -301,5 +311,6 @@ def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
 
 
 __all__ = [
-    "InParts", "InputRows", "captured_in_parts", "decided_for_steps", "is_at_once", "names_of", "no_rows_in", "refused_rows",
+    "InParts", "InputRows", "captured_in_parts", "decided_for_steps", "is_at_once", "names_of",
+    "numbers_in", "no_rows_in", "refused_rows",
 ]  # fmt: skip
