@@ -60,6 +60,22 @@ class InParts:
             captured, graph=changed, inputs=inputs, totals=totals, example=replace(captured.example, in_parts=self)
         )
 
+    def settled(self, captured: Any, take: Callable[[Any], Any]) -> InParts:
+        """The same where numbers of the graph may follow from how many rows there are: twice as many show it.
+
+        Args:
+            captured: a microbatch, as it is.
+            take: captures another call, ``(args, kwargs, targets)``.
+        """
+        if not self.found.open_literals:
+            return self
+        example = captured.example
+        twice = take(as_whole((example.args, dict(example.kwargs), example.targets), 2, self.whole))
+        found = followed(
+            captured.graph, _rows_among(captured, self.whole), _scaling(twice, captured, 2, 1), numbers_in(captured)
+        )
+        return replace(self, operators=_operators(captured.graph), found=found)
+
     @property
     def statistics(self) -> tuple[Trouble, ...]:
         """Where the loss is no sum over rows, by what the model computes of them."""
@@ -145,6 +161,12 @@ def names_of(captured: Any) -> list[str]:
     return [name for name, _ in leaves_of_call(pytree.tree_unflatten(leaves, captured.in_spec))]
 
 
+def in_parts_of(captured: Any) -> InParts | None:
+    """How a call is one microbatch of several, or one rank's; None where it is neither."""
+    of: InParts | None = captured.example.in_parts if captured.example is not None else None
+    return of
+
+
 def no_rows_in(captured: Any) -> frozenset[str]:
     """The inputs without rows of a microbatch, by name."""
     example = captured.example
@@ -180,7 +202,7 @@ def decided_for_steps(captured: Any) -> tuple[str, InParts | None]:
         why = _refusal(captured, given[0], "a microbatch has a part of the rows") if given else ""
         whole = no_rows_in(captured) | frozenset(_without_rows(captured, found, rows))
         decided = InParts(whole, _operators(captured.graph), found)
-        is_as_it_is = with_totals(captured.graph, found)[1] is None
+        is_as_it_is = with_totals(captured.graph, found)[1] is None and not found.open_literals
         derived["for_steps"] = why, None if is_as_it_is else decided
     of_steps: tuple[str, InParts | None] = derived["for_steps"]
     return of_steps
@@ -311,6 +333,6 @@ def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
 
 
 __all__ = [
-    "InParts", "InputRows", "captured_in_parts", "decided_for_steps", "is_at_once", "names_of",
+    "InParts", "InputRows", "captured_in_parts", "decided_for_steps", "in_parts_of", "is_at_once", "names_of",
     "numbers_in", "no_rows_in", "refused_rows",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.capture import capture
-from autopar.capture.batch_factor import inputs_with_rows
-from autopar.capture.batch_totals import with_totals
+from autopar.errors import RunError
 
 WEIGHTS = torch.tensor([0.1, 1.0, 5.0, 20.0, 0.5])
 
@@ -91,3 +88,52 @@ def test_microbatches_on_one_mesh_train_by_the_loss_of_the_batch(name: str) -> N
         assert loss.item() == pytest.approx(wanted.item(), rel=close)
         for parameter, name_of in ((p, n) for n, p in pm.named_parameters()):
             torch.testing.assert_close(parameter.grad, alone.get_parameter(name_of).grad, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("name", ["labels", "rows and labels", "a sum over how many rows", "a number of rows as a tensor"])
+def test_a_step_of_several_of_a_program_for_the_batch_at_once(name: str) -> None:
+    """Nobody has said that there are microbatches: the step is twice as long as the example."""
+    torch.manual_seed(0)
+    model = Counted(name).double()
+    alone = copy.deepcopy(model)
+    pm = autopar.parallelize(model, 1, (torch.randn(6, 4).double(), LABELS.clamp(min=0)))
+    for _ in range(2):
+        x, y = torch.randn(12, 4).double(), torch.cat([LABELS, LABELS.clamp(min=0)])
+        pm.zero_grad()
+        alone.zero_grad()
+        loss, wanted = pm.train_step(x, y, microbatches=2), alone(x, y)
+        wanted.backward()
+        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-12, atol=0)
+        for parameter, name_of in ((p, n) for n, p in pm.named_parameters()):
+            torch.testing.assert_close(parameter.grad, alone.get_parameter(name_of).grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(pm(x[:6], y[:6]).detach(), alone(x[:6], y[:6]).detach(), rtol=1e-12, atol=0)
+
+
+def test_shapes_that_are_fixed_refuse_such_a_step() -> None:
+    pm = autopar.parallelize(Counted("labels").double(), 1, (torch.randn(6, 4).double(), LABELS), shapes="fixed")
+    with pytest.raises(RunError, match="divides by a sum over the batch.*parallelize with microbatches=n"):
+        pm.train_step(torch.randn(12, 4).double(), torch.cat([LABELS, LABELS]), microbatches=2)
+
+
+def test_buffers_that_change_count_as_they_are() -> None:
+    """Class weights are read at each step."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 5)
+            self.register_buffer("w", WEIGHTS.double())
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.up(x), y, self.w)
+
+    torch.manual_seed(0)
+    model = Weighted().double()
+    alone = copy.deepcopy(model)
+    pm = autopar.parallelize(model, 1, (torch.randn(6, 4).double(), torch.zeros(6).long()), microbatches=3)
+    for k in range(2):
+        x, y = torch.randn(6, 4).double(), LABELS
+        torch.testing.assert_close(pm.train_step(x, y), alone(x, y).detach(), rtol=1e-12, atol=0)
+        with torch.no_grad():
+            pm.w.add_(k + 1)
+            alone.w.add_(k + 1)

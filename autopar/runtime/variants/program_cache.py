@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from autopar.capture import Captured, Example
 from autopar.capture.evaluation import Skeleton
-from autopar.capture.in_parts import InParts, decided_for_steps, is_at_once, no_rows_in
+from autopar.capture.in_parts import InParts, decided_for_steps, in_parts_of, is_at_once, no_rows_in
 from autopar.capture.microbatches import rows_of
 from autopar.capture.python.guards import Change, refusal
 from autopar.capture.unread import changed_strings, unread_strings
@@ -311,11 +311,11 @@ class Programs:
             batch, loss_fn = call.of(self.example, batch_rows(pm._autopar_captured))
             example = pm._autopar_captured.example if fits else Example(
                 *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision,
-                self._for_steps(pm._autopar_captured, call) or pm._autopar_captured.example.in_parts,
+                self._for_steps(pm._autopar_captured, call) or in_parts_of(pm._autopar_captured),
             )  # fmt: skip
             assert example is not None
             with unheard(), in_modes(source, training):
-                new = example.capture(source)
+                new = _captured(example, source)
                 changed = [] if fits else changed_strings(pm._autopar_captured, new)
                 if groups := [group for group in changed if group not in self.strings_read]:
                     new = replace(new, unread=unread_strings(new, source, groups))
@@ -335,6 +335,20 @@ class Programs:
                 "to a few sizes, and pass numbers that change as tensors\n" + what,
                 stacklevel=6,
             )
+
+
+def _captured(example: Example, source: torch.nn.Module) -> Captured:
+    """A call, captured; of one microbatch with numbers that may follow from how many rows there are, another, too."""
+    if example.in_parts is None or not example.in_parts.found.open_literals:
+        return example.capture(source)
+
+    def take(batch: Batch) -> Captured:
+        return replace(plain, args=batch[0], kwargs=batch[1], targets=batch[2]).capture(source)
+
+    plain = replace(example, in_parts=None)
+    one = plain.capture(source)
+    done: Captured = example.in_parts.settled(one, take).of(one)
+    return done
 
 
 def _unmarked(text: str) -> str:
