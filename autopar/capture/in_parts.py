@@ -19,7 +19,7 @@ from autopar.capture.batch_totals import with_totals
 from autopar.capture.microbatches import as_whole, first_part, have_rows, leaves_of_call, rows_of
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
-from autopar.words.graph import Graph
+from autopar.words.graph import Graph, Ref
 
 SHAPED = ("arange", "slice", "narrow", "split", "split_with_sizes", "select", "expand", "reshape", "linspace", "repeat")
 """Operators whose numbers say shapes and places."""
@@ -36,7 +36,7 @@ class InParts:
     Attributes:
         whole: inputs without rows, by the names that :func:`~autopar.capture.microbatches.leaves_of_call` gives them,
             and by those of the arguments.
-        operators: of the graph that was followed.
+        operators: of the graph that was followed, and their names.
         found: what was found there.
         of_several: whether it is one of several microbatches, which reads totals of its batch.
     """
@@ -49,16 +49,44 @@ class InParts:
     def of(self, captured: Any) -> Any:
         """A captured microbatch with its inputs that are computed ahead of a step."""
         graph: Graph = captured.graph
-        if not self.of_several:
+        if not self.of_several or graph.loss is None:
             return replace(captured, example=replace(captured.example, in_parts=self))
         found = self.found
         if _operators(graph) != self.operators:
-            found = followed(graph, _rows_among(captured, self.whole), None, numbers_in(captured))
+            rows = _rows_among(captured, self.whole)
+            if all(graph.nodes[n].out.shape[0] == 1 for n in rows):
+                found = self._by_names(graph)
+            else:
+                found = followed(graph, rows, None, numbers_in(captured))
         changed, totals, place = with_totals(graph, found)
         inputs = tuple(None if number is None else place[number] for number in captured.inputs)
         return replace(
             captured, graph=changed, inputs=inputs, totals=totals, example=replace(captured.example, in_parts=self)
         )
+
+    def _by_names(self, graph: Graph) -> FollowedRows:
+        """What was found, in another graph of one row, in which rows cannot be followed.
+
+        Raises:
+            CaptureError: an operator is not there.
+        """
+        names = [operator.partition(" ")[2] for operator in self.operators]
+        found = self.found
+
+        def now(number: int) -> int:
+            there = graph.index.get(names[number], -1)
+            if there < 0 or f"{graph.nodes[there].target} {names[number]}" != self.operators[number]:
+                raise CaptureError(
+                    f"a microbatch of one row is another graph than that of several, without {names[number]}, by which "
+                    "its loss is a part of that of the batch: give batches whose rows the microbatches divide"
+                )
+            return there
+
+        return FollowedRows(
+            frozenset(), totals={Ref(now(ref.node), ref.out): is_mean for ref, is_mean in found.totals.items()},
+            ratios=[now(number) for number in found.ratios], loss=found.loss,
+            scaled={(number if number < 0 else now(number), position) for number, position in found.scaled},
+        )  # fmt: skip
 
     def settled(self, captured: Any, take: Callable[[Any], Any]) -> InParts:
         """The same where numbers of the graph may follow from how many rows there are: twice as many show it.
@@ -213,7 +241,7 @@ def _leaf_nodes(captured: Any) -> list[Any]:
 
 
 def _operators(graph: Graph) -> tuple[str, ...]:
-    return tuple(node.target for node in graph.nodes)
+    return tuple(f"{node.target} {node.name}" for node in graph.nodes)
 
 
 def _cut_in(captured: Any, example: Any, rows: int, without: Collection[str]) -> set[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,7 +75,8 @@ def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microb
     uneven = _uneven(pm, args, kwargs, count)
     if uneven is None:
         return [StepPart(ModuleCall(args, kwargs, in_parts=True, parts=count))]
-    return [StepPart(run.call, run.share * run.microbatches) for run in uneven]
+    several = len(uneven) > 1
+    return [StepPart(replace(run.call, of_several=several), run.share * run.microbatches) for run in uneven]
 
 
 def _may_be_uneven(pm: Any) -> bool:
@@ -99,7 +100,7 @@ def _of_own_rows(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: 
         some = _rows_between((args, kwargs), rows, begin, number * each, without)
         calls = pm._autopar_own_rows.parts(*some, number)
         first_args, first_kwargs = calls[0]
-        of_first = ModuleCall(first_args, first_kwargs, parts=number)
+        of_first = ModuleCall(first_args, first_kwargs, parts=number, of_several=len(of_parts) > 1)
         parts.append(StepPart(of_first, number * each / max(1, rows), calls))
         begin += number * each
     return parts

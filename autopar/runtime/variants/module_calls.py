@@ -29,6 +29,7 @@ class ModuleCall:
         one: positional and keyword arguments of the first microbatch, where it is known what is cut; whole, also where
             the call has one rank's rows.
         of_step: it is one microbatch of a step that was looked at as a whole.
+        of_several: the step has other microbatches, in other calls.
     """
 
     args: tuple[Any, ...]
@@ -37,6 +38,7 @@ class ModuleCall:
     parts: int | None = None
     one: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
     of_step: bool = False
+    of_several: bool = False
 
     def of(self, example: Example, rows: int) -> tuple[Batch, Any]:
         """The call that a program for this one is captured from, and its loss function, unless the call leaves out the

@@ -213,7 +213,7 @@ class Programs:
         """How a program of a batch at once is to be captured again for a step of several microbatches, which reads
         what their losses divide by in the whole batch; None where it takes the step as it is."""
         parts = call.parts if call.parts is not None else call.parts_of(captured)
-        if (parts or 1) == 1 or not is_at_once(captured):
+        if ((parts or 1) == 1 and not call.of_several) or not is_at_once(captured):
             return None
         return decided_for_steps(captured)[1]
 
