@@ -94,9 +94,10 @@ def runs(
         positional, by_name = pytree.tree_unflatten(some, spec)
         return tuple(positional), dict(by_name)
 
-    for count, each in sizes(rows, max(1, whole // ranks) if most is None else most):
+    of_sizes = sizes(rows, max(1, whole // ranks) if most is None else most)
+    for count, each in of_sizes:
         one = part(begin, each, ranks)
-        call = ModuleCall(*part(begin, count * each), in_parts=True, parts=count, one=one)
+        call = ModuleCall(*part(begin, count * each), in_parts=True, parts=count, one=one, of_several=len(of_sizes) > 1)
         runs_of_call.append(Run(call, count, each / rows, tuple(cut)))
         begin += count * each
     return runs_of_call

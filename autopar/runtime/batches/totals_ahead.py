@@ -7,12 +7,14 @@ its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from autopar.capture import Captured
 from autopar.capture.batch_totals import Ahead, Totals
+from autopar.capture.in_parts import decided_for_steps, is_at_once
+from autopar.errors import RunError
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.one_device import one_device
 
@@ -75,6 +77,25 @@ class TotalsAhead:
         return terms
 
 
+def check_in_parts(captured: Captured) -> None:
+    """Refuse a step in microbatches of a program that was made for the batch at once and cannot take it.
+
+    Raises:
+        RunError: it says which input, or that the loss divides by a sum.
+    """
+    if not is_at_once(captured):
+        return
+    why, other = decided_for_steps(captured)
+    if why:
+        raise RunError(f"a step in microbatches: {why}")
+    if other is not None:
+        raise RunError(
+            "a step in microbatches: the loss divides by a sum over the batch, or by how many rows it has, and the "
+            "program, made for the batch at once with shapes='fixed', does not read that of several microbatches: "
+            "parallelize with microbatches=n"
+        )
+
+
 @torch.no_grad()
 def computed_ahead(
     of: Sequence[TotalsAhead | None], batches: Sequence[Tensors], shares: Sequence[float], state: State
@@ -116,7 +137,11 @@ def _whole(ahead: Ahead, terms: Sequence[torch.Tensor], shares: Sequence[float],
 
 def totals_ahead(captured: Captured, device: torch.device) -> TotalsAhead | None:
     """What gives the inputs of a captured microbatch that are computed ahead; None where it has none."""
-    return None if captured.totals is None else TotalsAhead(captured.totals, device)
+    if captured.totals is None:
+        return None
+    nodes = {node.name: node for _, node in captured.graph.of_kind("input")}
+    ahead = tuple(replace(each, spec=nodes[each.name].out) for each in captured.totals.ahead)  # in double, maybe
+    return TotalsAhead(replace(captured.totals, ahead=ahead), device)
 
 
-__all__ = ["State", "TotalsAhead", "computed_ahead", "totals_ahead"]
+__all__ = ["State", "TotalsAhead", "check_in_parts", "computed_ahead", "totals_ahead"]

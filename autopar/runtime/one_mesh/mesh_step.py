@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.capture import Captured
-from autopar.capture.in_parts import decided_for_steps, is_at_once, no_rows_in
+from autopar.capture.in_parts import no_rows_in
 from autopar.capture.microbatches import have_rows, rows_of
 from autopar.errors import CaptureError, RunError
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
@@ -26,7 +25,7 @@ from autopar.runtime.batches.calls import leaves_of
 from autopar.runtime.batches.equal_rows import check_equal_rows
 from autopar.runtime.batches.own_rows import Call
 from autopar.runtime.batches.runs import Run, runs, sizes
-from autopar.runtime.batches.totals_ahead import TotalsAhead, computed_ahead
+from autopar.runtime.batches.totals_ahead import TotalsAhead, check_in_parts, computed_ahead
 from autopar.runtime.gradients.step_gradients import has_hooks
 from autopar.runtime.one_mesh.direct import stand_ins
 from autopar.runtime.parameters.state import as_dtensor
@@ -75,8 +74,7 @@ def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microb
     uneven = _uneven(pm, args, kwargs, count)
     if uneven is None:
         return [StepPart(ModuleCall(args, kwargs, in_parts=True, parts=count))]
-    several = len(uneven) > 1
-    return [StepPart(replace(run.call, of_several=several), run.share * run.microbatches) for run in uneven]
+    return [StepPart(run.call, run.share * run.microbatches) for run in uneven]
 
 
 def _may_be_uneven(pm: Any) -> bool:
@@ -173,7 +171,7 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
         with pm._autopar_fails_everywhere(f"gathering what the losses from call {pm._autopar_calls + 1} on divide by"):
             wholes += [{} if ahead is None else whole_inputs(pm, ahead, *call) for call in calls]
     if len(totals) > 1:
-        _check_in_parts(pm._autopar_captured)
+        check_in_parts(pm._autopar_captured)
     shares = [part.share / len(calls) for part, calls in zip(parts, of_parts, strict=True) for _ in calls]
     weights = [
         share if each is None else each.totals.weight(share) for each, share in zip(totals, shares, strict=True)
@@ -191,24 +189,6 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
             these = slice(begin, begin := begin + len(calls))
             losses.append(backwards(pm, calls, weights[these], loss, len(shares), given[these], scale))
     return sum(losses[1:], losses[0])
-
-
-def _check_in_parts(captured: Captured) -> None:
-    """Refuse a step in microbatches of a program that was made for the batch at once and cannot take it.
-
-    Raises:
-        RunError: it says which input, or what the loss divides by.
-    """
-    if not is_at_once(captured):
-        return
-    why, other = decided_for_steps(captured)
-    if why:
-        raise RunError(f"train_step in microbatches: {why}")
-    if other is not None:
-        raise RunError(
-            "train_step in microbatches: the loss divides by a sum over the batch, and the program, made for the batch "
-            "at once with shapes='fixed', does not read that of several microbatches: parallelize with microbatches=n"
-        )
 
 
 def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:

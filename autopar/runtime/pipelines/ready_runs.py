@@ -14,7 +14,7 @@ from autopar.plans.stage_graphs import StageGraph
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.own_rows_in_stages import RowsInStages
 from autopar.runtime.batches.runs import Run
-from autopar.runtime.batches.totals_ahead import State, TotalsAhead, computed_ahead
+from autopar.runtime.batches.totals_ahead import State, TotalsAhead, check_in_parts, computed_ahead
 from autopar.runtime.gradients.reached import Reached, ReachedBy
 from autopar.runtime.pipelines.rank_actions import Work
 
@@ -75,6 +75,9 @@ def with_totals_of_batch(
         there = {name: own_rows.joined(inputs[name], shape, device_mesh) for name, shape in totals.inputs.items()}
         return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in there.items()}
 
+    if sum(each.run.microbatches for each in runs) > 1:
+        for each in runs:
+            check_in_parts(each.captured)
     of = [each.totals for each in runs for _ in each.batches]
     wholes = [
         {} if each.totals is None else whole(each.totals, inputs) for each in runs for inputs in each.batches
