@@ -28,7 +28,7 @@ PLAIN, ROWS, ALIKE, OWN = "plain", "rows", "alike", "own"
 """What a part of a dim is: any values; rows of the batch; values that are the same all along it; the numbers 0, 1, 2,
 ..., which as indices into rows name each row itself."""
 FIXED, PER_ROW, SUM, MEAN = "fixed", "per row", "sum", "mean"
-"""What a tensor has in a microbatch: what it has in the batch; its rows; a term of a sum; a term of a mean over rows."""
+"""What a tensor has in a microbatch: what it has in the batch; its rows; a term of a sum; one of a mean over rows."""
 REDUCTION_MEAN = 1
 MOST_TRIED = 24
 """Sets of inputs that are tried at most to find those with rows."""
@@ -53,7 +53,9 @@ MEANS = (
 )  # fmt: skip
 """Operators that may take a mean over all that they read."""
 PICKING = ("index", "gather", "index_select", "embedding", "masked_fill", "where")
-KEEP_POWERS = (*SUMS, *PICKING, "sum", "mean", "neg", "abs", "relu", "slice", "select", "cat", "split", "chunk", "unbind")
+KEEP_POWERS = (
+    *SUMS, *PICKING, "sum", "mean", "neg", "abs", "relu", "slice", "select", "cat", "split", "chunk", "unbind",
+)  # fmt: skip
 """Operators that keep a factor of all values that they read."""
 
 Scaling = Mapping[int, int | None]
@@ -561,6 +563,7 @@ def _argument(node: Node, position: int, name: str, default: Any) -> Any:
 
 
 __all__ = [
-    "IGNORED", "LABELLED", "ROWS", "Flow", "FollowedRows", "Numbers", "Scaling", "Trouble", "followed", "inputs_with_rows", "is_of_model",
+    "IGNORED", "LABELLED", "ROWS", "Flow", "FollowedRows", "Numbers", "Scaling", "Trouble", "followed",
+    "inputs_with_rows", "is_of_model",
     "may_have_rows",
 ]  # fmt: skip

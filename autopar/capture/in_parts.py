@@ -137,7 +137,8 @@ def captured_in_parts(
         return take(first_part(as_whole(example, ranks, whole) if ranks > 1 else example, parts, whole))
 
     def decided(captured: Any, found: FollowedRows | None, whole: frozenset[str]) -> Any:
-        found = followed(captured.graph, _rows_among(captured, whole), None, numbers_in(captured)) if found is None else found
+        if found is None:
+            found = followed(captured.graph, _rows_among(captured, whole), None, numbers_in(captured))
         return InParts(whole, _operators(captured.graph), found, parts > 1).of(captured)
 
     if rows is not None:
@@ -209,7 +210,8 @@ def refused_rows(captured: Any, rows: int, part: str) -> str:
         captured: of the whole batch, or of one rank's.
         part: what they are to be taken apart for.
     """
-    given = [t for t in inputs_with_rows(captured.graph, rows, numbers_in(captured)).troubles if t.is_of_inputs and not t.hot]
+    found = inputs_with_rows(captured.graph, rows, numbers_in(captured))
+    given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
     return _refusal(captured, given[0], part) if given else ""
 
 
@@ -302,13 +304,15 @@ def _others(example: Any, rows: Collection[str | int], signature: inspect.Signat
     for r in rows:
         tops = _as_spelt([f"args[{r}]" if isinstance(r, int) else f"'{r}'"], signature)
         if not any(is_of(name, top) for name in tensors for top in tops):
-            raise CaptureError(f"input_rows names {r!r}, which is no tensor of the example: these are {', '.join(tensors)}")
+            raise CaptureError(
+                f"input_rows names {r!r}, which is no tensor of the example: these are {', '.join(tensors)}"
+            )
     return _as_spelt([name for name in tensors if not any(is_of(name, top) for top in said)], signature)
 
 
 def _scaling(whole: Any, part: Any, rows: int, of_part: int) -> Scaling | None:
-    """Of nodes with numbers that are others in a part of the batch, how these follow from the number of rows; None where
-    the graphs differ in more."""
+    """Of nodes with numbers that are others in a part of the batch, how these follow from the number of rows; None
+    where the graphs differ in more."""
     if _operators(whole.graph) != _operators(part.graph) or rows == of_part:
         return None
     powers: dict[int, int | None] = {}
@@ -355,12 +359,20 @@ def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
             f"{shown(trouble.rows)}, though the input itself has no rows that could be cut"
         )
     return (
-        f"{why}, and {part}\n  microbatches=1 with batch='global' takes the whole batch at once on every rank; or give the model what "
-        "counts within each row, with one entry for each row of the batch (a mask, document numbers, positions)"
+        f"{why}, and {part}\n  microbatches=1 with batch='global' takes the whole batch at once on every rank; or give "
+        "the model what counts within each row, with one entry for each row of the batch (a mask, document numbers, positions)"
     )
 
 
 __all__ = [
-    "InParts", "InputRows", "captured_in_parts", "decided_for_steps", "in_parts_of", "is_at_once", "names_of",
-    "numbers_in", "no_rows_in", "refused_rows",
+    "InParts",
+    "InputRows",
+    "captured_in_parts",
+    "decided_for_steps",
+    "in_parts_of",
+    "is_at_once",
+    "names_of",
+    "no_rows_in",
+    "numbers_in",
+    "refused_rows",
 ]  # fmt: skip

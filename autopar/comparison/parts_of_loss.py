@@ -124,8 +124,8 @@ def _of_statistics(captured: Captured, parts: int) -> str:
         return ""
     return (
         f"the loss of the example batch is the same in {parts} microbatches, but that of others need not be: "
-        f"{decided.statistics[0].where} reads a sum over the batch that depends on the parameters, and a microbatch has "
-        "one of its own\n  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
+        f"{decided.statistics[0].where} reads a sum over the batch that depends on the parameters, and a microbatch "
+        "has one of its own\n  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
     )
 
 

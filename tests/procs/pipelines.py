@@ -246,8 +246,10 @@ def evaluates_one(config: Config) -> dict[str, Any]:
     torch.manual_seed(5)
     case = as_float64(ZOO[config.name](**config.zoo))
     k, double = config.microbatches, program_vs_eager.promoted
-    captured = capture(case.model, *cut(case.batch, k, 0))
-    captured = dataclasses.replace(double(captured), constants=program_vs_eager.doubled(captured.constants))
+    captured, one = (
+        dataclasses.replace(double(each), constants=program_vs_eager.doubled(each.constants))
+        for each in (capture(case.model, *cut(case.batch, k, 0)), part_of(case, k))
+    )
     reference = OneDevice(case.model, captured)
     pm = PipelineModule(case.model, one, make_plan(one, config))
     ours = torch.optim.SGD(pm.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Which inputs have the rows of a batch, and where their rows cannot be taken apart: by what the graph does with them."""
+"""Which inputs have the rows of a batch, and where these cannot be taken apart: by what the graph does with them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "one document": (_documents, lambda k: (_i(k, 32, ROWS, 8), _ends(k, 1)), r"args\[1\]"),
     "partners in the batch": (
         lambda m, x, partner: (m.hidden(x) - m.hidden(x)[partner]).square().mean(),
-        lambda k: (_x(k), torch.tensor([0, 1, 0, 1]) if k == 0 else torch.tensor([2, 3, 1, 0])), r"args\[1\].*args\[0\]",
+        lambda k: (_x(k), torch.tensor([0, 1, 0, 1] if k == 0 else [2, 3, 1, 0])), r"args\[1\].*args\[0\]",
     ),
     "partners by index_select": (
         lambda m, x, partner: (m.hidden(x) - m.hidden(x).index_select(0, partner)).square().mean(),

@@ -90,7 +90,9 @@ def test_microbatches_on_one_mesh_train_by_the_loss_of_the_batch(name: str) -> N
             torch.testing.assert_close(parameter.grad, alone.get_parameter(name_of).grad, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("name", ["labels", "rows and labels", "a sum over how many rows", "a number of rows as a tensor"])
+@pytest.mark.parametrize(
+    "name", ["labels", "rows and labels", "a sum over how many rows", "a number of rows as a tensor"]
+)  # fmt: skip
 def test_a_step_of_several_of_a_program_for_the_batch_at_once(name: str) -> None:
     """Nobody has said that there are microbatches: the step is twice as long as the example."""
     torch.manual_seed(0)
@@ -111,7 +113,7 @@ def test_a_step_of_several_of_a_program_for_the_batch_at_once(name: str) -> None
 
 def test_shapes_that_are_fixed_refuse_such_a_step() -> None:
     pm = autopar.parallelize(Counted("labels").double(), 1, (torch.randn(6, 4).double(), LABELS), shapes="fixed")
-    with pytest.raises(RunError, match="divides by a sum over the batch.*parallelize with microbatches=n"):
+    with pytest.raises(RunError, match=r"divides by a sum over the batch.*parallelize with microbatches=n"):
         pm.train_step(torch.randn(12, 4).double(), torch.cat([LABELS, LABELS]), microbatches=2)
 
 

@@ -50,7 +50,8 @@ def check_equal_rows(
         if n is not None and isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim()
         and captured.graph.nodes[n].out.shape
     }  # fmt: skip
-    wanted = {i: captured.graph.nodes[n].out.shape[0] for i, n in enumerate(captured.inputs) if n is not None and i in lengths}
+    nodes = captured.graph.nodes
+    wanted = {i: nodes[n].out.shape[0] for i, n in enumerate(captured.inputs) if n is not None and i in lengths}
     if len({(length, wanted[i]) for i, length in lengths.items()}) < 2:
         return
     of_rows = {i: length for i, length in lengths.items() if i in row_leaves(captured)}

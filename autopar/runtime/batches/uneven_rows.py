@@ -122,7 +122,8 @@ def put_together(
     has_rows = []
     for number, (name, _) in enumerate(leaves_of_call(call)):
         of_leaf = [outline[number] for _, outline in of_ranks]
-        cut = name not in without and all(each is not None and each[0][:1] == (n,) for each, n in zip(of_leaf, of_all, strict=True))
+        as_long = (each is not None and each[0][:1] == (n,) for each, n in zip(of_leaf, of_all, strict=True))
+        cut = name not in without and all(as_long)
         has_rows.append(cut)
         alike = {(each[0][1:], each[1]) for each in of_leaf} if cut else set(of_leaf)
         if len(alike) > 1:

@@ -377,7 +377,8 @@ class ParallelModule(TakesRows, SpreadModule):
         A microbatch has the shapes of the example inputs. An input whose first dim is ``microbatches`` times as long
         is cut there; one with exactly the captured shape goes into every microbatch. Each loss counts by its
         microbatch's part of the rows, and divides by what the whole batch has where it divides by a sum over labels or
-        masks (:mod:`~autopar.runtime.batches.totals_ahead`), so that the loss and the gradients are those of the whole batch at once.
+        masks (:mod:`~autopar.runtime.batches.totals_ahead`), so that the loss and the gradients are those of the whole
+        batch at once.
 
         Args:
             optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.

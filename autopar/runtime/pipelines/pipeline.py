@@ -205,8 +205,7 @@ class PipelineModule(TakesRows, SpreadModule):
         """The whole value of a buffer, on all ranks, which call it together: that of the first stage that reads it."""
         node = self._autopar_captured.graph.nodes[self._autopar_captured.graph.index[name]]
         number = next(
-            (part.number for part in self._autopar_parts if any(n.target == name for _, n in part.graph.of_kind("buffer"))),
-            0,
+            (p.number for p in self._autopar_parts if any(n.target == name for _, n in p.graph.of_kind("buffer"))), 0
         )  # fmt: skip
         stage, value = self._autopar_stages.get(number), self._autopar_captured.constants.get(name)
         if stage is not None and name in stage.buffers:
