@@ -360,7 +360,8 @@ def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
         )
     return (
         f"{why}, and {part}\n  microbatches=1 with batch='global' takes the whole batch at once on every rank; or give "
-        "the model what counts within each row, with one entry for each row of the batch (a mask, document numbers, positions)"
+        "the model what counts within each row, with one entry for each row of the batch (a mask, document numbers, "
+        "positions)"
     )
 
 
