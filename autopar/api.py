@@ -393,8 +393,7 @@ def parallelize(
             pm.gradient_dtype = gradient_dtype
         if batch == "local" and dist.get_world_size(group) > 1:
             all_ranks.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
-            pm._autopar_take_own_rows()
-            pm._autopar_own_rows.without = no_rows_in(one)
+            pm._autopar_take_own_rows(no_rows_in(one))
         device_type = all_ranks.device_type_of(model)
         cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, mesh, cluster, records)
         prepared = together.by_graph if together is not None else None

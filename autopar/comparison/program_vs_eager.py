@@ -105,8 +105,9 @@ def state_of(captured: Captured, model: torch.nn.Module) -> tuple[dict[str, torc
 
 
 def inputs_of(
-    captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any], buffers: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
+    captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The graph's inputs in a batch; of a microbatch those, too, that are computed ahead of a step, as if it were one.
 
     Args:

@@ -180,9 +180,10 @@ class ParallelModule(TakesRows, SpreadModule):
         """The ranks."""
         return self._autopar_mesh
 
-    def _autopar_take_own_rows(self) -> None:
-        """From now on every rank is called with its own rows."""
+    def _autopar_take_own_rows(self, without: frozenset[str]) -> None:
+        """From now on every rank is called with its own rows; inputs of the names in ``without`` have none."""
         self._autopar_own_rows = OwnRows(self._autopar_mesh)
+        self._autopar_own_rows.without = without
 
     @property
     def _autopar_evaluates(self) -> bool:

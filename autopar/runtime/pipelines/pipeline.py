@@ -174,11 +174,12 @@ class PipelineModule(TakesRows, SpreadModule):
         """The plan that this module runs."""
         return self._autopar_plan
 
-    def _autopar_take_own_rows(self) -> None:
-        """From now on every rank is called with its own rows."""
+    def _autopar_take_own_rows(self, without: frozenset[str]) -> None:
+        """From now on every rank is called with its own rows; inputs of the names in ``without`` have none."""
         self._autopar_own_rows = RowsInStages(
             [(s.mesh, s.devices) for s in self._autopar_plan.stages], self._autopar_rank
         )
+        self._autopar_own_rows.without = without
 
     @property
     def _autopar_rows(self) -> RowsInStages | None:
