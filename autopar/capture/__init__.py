@@ -31,6 +31,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.python`         plain values that the model's code reads: heard of, kept and compared
 :mod:`.graph`          the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed;
                        :mod:`.normalize`: operators in one spelling each
+:mod:`.rows_of_draws`  where the rows of the batch are in what random operators draw
 :mod:`.losses`         a loss without a gradient is refused; :mod:`.dataclass_nodes`: dataclasses in inputs and outputs
 of a captured model    :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
                        :mod:`.batch_factor` (which inputs have rows, and what the loss is to them), :mod:`.in_parts` (a
@@ -57,6 +58,7 @@ from autopar.capture.losses import check_loss
 from autopar.capture.python.attribute_outputs import Left, own_outputs
 from autopar.capture.python.guards import Guards
 from autopar.capture.recorded import traced
+from autopar.capture.rows_of_draws import with_rows_of_draws
 from autopar.capture.tensor_layouts import check_dense
 from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
 from autopar.errors import CaptureError
@@ -212,6 +214,7 @@ def capture(
     _check_renewed(graph, model, precision)
     check_loss(graph, module, loss_fn is not None)
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
+    graph = with_rows_of_draws(graph)
     literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     if len(user_inputs) != len(leaves):
         raise CaptureError(f"the model takes {len(leaves)} input leaves, the captured graph {len(user_inputs)}")

@@ -352,7 +352,7 @@ def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
     if trouble.kind == "index":
         rows = [n for n in trouble.rows if n not in culprits]
         of = f" of {shown(rows)}" if rows else ""
-        why = f"input {shown(culprits)} counts rows{of} at {where}: its numbers are places among the rows of the example"
+        why = f"input {shown(culprits)} counts rows{of} at {where}: these are places among the example's rows"
     else:
         why = (
             f"what follows from input {shown(culprits)} has all rows of the batch at {where}, beside those of "

@@ -28,10 +28,12 @@ from autopar.capture.python.globals_read import Free, free_values
 from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.value_origins import depends_on_data
+from autopar.torch_private import FakeTensor, pytree
 
 _FOREIGN = ("torch", "builtins", "numpy", "enum", "types", "functools", "collections", "typing", "threading", "logging",
             "re", "weakref", "_thread", "abc", "pathlib", "inspect", "contextlib")  # fmt: skip
 """Packages whose objects are not looked into."""
+_ABSENT = object()
 
 
 @dataclass
@@ -89,6 +91,8 @@ class Recorder:
         """The same with the trace's own tensors, when forward begins."""
         self.generators: dict[int, tuple[Any, str, Any]] = {}
         self.left = LeftBehind()
+        self.before_set: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        """Attributes that forward sets to more than plain values: their owners and names, and what they held."""
         self.lookups = Lookups(self._saw, self._wrote)
         self.changed: list[Written] = []
         """What the next call would read otherwise."""
@@ -130,6 +134,12 @@ class Recorder:
                 else:
                     del module._buffers[name]  # the trace's own tensor, which is of no use to anybody
         self.lookups.end()
+        for owner, name, before in self.before_set.values():
+            attributes = vars(owner)
+            if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(attributes.get(name))):
+                attributes.pop(name)  # the model's next call would compute with the trace's own tensors
+                if before is not _ABSENT:
+                    attributes[name] = before
 
     # -- what is heard
 
@@ -223,6 +233,8 @@ class Recorder:
         key = id(owner), name
         if not is_plain(value):
             self.left.note(owner, owner_and_path[1], name)
+            if hasattr(owner, "__dict__"):
+                self.before_set.setdefault(key, (owner, name, vars(owner).get(name, _ABSENT)))
         if isinstance(value, torch.Tensor):
             self._kept(key, owner, owner_and_path[1], name, value)
             return

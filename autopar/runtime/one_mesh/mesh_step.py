@@ -24,11 +24,12 @@ from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import leaves_of
 from autopar.runtime.batches.equal_rows import check_equal_rows
 from autopar.runtime.batches.own_rows import Call
-from autopar.runtime.batches.runs import Run, runs, sizes
+from autopar.runtime.batches.runs import Run, rows_of_microbatch, runs, sizes
 from autopar.runtime.batches.totals_ahead import TotalsAhead, check_in_parts, computed_ahead
 from autopar.runtime.gradients.step_gradients import has_hooks
 from autopar.runtime.one_mesh.direct import stand_ins
 from autopar.runtime.parameters.state import as_dtensor
+from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall, batch_rows, parts_of
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
@@ -42,11 +43,13 @@ class StepPart:
         call: for whose shapes there is to be a program.
         share: of the rows of the batch.
         calls: of the microbatches; None where they are cut from ``call``.
+        places: of the rows of each in the batch, where ranks have rows of their own.
     """
 
     call: ModuleCall
     share: float = 1.0
     calls: Sequence[Call] | None = None
+    places: Sequence[PlaceInBatch] | None = None
 
 
 def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None) -> list[StepPart]:
@@ -99,7 +102,8 @@ def _of_own_rows(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: 
         calls = pm._autopar_own_rows.parts(*some, number)
         first_args, first_kwargs = calls[0]
         of_first = ModuleCall(first_args, first_kwargs, parts=number, of_several=len(of_parts) > 1)
-        parts.append(StepPart(of_first, number * each / max(1, rows), calls))
+        places = [PlaceInBatch(begin + k * each, max(1, each), rows) for k in range(number)]
+        parts.append(StepPart(of_first, number * each / max(1, rows), calls, places))
         begin += number * each
     return parts
 
@@ -155,9 +159,16 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
     Raises:
         RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
     """
+    with pm._autopar_seeds.step():
+        return _trained(pm, parts, scale)
+
+
+def _trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None) -> torch.Tensor:
     of_parts: list[Sequence[Call]] = []
     wholes: list[dict[str, torch.Tensor]] = []
     totals: list[TotalsAhead | None] = []
+    places: list[Sequence[PlaceInBatch]] = []
+    rows_before = 0
     for part in parts:
         pm._autopar_check_step(part.call)
         pm._autopar_check_trains()
@@ -166,10 +177,14 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
                 "the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself"
             )
         of_parts.append(calls := _calls_of(pm, part, len(parts) > 1))
+        rows = rows_of_microbatch(pm._autopar_captured)
+        places.append(part.places or [PlaceInBatch(rows_before + k * rows, rows, rows) for k in range(len(calls))])
+        rows_before += rows * len(calls)
         ahead = pm._autopar_totals
         totals += [ahead] * len(calls)
         with pm._autopar_fails_everywhere(f"gathering what the losses from call {pm._autopar_calls + 1} on divide by"):
             wholes += [{} if ahead is None else whole_inputs(pm, ahead, *call) for call in calls]
+    pm._autopar_seeds.of_rows(rows_before)
     if len(totals) > 1:
         check_in_parts(pm._autopar_captured)
     shares = [part.share / len(calls) for part, calls in zip(parts, of_parts, strict=True) for _ in calls]
@@ -179,15 +194,16 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
     with pm._autopar_fails_everywhere(f"summing what the losses from call {pm._autopar_calls + 1} on divide by"):
         given = computed_ahead(totals, wholes, shares, pm._autopar_buffer)
     if len(parts) == 1:
-        return backwards(pm, of_parts[0], weights, pm._autopar_captured.graph.loss, len(shares), given, scale)
+        loss = pm._autopar_captured.graph.loss
+        return backwards(pm, of_parts[0], weights, loss, len(shares), given, scale, places[0])
     losses = []
     begin = 0
     with _gradients_stay_where_it_breaks(pm):
-        for part, calls in zip(parts, of_parts, strict=True):
+        for part, calls, of_rows in zip(parts, of_parts, places, strict=True):
             pm._autopar_check_step(part.call)
             loss = pm._autopar_captured.graph.loss
             these = slice(begin, begin := begin + len(calls))
-            losses.append(backwards(pm, calls, weights[these], loss, len(shares), given[these], scale))
+            losses.append(backwards(pm, calls, weights[these], loss, len(shares), given[these], scale, of_rows))
     return sum(losses[1:], losses[0])
 
 
@@ -220,6 +236,7 @@ def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
 def backwards(
     pm: Any, calls: Sequence[Call], weights: Sequence[float], number: int, of_step: int,
     ahead: Sequence[Mapping[str, torch.Tensor]], scale: torch.Tensor | None = None,
+    places: Sequence[PlaceInBatch] = (),
 ) -> torch.Tensor:  # fmt: skip
     """Forward and backward of every microbatch; the parameters have their gradients then.
 
@@ -231,6 +248,7 @@ def backwards(
         of_step: microbatches of the step, of which these may be a part.
         ahead: inputs of each that were computed ahead of the step.
         scale: by which the gradients are multiplied.
+        places: of the rows of each in the batch of the step.
 
     Returns:
         What they add to the loss of the batch, a tensor of shape [] and of the loss's dtype.
@@ -246,6 +264,7 @@ def backwards(
             for i, (positional, by_name) in enumerate(calls):
                 gradients.defer, gradients.accumulating = i < len(calls) - 1, i > 0
                 pm._autopar_given_ahead = ahead[i]
+                pm._autopar_seeds.at(places[i] if of_step > 1 else None)
                 loss = pytree.tree_leaves(pm._autopar_run_call(positional, by_name, of_step=True))[number]
                 if of_step > 1:
                     loss = loss * weights[i]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,7 @@ from autopar.runtime.batches.runs import Run
 from autopar.runtime.batches.totals_ahead import State, TotalsAhead, check_in_parts, computed_ahead
 from autopar.runtime.gradients.reached import Reached, ReachedBy
 from autopar.runtime.pipelines.rank_actions import Work
+from autopar.words.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Ready:
         callers: the caller's tensors, by input name.
         batches: whole inputs of every microbatch.
         totals: gives the inputs that are computed ahead of the step; None where there are none.
+        drawing: the graphs of training and of eval mode, where these have random operators.
     """
 
     run: Run
@@ -39,10 +42,11 @@ class Ready:
     totals: TotalsAhead | None
     callers: Mapping[str, torch.Tensor]
     batches: Sequence[Mapping[str, torch.Tensor]]
+    drawing: tuple[Graph | None, Graph | None]
 
-    def reached(self, seeds: Sequence[int]) -> list[Reached] | None:
+    def reached(self, seeds: Sequence[Any]) -> list[Reached] | None:
         """What has a gradient in each microbatch; None where all that wants one does."""
-        return None if self.reached_by is None else [self.reached_by(seed) for seed in seeds]
+        return None if self.reached_by is None else [self.reached_by(seed) for seed in seeds if seed is not None]
 
     @property
     def weights(self) -> list[float]:
