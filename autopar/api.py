@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar.rules  # noqa: F401  (registers the rules)
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
-from autopar.capture.microbatches import first_part, rows_of
+from autopar.capture.in_parts import InputRows, captured_in_parts, no_rows_in
+from autopar.capture.microbatches import as_whole, first_part, rows_of
 from autopar.comparison.draws_of_eager import check_draws
 from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
@@ -35,7 +37,6 @@ from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
 from autopar.runtime.as_module.original_model import Original, unheard
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
-from autopar.runtime.batches.own_rows import as_whole
 from autopar.runtime.one_mesh.executor import ParallelModule
 from autopar.runtime.optimizers.user_optimizers import replaced
 from autopar.runtime.parameters.init import Init
@@ -126,6 +127,7 @@ def plan(
     time_limit: float | None = None,
     captured: Captured | None = None,
     profile: str | Path | None = None,
+    input_rows: InputRows = None,
 ) -> Plan:
     """Plan a model on a cluster. Needs no process group and no accelerator.
 
@@ -143,6 +145,7 @@ def plan(
         {wishes}
         captured: what :func:`capture` gave of the batch, to plan several meshes without capturing again.
         profile: what ``autopar profile`` measured; ``cluster`` may then be None, or is checked to be the one measured.
+        input_rows: as for :func:`parallelize`.
 
     Returns:
         The fastest plan that fits, by its price (``plan.seconds`` of a step, ``plan.memory_bytes`` of the fullest
@@ -161,13 +164,16 @@ def plan(
         raise ClusterError("plan needs a cluster, or profile= with the file that autopar profile wrote")
     asked = asked_for({**given, "optimizer": arguments.check_optimizer(optimizer)})
     batch = example_of(model, inputs, example_kwargs, targets)
+    asked = replace(asked, input_rows=input_rows)
     if captured is None or asked.microbatches > 1:
-        args, kwargs, of_loss = first_part(batch, asked.microbatches)
-        captured = capture(
-            model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
+        captured = captured_in_parts(
+            lambda part: capture(
+                model, part[0], example_kwargs=part[1], loss_fn=loss_fn, targets=part[2], precision=asked.pins.precision
+            ),
+            batch, asked.microbatches, model, input_rows,
         )  # fmt: skip
     with unheard():
-        asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches))
+        asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches, no_rows_in(captured)))
         where = get_cluster(cluster)
         outcome = planning.find(
             model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
@@ -211,6 +217,7 @@ def parallelize(
     gradient_dtype: torch.dtype | None = None,
     batch: str = "global",
     compile: bool | Mapping[str, Any] = False,
+    input_rows: InputRows = None,
     random: str = "sharded",
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
@@ -267,6 +274,9 @@ def parallelize(
             pipeline the nth ranks of all groups have the same rows (:mod:`autopar.runtime.batches.own_rows_in_stages`).
         compile: whether the programs are compiled, as ``pm.compile()`` does; or the options of ``torch.compile``, such
             as ``{"fullgraph": True}``.
+        input_rows: the inputs that have one entry for each row of the batch, by the names or positions of arguments of
+            forward; microbatches, and ranks with ``batch="local"``, get parts of these, and all others as they are. By
+            default the graph says it: the inputs from whose first dim the rows reach the loss.
         random: who draws random numbers, such as those of dropout. Each call takes a seed from torch's default
             generator, which ``torch.manual_seed``, ``fork_rng`` and ``set_rng_state`` govern as in eager mode.
             ``"sharded"``: each rank draws its part of numbers that follow from that seed and from their place in the
@@ -304,30 +314,38 @@ def parallelize(
                 mesh = profile_of(profile, mesh)
         if plan is not None and precision is None:
             given["precision"] = policy_of(plan, group)
-        asked = all_ranks.on_all(group, lambda: _asked(given, device_mesh))
+        asked = all_ranks.on_all(group, lambda: replace(_asked(given, device_mesh), input_rows=input_rows))
         bare = example_inputs, example_kwargs, targets
         padded: Padded | None = None
         if buckets:
             padded = all_ranks.on_all(group, lambda: padded_example(model, split_example(*bare), buckets))
             example_inputs, example_kwargs, targets = padded.example
+        parts_of_rows = 1
         if batch == "local":
-            local_rows = split_example(example_inputs, example_kwargs, targets)
             parts_of_rows = all_ranks.on_all(group, lambda: parts_of_batch(plan, asked, dist.get_world_size(group)))
-            whole = all_ranks.on_all(group, lambda: as_whole(local_rows, parts_of_rows))
-            example_inputs, example_kwargs, targets = whole
         fixed = asked.microbatches  # of 1 where it is to be chosen
 
-        def first(microbatches: int) -> Any:
+        def first(microbatches: int, one: Captured | None = None) -> Any:
             """The first of so many parts of the batch: ``(args, kwargs, targets)``."""
-            return first_part(example_of(model, example_inputs, example_kwargs, targets), microbatches)
+            batch_of_step = example_of(model, example_inputs, example_kwargs, targets)
+            return first_part(batch_of_step, microbatches, no_rows_in(one) if one is not None else ())
 
-        def taken() -> Captured:
-            args, kwargs, of_loss = first(fixed)
+        def taken_of(batch_taken: Any) -> Captured:
+            args, kwargs, of_loss = batch_taken
             return capture(
                 model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
             )  # fmt: skip
 
+        def taken() -> Captured:
+            part: Captured = captured_in_parts(
+                taken_of, first(1), fixed, model, input_rows, ranks=parts_of_rows
+            )  # fmt: skip
+            return part
+
         captured = all_ranks.on_all(group, taken)
+        if parts_of_rows > 1:
+            local_rows = split_example(example_inputs, example_kwargs, targets)
+            example_inputs, example_kwargs, targets = as_whole(local_rows, parts_of_rows, no_rows_in(captured))
         check_same_model(captured, model, group)
         in_buckets: Buckets | None = None
         if padded is not None:
@@ -335,7 +353,9 @@ def parallelize(
             in_buckets = all_ranks.on_all(group, lambda: proved(before_capture, captured, model, split_example(*bare)))
         if verify_capture:
             args, kwargs = split_inputs(example_inputs, example_kwargs)
-            check_capture(captured, model, first_part((args, kwargs, targets), fixed), group)
+            check_capture(
+                captured, model, first_part((args, kwargs, targets), fixed, no_rows_in(captured)), group
+            )  # fmt: skip
 
         records = all_ranks.records_of(group, model, mesh) if plan is None else []
 
@@ -344,7 +364,7 @@ def parallelize(
         def in_bucket(size: Size) -> Captured:
             """A call of a bucket, captured."""
             assert in_buckets is not None
-            rows = parts_of_rows if batch == "local" else 1
+            rows = parts_of_rows
             shown = split_example(example_inputs, example_kwargs, targets)
             args, kwargs, of_loss = of_size(in_buckets, shown, (rows * size[0], size[1]))
             return capture(
@@ -354,7 +374,7 @@ def parallelize(
         def decide() -> Outcome:
             nonlocal together, asked
             if plan is None:
-                asked = with_measured_load(asked, captured, model, first(fixed))
+                asked = with_measured_load(asked, captured, model, first(fixed, captured))
             if plan is None and buckets and asked.microbatches == 1 and not asked.piped:
                 where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
                 together = bucket_plans.find(captured, buckets, in_bucket, where, n, asked, name)
@@ -366,7 +386,9 @@ def parallelize(
 
         def part(microbatches: int) -> Captured:
             """One of so many parts of the batch."""
-            return captured if microbatches == fixed else planning.part_of(model, captured, first(1), microbatches)
+            if microbatches == fixed:
+                return captured
+            return planning.part_of(model, captured, first(1), microbatches, input_rows)
 
         one, decided = all_ranks.agreed(decide, captured, group, part)
         if device_mesh is not None and (len(decided.stages) > 1 or "pipe" in (device_mesh.mesh_dim_names or ())):
@@ -377,7 +399,7 @@ def parallelize(
             if said:
                 warnings.warn(said, stacklevel=2)
         if random == "torch":
-            rows = None if decided.microbatches == 1 else rows_of(first(1))
+            rows = None if decided.microbatches == 1 else rows_of(first(1), no_rows_in(one))
             where = device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model)
             all_ranks.on_all(group, lambda: check_draws(one, model, first(1), rows, where))
         pm = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init, random=random)
@@ -386,7 +408,7 @@ def parallelize(
             pm.gradient_dtype = gradient_dtype
         if batch == "local" and dist.get_world_size(group) > 1:
             all_ranks.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
-            pm._autopar_take_own_rows()
+            pm._autopar_take_own_rows(no_rows_in(one))
         device_type = all_ranks.device_type_of(model)
         cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, mesh, cluster, records)
         prepared = together.by_graph if together is not None else None

@@ -34,6 +34,8 @@ What stands where, in the order in which a model passes through:
 :mod:`.rows_of_draws`  where the rows of the batch are in what random operators draw
 :mod:`.losses`         a loss without a gradient is refused; :mod:`.dataclass_nodes`: dataclasses in inputs and outputs
 of a captured model    :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
+                       :mod:`.batch_factor` (which inputs have rows, and what the loss is to them), :mod:`.in_parts` (a
+                       microbatch captured), :mod:`.batch_totals` (what it reads of the whole batch),
                        :mod:`.without_values` (a copy to capture when the model is gone), :mod:`.unread` (strings of
                        the call that nobody reads)
 ====================== ================================================================================================
@@ -48,8 +50,10 @@ from typing import Any
 
 import torch
 
+from autopar.capture.batch_totals import Totals
 from autopar.capture.branches.data_branches import Ways, along, followed
 from autopar.capture.branches.observed_run import ways_of
+from autopar.capture.in_parts import InParts
 from autopar.capture.losses import check_loss
 from autopar.capture.python.attribute_outputs import Left, own_outputs
 from autopar.capture.python.guards import Guards
@@ -70,7 +74,7 @@ from autopar.words.precision import Precision
 @dataclass(frozen=True)
 class Example:
     """How a model was called when it was captured, without values; ``ways``: which way it went where it branches on
-    data."""
+    data; ``in_parts``: how the call is one microbatch of several."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -78,6 +82,7 @@ class Example:
     targets: tuple[Any, ...]
     ways: Ways = field(default_factory=Ways)
     precision: Precision | None = None
+    in_parts: InParts | None = None
 
     def capture(self, model: torch.nn.Module) -> Captured:
         """The same call of another model of that kind, such as one in eval mode."""
@@ -87,9 +92,10 @@ class Example:
             (self.args, dict(self.kwargs), self.targets),
         )  # fmt: skip
         with along(self.ways):
-            return capture(
+            captured = capture(
                 model, args, kwargs, loss_fn=self.loss_fn, targets=targets, precision=self.precision
             )  # fmt: skip
+        return captured if self.in_parts is None else self.in_parts.of(captured)
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,7 @@ class Captured:
         left: what the forward leaves in attributes; outputs of it stand in ``graph.outputs`` behind those of the model.
         autocast: that was on around the call; its casts are in the graph, and it is for calls under the same.
         guards: what Python code read while it was traced, and must still be so when the program runs.
+        totals: of a microbatch, the inputs of its graph that are computed ahead of a step; none of them is a leaf.
     """
 
     graph: Graph
@@ -120,6 +127,7 @@ class Captured:
     guards: Guards = field(default_factory=Guards, compare=False, repr=False)
     left: tuple[Left, ...] = ()
     unread: frozenset[int] = frozenset()
+    totals: Totals | None = None
 
     def is_of(self, position: int, leaf: Any) -> bool:
         """Whether a call may have this leaf in the place of a literal."""

@@ -7,15 +7,15 @@ line. What runs is always captured, so a graph that is not what was expected is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 
+from autopar.capture.batch_factor import ROWS, followed, may_have_rows
 from autopar.errors import CaptureError
-from autopar.rules.registry import rules_of
 from autopar.torch_private import pytree
 from autopar.words.graph import TRAINING, Graph, Node, Ref, Spec
 
@@ -23,45 +23,103 @@ MOST = 1024
 """Microbatches that are tried at most."""
 SHOWN = 4
 """Modules or buffers that a message names."""
+COPIED_BYTES = 1 << 28
+"""Bytes up to which the rows of one rank are repeated for an example of the whole batch; larger ones are one row."""
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
-def rows_of(example: Any) -> int:
+def leaves_of_call(example: Any) -> list[tuple[str, Any]]:
+    """The leaves of a call with the names that messages have for them, such as ``args[0]`` or ``'labels'``.
+
+    Args:
+        example: ``(args, kwargs)``, or ``(args, kwargs, targets)``: targets follow the positional arguments.
+    """
+    before = len(example[0]) if isinstance(example, tuple) and len(example) == 3 else 0
+
+    def name(path: Sequence[Any]) -> str:
+        top, *rest = path
+        if getattr(top, "idx", 0) == 1 and rest:
+            return f"'{rest[0].key}'" + pytree.keystr(tuple(rest[1:]))
+        if getattr(top, "idx", 0) == 2 and rest:
+            return f"args[{before + rest[0].idx}]" + pytree.keystr(tuple(rest[1:]))
+        return f"args{pytree.keystr(tuple(rest))}"
+
+    return [(name(path), leaf) for path, leaf in pytree.tree_flatten_with_path(example)[0]]
+
+
+def rows_of(example: Any, whole: Collection[str] = ()) -> int:
     """Rows of a batch: the first dim of the first tensor that has one.
+
+    Args:
+        whole: inputs without rows, by name (:func:`leaves_of_call`).
 
     Raises:
         CaptureError: no input has a dim.
     """
-    for leaf in pytree.tree_leaves(example):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
+    named = leaves_of_call(example) if whole else [("", leaf) for leaf in pytree.tree_leaves(example)]
+    for name, leaf in named:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and name not in whole:
             return int(leaf.shape[0])
     raise CaptureError("no example input has a dim that could be cut into microbatches; give microbatches=1")
 
 
-def first_part(example: Any, parts: int) -> Any:
+def have_rows(example: Any, rows: int, whole: Collection[str] = ()) -> list[bool]:
+    """Of each leaf of a call, whether it has the rows of the batch: a first dim as long, and another name than those of
+    ``whole``."""
+    return [
+        isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows and name not in whole
+        for name, leaf in leaves_of_call(example)
+    ]
+
+
+def first_part(example: Any, parts: int, whole: Collection[str] = ()) -> Any:
     """:func:`part_of_batch` number 0."""
-    return part_of_batch(example, parts, 0)
+    return part_of_batch(example, parts, 0, whole)
 
 
-def part_of_batch(example: Any, parts: int, number: int) -> Any:
+def part_of_batch(example: Any, parts: int, number: int, whole: Collection[str] = ()) -> Any:
     """One of equal parts of a batch: tensors with the batch's rows are cut, the others belong to every part.
+
+    Args:
+        whole: inputs without rows, though they may be as long, by name (:func:`leaves_of_call`).
 
     Raises:
         CaptureError: the rows do not divide.
     """
     if parts == 1:
         return example
-    rows = rows_of(example)
+    rows = rows_of(example, whole)
     if rows % parts:
         raise CaptureError(f"a batch of {rows} rows cannot be cut into {parts} microbatches; use a divisor of {rows}")
-
     each = rows // parts
+    leaves, spec = pytree.tree_flatten(example)
+    cut = have_rows(example, rows, whole)
+    return pytree.tree_unflatten(
+        [x[number * each : (number + 1) * each] if c else x for x, c in zip(leaves, cut, strict=True)], spec
+    )
 
-    def part(leaf: Any) -> Any:
-        whole = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
-        return leaf[number * each : (number + 1) * each] if whole else leaf
 
-    return pytree.tree_map(part, example)
+def as_whole(example: Any, ranks: int, whole: Collection[str] = ()) -> Any:
+    """An example of the batch of all ranks, from that of one: its rows over and over.
+
+    Args:
+        whole: inputs without rows, by name.
+    """
+    leaves, spec = pytree.tree_flatten(example)
+    cut = have_rows(example, rows_of(example, whole), whole)
+    return pytree.tree_unflatten([widened(x, ranks) if c else x for x, c in zip(leaves, cut, strict=True)], spec)
+
+
+def widened(rows: torch.Tensor, ranks: int, copied_bytes: int = COPIED_BYTES) -> torch.Tensor:
+    """A tensor with the rows of so many ranks, from those of one: these over and over.
+
+    Args:
+        copied_bytes: up to which they are copied; of a larger one the first row stands for all.
+    """
+    if rows.is_meta or rows.numel() * rows.element_size() * ranks <= copied_bytes:
+        return torch.cat([rows.detach()] * ranks).requires_grad_(rows.requires_grad)
+    wide = rows.detach()[:1].expand(ranks * rows.shape[0], *rows.shape[1:])
+    return wide.requires_grad_(rows.requires_grad)
 
 
 def numbers_of_parts(rows: int) -> list[int]:
@@ -91,62 +149,11 @@ def attention_between_rows(graph: Graph) -> list[str]:
     queries = [(node, graph.spec(node.refs[0]).shape) for node in graph.nodes if node.target == ATTENTION]
     if rows == 1 or all(shape[-2] % rows for _, shape in queries):
         return []
-    dims = _dims_of_rows(graph, rows)
+    flows = followed(graph, may_have_rows(graph, rows)).flows
     return list(dict.fromkeys(
-        node.module or "<model>" for node, shape in queries if len(shape) - 2 in dims.get(node.refs[0], ())
+        node.module or "<model>" for node, shape in queries
+        if any(label == ROWS for _, label in flows[node.refs[0]].dims[len(shape) - 2])
     ))  # fmt: skip
-
-
-def _dims_of_rows(graph: Graph, rows: int) -> dict[Ref, frozenset[int]]:
-    """The dims of each tensor along which the rows of the batch lie; of rows that are split, the part that comes first,
-    which a cut of the batch cuts."""
-    parts: dict[Ref, tuple[_Parts, ...]] = {}
-    for i, (node, rule) in enumerate(zip(graph.nodes, rules_of(graph), strict=True)):
-        if node.kind == "input" and node.outs and node.outs[0] is not None and node.outs[0].shape[:1] == (rows,):
-            parts[Ref(i)] = (((rows, True),), *(((n, False),) for n in node.outs[0].shape[1:]))
-        if rule is None or not any(ref in parts for ref in node.refs):
-            continue
-        of_factor: dict[str, _Parts] = {}
-        for ref, term in zip(node.refs, rule.inputs, strict=False):
-            for dim, of_dim in zip(term, parts.get(ref, ()), strict=False):
-                for factor, of_one in _divided(of_dim, [(f, rule.sizes.get(f, 1)) for f in dim]):
-                    if any(is_rows for _, is_rows in of_one):
-                        of_factor[factor] = of_one
-        for out, term in enumerate(rule.outputs):
-            if any(f in of_factor for dim in term for f in dim):
-                parts[Ref(i, out)] = tuple(
-                    tuple(part for f in dim for part in of_factor.get(f, ((rule.sizes.get(f, 1), False),)))
-                    for dim in term
-                )
-    return {
-        ref: frozenset(d for d, of_dim in enumerate(dims) if any(is_rows for _, is_rows in of_dim))
-        for ref, dims in parts.items()
-    }
-
-
-_Parts = tuple[tuple[int, bool], ...]
-"""What a dim consists of, the part that changes slowest first: sizes, and which of them are rows of the batch."""
-
-
-def _divided(of_dim: _Parts, factors: Sequence[tuple[str, int]]) -> Iterator[tuple[str, _Parts]]:
-    """The parts of a dim that belong to each of its factors, given with their sizes."""
-    left = [part for part in of_dim if part[0] > 1]
-    for factor, size in factors:
-        mine: list[tuple[int, bool]] = []
-        while size > 1 and left:
-            n, is_rows = left.pop(0)
-            if size % n == 0:
-                mine.append((n, is_rows))
-                size //= n
-            elif n % size == 0:  # the slower part of it; a cut of the batch leaves the faster one whole
-                mine.append((size, is_rows))
-                left.insert(0, (n // size, False))
-                size = 1
-            else:  # neither divides the other: of both
-                mine.append((size, is_rows))
-                left.insert(0, (n, is_rows))
-                size = 1
-        yield factor, tuple(mine)
 
 
 def taken_of_batch(graph: Graph) -> str:
@@ -223,6 +230,7 @@ def resized(a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> Graph:
 
 
 __all__ = [
-    "ATTENTION", "NotLinear", "first_part", "modules_with_statistics", "numbers_of_parts", "part_of_batch", "resized",
-    "rows_of", "taken_of_batch",
+    "ATTENTION", "NotLinear", "as_whole", "first_part", "have_rows", "leaves_of_call", "modules_with_statistics",
+    "numbers_of_parts", "part_of_batch", "resized", "rows_of", "taken_of_batch",
+    "widened",
 ]  # fmt: skip

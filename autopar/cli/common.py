@@ -141,7 +141,7 @@ def load_and_capture(
         from dataclasses import replace
 
         from autopar.capture import capture
-        from autopar.capture.microbatches import first_part
+        from autopar.capture.in_parts import captured_in_parts
         from autopar.errors import CaptureError
         from autopar.frontends.models import load_model
         from autopar.progress import heard
@@ -150,18 +150,23 @@ def load_and_capture(
     with progress(f"capturing {type(loaded.model).__name__}") as say, heard(say):
         if precision is None and by_default:
             precision = loaded.precision
+
+        def of_model(loaded: Loaded) -> tuple[Loaded, Captured]:
+            return loaded, captured_in_parts(
+                lambda batch: capture(loaded.model, batch[0], batch[1], precision=precision),
+                (loaded.args, loaded.kwargs, ()), parts or 1, loaded.model,
+            )  # fmt: skip
+
         refused: CaptureError | None = None
         if input_gradients:
             from autopar.comparison.program_vs_eager import wanting
 
             args, kwargs = wanting((loaded.args, loaded.kwargs))
             try:
-                captured = capture(loaded.model, args, kwargs, precision=precision)
-                return replace(loaded, args=args, kwargs=kwargs), captured
+                return of_model(replace(loaded, args=args, kwargs=kwargs))
             except CaptureError as error:  # a forward that writes its input, or sets requires_grad of a view of it
                 refused = error
-        args, kwargs = first_part((loaded.args, loaded.kwargs), parts or 1)
-        captured = capture(loaded.model, args, kwargs, precision=precision)
+        loaded, captured = of_model(loaded)
     if refused is not None:
         reason = str(refused).splitlines()[0]
         err().print(f"gradients of the inputs are not compared: where the inputs require gradients, {reason}")

@@ -168,7 +168,7 @@ def _in_processes(
         raise UsageError(f"{model} returns no scalar loss, so there is no gradient to compare; return the loss")
     double = v.promoted(captured)
     weights, buffers = v.state_of(captured, loaded.model)
-    inputs = v.inputs_of(captured, loaded.args, loaded.kwargs)
+    inputs = v.inputs_of(captured, loaded.args, loaded.kwargs, buffers)
     with progress("one device"):
         v.against_eager(captured, loaded.model, loaded.args, loaded.kwargs)
         reference = v.train(

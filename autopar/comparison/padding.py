@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
+from autopar.capture.batch_factor import inputs_with_rows
+from autopar.capture.batch_totals import with_totals
 from autopar.capture.microbatches import modules_with_statistics
 from autopar.comparison import generators_kept, kept, reason_not_to
 from autopar.errors import CaptureError
-from autopar.runtime.batches.loss_counts import Count, count_of
+from autopar.runtime.batches.totals_ahead import TotalsAhead
 from autopar.runtime.variants.buckets import LENGTH, ROWS, Buckets, Key, Size, Template, dims_of, keys_of, size_of
 from autopar.torch_private import pytree
 
@@ -120,22 +122,28 @@ def proved(padded: Padded, captured: Captured, model: torch.nn.Module, example: 
 
 def _fills(captured: Captured, keys: Sequence[Key]) -> dict[Key, float]:
     """By what the loss's labels are padded so that they do not count."""
-    device = torch.device("cpu")
-    count: Count | None = count_of(captured.graph, device) if captured.graph.loss is not None else None
-    if count is None or not count.of_all:
+    graph, device = captured.graph, torch.device("cpu")
+    if graph.loss is None:
+        return {}
+    rows = next((node.out.shape[0] for _, node in graph.of_kind("input") if node.out.shape), 0)
+    totals = captured.totals or with_totals(graph, inputs_with_rows(graph, rows))[1]
+    if totals is None or all(each.how == "parts" for each in totals.ahead):
+        return {}
+    ahead = TotalsAhead(totals, device)
+    if len(ahead.programs) > 1 or ahead.buffers - captured.constants.keys():
         return {}
     of_name = {
-        captured.graph.nodes[number].target: key
+        graph.nodes[number].target: key
         for number, key in zip(captured.inputs, keys, strict=True) if number is not None
     }  # fmt: skip
-    dtypes = {node.target: getattr(torch, node.out.dtype) for _, node in captured.graph.of_kind("input")}
-    for fill in dict.fromkeys((*FILLS, count.ignored) if count.ignored is None else (count.ignored, *FILLS)):
-        if fill is None:
-            continue
+    dtypes = {node.target: getattr(torch, node.out.dtype) for _, node in graph.of_kind("input")}
+    ignored = [each.ignored for each in totals.ahead if each.how == "scale"]
+    for fill in dict.fromkeys((*ignored, *FILLS)):
         fills = {name: 0 if dtypes[name] is torch.bool or dtypes[name].is_floating_point else fill
-                 for name in count.inputs}  # fmt: skip
-        given = {name: torch.full(shape, fills[name], dtype=dtypes[name]) for name, shape in count.inputs.items()}
-        if float(count(given)) == 0:
+                 for name in ahead.inputs}  # fmt: skip
+        given = {name: torch.full(shape, fills[name], dtype=dtypes[name]) for name, shape in ahead.inputs.items()}
+        terms = ahead.terms(0, given, captured.constants)
+        if terms and all(not term.any() for term in terms.values()):
             return {of_name[name]: value for name, value in fills.items()}
     return {}
 

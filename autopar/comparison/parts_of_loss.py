@@ -1,9 +1,9 @@
 """Whether the microbatches' losses add up to the loss of the batch.
 
-A step in microbatches takes the mean of their losses, by their rows or by what each is the mean of
-(:mod:`autopar.runtime.batches.loss_counts`). That is the loss of the whole batch only if it is such a mean: not of a
-sum, of terms over different things, or of rows that are compared with each other. Who trains in microbatches then
-trains by another loss, and hears so.
+A step in microbatches adds up their losses, which divide by what the whole batch has
+(:mod:`autopar.runtime.batches.totals_ahead`). Where the graph does not show that this is the loss of the batch
+(:mod:`autopar.capture.batch_factor`), such as where rows are compared with each other, the example is tried. Who trains
+in microbatches by another loss hears so.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
+from autopar.capture.evaluation import evaluated
+from autopar.capture.in_parts import no_rows_in
 from autopar.capture.microbatches import part_of_batch
 from autopar.comparison import generators_kept, kept, reason_not_to
-from autopar.comparison.sides import attention_on
+from autopar.comparison.sides import attention_on, named_tensors
+from autopar.lower.emit import lower
+from autopar.planner.intra_op.one_device import one_device
 from autopar.plans.plan import Plan
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.batch_statistics import of_each_microbatch
-from autopar.runtime.batches.loss_counts import count_of
+from autopar.runtime.batches.totals_ahead import computed_ahead, totals_ahead
 from autopar.torch_private import pytree
 
 ROUNDING_OF_DOUBLE, ROUNDING, ROUNDING_OF_HALF = 1e-7, 1e-5, 2e-2
@@ -58,6 +62,9 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
     """
     loss_fn = captured.example.loss_fn if captured.example is not None else None
     number = captured.graph.loss
+    decided = captured.example.in_parts if captured.example is not None else None
+    if decided is not None and decided.found.is_proved:
+        return ""
     if number is None or reason_not_to(captured, model, example, True, times=parts):
         return ""
 
@@ -78,18 +85,17 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
             torch.manual_seed(1)
             if loss_of(example) != whole:
                 return ""
-            of_parts = [part_of_batch(example, parts, k) for k in range(parts)]
-            shares = _counted(captured, model, of_parts)
-            mean = sum(share * loss_of(part) for share, part in zip(shares, of_parts, strict=True) if share)
+            mean = _by_parts(captured, model, loss_fn, [
+                part_of_batch(example, parts, k, no_rows_in(captured)) for k in range(parts)
+            ])  # fmt: skip
         except Exception:  # of the user's code, in a mode in which it is not run otherwise
             return ""
     if abs(whole - mean) <= _rounding(captured, model) * max(abs(whole), abs(mean)):
-        return ""
+        return _of_statistics(captured, parts)
     digits = next(n for n in (6, 9, 17) if f"{whole:.{n}g}" != f"{mean:.{n}g}")
     return (
         f"the loss of the example batch is {whole:.{digits}g} at once and {mean:.{digits}g} as the mean of {parts} "
-        "microbatches, by which a step trains: it is no mean over rows (a sum, tokens that do not count, rows compared "
-        "with each other, or experts balanced over a batch)\n"
+        f"microbatches, by which a step trains: it is no mean over rows{_where(captured)}\n"
         "  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
     )
 
@@ -104,17 +110,48 @@ def _rounding(captured: Captured, model: torch.nn.Module) -> float:
     return ROUNDING if single else ROUNDING_OF_HALF
 
 
-def _counted(captured: Captured, model: torch.nn.Module, of_parts: list[Any]) -> list[float]:
-    """By what part each microbatch counts in the loss of the batch."""
+def _where(captured: Captured) -> str:
+    """Where rows come together, for a message."""
+    decided = captured.example.in_parts if captured.example is not None else None
+    places = [t.where for t in decided.found.troubles[:1]] if decided is not None else []
+    return f" (rows come together at {places[0]})" if places else " (rows compared with each other, or a sum)"
+
+
+def _of_statistics(captured: Captured, parts: int) -> str:
+    """That the loss is a function of sums over the batch, whose values are alike in the example alone."""
+    decided = captured.example.in_parts if captured.example is not None else None
+    if decided is None or not decided.statistics:
+        return ""
+    return (
+        f"the loss of the example batch is the same in {parts} microbatches, but that of others need not be: "
+        f"{decided.statistics[0].where} reads a sum over the batch that depends on the parameters, and a microbatch "
+        "has one of its own\n  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
+    )
+
+
+def _by_parts(captured: Captured, model: torch.nn.Module, loss_fn: Any, of_parts: list[Any]) -> float:
+    """The loss of a step in eval mode: those of its microbatches, each by its part of the rows."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if (count := count_of(captured.graph, device)) is None or not count.of_all:
-        return [1 / len(of_parts)] * len(of_parts)
+    named = {**named_tensors(model, loss_fn), **captured.constants}
+    graph = evaluated(captured.graph)
+    program = lower(graph, one_device(graph), device)
+    ahead = totals_ahead(captured, device)
     batch = Batch(captured, inspect.signature(model.forward), device)
-    counts = []
+    inputs = []
     for args, kwargs, targets in of_parts:
         given = (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
-        counts.append(float(count(batch.tensors((*args, *given), kwargs))))
-    return [n / sum(counts) for n in counts]
+        inputs.append(batch.tensors((*args, *given), kwargs))
+    shares = [1 / len(inputs)] * len(inputs)
+    totals = computed_ahead([ahead] * len(inputs), inputs, shares, named.get)
+    number, loss = captured.graph.loss, 0.0
+    assert number is not None
+    for tensors, share, of_batch in zip(inputs, shares, totals, strict=True):
+        there = {**named, **tensors, **of_batch}
+        seed = torch.zeros((), dtype=torch.int64, device=device)
+        values = [seed if slot.kind == "seed" else there[slot.name].detach().clone() for slot in program.slots]
+        weight = share if captured.totals is None else captured.totals.weight(share)
+        loss += weight * float(program.module(*values)[number])
+    return loss
 
 
 __all__ = ["difference_by_parts", "with_notes"]

@@ -34,6 +34,7 @@ from autopar.plans.plan import Plan, StagePlan, one_stage
 from autopar.plans.stage_graphs import cut
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import rules_of
+from autopar.runtime.batches.totals_ahead import computed_ahead, totals_ahead
 from autopar.runtime.ranks.in_process_ranks import WorldStep, pipeline_step, run_step, write_first
 from autopar.runtime.stages.seeds import seed_after
 from autopar.torch_private import pytree
@@ -117,14 +118,25 @@ def state_of(captured: Captured, model: torch.nn.Module) -> tuple[dict[str, torc
     return weights, copies
 
 
-def inputs_of(captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The graph's inputs in a batch."""
+def inputs_of(
+    captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The graph's inputs in a batch; of a microbatch those, too, that are computed ahead of a step, as if it were one.
+
+    Args:
+        buffers: the model's, by name.
+    """
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    return {
+    inputs = {
         captured.graph.nodes[node].target: leaf
         for node, leaf in zip(captured.inputs, leaves, strict=True)
         if node is not None
     }
+    device = next((x.device for x in inputs.values()), torch.device("cpu"))
+    state = {**(buffers or {}), **captured.constants}
+    (ahead,) = computed_ahead([totals_ahead(captured, device)], [inputs], [1.0], state.get)
+    return {**inputs, **ahead}
 
 
 def wanting(example: Any) -> Any:
@@ -249,7 +261,7 @@ def verify_pipeline(
     double = promoted(captured)
     weights, buffers = state_of(captured, model)
     weights, buffers = doubled(weights), doubled(buffers)
-    first = doubled(inputs_of(captured, args, kwargs))
+    first = doubled(inputs_of(captured, args, kwargs, buffers))
     batches = [{k: x.roll(i, 0) if x.ndim else x for k, x in first.items()} for i in range(plan.microbatches)]
     graphs = cut(double.graph, plan.starts)
     plan = plan.of_graphs(double.graph.fingerprint, [stage.graph.fingerprint for stage in graphs])
@@ -360,7 +372,7 @@ def verify(
     say = progress or (lambda _: None)
     priced = pricer(cluster, mesh)
     weights, buffers = state_of(captured, model)
-    inputs = inputs_of(captured, args, kwargs)
+    inputs = inputs_of(captured, args, kwargs, buffers)
     rows = []
     say("one device against eager")
     single = one_device(captured.graph)

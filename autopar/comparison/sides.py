@@ -20,6 +20,7 @@ from autopar.lower.program import Program
 from autopar.planner.intra_op.one_device import one_device
 from autopar.rules.local_calls import resolve
 from autopar.rules.whole_tensors import updates_of
+from autopar.runtime.batches.totals_ahead import computed_ahead, totals_ahead
 from autopar.runtime.parameters.redistribution import dense
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
@@ -43,8 +44,9 @@ class Sides:
         self.captured, self.model = captured, model
         self.args, self.kwargs, self.targets = tuple(args), dict(kwargs), tuple(targets)
         self.loss_fn = captured.example.loss_fn if captured.example is not None else None
-        self.named = _named(model, self.loss_fn)
-        self.program = _program(captured.graph, next((p.device for p in self.named.values()), torch.device("cpu")))
+        self.named = named_tensors(model, self.loss_fn)
+        self.device = next((p.device for p in self.named.values()), torch.device("cpu"))
+        self.program = _program(captured.graph, self.device)
         self.leaves = [*pytree.tree_leaves(((*self.args, *self.targets), self.kwargs))]
         self.draws: dict[str, Draws] = {}
 
@@ -98,7 +100,7 @@ class Sides:
         return outputs
 
     def _now(self) -> dict[str, torch.Tensor]:
-        return _named(self.model, self.loss_fn)
+        return named_tensors(self.model, self.loss_fn)
 
     def _renewed(self) -> dict[str, torch.Tensor]:
         """What a call may change: buffers, and frozen parameters that the forward writes."""
@@ -121,9 +123,12 @@ class Sides:
             if number is not None:
                 inputs[graph.nodes[number].target] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         first = updates_of(graph.before, self._value_of) if graph.before is not None else {}
+        ahead = totals_ahead(self.captured, self.device)
+        (of_batch,) = computed_ahead([ahead], [inputs], [1.0], {**self.named, **self.captured.constants}.get)
         for slot in self.program.slots:
             if slot.kind == "input":
-                values.append(inputs[slot.name])
+                of_call = of_batch.get(slot.name)
+                values.append(inputs[slot.name] if of_call is None else of_call.to(getattr(torch, slot.dtype)))
             elif slot.kind == "seed":
                 values.append(torch.zeros((), dtype=torch.int64))
             else:
@@ -180,7 +185,7 @@ class Sides:
                 x.grad = before[n]
 
 
-def _named(model: torch.nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
+def named_tensors(model: torch.nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
     """Parameters and buffers by the names that a graph has for them."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     named.update(model.named_buffers(remove_duplicate=False))
@@ -228,4 +233,4 @@ def _weights(x: torch.Tensor) -> torch.Tensor:
     return (1 + 0.5 * torch.sin(at)).to(x.dtype).reshape(x.shape)
 
 
-__all__ = ["KeepingTensors", "Sides", "attention_on"]
+__all__ = ["KeepingTensors", "Sides", "attention_on", "named_tensors"]

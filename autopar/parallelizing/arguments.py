@@ -60,6 +60,9 @@ _CHECKS: dict[str, _Check] = {
     "init": (optional(callable), "a function that sets the parameters and buffers of the module that it is given"),
     "verify_capture": (lambda v: isinstance(v, bool), "True or False"),
     "batch": (lambda v: isinstance(v, str) and v in ("global", "local"), "'global' or 'local'"),
+    "input_rows": (optional(lambda v: isinstance(v, (list, tuple, set, frozenset)) and all(
+                       isinstance(name, str) or (is_whole(name) and name >= 0) for name in v) and len(v) > 0),
+                   "a list of names or positions of arguments of forward, such as ['input_ids', 'labels']"),
     "shapes": (lambda v: isinstance(v, str) and v in ("any", "fixed", "buckets"), "'any', 'fixed' or 'buckets'"),
     "buckets": (lambda v: isinstance(v, (list, tuple)) and all(
                     isinstance(size, (list, tuple)) and len(size) == 2 and all(is_whole(n) and n > 0 for n in size)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured, capture
+from autopar.capture.in_parts import InputRows, captured_in_parts, no_rows_in, refused_rows
 from autopar.capture.microbatches import (
     NotLinear,
     first_part,
@@ -34,6 +35,7 @@ from autopar.planner.plan_notes import next_best, notes_on, with_note_on_statist
 from autopar.plans.asked import Asked
 from autopar.plans.plan import Pins, Plan
 from autopar.rules.experts.expert_load import notes_on_load, with_load
+from autopar.torch_private import pytree
 from autopar.words.graph import Graph
 from autopar.words.meshes import AXIS_NAMES, Mesh, mesh_shapes
 from autopar.words.texts import show_seconds
@@ -205,7 +207,7 @@ def _found(
         plan = with_note_on_statistics(planned.plan, captured.graph)
         return Outcome(plan, captured, planned.timeline, planned.tried, planned.others)
     say("meshes, stages, schedules, microbatches")
-    taken = taken_of_batch(captured.graph) if asked.numbers == () and rows_of(example()) > 1 else ""
+    taken = _taken(captured, rows_of(example()), asked) if asked.numbers == () and rows_of(example()) > 1 else ""
     if taken:
         asked = replace(asked, numbers=(1,))
     try:
@@ -223,6 +225,14 @@ def _found(
     if len(outcome.plan.stages) == 1 and outcome.plan.microbatches > 1 and 1 in (asked.numbers or (1,)):
         return _simpler(outcome, captured, cluster, asked, name)
     return outcome
+
+
+def _taken(captured: Captured, rows: int, asked: Asked) -> str:
+    """Why the batch is taken at once where nobody asks for microbatches; empty where it need not be."""
+    taken = taken_of_batch(captured.graph)
+    if taken or asked.input_rows is not None:
+        return taken
+    return refused_rows(captured, rows, "a microbatch has a part of the rows").split("\n")[0]
 
 
 def can_be_cut(graph: Graph, example: Any) -> bool:
@@ -398,18 +408,48 @@ def in_stages(
     return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
 
 
-def part_of(model: torch.nn.Module, captured: Captured, example: Any, parts: int) -> Captured:
+def part_of(
+    model: torch.nn.Module, captured: Captured, example: Any, parts: int, rows: InputRows = None
+) -> Captured:
     """One of so many parts of a batch, captured as the whole of it was.
 
     Args:
+        captured: of the whole batch, or of one microbatch.
         example: ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss function: the whole batch.
+        rows: the inputs that have its rows; None to find them.
     """
-    args, kwargs, *targets = first_part(example, parts)
+    args, kwargs, *targets = example
     loss_fn = captured.example.loss_fn if captured.example is not None else None
-    part = capture(
-        model, args, kwargs, loss_fn=loss_fn, targets=targets[0] if targets else (), precision=captured.graph.precision
+
+    def take(batch: Any) -> Captured:
+        return capture(
+            model, batch[0], batch[1], loss_fn=loss_fn, targets=batch[2], precision=captured.graph.precision
+        )  # fmt: skip
+
+    of_parts = captured.example.in_parts if captured.example is not None else None
+    is_whole = captured.example is not None and (of_parts is None or not of_parts.of_several)
+    part: Captured = captured_in_parts(
+        take, (args, kwargs, targets[0] if targets else ()), parts, model, rows,
+        captured if is_whole and _is_of(captured, (args, kwargs, *targets)) else None, without=no_rows_in(captured),
     )  # fmt: skip
     return replace(part, graph=with_load(part.graph, captured.graph.expert_load))
+
+
+def _as_part(captured: Captured, part: Captured) -> Graph:
+    """The graph of a whole batch with the inputs that a microbatch of it has."""
+    decided = part.example.in_parts if part.example is not None else None
+    return captured.graph if decided is None or captured.example is None else decided.of(captured).graph
+
+
+def _is_of(captured: Captured, example: Any) -> bool:
+    """Whether a call was captured with the shapes of an example."""
+    of = captured.example
+    assert of is not None
+    shapes = [
+        [tuple(x.shape) for x in pytree.tree_leaves(each) if isinstance(x, torch.Tensor)]
+        for each in ((of.args, dict(of.kwargs), of.targets), tuple(example))
+    ]
+    return shapes[0] == shapes[1]
 
 
 def in_parts(
@@ -435,7 +475,7 @@ def in_parts(
 
     def part(m: int) -> Captured:
         if m not in captures:
-            captures[m] = part_of(model, captured, example, m)
+            captures[m] = part_of(model, captured, example, m, asked.input_rows)
         return captures[m]
 
     second = next((m for m in counts if m > 1), 1)
@@ -444,7 +484,7 @@ def in_parts(
         if m in (1, second):
             return part(m).graph
         try:
-            return resized(captured.graph, part(second).graph, rows, rows // second, rows // m)
+            return resized(_as_part(captured, part(second)), part(second).graph, rows, rows // second, rows // m)
         except NotLinear:
             return part(m).graph
 

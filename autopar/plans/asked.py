@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class Asked:
         may_recompute: blocks may run again in the backward, where the planner finds that best.
         top: how many of the best layouts of a pipeline are planned exactly.
         measure_load: the load of routed experts is what the model routes of the example batch.
+        input_rows: the inputs that have the rows of the batch; None to find them.
     """
 
     pins: Pins = field(default_factory=Pins)
@@ -48,6 +49,7 @@ class Asked:
     may_recompute: bool = True
     top: int = 1
     measure_load: bool = False
+    input_rows: Collection[str | int] | None = None
 
     @property
     def everything(self) -> bool:

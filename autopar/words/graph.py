@@ -8,7 +8,7 @@ operator are plain Python values in which a :class:`Ref` stands for a tensor. Mu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -341,3 +341,21 @@ class Graph:
                 lines.append(f"%{node.name}: {outs} = {node.kind} {node.target}")
         lines.append("return " + ", ".join(map(show, self.outputs)))
         return "\n".join(lines)
+
+
+def part_for(graph: Graph, outputs: Sequence[Ref]) -> Graph:
+    """The part of a graph that makes these tensors; random operators draw what they draw in the whole."""
+    wanted = {ref.node for ref in outputs}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        if i in wanted:
+            wanted.update(ref.node for ref in graph.nodes[i].refs)
+    new = {old: k for k, old in enumerate(sorted(wanted))}
+
+    def move(ref: Ref) -> Ref:
+        return Ref(new[ref.node], ref.out)
+
+    nodes = tuple(
+        replace(graph.nodes[i].moved(move), site=i if graph.nodes[i].site < 0 else graph.nodes[i].site)
+        for i in sorted(wanted)
+    )
+    return Graph(nodes, tuple(map(move, outputs)), precision=graph.precision)

@@ -193,3 +193,36 @@ def unequal() -> str:
     pm(*own(data(8)))[0].backward()
     pm(*data(4 - dist.get_rank()))[0].backward()
     return "no error"
+
+
+class Pairs(nn.Module):
+    """Rows that are compared with others of the same rank; or classes weighed by a table, as many as rows."""
+
+    def __init__(self, indexed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.indexed = nn.Linear(6, 4).double(), indexed
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        return (h - h[other]).square().mean() if self.indexed else (h * other).square().mean()
+
+
+def indexed() -> str:
+    """Indices into a rank's own rows."""
+    x, partner = torch.randn(4, 6).double(), torch.tensor([1, 0, 3, 2])
+    return said(lambda: autopar.parallelize(Pairs(True), dist.get_world_size(), (x, partner), batch="local"))
+
+
+def table() -> float:
+    """A table of as many entries as a rank has rows, the same on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    batch, weights = torch.randn(8, 6, generator=generator).double(), torch.randn(4, generator=generator).double()
+    model = Pairs(False)
+    alone = copy.deepcopy(model)
+    mine = batch[4 * dist.get_rank() :][:4]
+    pm = autopar.parallelize(model, dist.get_world_size(), (mine, torch.ones(4).double()), batch="local")
+    loss, wanted = pm(mine, weights), alone(batch, weights)
+    loss.backward()
+    wanted.backward()
+    return max(abs(float(loss.detach() - wanted.detach())), worst_gradient(pm, alone))

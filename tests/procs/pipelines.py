@@ -18,6 +18,7 @@ from zoo import ZOO, as_float64, loss_of
 import autopar
 from autopar.allocations import Allocations
 from autopar.capture import Captured, capture
+from autopar.capture.in_parts import captured_in_parts
 from autopar.comparison import program_vs_eager
 from autopar.errors import PlanError, RunError
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
@@ -166,6 +167,14 @@ def cut_stages(graph: Graph, schedule: Schedule, config: Config) -> tuple[list[s
     raise AssertionError(f"no cut found for {config}")
 
 
+def part_of(case: Any, microbatches: int) -> Captured:
+    """One of so many microbatches, captured as parallelize does it."""
+    part: Captured = captured_in_parts(
+        lambda batch: capture(case.model, batch[0], batch[1]), (*case.batch, ()), microbatches, case.model
+    )  # fmt: skip
+    return part
+
+
 def compare(configs: Sequence[Config]) -> list[dict[str, Any]]:
     return [compare_one(config) for config in configs]
 
@@ -175,13 +184,14 @@ def compare_one(config: Config) -> dict[str, Any]:
     torch.manual_seed(5 + dist.get_rank())  # rank 0's weights count
     case = as_float64(ZOO[config.name](**config.zoo))
     k = config.microbatches
-    captured = capture(case.model, *cut(case.batch, k, 0))
-    constants = program_vs_eager.doubled(captured.constants)
-    captured = dataclasses.replace(program_vs_eager.promoted(captured), constants=constants)
+    captured, one = (
+        dataclasses.replace(program_vs_eager.promoted(each), constants=program_vs_eager.doubled(each.constants))
+        for each in (capture(case.model, *cut(case.batch, k, 0)), part_of(case, k))
+    )
     for tensor in case.model.state_dict().values():
         dist.broadcast(tensor, src=0)
     reference = OneDevice(case.model, captured)
-    pm = PipelineModule(case.model, captured, make_plan(captured, config))
+    pm = PipelineModule(case.model, one, make_plan(one, config))
     ours = torch.optim.AdamW(pm.parameters(), lr=LR)
     theirs = torch.optim.AdamW(reference.model.parameters(), lr=LR)
     found: dict[str, Any] = {"loss": 0.0, "gradient": (0.0, ""), "clip": 0.0}
@@ -246,10 +256,12 @@ def evaluates_one(config: Config) -> dict[str, Any]:
     torch.manual_seed(5)
     case = as_float64(ZOO[config.name](**config.zoo))
     k, double = config.microbatches, program_vs_eager.promoted
-    captured = capture(case.model, *cut(case.batch, k, 0))
-    captured = dataclasses.replace(double(captured), constants=program_vs_eager.doubled(captured.constants))
+    captured, one = (
+        dataclasses.replace(double(each), constants=program_vs_eager.doubled(each.constants))
+        for each in (capture(case.model, *cut(case.batch, k, 0)), part_of(case, k))
+    )
     reference = OneDevice(case.model, captured)
-    pm = PipelineModule(case.model, captured, make_plan(captured, config))
+    pm = PipelineModule(case.model, one, make_plan(one, config))
     ours = torch.optim.SGD(pm.parameters(), lr=0.1)
     theirs = torch.optim.SGD(reference.model.parameters(), lr=0.1)
     found: dict[str, Any] = {"loss": 0.0, "output": 0.0}
@@ -409,7 +421,7 @@ def peaks(name: str, schedule: str, n_microbatches: int, zoo: Mapping[str, Any])
     torch.manual_seed(5)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     case = ZOO[name](**zoo)
-    captured = capture(case.model, *cut(case.batch, n_microbatches, 0))
+    captured = part_of(case, n_microbatches)
     order = build(schedule, ranks, ranks, n_microbatches)
     config = Config(name, schedule, (ONE,) * ranks, n_microbatches, even=True)
     starts, graphs = cut_stages(captured.graph, order, config)

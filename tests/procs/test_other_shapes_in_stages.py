@@ -46,7 +46,7 @@ def test_calls_that_no_capture_mends(found: list[dict[str, Any]]) -> None:
         dtype, no_loss, rows, fixed = rank["refused"]
         assert "no scalar loss to train on" in no_loss
         assert "input args[0]: captured with dtype int64, called with float64" in dtype
-        assert "called with (int64[5 6], int64[3 6])" in rows
+        assert "input args[0] has 5 rows and input args[1] 3" in rows
         assert "captured with shape (2, 6) a microbatch, called with (5, 6); give 4 x 2 rows" in fixed
 
 

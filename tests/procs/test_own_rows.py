@@ -22,7 +22,7 @@ SLOW = {"outside zero", "in_parts zero", "uneven data", "uneven_outside zero", "
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    calls = {**CALLS, "loaded": ("loaded",), "lengths_differ": ("lengths_differ",)}
+    calls = {**CALLS, **{name: (name,) for name in ("loaded", "lengths_differ", "indexed", "table")}}
     return run_local(several, 2, "own_rows", selected(request, calls, SLOW))
 
 
@@ -65,3 +65,12 @@ def test_other_lengths_are_refused_on_all_ranks(found: list[dict[str, Any]]) -> 
 def test_unequal_rows_are_refused_where_shapes_are_fixed() -> None:
     with pytest.raises(RunError, match=r"\(float64\[6 6\], int64\[6\]\)"):
         run_local(own_rows.unequal, 2)
+
+
+def test_indices_into_own_rows_are_refused(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert "input args[1] ('other') counts rows of args[0] ('x')" in rank["indexed"]
+
+
+def test_a_table_as_long_as_the_rows_is_whole(found: list[dict[str, Any]]) -> None:
+    assert all(rank["table"] < 1e-9 for rank in found)

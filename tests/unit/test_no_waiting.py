@@ -26,10 +26,8 @@ ALLOWED = {
     "runtime/stages/compiled_order.py": {"__init__"},
     "runtime/ranks/groups.py": {"*"},
     "runtime/ranks/agree.py": {"*"},
-    # a branch on data that went another way, a loss whose terms count otherwise: read when they have come
+    # a branch on data that went another way: read when it has come
     "runtime/stages/async_host_reads.py": {"sent"},
-    # counts of labels, which stay on a device that is not the CPU
-    "runtime/pipelines/ready_runs.py": {"shares_of"}, "runtime/one_mesh/mesh_step.py": {"shares_of_parts"},
     # how many rows each rank has, which is told between processors
     "runtime/batches/uneven_rows.py": {"__call__"},
     # experts where torch has no kernel that finds their rows on the device

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture
+from autopar.capture.in_parts import captured_in_parts
 from autopar.comparison.parts_of_loss import difference_by_parts
 
 LABELS = torch.tensor([1, -100, -100, -100, 2, 0, 3, 1])
@@ -44,10 +45,10 @@ SAME = {
     "mean over rows": lambda out, labels: F.cross_entropy(out, labels.clamp(min=0)),
     "rows that do not count": F.cross_entropy,
     "penalty": lambda out, labels: out.square().mean() + 3.0,
+    "sum": lambda out, labels: F.cross_entropy(out, labels.clamp(min=0), reduction="sum"),
+    "terms over rows and over labels": lambda out, labels: F.cross_entropy(out, labels) + out.square().mean(),
 }
 OTHER = {
-    "terms over rows and over labels": lambda out, labels: F.cross_entropy(out, labels) + out.square().mean(),
-    "sum": lambda out, labels: F.cross_entropy(out, labels.clamp(min=0), reduction="sum"),
     "rows compared with each other": _contrast,
     "a small part of it": lambda out, labels: F.cross_entropy(out, labels.clamp(min=0)) + 1e-2 * _balance(out),
 }
@@ -56,7 +57,9 @@ OTHER = {
 def _said(loss: Any, dtype: torch.dtype = torch.float32) -> str:
     model, batch = Net(loss).to(dtype), (torch.randn(8, 6, dtype=dtype), LABELS)
     state = {k: v.clone() for k, v in model.state_dict().items()}
-    part = capture(model, (batch[0][:4], batch[1][:4]))
+    part = captured_in_parts(
+        lambda example: capture(model, *example[:2]), (batch, {}, ()), 2, model
+    )  # fmt: skip
     drawn = torch.random.get_rng_state()
     said = difference_by_parts(part, model, (batch, {}, ()), 2)
     assert model.training and model.body[2].training
@@ -94,7 +97,7 @@ def test_a_random_loss_is_not_judged() -> None:
 def test_parallelize_warns() -> None:
     batch = (torch.randn(8, 6), LABELS)
     with pytest.warns(UserWarning, match="it is no mean over rows"):
-        autopar.parallelize(Net(OTHER["sum"]), 1, batch, microbatches=2)
+        autopar.parallelize(Net(OTHER["rows compared with each other"]), 1, batch, microbatches=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plain = Net(SAME["penalty"])
@@ -117,8 +120,8 @@ def test_batch_norms_in_microbatches_are_told_of_once() -> None:
 
 def test_a_plan_has_what_parallelize_warns_of() -> None:
     batch = (torch.randn(8, 6), LABELS)
-    planned = autopar.plan(Net(OTHER["sum"]), "local-x1", batch, microbatches=2, stages=1)
+    planned = autopar.plan(Net(OTHER["rows compared with each other"]), "local-x1", batch, microbatches=2, stages=1)
     assert [note for note in planned.notes if "batch norms (1: 'body.1')" in note]
     assert [note for note in planned.notes if "it is no mean over rows" in note]
-    whole = autopar.plan(Net(OTHER["sum"]), "local-x1", batch, microbatches=1, stages=1)
+    whole = autopar.plan(Net(OTHER["rows compared with each other"]), "local-x1", batch, microbatches=1, stages=1)
     assert whole.notes == ()

@@ -12,7 +12,7 @@ ranks' losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
-from autopar.capture.microbatches import part_of_batch, rows_of
+from autopar.capture.microbatches import have_rows, part_of_batch, rows_of
 from autopar.errors import CaptureError, MeshError, RunError
 from autopar.runtime.batches.outputs import CollectiveLog
 from autopar.runtime.batches.row_sampler import RowSampler, Samplers
@@ -33,44 +33,18 @@ from autopar.runtime.ranks.groups import groups_on
 from autopar.torch_private import pytree
 from autopar.words.placements import State, shard
 
-COPIED_BYTES = 1 << 28
-"""Bytes up to which the rows of one rank are repeated for an example of the whole batch; larger ones are one row."""
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def as_whole(example: Any, ranks: int) -> Any:
-    """An example of the batch of all ranks, from that of one: its rows over and over.
+def rows_in(args: tuple[Any, ...], kwargs: Mapping[str, Any], without: Collection[str] = ()) -> int | None:
+    """Rows of a call; None of one with DTensors, or in which nothing has rows.
 
     Args:
-        example: arguments of a call; tensors with as many rows as the first one has are cut among the ranks.
+        without: inputs without rows, by name.
     """
-    rows = rows_of(example)
-
-    def whole(leaf: Any) -> Any:
-        has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
-        return widened(leaf, ranks) if has_rows else leaf
-
-    return pytree.tree_map(whole, example)
-
-
-def widened(rows: torch.Tensor, ranks: int, copied_bytes: int = COPIED_BYTES) -> torch.Tensor:
-    """A tensor with the rows of so many ranks, from those of one: these over and over.
-
-    Args:
-        copied_bytes: up to which they are copied; of a larger one the first row stands for all.
-    """
-    if rows.is_meta or rows.numel() * rows.element_size() * ranks <= copied_bytes:
-        return torch.cat([rows.detach()] * ranks).requires_grad_(rows.requires_grad)
-    wide = rows.detach()[:1].expand(ranks * rows.shape[0], *rows.shape[1:])
-    return wide.requires_grad_(rows.requires_grad)
-
-
-def rows_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Rows of a call; None of one with DTensors, or in which nothing has rows."""
-    plain = [x for x in pytree.tree_leaves((args, dict(kwargs))) if type(x) is not DTensor]
+    plain = pytree.tree_map(lambda x: None if type(x) is DTensor else x, (tuple(args), dict(kwargs)))
     try:
-        return rows_of(plain)
+        return rows_of(plain, without)
     except CaptureError:
         return None
 
@@ -83,7 +57,10 @@ class RowsOfRanks:
         place: which of them this rank's is.
         exchange: tells before each call how many rows each rank has; None where all have equally many.
         counts: rows of each part in the last call, where they were not equally many.
+        without: inputs without rows, by name (:func:`~autopar.capture.microbatches.leaves_of_call`).
     """
+
+    without: frozenset[str] = frozenset()
 
     def __init__(self, ranks: int, place: int, everyone: Sequence[int]) -> None:
         """All ranks call it.
@@ -101,7 +78,7 @@ class RowsOfRanks:
         """How many rows each rank is called with, where these are not equally many; None where they are, or where the
         call has DTensors or nothing with rows. All ranks call it before each call."""
         self.counts = None
-        rows = rows_in(args, kwargs)
+        rows = rows_in(args, kwargs, self.without)
         if self.exchange is None or rows is None:
             return None
         counts = [n for n, _ in self.exchange(rows, 0, logs)]
@@ -148,25 +125,26 @@ class OwnRows(RowsOfRanks):
         groups = groups_on(self.device_mesh)
         group = groups.of(in_order) if groups.possible else mesh_group(self.device_mesh)
         call = tuple(args), dict(kwargs)
-        return put_together(call, counts, counts, self.place, group, self.exchange.order, self.exchange)
+        return put_together(
+            call, counts, counts, self.place, group, self.exchange.order, self.exchange, self.without
+        )  # fmt: skip
 
     def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """The call with the whole batch, of which this rank has its rows: DTensors in the tensors' place.
 
-        Tensors with as many rows as the first one has are cut among the ranks; DTensors say themselves how they lie.
+        Inputs with rows are cut among the ranks; DTensors say themselves how they lie.
         """
-        rows = rows_in(args, kwargs)
+        rows = rows_in(args, kwargs, self.without)
         if rows is None:
             return args, dict(kwargs)
-
-        def joined(leaf: Any) -> Any:
-            cut = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
-            if not (cut and leaf.shape[0] == rows):
-                return leaf
-            shape = (self.ranks * rows, *leaf.shape[1:])
-            return as_dtensor(leaf, self.state, shape, self.device_mesh)
-
-        positional, by_name = pytree.tree_map(joined, (tuple(args), dict(kwargs)))
+        call = tuple(args), dict(kwargs)
+        leaves, spec = pytree.tree_flatten(call)
+        joined = [
+            as_dtensor(leaf, self.state, (self.ranks * rows, *leaf.shape[1:]), self.device_mesh)
+            if cut and not isinstance(leaf, DTensor) else leaf
+            for leaf, cut in zip(leaves, have_rows(call, rows, self.without), strict=True)
+        ]  # fmt: skip
+        positional, by_name = pytree.tree_unflatten(joined, spec)
         return positional, by_name
 
     def parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[Call]:
@@ -176,7 +154,7 @@ class OwnRows(RowsOfRanks):
             CaptureError: the rows do not divide.
         """
         batch = tuple(args), dict(kwargs)
-        return [self.whole(*part_of_batch(batch, count, number)) for number in range(count)]
+        return [self.whole(*part_of_batch(batch, count, number, self.without)) for number in range(count)]
 
     def of_output(self, value: torch.Tensor, state: State, shape: tuple[int, ...]) -> torch.Tensor:
         """This rank's rows of an output.
@@ -286,4 +264,4 @@ def _sharded(loader: DataLoader[Any], sampler: Callable[..., RowSampler], ranks:
     )  # fmt: skip
 
 
-__all__ = ["OwnRows", "RowsOfRanks", "TakesRows", "as_whole", "rows_in", "samplers_of", "widened"]
+__all__ = ["OwnRows", "RowsOfRanks", "TakesRows", "rows_in", "samplers_of"]

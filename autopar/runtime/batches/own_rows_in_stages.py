@@ -88,7 +88,9 @@ class RowsInStages(RowsOfRanks):
             )
         self.counts = counts
         call = tuple(args), dict(kwargs)
-        return put_together(call, of_all, counts, self.place, everyone, self._senders, self.exchange)
+        return put_together(
+            call, of_all, counts, self.place, everyone, self._senders, self.exchange, self.without
+        )  # fmt: skip
 
     def of_uneven(self, output: torch.Tensor) -> torch.Tensor:
         """This rank's rows of an output that has those of the whole batch, of which parts have not equally many."""

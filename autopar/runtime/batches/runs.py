@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured
+from autopar.capture.in_parts import names_of, no_rows_in
+from autopar.capture.microbatches import widened
 from autopar.runtime.batches.calls import leaves_of
-from autopar.runtime.batches.own_rows import widened
+from autopar.runtime.batches.equal_rows import check_equal_rows
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.torch_private import pytree
 
@@ -68,7 +70,11 @@ def runs(
         planned: microbatches of a step for which the plan is.
         ranks: that each have rows of their own, of which the call has one's.
         most: rows of a microbatch at most; None for those of ``captured``.
+
+    Raises:
+        RunError: inputs with rows have unequal numbers of them.
     """
+    check_equal_rows(captured, signature, args, kwargs)
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     has_rows = _have_rows(captured, signature, args, kwargs, leaves)
     lengths = [leaf.shape[0] for leaf, has in zip(leaves, has_rows, strict=True) if has]
@@ -88,9 +94,10 @@ def runs(
         positional, by_name = pytree.tree_unflatten(some, spec)
         return tuple(positional), dict(by_name)
 
-    for count, each in sizes(rows, max(1, whole // ranks) if most is None else most):
+    of_sizes = sizes(rows, max(1, whole // ranks) if most is None else most)
+    for count, each in of_sizes:
         one = part(begin, each, ranks)
-        call = ModuleCall(*part(begin, count * each), in_parts=True, parts=count, one=one)
+        call = ModuleCall(*part(begin, count * each), in_parts=True, parts=count, one=one, of_several=len(of_sizes) > 1)
         runs_of_call.append(Run(call, count, each / rows, tuple(cut)))
         begin += count * each
     return runs_of_call
@@ -98,7 +105,11 @@ def runs(
 
 def rows_of_microbatch(captured: Captured) -> int:
     """Rows of the microbatch that was captured: the first dim of the first input that has one."""
-    shapes = (captured.graph.nodes[number].out.shape for number in captured.inputs if number is not None)
+    whole = no_rows_in(captured)
+    shapes = (
+        captured.graph.nodes[number].out.shape for number, name in zip(captured.inputs, names_of(captured), strict=True)
+        if number is not None and name not in whole
+    )  # fmt: skip
     return next((shape[0] for shape in shapes if shape and shape[0]), 1)
 
 
@@ -109,11 +120,11 @@ def _have_rows(
     """Of each leaf of a call, whether it may have the batch's rows."""
     in_order = leaves_of(captured, signature, args, kwargs)
     if in_order is not None:
-        rows = rows_of_microbatch(captured)
+        rows, whole = rows_of_microbatch(captured), no_rows_in(captured)
         with_rows = {
             id(leaf)
-            for leaf, number in zip(in_order, captured.inputs, strict=True)
-            if number is not None and captured.graph.nodes[number].out.shape[:1] == (rows,)
+            for leaf, number, name in zip(in_order, captured.inputs, names_of(captured), strict=True)
+            if number is not None and captured.graph.nodes[number].out.shape[:1] == (rows,) and name not in whole
         }
         return [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and id(leaf) in with_rows for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]

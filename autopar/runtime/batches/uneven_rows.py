@@ -11,7 +11,7 @@ the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from autopar.capture.microbatches import leaves_of_call
 from autopar.errors import RunError
 from autopar.runtime.batches.outputs import CollectiveLog
 from autopar.runtime.parameters.redistribution import all_gather_flat
@@ -95,7 +96,7 @@ def _came(work: dist.Work, seconds: float) -> bool:
 
 def put_together(
     call: Call, of_all: Sequence[int], counts: Sequence[int], place: int, group: Any, order: Sequence[int],
-    exchange: Exchange,
+    exchange: Exchange, without: Collection[str] = (),
 ) -> Call:  # fmt: skip
     """The call with the rows of all ranks, one rank's after the other's: plain tensors, the same on every rank.
 
@@ -103,6 +104,7 @@ def put_together(
         of_all: rows of every rank of ``exchange``; tensors with so many on every rank have rows.
         counts: rows of each part of the batch; ``place`` is which of them this rank has.
         group: of all ranks, for the tensors' device; ``order`` says which of them has each part.
+        without: inputs without rows, by name.
 
     Raises:
         RunError: the ranks' calls differ in more than their rows; on all of them.
@@ -118,9 +120,10 @@ def put_together(
     if any(structure != of_ranks[0][0] for structure, _ in of_ranks):
         raise RunError(f"ranks are called with other arguments, at the same call: {'; '.join(lines)}")
     has_rows = []
-    for number in range(len(leaves)):
+    for number, (name, _) in enumerate(leaves_of_call(call)):
         of_leaf = [outline[number] for _, outline in of_ranks]
-        cut = all(each is not None and each[0][:1] == (n,) for each, n in zip(of_leaf, of_all, strict=True))
+        as_long = (each is not None and each[0][:1] == (n,) for each, n in zip(of_leaf, of_all, strict=True))
+        cut = name not in without and all(as_long)
         has_rows.append(cut)
         alike = {(each[0][1:], each[1]) for each in of_leaf} if cut else set(of_leaf)
         if len(alike) > 1:

@@ -8,7 +8,6 @@ The conditions of branches follow from random numbers alone, and so from the see
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -16,7 +15,7 @@ from autopar.lower.emit import lower
 from autopar.planner.intra_op.one_device import one_device
 from autopar.plans.plan import route_key
 from autopar.rules.families.branch import BRANCH
-from autopar.words.graph import Graph, Node, Ref
+from autopar.words.graph import Graph, Node, Ref, part_for
 
 Reached = frozenset[str]
 """Tensors by their names in plans, and parameters by their own."""
@@ -50,24 +49,6 @@ def is_open(node: Node) -> bool:
     return node.target == BRANCH and len(node.args) == 3
 
 
-def part_for(graph: Graph, outputs: Sequence[Ref]) -> Graph:
-    """The part of a graph that makes these tensors; random operators draw what they draw in the whole."""
-    wanted = {ref.node for ref in outputs}
-    for i in range(len(graph.nodes) - 1, -1, -1):
-        if i in wanted:
-            wanted.update(ref.node for ref in graph.nodes[i].refs)
-    new = {old: k for k, old in enumerate(sorted(wanted))}
-
-    def move(ref: Ref) -> Ref:
-        return Ref(new[ref.node], ref.out)
-
-    nodes = tuple(
-        replace(graph.nodes[i].moved(move), site=i if graph.nodes[i].site < 0 else graph.nodes[i].site)
-        for i in sorted(wanted)
-    )
-    return Graph(nodes, tuple(map(move, outputs)), precision=graph.precision)
-
-
 def reached_whatever_is_drawn(graph: Graph) -> Reached:
     """What the gradient of the outputs reaches without passing a branch on a random number."""
     return _reached(graph, [out for out in graph.outputs if isinstance(out, Ref)], {})
@@ -91,4 +72,4 @@ def _reached(graph: Graph, outputs: Sequence[Ref], answers: Mapping[Ref, bool]) 
     return frozenset(params | {route_key(graph, ref) for ref in refs})
 
 
-__all__ = ["Reached", "ReachedBy", "part_for", "reached_by", "reached_whatever_is_drawn"]
+__all__ = ["Reached", "ReachedBy", "reached_by", "reached_whatever_is_drawn"]

@@ -28,16 +28,16 @@ from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.statistics_anew import taken_anew
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.calls import without_inference_mode
-from autopar.runtime.batches.loss_counts import Count, count_of
 from autopar.runtime.batches.outputs import CollectiveLog
 from autopar.runtime.batches.own_rows import Call, OwnRows, TakesRows
 from autopar.runtime.batches.same_batch import Calls, Seen, first_readers
+from autopar.runtime.batches.totals_ahead import TotalsAhead, computed_ahead, totals_ahead
 from autopar.runtime.one_mesh.crossing import crossed
 from autopar.runtime.one_mesh.mesh_outputs import outputs_of
-from autopar.runtime.one_mesh.mesh_step import parts_of_step, trained
+from autopar.runtime.one_mesh.mesh_step import parts_of_step, trained, whole_inputs
 from autopar.runtime.optimizers import grad_scaler
 from autopar.runtime.parameters.registering import Placing
-from autopar.runtime.parameters.state import HeldParam
+from autopar.runtime.parameters.state import HeldParam, as_dtensor
 from autopar.runtime.ranks.agree import mesh_group
 from autopar.runtime.ranks.failures import Failures
 from autopar.runtime.ranks.groups import Groups, groups_on
@@ -77,7 +77,8 @@ class ParallelModule(TakesRows, SpreadModule):
     _autopar_generation: int
     _autopar_own_rows: OwnRows | None = None
     _autopar_planned: Captured
-    _autopar_count_kept: tuple[Count | None] | None = None
+    _autopar_totals_kept: tuple[TotalsAhead | None] | None = None
+    _autopar_given_ahead: Mapping[str, torch.Tensor] | None = None
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
@@ -131,7 +132,7 @@ class ParallelModule(TakesRows, SpreadModule):
         Args:
             captured: what the stage is of.
         """
-        self._autopar_captured, self._autopar_stage, self._autopar_count_kept = captured, stage, None
+        self._autopar_captured, self._autopar_stage, self._autopar_totals_kept = captured, stage, None
         self._autopar_batch = Batch(
             captured, self._autopar_signature, self._autopar_device, self._autopar_pieces(stage)
         )
@@ -156,11 +157,19 @@ class ParallelModule(TakesRows, SpreadModule):
         return replace(self._autopar_given, fingerprint=stage.fingerprint, stages=(stage,), seconds=stage.price.seconds)
 
     @property
-    def _autopar_count(self) -> Count | None:
-        """Of how many things the loss of a call is the mean; None where that is in proportion to its rows."""
-        if self._autopar_count_kept is None:
-            self._autopar_count_kept = (count_of(self._autopar_captured.graph, self._autopar_device),)
-        return self._autopar_count_kept[0]
+    def _autopar_totals(self) -> TotalsAhead | None:
+        """What gives the inputs of the program that are computed ahead of a step; None where it has none."""
+        if self._autopar_totals_kept is None:
+            self._autopar_totals_kept = (totals_ahead(self._autopar_captured, self._autopar_device),)
+        return self._autopar_totals_kept[0]
+
+    def _autopar_buffer(self, name: str) -> torch.Tensor | None:
+        """The whole value of a buffer that the program reads."""
+        if name not in self._autopar_stage.buffers:
+            return None
+        value, state = self._autopar_stage.buffers[name]
+        shape = self._autopar_captured.graph.nodes[self._autopar_captured.graph.index[name]].out.shape
+        return as_dtensor(value, state, shape, self._autopar_mesh).full_tensor() if state.is_cut else value
 
     def _autopar_batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors of a call of the program that runs now, by input name."""
@@ -176,9 +185,10 @@ class ParallelModule(TakesRows, SpreadModule):
         """The ranks."""
         return self._autopar_mesh
 
-    def _autopar_take_own_rows(self) -> None:
-        """From now on every rank is called with its own rows."""
+    def _autopar_take_own_rows(self, without: frozenset[str]) -> None:
+        """From now on every rank is called with its own rows; inputs of the names in ``without`` have none."""
         self._autopar_own_rows = OwnRows(self._autopar_mesh)
+        self._autopar_own_rows.without = without
 
     @property
     def _autopar_evaluates(self) -> bool:
@@ -341,6 +351,12 @@ class ParallelModule(TakesRows, SpreadModule):
         local_inputs: dict[str, torch.Tensor] = {}
         tensors = batch.tensors(args, kwargs)
         batch.check_one(tensors, self._autopar_given.microbatches)
+        if (ahead := self._autopar_totals) is not None:
+            of_step = self._autopar_given_ahead
+            if of_step is None:
+                whole = whole_inputs(self, ahead, args, kwargs)
+                (of_step,) = computed_ahead([ahead], [whole], [1.0], self._autopar_buffer)
+            local_inputs.update(of_step)
         for name, leaf in tensors.items():
             local_inputs[name] = stage.local_input(name, leaf, batch.shown[name], name in batch.pieces)
             if seen is not None and not isinstance(leaf, DTensor):
@@ -362,8 +378,9 @@ class ParallelModule(TakesRows, SpreadModule):
 
         A microbatch has the shapes of the example inputs. An input whose first dim is ``microbatches`` times as long
         is cut there; one with exactly the captured shape goes into every microbatch. Each loss counts by its
-        microbatch's part of the rows, or of the labels that count (:mod:`~autopar.runtime.batches.loss_counts`), so
-        that the loss and the gradients are those of the whole batch at once.
+        microbatch's part of the rows, and divides by what the whole batch has where it divides by a sum over labels or
+        masks (:mod:`~autopar.runtime.batches.totals_ahead`), so that the loss and the gradients are those of the whole
+        batch at once.
 
         Args:
             optimizer: if given, ``step()`` and ``zero_grad()`` follow; else gradients are left in ``param.grad``.

@@ -1,7 +1,7 @@
 """A training step in microbatches on one mesh: gradients add up, and are reduced in the last one.
 
-Each loss counts by its part of what the loss of the batch is the mean of (:mod:`.loss_counts`): of its rows, which are
-as many in every microbatch, or of the labels that count.
+Each loss counts by its part of the rows; what it divides by beside them, such as how many labels count, is that of the
+whole batch (:mod:`.totals_ahead`).
 
 Rows that do not divide into as few microbatches as the planned size allows go through in two parts, as in a pipeline
 (:mod:`.runs`): whole microbatches, and a last one with the rows that are left, which has a program of its own.
@@ -10,20 +10,22 @@ Rows that do not divide into as few microbatches as the planned size allows go t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.microbatches import rows_of
+from autopar.capture.in_parts import no_rows_in
+from autopar.capture.microbatches import have_rows, rows_of
 from autopar.errors import CaptureError, RunError
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import leaves_of
-from autopar.runtime.batches.loss_counts import Count, Shares, shares_by_count
+from autopar.runtime.batches.equal_rows import check_equal_rows
 from autopar.runtime.batches.own_rows import Call
 from autopar.runtime.batches.runs import Run, rows_of_microbatch, runs, sizes
+from autopar.runtime.batches.totals_ahead import TotalsAhead, check_in_parts, computed_ahead
 from autopar.runtime.gradients.step_gradients import has_hooks
 from autopar.runtime.one_mesh.direct import stand_ins
 from autopar.runtime.parameters.state import as_dtensor
@@ -56,14 +58,16 @@ def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microb
     Args:
         pm: the module.
         args, kwargs: the batch, where each rank has rows of its own this one's.
-        microbatches: how many the caller wants; None or 0 for as many as the rows say.
+        microbatches: how many the caller wants; None for as many as the rows say.
 
     Raises:
         RunError: ranks are called with what makes no batch.
     """
-    count = microbatches or None
+    count = microbatches
     if count is not None and count < 1:
-        raise RunError(f"microbatches is {count}; give 1 or more")
+        raise RunError(f"microbatches is {count}; give 1 or more, or None for as many as the rows say")
+    if not pm._autopar_batch.pieces:
+        check_equal_rows(pm._autopar_planned, pm._autopar_signature, args, kwargs)
     if pm._autopar_own_rows is not None:
         with pm._autopar_all_in_step("the rows of the ranks"):
             together = pm._autopar_rows_of_all(args, kwargs)
@@ -85,7 +89,8 @@ def _may_be_uneven(pm: Any) -> bool:
 
 def _of_own_rows(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[StepPart]:
     """The parts of a step of which every rank has equally many rows."""
-    rows = rows_of((args, kwargs))
+    without = no_rows_in(pm._autopar_planned)
+    rows = rows_of((args, kwargs), without)
     planned = batch_rows(pm._autopar_planned) // pm._autopar_own_rows.ranks
     most = max(1, planned if count is None else -(-rows // count))
     of_parts = sizes(rows, most) if count is None or rows % count else [(count, rows // count)]
@@ -93,26 +98,25 @@ def _of_own_rows(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: 
         of_parts = [(each := parts_of(rows, most), rows // each)]
     parts, begin = [], 0
     for number, each in of_parts:
-        some = _rows_between((args, kwargs), rows, begin, number * each)
+        some = _rows_between((args, kwargs), rows, begin, number * each, without)
         calls = pm._autopar_own_rows.parts(*some, number)
         first_args, first_kwargs = calls[0]
-        of_first = ModuleCall(first_args, first_kwargs, parts=number)
+        of_first = ModuleCall(first_args, first_kwargs, parts=number, of_several=len(of_parts) > 1)
         places = [PlaceInBatch(begin + k * each, max(1, each), rows) for k in range(number)]
         parts.append(StepPart(of_first, number * each / max(1, rows), calls, places))
         begin += number * each
     return parts
 
 
-def _rows_between(batch: Call, rows: int, begin: int, length: int) -> Call:
+def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Collection[str]) -> Call:
     """Some of the rows of a batch; what does not have its rows stays as it is."""
     if length == rows:
         return batch
 
-    def some(leaf: Any) -> Any:
-        has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows
-        return leaf.narrow(0, begin, length) if has_rows else leaf
-
-    positional, by_name = pytree.tree_map(some, batch)
+    leaves, spec = pytree.tree_flatten(batch)
+    cut = have_rows(batch, rows, without)
+    some = [leaf.narrow(0, begin, length) if c else leaf for leaf, c in zip(leaves, cut, strict=True)]
+    positional, by_name = pytree.tree_unflatten(some, spec)
     return positional, by_name
 
 
@@ -120,7 +124,7 @@ def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int |
     """The runs of a batch whose rows do not divide; None where they do, or it cannot be known what has rows."""
     planned = pm._autopar_planned
     try:
-        rows = rows_of((args, kwargs))
+        rows = rows_of((args, kwargs), no_rows_in(planned))
     except CaptureError:
         return None
     if planned.example is None or not rows:
@@ -161,10 +165,10 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
 
 def _trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None) -> torch.Tensor:
     of_parts: list[Sequence[Call]] = []
+    wholes: list[dict[str, torch.Tensor]] = []
+    totals: list[TotalsAhead | None] = []
     places: list[Sequence[PlaceInBatch]] = []
     rows_before = 0
-    counts: list[Count | None] = []
-    of_labels: list[torch.Tensor] = []
     for part in parts:
         pm._autopar_check_step(part.call)
         pm._autopar_check_trains()
@@ -176,25 +180,30 @@ def _trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None) -> 
         rows = rows_of_microbatch(pm._autopar_captured)
         places.append(part.places or [PlaceInBatch(rows_before + k * rows, rows, rows) for k in range(len(calls))])
         rows_before += rows * len(calls)
-        if len(parts) == len(calls) == 1:
-            continue
-        count = pm._autopar_count
-        counts.append(count)
-        if count is not None:
-            first = pm._autopar_calls + 1
-            with pm._autopar_fails_everywhere(f"counting what the losses from call {first} on are means of"):
-                of_labels.append(torch.stack([count(_whole_inputs(pm, count, *call)) for call in calls]))
+        ahead = pm._autopar_totals
+        totals += [ahead] * len(calls)
+        with pm._autopar_fails_everywhere(f"gathering what the losses from call {pm._autopar_calls + 1} on divide by"):
+            wholes += [{} if ahead is None else whole_inputs(pm, ahead, *call) for call in calls]
     pm._autopar_seeds.of_rows(rows_before)
-    shares = shares_of_parts(parts, of_parts, counts, of_labels)
+    if len(totals) > 1:
+        check_in_parts(pm._autopar_captured)
+    shares = [part.share / len(calls) for part, calls in zip(parts, of_parts, strict=True) for _ in calls]
+    weights = [
+        share if each is None else each.totals.weight(share) for each, share in zip(totals, shares, strict=True)
+    ]  # fmt: skip
+    with pm._autopar_fails_everywhere(f"summing what the losses from call {pm._autopar_calls + 1} on divide by"):
+        given = computed_ahead(totals, wholes, shares, pm._autopar_buffer)
     if len(parts) == 1:
         loss = pm._autopar_captured.graph.loss
-        return backwards(pm, of_parts[0], shares[0], loss, len(of_parts[0]), scale, places[0])
+        return backwards(pm, of_parts[0], weights, loss, len(shares), given, scale, places[0])
     losses = []
+    begin = 0
     with _gradients_stay_where_it_breaks(pm):
-        for part, calls, of_part, of_rows in zip(parts, of_parts, shares, places, strict=True):
+        for part, calls, of_rows in zip(parts, of_parts, places, strict=True):
             pm._autopar_check_step(part.call)
             loss = pm._autopar_captured.graph.loss
-            losses.append(backwards(pm, calls, of_part, loss, sum(map(len, of_parts)), scale, of_rows))
+            these = slice(begin, begin := begin + len(calls))
+            losses.append(backwards(pm, calls, weights[these], loss, len(shares), given[these], scale, of_rows))
     return sum(losses[1:], losses[0])
 
 
@@ -211,34 +220,6 @@ def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:
     return [pm._autopar_batch.call(piece, args, kwargs) for piece in pieces]
 
 
-def shares_of_parts(
-    parts: Sequence[StepPart], of_parts: Sequence[Sequence[Call]], counts: Sequence[Count | None],
-    of_labels: Sequence[torch.Tensor],
-) -> list[Shares]:  # fmt: skip
-    """By what part each microbatch of each part counts in the loss of the batch.
-
-    Args:
-        of_parts: the microbatches of each.
-        counts: what the losses of each are means of; empty where there is one microbatch in all.
-        of_labels: of how many things, float64 [microbatches] for each part that has a count.
-    """
-    of_rows: list[Shares] = [
-        [part.share / len(calls)] * len(calls) for part, calls in zip(parts, of_parts, strict=True)
-    ]
-    counted = [count for count in counts if count is not None]
-    if not counts or len(counted) < len(parts):
-        return of_rows
-    labels = torch.cat(list(of_labels))
-    rows = torch.cat([
-        torch.full((len(calls),), part.share / len(calls), dtype=labels.dtype, device=labels.device)
-        for part, calls in zip(parts, of_parts, strict=True)
-    ])  # fmt: skip
-    shares = shares_by_count(counted, labels, rows)
-    if shares is None:
-        return of_rows
-    return [each.tolist() if each.device.type == "cpu" else each for each in shares.split([len(c) for c in of_parts])]
-
-
 @contextlib.contextmanager
 def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
     """A step of several parts that breaks in a later one leaves the gradients as they were."""
@@ -253,20 +234,19 @@ def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
 
 
 def backwards(
-    pm: Any, calls: Sequence[Call], shares: Shares, number: int, of_step: int, scale: torch.Tensor | None = None,
+    pm: Any, calls: Sequence[Call], weights: Sequence[float], number: int, of_step: int,
+    ahead: Sequence[Mapping[str, torch.Tensor]], scale: torch.Tensor | None = None,
     places: Sequence[PlaceInBatch] = (),
 ) -> torch.Tensor:  # fmt: skip
     """Forward and backward of every microbatch; the parameters have their gradients then.
 
-    A microbatch in which nothing counts has a loss that is no number, and no gradient: it only runs forward, for
-    whatever a forward changes.
-
     Args:
         pm: the module; it runs the program of these calls.
         calls: of the microbatches.
-        shares: of their losses in that of the batch.
+        weights: by what their losses count in that of the batch.
         number: of the loss among the model's outputs.
         of_step: microbatches of the step, of which these may be a part.
+        ahead: inputs of each that were computed ahead of the step.
         scale: by which the gradients are multiplied.
         places: of the rows of each in the batch of the step.
 
@@ -278,21 +258,16 @@ def backwards(
         pm._autopar_told_of_statistics = tell_of_statistics([stage.graph], of_step, stacklevel=5)
     gradients = stage.gradients
     stage.bind()
-    counting = [i for i in range(len(calls)) if isinstance(shares, torch.Tensor) or shares[i] != 0.0]
     total: torch.Tensor | None = None
     try:
         with stand_ins(stage.param_slots, stage.template) if stage.direct else contextlib.nullcontext():
             for i, (positional, by_name) in enumerate(calls):
-                if counting:
-                    gradients.defer, gradients.accumulating = i < counting[-1], counting[0] < i <= counting[-1]
+                gradients.defer, gradients.accumulating = i < len(calls) - 1, i > 0
+                pm._autopar_given_ahead = ahead[i]
                 pm._autopar_seeds.at(places[i] if of_step > 1 else None)
                 loss = pytree.tree_leaves(pm._autopar_run_call(positional, by_name, of_step=True))[number]
-                if i not in counting:
-                    nothing = torch.zeros_like(loss.detach())
-                    continue
                 if of_step > 1:
-                    share = shares[i]
-                    loss = loss * (share.to(loss.dtype) if isinstance(share, torch.Tensor) else share)
+                    loss = loss * weights[i]
                 with without_autocast():
                     loss.backward(None if scale is None else scale.to(loss.dtype))
                 total = loss.detach() if total is None else total + loss.detach()
@@ -301,14 +276,18 @@ def backwards(
         raise
     finally:
         gradients.defer = gradients.accumulating = False
-    return nothing if total is None else total
+        pm._autopar_given_ahead = None
+    assert total is not None, "a step has microbatches"
+    return total
 
 
-def _whole_inputs(pm: Any, count: Count, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The inputs from which the count of a microbatch follows, whole: ranks may be called with their pieces."""
+def whole_inputs(
+    pm: Any, ahead: TotalsAhead, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The inputs from which totals of the batch follow, whole: ranks may be called with their pieces."""
     tensors = pm._autopar_batch_of(args, kwargs)
     whole = {}
-    for name, shape in count.inputs.items():
+    for name, shape in ahead.inputs.items():
         leaf = tensors[name].detach()
         if not isinstance(leaf, DTensor) and tuple(leaf.shape) != shape:
             leaf = as_dtensor(leaf, pm._autopar_stage.inputs[name].state, shape, pm.device_mesh)
@@ -316,4 +295,4 @@ def _whole_inputs(pm: Any, count: Count, args: tuple[Any, ...], kwargs: dict[str
     return whole
 
 
-__all__ = ["StepPart", "backwards", "parts_of_step", "shares_of_parts", "trained"]
+__all__ = ["StepPart", "backwards", "parts_of_step", "trained", "whole_inputs"]

@@ -27,19 +27,20 @@ from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import without_inference_mode
-from autopar.runtime.batches.loss_counts import Count, count_of
 from autopar.runtime.batches.own_rows import TakesRows
 from autopar.runtime.batches.own_rows_in_stages import RowsInStages
 from autopar.runtime.batches.same_batch import Calls, first_readers
+from autopar.runtime.batches.totals_ahead import TotalsAhead, totals_ahead
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from autopar.runtime.gradients.reached import ReachedBy, reached_by
 from autopar.runtime.optimizers import grad_scaler
 from autopar.runtime.parameters.one_rank_functions import flat_optimizer_states, scaled, squared_norm
 from autopar.runtime.parameters.registering import Placing
+from autopar.runtime.parameters.state import as_dtensor
 from autopar.runtime.pipelines import pipeline_programs
 from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
 from autopar.runtime.pipelines.pipeline_programs import Lines
-from autopar.runtime.pipelines.pipeline_runs import forwards, ready_runs, seeds_of, shares_in_loss
+from autopar.runtime.pipelines.pipeline_runs import forwards, ready_runs, seeds_of
 from autopar.runtime.pipelines.pipeline_start import begun, check_fits, take_values, unread_in
 from autopar.runtime.pipelines.rank_actions import Span, Unfinished, Work
 from autopar.runtime.pipelines.schedule_check import check_buffers, check_rows
@@ -78,7 +79,7 @@ class PipelineModule(TakesRows, SpreadModule):
     _autopar_none: torch.nn.Parameter
     _autopar_has_evaluation: bool
     _autopar_reached_by: ReachedBy | None
-    _autopar_count: Count | None
+    _autopar_totals: TotalsAhead | None
     _autopar_stages: dict[int, Stage]
     _autopar_lines: Lines
     _autopar_first_tied: tuple[Tied, ...]
@@ -151,7 +152,7 @@ class PipelineModule(TakesRows, SpreadModule):
         self._autopar_none = torch.nn.Parameter(torch.empty(0, device=self._autopar_device))
         self._autopar_batch = Batch(captured, self._autopar_signature, self._autopar_device)
         self._autopar_reached_by = reached_by(captured.graph, self._autopar_device)
-        self._autopar_count = count_of(captured.graph, self._autopar_device)
+        self._autopar_totals = totals_ahead(captured, self._autopar_device)
         readers = first_readers([captured.graph])
         self._autopar_compared = Calls(here.everyone, None, False, list(meshes.values()), readers)
         self._autopar_seeds = seeds_for(random, here.everyone, 0, self._autopar_device, alike)
@@ -175,11 +176,12 @@ class PipelineModule(TakesRows, SpreadModule):
         """The plan that this module runs."""
         return self._autopar_plan
 
-    def _autopar_take_own_rows(self) -> None:
-        """From now on every rank is called with its own rows."""
+    def _autopar_take_own_rows(self, without: frozenset[str]) -> None:
+        """From now on every rank is called with its own rows; inputs of the names in ``without`` have none."""
         self._autopar_own_rows = RowsInStages(
             [(s.mesh, s.devices) for s in self._autopar_plan.stages], self._autopar_rank
         )
+        self._autopar_own_rows.without = without
 
     @property
     def _autopar_rows(self) -> RowsInStages | None:
@@ -195,6 +197,24 @@ class PipelineModule(TakesRows, SpreadModule):
 
     def _autopar_ranks(self) -> tuple[Any, int]:
         return dist.group.WORLD, 0
+
+    def _autopar_buffer(self, name: str) -> torch.Tensor | None:
+        """The whole value of a buffer, on all ranks, which call it together: that of the first stage that reads it."""
+        node = self._autopar_captured.graph.nodes[self._autopar_captured.graph.index[name]]
+        number = next(
+            (p.number for p in self._autopar_parts if any(n.target == name for _, n in p.graph.of_kind("buffer"))), 0
+        )  # fmt: skip
+        stage, value = self._autopar_stages.get(number), self._autopar_captured.constants.get(name)
+        if stage is not None and name in stage.buffers:
+            held, state = stage.buffers[name]
+            value = as_dtensor(held, state, node.out.shape, stage.device_mesh).full_tensor() if state.is_cut else held
+        elif value is None:
+            value = self._autopar_registered().get(name)
+        if value is None:
+            value = torch.empty(node.out.shape, dtype=getattr(torch, node.out.dtype))
+        value = value.detach().to(self._autopar_device).contiguous().clone()
+        dist.broadcast(value, self._autopar_plan.stages[number].devices[0], group=self._autopar_work.everyone)
+        return value
 
     def _autopar_parameter_order(self) -> tuple[str, ...]:
         return self._autopar_order
@@ -231,7 +251,8 @@ class PipelineModule(TakesRows, SpreadModule):
         """One training step on a batch of any number of rows, in microbatches of at most as many as are planned.
 
         Inputs that have the rows of the batch are cut; others go into every microbatch. Each loss counts by its
-        microbatch's part of the rows, or of the labels that count (:mod:`~autopar.runtime.batches.loss_counts`). With
+        microbatch's part of the rows, and divides by what the whole batch has where it divides by a sum over labels or
+        masks (:mod:`~autopar.runtime.batches.totals_ahead`). With
         ``shapes="fixed"`` the batch is ``plan.microbatches`` microbatches, and inputs of the captured shape go into
         every one.
 
@@ -262,7 +283,8 @@ class PipelineModule(TakesRows, SpreadModule):
                 )
             losses: list[torch.Tensor] = []
             seeds_of_runs = seeds_of(self, ready)
-            for each, shares, seeds in zip(ready, shares_in_loss(self, ready), seeds_of_runs, strict=True):
+            for each, seeds in zip(ready, seeds_of_runs, strict=True):
+                shares = each.weights
                 each.batch.check_planned(each.callers)
                 reached = each.reached(seeds)
                 losses.append(

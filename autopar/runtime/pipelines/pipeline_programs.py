@@ -20,7 +20,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph, cut
 from autopar.rules.registry import drawing
 from autopar.runtime.batches.batch import Batch
-from autopar.runtime.batches.loss_counts import count_of
+from autopar.runtime.batches.totals_ahead import totals_ahead
 from autopar.runtime.gradients.reached import reached_by
 from autopar.runtime.pipelines.rank_actions import Work
 from autopar.runtime.pipelines.schedule_check import check_rows
@@ -45,7 +45,7 @@ Lines = tuple[tuple[Wire, ...], tuple[Tied, ...]]
 """What crosses between stages, and what several groups of ranks hold."""
 PROGRAM = (
     "_autopar_captured", "_autopar_parts", "_autopar_plan", "_autopar_skeleton", "_autopar_has_evaluation",
-    "_autopar_drawing", "_autopar_batch", "_autopar_reached_by", "_autopar_count", "_autopar_stages",
+    "_autopar_drawing", "_autopar_batch", "_autopar_reached_by", "_autopar_totals", "_autopar_stages",
     "_autopar_lines", "_autopar_works", "_autopar_trained",
 )  # fmt: skip
 """What is another with other shapes or values."""
@@ -147,9 +147,9 @@ def _run(pm: Any, new: Captured, parts: tuple[StageGraph, ...], plan: Plan) -> N
     pm._autopar_skeleton, pm._autopar_has_evaluation = skeleton_of(pm), False
     pm._autopar_drawing = (drawing(new.graph),) * 2
     pm._autopar_batch = Batch(new, pm._autopar_signature, pm._autopar_device)
-    pm._autopar_reached_by, pm._autopar_count = (
+    pm._autopar_reached_by, pm._autopar_totals = (
         reached_by(new.graph, pm._autopar_device),
-        count_of(new.graph, pm._autopar_device),
+        totals_ahead(new, pm._autopar_device),
     )
 
 

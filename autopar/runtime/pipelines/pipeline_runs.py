@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from autopar.errors import RunError
-from autopar.runtime.batches.loss_counts import Shares
 from autopar.runtime.batches.runs import Run, rows_of_microbatch, runs
 from autopar.runtime.batches.same_batch import Seen
 from autopar.runtime.pipelines.pipeline_outputs import Parts
 from autopar.runtime.pipelines.pipeline_programs import work_of
-from autopar.runtime.pipelines.ready_runs import Ready, shares_of
+from autopar.runtime.pipelines.ready_runs import Ready, with_totals_of_batch
 from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.values import check_values
@@ -54,10 +53,12 @@ def ready_runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_do
         ready.append(
             Ready(
                 run, module._autopar_captured, module._autopar_parts, module._autopar_work, module._autopar_batch,
-                module._autopar_reached_by, module._autopar_count, callers, batches, module._autopar_drawing,
+                module._autopar_reached_by, module._autopar_totals, callers, batches, module._autopar_drawing,
             )
         )  # fmt: skip
-    return ready
+    return with_totals_of_batch(
+        ready, module._autopar_rows, next(iter(module._autopar_stages.values())).device_mesh, module._autopar_buffer
+    )
 
 
 def _runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
@@ -97,17 +98,13 @@ def _microbatches(module: Any, run: Run) -> _Batches:
     return module._autopar_compared.inputs(take, module.named_parameters())
 
 
-def shares_in_loss(module: Any, ready: Sequence[Ready]) -> list[Shares]:
-    """By what part each microbatch of each run counts in the loss of the batch."""
-    return shares_of(ready, module._autopar_rows, next(iter(module._autopar_stages.values())).device_mesh)
-
-
 def forwards(module: Any, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Parts]]:
     """Of each run its part of the loss, float64, and whole outputs of this rank's stages by position, if they are
     other ones."""
     results: list[tuple[torch.Tensor, Parts]] = []
-    for each, shares, seeds in zip(ready, shares_in_loss(module, ready), seeds_of(module, ready), strict=True):
+    for each, seeds in zip(ready, seeds_of(module, ready), strict=True):
         parts: Parts = {}
+        shares = each.weights
         loss = each.work.forwards(each.batches, shares, seeds, each.batch.shown, module.training, parts)
         results.append((loss, parts))
     return results
@@ -137,4 +134,4 @@ def seeds_of(module: Any, ready: Sequence[Ready]) -> list[list[Any]]:
     return of_runs
 
 
-__all__ = ["forwards", "ready_runs", "seeds_of", "shares_in_loss"]
+__all__ = ["forwards", "ready_runs", "seeds_of"]

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph
-from autopar.runtime.batches.loss_counts import Shares
 from autopar.runtime.batches.own_rows_in_stages import RowsInStages
 from autopar.runtime.gradients.reached import Reached
 from autopar.runtime.gradients.taking_part import told_elsewhere
@@ -88,7 +87,7 @@ class Work:
         self.own_rows: RowsInStages | None = None
 
     def train(
-        self, batches: Batches, shares: Shares, seeds: Sequence[Any], shown: Mapping[str, str],
+        self, batches: Batches, shares: Sequence[float], seeds: Sequence[Any], shown: Mapping[str, str],
         callers: Mapping[str, torch.Tensor], reached: Sequence[Reached] | None = None,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
@@ -138,7 +137,7 @@ class Work:
 
     @torch.no_grad()
     def forwards(
-        self, batches: Batches, shares: Shares, seeds: Sequence[Any], shown: Mapping[str, str],
+        self, batches: Batches, shares: Sequence[float], seeds: Sequence[Any], shown: Mapping[str, str],
         training: bool, outputs: dict[int, list[torch.Tensor]] | None,
     ) -> torch.Tensor:  # fmt: skip
         """The sum of the weighted losses of all microbatches without gradients, on every rank; 0 without a loss.
@@ -166,11 +165,11 @@ class Work:
         """All that a stage makes; its part of the loss is added to ``total``."""
         k = action.microbatch
         loss, flat = flight.forward(post, k, batches[k], shown, seeds[k], evaluating, reached)
-        if loss is not None and flight.leads and flight.counts(k):
+        if loss is not None and flight.leads:
             total += loss.detach().double() * flight.shares[k]
         return flat
 
-    def _begin(self, shares: Shares, scale: torch.Tensor | None = None) -> None:
+    def _begin(self, shares: Sequence[float], scale: torch.Tensor | None = None) -> None:
         """A step begins: nothing is left of an earlier one, also if that was broken off by an exception on all ranks.
 
         Then messages are under way that nobody takes, and receives are posted that nobody answers. The ranks tell each

@@ -1,9 +1,9 @@
-"""Runs of a pipeline whose programs are in place, and by what part their microbatches count in the loss of a batch."""
+"""Runs of a pipeline whose programs are in place, with what their microbatches read of the whole batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import Captured
 from autopar.plans.stage_graphs import StageGraph
 from autopar.runtime.batches.batch import Batch
-from autopar.runtime.batches.loss_counts import Count, Shares, shares_by_count
 from autopar.runtime.batches.own_rows_in_stages import RowsInStages
 from autopar.runtime.batches.runs import Run
+from autopar.runtime.batches.totals_ahead import State, TotalsAhead, check_in_parts, computed_ahead
 from autopar.runtime.gradients.reached import Reached, ReachedBy
 from autopar.runtime.pipelines.rank_actions import Work
 from autopar.words.graph import Graph
@@ -29,7 +29,7 @@ class Ready:
         captured, stages, batch: the program that takes it.
         callers: the caller's tensors, by input name.
         batches: whole inputs of every microbatch.
-        count: of how many things the loss of a microbatch is the mean; None where that is its rows.
+        totals: gives the inputs that are computed ahead of the step; None where there are none.
         drawing: the graphs of training and of eval mode, where these have random operators.
     """
 
@@ -39,7 +39,7 @@ class Ready:
     work: Work
     batch: Batch
     reached_by: ReachedBy | None
-    count: Count | None
+    totals: TotalsAhead | None
     callers: Mapping[str, torch.Tensor]
     batches: Sequence[Mapping[str, torch.Tensor]]
     drawing: tuple[Graph | None, Graph | None]
@@ -47,6 +47,12 @@ class Ready:
     def reached(self, seeds: Sequence[Any]) -> list[Reached] | None:
         """What has a gradient in each microbatch; None where all that wants one does."""
         return None if self.reached_by is None else [self.reached_by(seed) for seed in seeds if seed is not None]
+
+    @property
+    def weights(self) -> list[float]:
+        """By what the loss of each microbatch counts in that of the batch."""
+        share = self.run.share
+        return [share if self.totals is None else self.totals.totals.weight(share)] * self.run.microbatches
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -57,35 +63,35 @@ class Ready:
         return dtype
 
 
-def shares_of(runs: Sequence[Ready], own_rows: RowsInStages | None, device_mesh: DeviceMesh) -> list[Shares]:
-    """By what part each microbatch of each run counts in the loss of the batch: by its rows, or by what its loss is the
-    mean of (:mod:`.loss_counts`).
-
-    On accelerators counts stay on the device, so that the host does not wait for them; then a microbatch in which
-    nothing counts has the loss that the model gives it, which for a mean over no labels is no number.
+def with_totals_of_batch(
+    runs: Sequence[Ready], own_rows: RowsInStages | None, device_mesh: DeviceMesh, state: State
+) -> list[Ready]:
+    """The runs with what their microbatches read of the whole batch.
 
     Args:
         own_rows: where each rank has its own, which are gathered on ``device_mesh``, that of one of its stages.
+        state: gives a buffer, whole, on all ranks.
     """
 
-    def counted(count: Count, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if own_rows is not None:
-            there = {name: own_rows.joined(inputs[name], shape, device_mesh) for name, shape in count.inputs.items()}
-            inputs = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in there.items()}
-        return count(inputs)
+    def whole(totals: TotalsAhead, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        if own_rows is None:
+            return inputs
+        there = {name: own_rows.joined(inputs[name], shape, device_mesh) for name, shape in totals.inputs.items()}
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in there.items()}
 
-    of = [each.count for each in runs if each.count is not None]
-    if len(of) < len(runs):
-        return [[each.run.share] * each.run.microbatches for each in runs]
-    counts = torch.stack([counted(count, x) for each, count in zip(runs, of, strict=True) for x in each.batches])
-    rows = torch.cat([  # filled where they are: a list would be copied from the host at every step
-        torch.full((len(each.batches),), each.run.share, dtype=counts.dtype, device=counts.device) for each in runs
-    ])  # fmt: skip
-    shares = shares_by_count(of, counts, rows)
-    if shares is None:
-        return [[each.run.share] * each.run.microbatches for each in runs]
-    of_runs = shares.split([each.run.microbatches for each in runs])
-    return [part.tolist() if part.device.type == "cpu" else part for part in of_runs]
+    if sum(each.run.microbatches for each in runs) > 1:
+        for each in runs:
+            check_in_parts(each.captured)
+    of = [each.totals for each in runs for _ in each.batches]
+    wholes = [
+        {} if each.totals is None else whole(each.totals, inputs) for each in runs for inputs in each.batches
+    ]  # fmt: skip
+    shares = [each.run.share for each in runs for _ in each.batches]
+    given = iter(computed_ahead(of, wholes, shares, state))
+    done = []
+    for each in runs:
+        done.append(replace(each, batches=[{**inputs, **next(given)} for inputs in each.batches]))
+    return done
 
 
-__all__ = ["Ready", "shares_of"]
+__all__ = ["Ready", "with_totals_of_batch"]

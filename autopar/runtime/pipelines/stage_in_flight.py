@@ -15,7 +15,6 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.plans.stage_graphs import StageGraph
-from autopar.runtime.batches.loss_counts import Shares
 from autopar.runtime.batches.own_rows_in_stages import RowsInStages
 from autopar.runtime.gradients.reached import Reached
 from autopar.runtime.pipelines.backward import Halves
@@ -63,7 +62,7 @@ class Flight:
             row: what this rank does in a step.
         """
         self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads
-        self.shares: Shares = ()
+        self.shares: Sequence[float] = ()
         self.scale: torch.Tensor | None = None
         self.own_rows: RowsInStages | None = None
         self.into = [wire for wire in wires if wire.target == part.number]
@@ -81,7 +80,7 @@ class Flight:
         stage = self.stage
         return stage.plan.whole_backward or stage.compile_args is not None
 
-    def begin(self, shares: Shares, own_rows: RowsInStages | None, scale: torch.Tensor | None = None) -> None:
+    def begin(self, shares: Sequence[float], own_rows: RowsInStages | None, scale: torch.Tensor | None = None) -> None:
         """A step begins: what was gathered before the optimizer's step counts no more.
 
         Args:
@@ -90,10 +89,6 @@ class Flight:
         self.own_rows = own_rows
         self.begun, self.shares, self.scale = False, shares, scale
         self.stage.bind()
-
-    def counts(self, microbatch: int) -> bool:
-        """Whether anything in a microbatch counts: else its loss, a mean over nothing, is no number."""
-        return not (isinstance(self.shares, Sequence) and self.shares[microbatch] == 0.0)
 
     def drop(self) -> None:
         """Forget a step that broke off."""
@@ -122,7 +117,7 @@ class Flight:
                 leaf = batch[name].detach()
                 if self.own_rows is not None:
                     leaf = self.own_rows.joined(leaf, self.stage.inputs[name].shape, self.stage.device_mesh)
-                inputs[name] = self.stage.local_input(name, leaf, shown[name])
+                inputs[name] = self.stage.local_input(name, leaf, shown.get(name, name))
                 if name in self.input_gradients and torch.is_grad_enabled():
                     inputs[name], arrived[name] = arriving(inputs[name].detach())
             flat = self.stage.run(inputs, seed, same_step=self.begun, evaluating=evaluating)
@@ -133,8 +128,7 @@ class Flight:
         graph = self.part.graph
         loss: torch.Tensor | None = None if graph.loss is None else flat[graph.loss]
         if torch.is_grad_enabled():
-            if self.counts(microbatch):
-                self.stage.gradients.in_step.add(self.stage.gradients.took)
+            self.stage.gradients.in_step.add(self.stage.gradients.took)
             outputs = {
                 at: get_gradient_edge(x) for at, x in enumerate(flat[: len(self.part.gives)]) if x.requires_grad
             }
@@ -184,11 +178,9 @@ class Flight:
                 sums[at] = sums[at] + grad if at in sums else grad
         used = [at for at in sorted(sums) if at in flown.outputs]
         roots, grads = [flown.outputs[at] for at in used], [sums[at] for at in used]
-        if flown.loss is not None and self.counts(microbatch):
-            share = self.shares[microbatch]
-            whole = isinstance(share, float)
+        if flown.loss is not None:
             roots.append(get_gradient_edge(flown.loss))
-            first = torch.full_like(flown.loss, share) if whole else share.to(flown.loss.dtype)  # type: ignore
+            first = torch.full_like(flown.loss, self.shares[microbatch])
             grads.append(first if self.scale is None else first * self.scale.to(first.dtype))
         return roots, grads
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.capture import Captured, Example
+from autopar.capture.in_parts import no_rows_in
 from autopar.capture.microbatches import first_part, rows_of
 from autopar.runtime.batches.calls import call_text
 from autopar.torch_private import pytree
@@ -31,6 +32,7 @@ class ModuleCall:
         one: positional and keyword arguments of the first microbatch, where it is known what is cut; whole, also where
             the call has one rank's rows.
         of_step: it is one microbatch of a step that was looked at as a whole.
+        of_several: the step has other microbatches, in other calls.
     """
 
     args: tuple[Any, ...]
@@ -39,6 +41,7 @@ class ModuleCall:
     parts: int | None = None
     one: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
     of_step: bool = False
+    of_several: bool = False
 
     def of(self, example: Example, rows: int) -> tuple[Batch, Any]:
         """The call that a program for this one is captured from, and its loss function, unless the call leaves out the
@@ -53,15 +56,16 @@ class ModuleCall:
         targets = args[n:] if example.loss_fn is not None else ()
         batch: Batch = args[: n if targets else None], dict(kwargs), targets
         if self.in_parts and self.one is None:
-            have = rows_of(batch)
-            batch = first_part(batch, self.parts or parts_of(have, rows))
+            whole = example.in_parts.whole if example.in_parts is not None else frozenset()
+            have = rows_of(batch, whole)
+            batch = first_part(batch, self.parts or parts_of(have, rows), whole)
         return batch, example.loss_fn if targets or not example.targets else None
 
     def parts_of(self, captured: Captured) -> int | None:
         """Of how many microbatches a step is, of the program that was captured; None of a call that is no step."""
         if self.parts is not None or not self.in_parts or captured.example is None:
             return self.parts
-        have, rows = rows_of((self.args, dict(self.kwargs))), batch_rows(captured)
+        have, rows = rows_of((self.args, dict(self.kwargs)), no_rows_in(captured)), batch_rows(captured)
         return have // rows if have % rows == 0 else None
 
     def shown(self) -> str:
@@ -82,7 +86,7 @@ def batch_rows(captured: Captured) -> int:
     leaves = pytree.tree_leaves((example.args, dict(example.kwargs), example.targets))
     if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
         return 0
-    return rows_of((example.args, dict(example.kwargs), example.targets))
+    return rows_of((example.args, dict(example.kwargs), example.targets), no_rows_in(captured))
 
 
 __all__ = ["Batch", "ModuleCall", "batch_rows", "parts_of"]

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from autopar.capture import Captured, Example
 from autopar.capture.evaluation import Skeleton
+from autopar.capture.in_parts import InParts, decided_for_steps, in_parts_of, is_at_once, no_rows_in
 from autopar.capture.microbatches import rows_of
 from autopar.capture.python.guards import Change, refusal
 from autopar.capture.unread import changed_strings, unread_strings
@@ -204,10 +205,21 @@ class Programs:
     def _takes(self, captured: Captured, batch: Any, call: ModuleCall) -> bool:
         if not self.shapes:
             return True
+        if self._for_steps(captured, call) is not None:
+            return False
         under = captured.autocast == autocast_now()
         if call.one is not None:
             return under and batch.fits(*call.one)
         return under and (bool(batch.pieces) or batch.fits(call.args, call.kwargs, call.in_parts))
+
+    @staticmethod
+    def _for_steps(captured: Captured, call: ModuleCall) -> InParts | None:
+        """How a program of a batch at once is to be captured again for a step of several microbatches, which reads
+        what their losses divide by in the whole batch; None where it takes the step as it is."""
+        parts = call.parts if call.parts is not None else call.parts_of(captured)
+        if ((parts or 1) == 1 and not call.of_several) or not is_at_once(captured):
+            return None
+        return decided_for_steps(captured)[1]
 
     def _is_counted(self, pm: Any, call: ModuleCall) -> bool:
         """Whether the number of microbatches of a step follows from its rows and those of the example."""
@@ -232,7 +244,7 @@ class Programs:
         """Whether a step that has fewer rows than the example would be cut, where it is one microbatch."""
         if not self._is_counted(pm, call):
             return False
-        have = rows_of((call.args, dict(call.kwargs)))
+        have = rows_of((call.args, dict(call.kwargs)), no_rows_in(captured))
         return have < (self.rows or 0) and batch_rows(captured) != have
 
     def _fits_as_captured(self, pm: Any, call: ModuleCall) -> bool:
@@ -302,11 +314,12 @@ class Programs:
                 raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
             batch, loss_fn = call.of(self.example, batch_rows(pm._autopar_captured))
             example = pm._autopar_captured.example if fits else Example(
-                *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision
+                *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision,
+                self._for_steps(pm._autopar_captured, call) or in_parts_of(pm._autopar_captured),
             )  # fmt: skip
             assert example is not None
             with unheard(), in_modes(source, training):
-                new = example.capture(source)
+                new = _captured(example, source)
                 changed = [] if fits else changed_strings(pm._autopar_captured, new)
                 if groups := [group for group in changed if group not in self.strings_read]:
                     new = replace(new, unread=unread_strings(new, source, groups))
@@ -326,6 +339,20 @@ class Programs:
                 "to a few sizes, and pass numbers that change as tensors\n" + what,
                 stacklevel=6,
             )
+
+
+def _captured(example: Example, source: torch.nn.Module) -> Captured:
+    """A call, captured; of one microbatch with numbers that may follow from how many rows there are, another, too."""
+    if example.in_parts is None or not example.in_parts.found.open_literals:
+        return example.capture(source)
+
+    def take(batch: Batch) -> Captured:
+        return replace(plain, args=batch[0], kwargs=batch[1], targets=batch[2]).capture(source)
+
+    plain = replace(example, in_parts=None)
+    one = plain.capture(source)
+    done: Captured = example.in_parts.settled(one, take).of(one)
+    return done
 
 
 def _unmarked(text: str) -> str:

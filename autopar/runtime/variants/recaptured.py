@@ -28,7 +28,7 @@ from autopar.words.placements import State, whole_placement, whole_state
 Planner = TypeVar("Planner")
 """Of a mesh's program, or of a pipeline's."""
 PROGRAM = (
-    "_autopar_captured", "_autopar_stage", "_autopar_skeleton", "_autopar_batch", "_autopar_count_kept",
+    "_autopar_captured", "_autopar_stage", "_autopar_skeleton", "_autopar_batch", "_autopar_totals_kept",
     "_autopar_trained",
 )  # fmt: skip
 """What of a module without pipeline is another with other values."""

@@ -1,0 +1,379 @@
+"""One microbatch of a batch, captured: which inputs are cut, and what it needs to know of the whole batch.
+
+A microbatch of all inputs that are as long as the batch is captured first. Where the factor b goes through its graph
+from these inputs to the loss (:mod:`.batch_factor`), they are the ones with rows. Else the batch is captured as it was
+given, and its graph says which inputs have rows, or that one of them means nothing to a part of the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopar.capture.batch_factor import FollowedRows, Scaling, Trouble, followed, inputs_with_rows, is_of_model
+from autopar.capture.batch_totals import with_totals
+from autopar.capture.microbatches import as_whole, first_part, have_rows, leaves_of_call, rows_of
+from autopar.errors import CaptureError
+from autopar.torch_private import pytree
+from autopar.words.graph import Graph, Ref
+
+SHAPED = ("arange", "slice", "narrow", "split", "split_with_sizes", "select", "expand", "reshape", "linspace", "repeat")
+"""Operators whose numbers say shapes and places."""
+NEAR = 1e-9
+"""Ratios of numbers that differ by less are the same."""
+InputRows = Collection[str | int] | None
+"""The inputs that have the rows of the batch, by the names or positions of arguments; None to find them."""
+
+
+@dataclass(frozen=True)
+class InParts:
+    """How the inputs and the loss of a model are those of a microbatch.
+
+    Attributes:
+        whole: inputs without rows, by the names that :func:`~autopar.capture.microbatches.leaves_of_call` gives them,
+            and by those of the arguments.
+        operators: of the graph that was followed, and their names.
+        found: what was found there.
+        of_several: whether it is one of several microbatches, which reads totals of its batch.
+    """
+
+    whole: frozenset[str]
+    operators: tuple[str, ...]
+    found: FollowedRows
+    of_several: bool = True
+
+    def of(self, captured: Any) -> Any:
+        """A captured microbatch with its inputs that are computed ahead of a step."""
+        graph: Graph = captured.graph
+        if not self.of_several or graph.loss is None:
+            return replace(captured, example=replace(captured.example, in_parts=self))
+        found = self.found
+        if _operators(graph) != self.operators:
+            rows = _rows_among(captured, self.whole)
+            if all(graph.nodes[n].out.shape[0] == 1 for n in rows):
+                found = self._by_names(graph)
+            else:
+                found = followed(graph, rows, None, numbers_in(captured))
+        changed, totals, place = with_totals(graph, found)
+        inputs = tuple(None if number is None else place[number] for number in captured.inputs)
+        return replace(
+            captured, graph=changed, inputs=inputs, totals=totals, example=replace(captured.example, in_parts=self)
+        )
+
+    def _by_names(self, graph: Graph) -> FollowedRows:
+        """What was found, in another graph of one row, in which rows cannot be followed.
+
+        Raises:
+            CaptureError: an operator is not there.
+        """
+        names = [operator.partition(" ")[2] for operator in self.operators]
+        found = self.found
+
+        def now(number: int) -> int:
+            there = graph.index.get(names[number], -1)
+            if there < 0 or f"{graph.nodes[there].target} {names[number]}" != self.operators[number]:
+                raise CaptureError(
+                    f"a microbatch of one row is another graph than that of several, without {names[number]}, by which "
+                    "its loss is a part of that of the batch: give batches whose rows the microbatches divide"
+                )
+            return there
+
+        return FollowedRows(
+            frozenset(), totals={Ref(now(ref.node), ref.out): is_mean for ref, is_mean in found.totals.items()},
+            ratios=[now(number) for number in found.ratios], loss=found.loss,
+            scaled={(number if number < 0 else now(number), position) for number, position in found.scaled},
+        )  # fmt: skip
+
+    def settled(self, captured: Any, take: Callable[[Any], Any]) -> InParts:
+        """The same where numbers of the graph may follow from how many rows there are: twice as many show it.
+
+        Args:
+            captured: a microbatch, as it is.
+            take: captures another call, ``(args, kwargs, targets)``.
+        """
+        if not self.found.open_literals:
+            return self
+        example = captured.example
+        twice = take(as_whole((example.args, dict(example.kwargs), example.targets), 2, self.whole))
+        found = followed(
+            captured.graph, _rows_among(captured, self.whole), _scaling(twice, captured, 2, 1), numbers_in(captured)
+        )
+        return replace(self, operators=_operators(captured.graph), found=found)
+
+    @property
+    def statistics(self) -> tuple[Trouble, ...]:
+        """Where the loss is no sum over rows, by what the model computes of them."""
+        return tuple(t for t in self.found.troubles if t.hot and t.kind == "statistic")
+
+
+def captured_in_parts(
+    take: Callable[[Any], Any], example: Any, parts: int, model: torch.nn.Module, rows: InputRows = None,
+    at_once: Any = None, ranks: int = 1, without: frozenset[str] = frozenset(),
+) -> Any:  # fmt: skip
+    """Capture one of equal parts of a batch.
+
+    Args:
+        take: captures a call, ``(args, kwargs, targets)``.
+        example: the batch, in the same form; of several ranks, one rank's part of it.
+        model: by the signature of its forward keywords may stand for positions.
+        rows: the inputs with rows, where the caller says it.
+        at_once: the example, where it was captured.
+        ranks: that each have a part of the batch.
+        without: inputs that are known to have no rows, by name.
+
+    Raises:
+        CaptureError: the rows do not divide; or an input has no meaning in a part of the batch, or in one of other
+            ranks' rows, too, and the message names it.
+    """
+    if parts == ranks == 1:
+        return take(example) if at_once is None else at_once
+    signature = inspect.signature(model.forward)
+
+    def part(whole: frozenset[str]) -> Any:
+        return take(first_part(as_whole(example, ranks, whole) if ranks > 1 else example, parts, whole))
+
+    def decided(captured: Any, found: FollowedRows | None, whole: frozenset[str]) -> Any:
+        if found is None:
+            found = followed(captured.graph, _rows_among(captured, whole), None, numbers_in(captured))
+        return InParts(whole, _operators(captured.graph), found, parts > 1).of(captured)
+
+    if rows is not None:
+        whole = _others(example, rows, signature)
+        return decided(part(whole), None, whole)
+    n = rows_of(example, without)
+    each = n * ranks // parts
+    first: Any = None
+    failure: CaptureError | None = None
+    if n * ranks % parts:
+        first_part(as_whole(example, ranks, without), parts, without)  # refuses it
+    try:
+        first = part(without)
+    except CaptureError as error:
+        failure = error
+    if first is not None and each > 1:
+        found = followed(first.graph, _cut_in(first, example, n, without), None, numbers_in(first))
+        open_ = found.open_literals if parts > 1 else []
+        if not open_ and all(is_of_model(trouble) for trouble in found.troubles):
+            return decided(first, found, without)
+    try:
+        at_once = take(example) if at_once is None else at_once
+    except CaptureError:
+        if failure is not None:
+            raise failure from None
+        raise
+    found = inputs_with_rows(at_once.graph, n, numbers_in(at_once))
+    given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
+    if given and ranks > 1:
+        raise CaptureError(_refusal(at_once, given[0], f"each of {ranks} ranks has {n} rows of its own"))
+    if given:
+        raise CaptureError(_refusal(at_once, given[0], f"a microbatch has {each} of the {n} rows"))
+    whole = without | _as_spelt(_without_rows(at_once, found, n), signature)
+    if first is None or whole != without:
+        if failure is not None and whole == without:
+            raise failure
+        first = part(whole)
+    if parts == 1:
+        return decided(first, None, whole)
+    scaling = _scaling(at_once, first, n, each)
+    if each > 1 or _operators(first.graph) != _operators(at_once.graph):
+        return decided(first, followed(first.graph, _rows_among(first, whole), scaling, numbers_in(first)), whole)
+    return decided(first, followed(at_once.graph, found.rows, scaling, numbers_in(at_once)), whole)
+
+
+def names_of(captured: Any) -> list[str]:
+    """What messages call each leaf of a captured call."""
+    leaves = list(range(captured.in_spec.num_leaves))
+    return [name for name, _ in leaves_of_call(pytree.tree_unflatten(leaves, captured.in_spec))]
+
+
+def in_parts_of(captured: Any) -> InParts | None:
+    """How a call is one microbatch of several, or one rank's; None where it is neither."""
+    of: InParts | None = captured.example.in_parts if captured.example is not None else None
+    return of
+
+
+def no_rows_in(captured: Any) -> frozenset[str]:
+    """The inputs without rows of a microbatch, by name."""
+    example = captured.example
+    return frozenset() if example is None or example.in_parts is None else example.in_parts.whole
+
+
+def refused_rows(captured: Any, rows: int, part: str) -> str:
+    """Why the rows of a batch cannot be taken apart: an input that counts rows, or lies beside them and is no row;
+    empty where they can be.
+
+    Args:
+        captured: of the whole batch, or of one rank's.
+        part: what they are to be taken apart for.
+    """
+    found = inputs_with_rows(captured.graph, rows, numbers_in(captured))
+    given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
+    return _refusal(captured, given[0], part) if given else ""
+
+
+def is_at_once(captured: Any) -> bool:
+    """Whether a program takes a batch at once: it was not captured as one of several microbatches."""
+    example = captured.example
+    return example is not None and (example.in_parts is None or not example.in_parts.of_several)
+
+
+def decided_for_steps(captured: Any) -> tuple[str, InParts | None]:
+    """What a program of a batch at once, not captured as a microbatch, is as one of several: why it cannot be, if so;
+    and how it is to be captured for that, if not as it is."""
+    derived = captured.graph.derived
+    if "for_steps" not in derived:
+        rows = next((node.out.shape[0] for node in _leaf_nodes(captured) if node.out.shape), 0)
+        found = inputs_with_rows(captured.graph, rows, numbers_in(captured))
+        given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
+        why = _refusal(captured, given[0], "a microbatch has a part of the rows") if given else ""
+        whole = no_rows_in(captured) | frozenset(_without_rows(captured, found, rows))
+        decided = InParts(whole, _operators(captured.graph), found)
+        is_as_it_is = with_totals(captured.graph, found)[1] is None and not found.open_literals
+        derived["for_steps"] = why, None if is_as_it_is else decided
+    of_steps: tuple[str, InParts | None] = derived["for_steps"]
+    return of_steps
+
+
+def _leaf_nodes(captured: Any) -> list[Any]:
+    return [captured.graph.nodes[n] for n in captured.inputs if n is not None]
+
+
+def _operators(graph: Graph) -> tuple[str, ...]:
+    return tuple(f"{node.target} {node.name}" for node in graph.nodes)
+
+
+def _cut_in(captured: Any, example: Any, rows: int, without: Collection[str]) -> set[int]:
+    """The inputs of a microbatch that were cut."""
+    args, kwargs, targets = example
+    cut = have_rows(((*args, *targets), kwargs), rows, without)
+    return {n for n, is_cut in zip(captured.inputs, cut, strict=True) if n is not None and is_cut}
+
+
+def _rows_among(captured: Any, whole: Collection[str]) -> set[int]:
+    """The inputs with rows, by node number: as long as the first one that is not left out."""
+    nodes = captured.graph.nodes
+    numbers = [
+        n for name, n in zip(names_of(captured), captured.inputs, strict=True)
+        if n is not None and name not in whole and nodes[n].out.shape
+    ]  # fmt: skip
+    rows = nodes[numbers[0]].out.shape[0] if numbers else 0
+    return {n for n in numbers if nodes[n].out.shape[0] == rows}
+
+
+def _without_rows(captured: Any, found: FollowedRows, rows: int) -> set[str]:
+    """The inputs that are as long as the batch and have no rows, by name."""
+    nodes = captured.graph.nodes
+    return {
+        name for name, n in zip(names_of(captured), captured.inputs, strict=True)
+        if n is not None and nodes[n].out.shape[:1] == (rows,) and n not in found.rows
+    }  # fmt: skip
+
+
+def _as_spelt(names: Collection[str], signature: inspect.Signature) -> frozenset[str]:
+    """Names of inputs, and what they are called where a call gives them by keyword, or by position, instead."""
+    parameters = [
+        name for name, parameter in signature.parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]  # fmt: skip
+    pairs = [(f"args[{i}]", f"'{name}'") for i, name in enumerate(parameters)]
+    spelt = set(names)
+    for name in names:
+        for position, keyword in pairs:
+            for this, other in ((position, keyword), (keyword, position)):
+                if name == this or name.startswith(f"{this}[") or name.startswith(f"{this}."):
+                    spelt.add(other + name[len(this) :])
+    return frozenset(spelt)
+
+
+def _others(example: Any, rows: Collection[str | int], signature: inspect.Signature) -> frozenset[str]:
+    """All inputs but those with rows.
+
+    Raises:
+        CaptureError: a name or position of no input.
+    """
+    said = _as_spelt([f"args[{r}]" if isinstance(r, int) else f"'{r}'" for r in rows], signature)
+    tensors = [name for name, leaf in leaves_of_call(example) if isinstance(leaf, torch.Tensor)]
+
+    def is_of(name: str, top: str) -> bool:
+        return name == top or name.startswith((f"{top}[", f"{top}."))
+
+    for r in rows:
+        tops = _as_spelt([f"args[{r}]" if isinstance(r, int) else f"'{r}'"], signature)
+        if not any(is_of(name, top) for name in tensors for top in tops):
+            raise CaptureError(
+                f"input_rows names {r!r}, which is no tensor of the example: these are {', '.join(tensors)}"
+            )
+    return _as_spelt([name for name in tensors if not any(is_of(name, top) for top in said)], signature)
+
+
+def _scaling(whole: Any, part: Any, rows: int, of_part: int) -> Scaling | None:
+    """Of nodes with numbers that are others in a part of the batch, how these follow from the number of rows; None
+    where the graphs differ in more."""
+    if _operators(whole.graph) != _operators(part.graph) or rows == of_part:
+        return None
+    powers: dict[int, int | None] = {}
+    of_whole, of_part_too = numbers_in(whole), numbers_in(part)
+    times = rows / of_part
+    for i, (a, b) in enumerate(zip(whole.graph.nodes, part.graph.nodes, strict=True)):
+        pairs: list[tuple[Any, Any]] = []
+        if a.target in of_whole and b.target in of_part_too:
+            pairs = [(of_whole[a.target], of_part_too[b.target])]
+        elif a.kind == "op" and (a.target.split(".")[1:2] or [""])[0] not in SHAPED:
+            pairs = list(zip(a.args, b.args, strict=True))
+        for x, y in pairs:
+            if isinstance(x, (int, float)) and isinstance(y, (int, float)) and x != y:
+                ratio = x / y if y else 0.0
+                powers[i] = 1 if abs(ratio / times - 1) < NEAR else -1 if abs(ratio * times - 1) < NEAR else None
+    return powers
+
+
+def numbers_in(captured: Any) -> dict[str, float]:
+    """The numbers that the model's code makes into tensors, by name."""
+    return {
+        name: float(value) for name, value in captured.constants.items()
+        if value.numel() == 1 and not value.is_complex() and not value.is_meta
+    }  # fmt: skip
+
+
+def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
+    """Why an input cannot be cut, nor be given to every part as it is."""
+    graph = captured.graph
+    names = dict(zip(captured.inputs, names_of(captured), strict=True))
+
+    def shown(numbers: Collection[int]) -> str:
+        return " and ".join(f"{names[n]} ('{graph.nodes[n].target}')" if n in names else "an input" for n in numbers)
+
+    where = trouble.where
+    culprits = trouble.others or trouble.rows
+    if trouble.kind == "index":
+        rows = [n for n in trouble.rows if n not in culprits]
+        of = f" of {shown(rows)}" if rows else ""
+        why = f"input {shown(culprits)} counts rows{of} at {where}: these are places among the example's rows"
+    else:
+        why = (
+            f"what follows from input {shown(culprits)} has all rows of the batch at {where}, beside those of "
+            f"{shown(trouble.rows)}, though the input itself has no rows that could be cut"
+        )
+    return (
+        f"{why}, and {part}\n  microbatches=1 with batch='global' takes the whole batch at once on every rank; or give "
+        "the model what counts within each row, with one entry for each row of the batch (a mask, document numbers, "
+        "positions)"
+    )
+
+
+__all__ = [
+    "InParts",
+    "InputRows",
+    "captured_in_parts",
+    "decided_for_steps",
+    "in_parts_of",
+    "is_at_once",
+    "names_of",
+    "no_rows_in",
+    "numbers_in",
+    "refused_rows",
+]  # fmt: skip
