@@ -1,0 +1,59 @@
+"""What a run was before a load, so that a load that fails leaves it so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime.checkpoints.generator_states import generators, set_generators
+
+
+class StateBefore:
+    """Copies of what model, optimizer, generators and all else hold, on the CPU."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.state = get_model_state_dict(model)
+        self.tensors = [_copied(value) for value in self.state.values() if isinstance(value, torch.Tensor)]
+        self.of_params: dict[Any, dict[str, Any]] = {}
+        self.groups: list[dict[str, Any]] = []
+        if optimizer is not None:
+            self.of_params = {param: dict(values) for param, values in optimizer.state.items()}
+            for values in self.of_params.values():
+                self.tensors += [_copied(value) for value in values.values() if isinstance(value, torch.Tensor)]
+            self.groups = [dict(group) for group in optimizer.param_groups]
+        self.others = [(value, copy.deepcopy(value.state_dict())) for value in others.values()]
+        self.generators = generators()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Have all of them be as they were."""
+        for tensor, before in self.tensors:
+            tensor.copy_(before)
+        set_model_state_dict(self.model, self.state, options=StateDictOptions(strict=False))
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(self.of_params)
+            for group, before in zip(self.optimizer.param_groups, self.groups, strict=True):
+                group.clear()
+                group.update(before)
+        for value, before in self.others:
+            value.load_state_dict(before)
+        set_generators(self.generators)
+
+
+def _copied(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of a tensor, and a copy of it."""
+    value = value.detach()
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local, local.to("cpu", copy=True)
+
+
+__all__ = ["StateBefore"]
