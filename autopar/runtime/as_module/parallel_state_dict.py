@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.runtime.as_module.submodules import Elements, place
+from autopar.runtime.parameters.dtensor_fixes import note_state
 
 EXTRA = "_extra_state"
 """Under which torch keeps what is no tensor of the model; checkpoints know it."""
@@ -58,6 +60,10 @@ class SpreadState(Elements):
         state = super().state_dict(*args, **kwargs)
         if not self._autopar_draws():
             state.pop(kwargs.get("prefix", args[1] if len(args) > 1 else "") + EXTRA, None)
+        of_stage = getattr(self, "_autopar_leads", None) is not None
+        for name, value in state.items():
+            if isinstance(value, DTensor) and not isinstance(value, torch.nn.Parameter):
+                note_state(value, name, of_stage)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

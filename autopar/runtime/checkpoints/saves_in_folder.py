@@ -2,8 +2,8 @@
 
 A save is a folder ``step-00000200``. While it is written its name begins with a dot. Its last file,
 ``checkpoint.json``, lists all others with their sizes and checksums, and has a checksum of its own: so a folder that
-has it is whole, whatever its name. A save that takes the place of another one has it before the other one goes, so that at any moment
-one of them is whole.
+has it is whole, whatever its name. A save that takes the place of another one has it before the other one goes, so that
+at any moment one of them is whole.
 """
 
 from __future__ import annotations
