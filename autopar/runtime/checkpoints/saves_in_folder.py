@@ -9,11 +9,12 @@ at any moment one of them is whole.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,28 @@ def _checksum(table: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(table, sort_keys=True).encode()):08x}"
 
 
+@contextlib.contextmanager
+def read_on(folder: Path) -> Iterator[None]:
+    """A save that its job does not remove as an old one inside, where the file system has locks."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # of what is not there: whoever reads it hears that
+            file = stack.enter_context((folder / MANIFEST).open("rb"))
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+def _is_read(folder: Path) -> bool:
+    """Whether somebody is within :func:`read_on`."""
+    try:
+        with (folder / MANIFEST).open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def saves_in(folder: Path) -> dict[int, Path]:
     """The whole saves, by step, the newest last; of those that were ended before they had their names, too."""
     found: dict[int, Path] = {}
@@ -184,8 +207,10 @@ def give_name(unnamed: Path, owner: Ownership, number: str) -> Path:
 
 
 def remove_old(folder: Path, keep: int | None, number: str) -> None:
-    """Remove the oldest saves; the owner calls it."""
+    """Remove the oldest saves, but for those that are being read; the owner calls it."""
     for old in list(saves_in(folder).values())[:-keep] if keep is not None else []:
+        if _is_read(old):
+            continue
         gone = folder / f".removed-{old.name}-{number}"
         with contextlib.suppress(OSError):
             old.rename(gone)
@@ -209,5 +234,6 @@ def remove_left(folder: Path, owner: Ownership, number: str) -> None:
 
 
 __all__ = [
-    "FORMAT", "MANIFEST", "Manifest", "give_name", "name_of_step", "remove_left", "remove_old", "saves_in", "which",
+    "FORMAT", "MANIFEST", "Manifest", "give_name", "name_of_step", "read_on", "remove_left", "remove_old",
+    "saves_in", "which",
 ]  # fmt: skip

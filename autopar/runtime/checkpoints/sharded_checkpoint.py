@@ -50,6 +50,7 @@ from autopar.runtime.checkpoints.saves_in_folder import (
     Manifest,
     give_name,
     name_of_step,
+    read_on,
     remove_left,
     remove_old,
     saves_in,
@@ -59,9 +60,11 @@ from autopar.runtime.checkpoints.state_before import StateBefore
 from autopar.runtime.checkpoints.stored_shards import PlainValues, ShardReader, ShardsToWrite, read_metadata, shapes
 from autopar.runtime.ranks.agree import everywhere, share
 from autopar.runtime.ranks.groups import group_of_members
-from autopar.runtime.ranks.store_meeting import from_all, said_by
+from autopar.runtime.ranks.store_meeting import any_of, from_all, said_by
 from hardware_profiles.strict import parse_json
 
+MOST_TRIES = 20
+"""How often a save is looked for, where another job removes what was found."""
 KEPT = 3
 """Saves of a folder that are kept by default."""
 SHOWN = 6
@@ -304,10 +307,19 @@ class Checkpoint:
             RunError: there is no such save, it is damaged, or it is of another model; on all ranks.
         """
         self.wait()
-        chosen = self._chosen(step)
-        if chosen is None:
-            return None
-        step, source = chosen
+        tries = 0
+        while (chosen := self._chosen(step)) is not None:
+            try:
+                with read_on(chosen[1]):
+                    return self._load(*chosen, strict)
+            except RunError:
+                gone, tries = not chosen[1].exists(), tries + 1  # the job that saves there has removed or renamed it
+                if tries == MOST_TRIES or not (gone if self.alone else any_of(tuple(self.ranks), gone)):
+                    raise
+        return None
+
+    def _load(self, step: int, source: Path, strict: bool) -> int:
+        """Have all be as in a save; or as it was, where that fails."""
         what = f"loaded from {source}"
         with self._on_all(what):
             manifest = Manifest.read(source)
