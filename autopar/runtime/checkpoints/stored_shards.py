@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils.serialization import config
 
 from autopar.errors import RunError
 from autopar.runtime.checkpoints.durable_files import Sum, summed
@@ -83,6 +84,12 @@ def read_metadata(folder: Path) -> Metadata:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
+def without_torchs_sums() -> contextlib.AbstractContextManager[Any]:
+    """In here, in this thread, torch writes tensors without checksums of their own, which it never compares: that of
+    the file takes their time."""
+    return config.patch("save.compute_crc32", False)
+
+
 class _SummedFiles(FileSystem):
     """New files are summed up."""
 
@@ -130,9 +137,10 @@ class ShardsToWrite:
         Raises:
             OSError: it could not be written.
         """
-        written = self.writer.write_data(self.planner.finish_plan(plan), self.planner)
-        written.wait()
-        return written.value()
+        with without_torchs_sums():
+            written = self.writer.write_data(self.planner.finish_plan(plan), self.planner)
+            written.wait()
+            return written.value()
 
     def finish(self, results: list[list[WriteResult]]) -> None:
         """Write down where everything is; on the first rank, with what all have written."""
@@ -199,5 +207,5 @@ def shapes(metadata: Metadata) -> Mapping[str, tuple[int, ...] | None]:
 
 __all__ = [
     "METADATA", "PlainValues", "ShardReader", "ShardsToWrite", "read_metadata", "results_as_rows", "results_of_rows",
-    "shapes",
+    "shapes", "without_torchs_sums",
 ]  # fmt: skip
