@@ -150,6 +150,10 @@ class Checkpoint:
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise RunError(f"Checkpoint.save: step is {step!r}; give the number of steps done, from 0 on")
+        with self._together("Checkpoint.save"):
+            return self._save(step, wait)
+
+    def _save(self, step: int, wait: bool) -> Path:
         self.wait()
         target = self.folder / name_of_step(step)
         what = f"saved to {target}"
@@ -199,7 +203,9 @@ class Checkpoint:
             RunError: it could not be written.
         """
         pending, self.pending = self.pending, None
-        if pending is not None:
+        if pending is None:
+            return
+        with self._together("Checkpoint.wait"):
             try:
                 with self._on_all(f"saved to {self.folder}"):
                     pending.join()
@@ -306,6 +312,11 @@ class Checkpoint:
         Raises:
             RunError: there is no such save, it is damaged, or it is of another model; on all ranks.
         """
+        with self._together("Checkpoint.load"):
+            return self._load_chosen(step, strict)
+
+    def _load_chosen(self, step: int | None, strict: bool) -> int | None:
+        """Load a save, and another one where it is removed meanwhile."""
         self.wait()
         tries = 0
         while (chosen := self._chosen(step)) is not None:
@@ -474,6 +485,11 @@ class Checkpoint:
             f"{error.strerror}: this rank's part has {size:,} bytes, and {free:,} were free there; make room, or save "
             f"elsewhere{kept}. What was saved before is as it was"
         )
+
+    def _together(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        """Around what all ranks call: where only some do, and others go on, all of them hear it within seconds."""
+        around = getattr(self.model, "_autopar_all_call", None) if isinstance(self.model, SpreadModule) else None
+        return around(what) if around is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _on_all(self, what: str) -> Iterator[None]:
