@@ -46,7 +46,7 @@ class Saving:
     """
 
     def __init__(
-        self, folder: Path, ranks: Sequence[int], rank: int, shards: ShardsToWrite,
+        self, folder: Path, step: int, ranks: Sequence[int], rank: int, shards: ShardsToWrite,
         ends: Callable[[Mapping[str, Sum]], None], fails: Callable[[Path], None],
     ) -> None:  # fmt: skip
         """
@@ -55,7 +55,7 @@ class Saving:
             ends: gives the save its name, when all is written; called on the first rank with the sums of all files.
             fails: removes what there is of it.
         """
-        self.folder, self.ranks, self.rank, self.shards = folder, ranks, rank, shards
+        self.folder, self.step, self.ranks, self.rank, self.shards = folder, step, ranks, rank, shards
         self.ends, self.fails = ends, fails
         self.plan: SavePlan | None = None
         self.timeout = default_timeout_seconds() if len(ranks) > 1 else 0.0

@@ -194,7 +194,7 @@ class Checkpoint:
         def ends(sums: Mapping[str, Sum]) -> None:
             self._name(unnamed, Manifest(step, len(self.ranks), others, has_optimizer, dict(sums)))
 
-        return Saving(unnamed, self.ranks, self.rank, shards, ends, self._failed)
+        return Saving(unnamed, step, self.ranks, self.rank, shards, ends, self._failed)
 
     def wait(self) -> None:
         """End a save that is still being written.
@@ -207,7 +207,7 @@ class Checkpoint:
             return
         with self._together("Checkpoint.wait"):
             try:
-                with self._on_all(f"saved to {self.folder}"):
+                with self._on_all(f"saved to {self.folder / name_of_step(pending.step)}"):
                     pending.join()
             except BaseException:
                 self._failed(pending.folder)
