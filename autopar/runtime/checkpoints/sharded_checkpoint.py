@@ -351,8 +351,10 @@ class Checkpoint:
                     value.load_state_dict(of_rank["others"][name])
                 if self.random_state and "random" in of_rank:
                     set_generators(of_rank["random"])
-        except BaseException:
-            before.put_back()
+        except BaseException as error:
+            lost = before.put_back()
+            if lost and isinstance(error, RunError):
+                raise RunError(f"{error}{lost}") from error
             raise
         return step
 

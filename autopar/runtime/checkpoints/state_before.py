@@ -29,12 +29,16 @@ class StateBefore:
             for values in self.of_params.values():
                 self.tensors += [_copied(value) for value in values.values() if isinstance(value, torch.Tensor)]
             self.groups = [dict(group) for group in optimizer.param_groups]
-        self.others = [(value, copy.deepcopy(value.state_dict())) for value in others.values()]
+        self.others = {name: (value, copy.deepcopy(value.state_dict())) for name, value in others.items()}
         self.generators = generators()
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Have all of them be as they were."""
+    def put_back(self) -> str:
+        """Have all of them be as they were.
+
+        Returns:
+            What of them could not take back its own state, in words; else empty.
+        """
         for tensor, before in self.tensors:
             tensor.copy_(before)
         set_model_state_dict(self.model, self.state, options=StateDictOptions(strict=False))
@@ -44,9 +48,14 @@ class StateBefore:
             for group, before in zip(self.optimizer.param_groups, self.groups, strict=True):
                 group.clear()
                 group.update(before)
-        for value, before in self.others:
-            value.load_state_dict(before)
+        lost = []
+        for name, (value, before) in self.others.items():
+            try:
+                value.load_state_dict(before)
+            except Exception as error:
+                lost.append(f"; and {name}, given back the state that it had, raises {type(error).__name__}: {error}")
         set_generators(self.generators)
+        return "".join(lost)
 
 
 def _copied(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
