@@ -47,16 +47,17 @@ class Saving:
 
     def __init__(
         self, folder: Path, step: int, ranks: Sequence[int], rank: int, shards: ShardsToWrite,
-        ends: Callable[[Mapping[str, Sum]], None], fails: Callable[[Path], None],
+        ends: Callable[[Mapping[str, Sum]], None], fails: Callable[[Path], None], cause: Callable[[BaseException], str],
     ) -> None:  # fmt: skip
         """
         Args:
             rank: this one's place among ``ranks``.
             ends: gives the save its name, when all is written; called on the first rank with the sums of all files.
             fails: removes what there is of it.
+            cause: says what went wrong, for the other ranks.
         """
         self.folder, self.step, self.ranks, self.rank, self.shards = folder, step, ranks, rank, shards
-        self.ends, self.fails = ends, fails
+        self.ends, self.fails, self.cause = ends, fails, cause
         self.plan: SavePlan | None = None
         self.timeout = default_timeout_seconds() if len(ranks) > 1 else 0.0
         self.store = dist.PrefixStore(f"autopar/save/{folder.name}", default_store()) if len(ranks) > 1 else None
@@ -79,7 +80,7 @@ class Saving:
         except Exception as error:
             if self.store is not None:
                 with contextlib.suppress(dist.DistError, RuntimeError):
-                    self.store.set("failed", f"on rank {self.rank}: {error}")
+                    self.store.set("failed", f"on rank {self.rank}: {self.cause(error)}")
             raise
         if self.rank == 0:
             sums = self.shards.sums
@@ -144,9 +145,10 @@ def _tell_lost() -> None:
     """The script has ended, and did not ask what became of its last save."""
     lost = [saving for saving in _unjoined if saving.error is not None]
     for saving in lost:
+        assert saving.error is not None
         print(
             f"autopar: the checkpoint could not be saved to {saving.folder.parent}, and the script has ended without "
-            f"wait(): {type(saving.error).__name__}: {saving.error}", file=sys.stderr
+            f"wait(): {saving.cause(saving.error)}", file=sys.stderr
         )  # fmt: skip
         saving.fails(saving.folder)
     if lost:  # atexit has no other way to say by the status that something went wrong

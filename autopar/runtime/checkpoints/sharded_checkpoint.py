@@ -33,9 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -56,7 +54,7 @@ from autopar.runtime.checkpoints.saves_in_folder import (
     saves_in,
     which,
 )
-from autopar.runtime.checkpoints.state_before import StateBefore
+from autopar.runtime.checkpoints.state_before import StateBefore, model_state, set_model_state
 from autopar.runtime.checkpoints.stored_shards import PlainValues, ShardReader, ShardsToWrite, read_metadata, shapes
 from autopar.runtime.ranks.agree import everywhere, share
 from autopar.runtime.ranks.groups import group_of_members
@@ -194,7 +192,7 @@ class Checkpoint:
         def ends(sums: Mapping[str, Sum]) -> None:
             self._name(unnamed, Manifest(step, len(self.ranks), others, has_optimizer, dict(sums)))
 
-        return Saving(unnamed, step, self.ranks, self.rank, shards, ends, self._failed)
+        return Saving(unnamed, step, self.ranks, self.rank, shards, ends, self._failed, self._cause)
 
     def wait(self) -> None:
         """End a save that is still being written.
@@ -272,9 +270,9 @@ class Checkpoint:
         remove_old(self.folder, self.keep, _number())
 
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": get_model_state_dict(self.model, options=_FLAT)}
+        state: dict[str, Any] = {"model": model_state(self.model)}
         if self.optimizer is not None and self.optimizer.state:  # else torch would make one by a step of its own
-            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+            state["optimizer"] = self._optimizer_state()
         return state
 
     def _of_rank(self) -> dict[str, Any]:
@@ -377,7 +375,7 @@ class Checkpoint:
         return None if chosen is None else (chosen[0], self.folder / chosen[1])
 
     def _load_model(self, source: Path, metadata: Metadata, strict: bool) -> None:
-        state = get_model_state_dict(self.model, options=_FLAT)
+        state = model_state(self.model)
         there, ours = _under("model.", shapes(metadata)), {n: v for n, v in state.items() if not n.endswith(EXTRA)}
         known = self._known_to_all(ours)
         if isinstance(self.model, SpreadModule):  # a stage may know one name of a tied parameter
@@ -389,7 +387,7 @@ class Checkpoint:
             if problem:
                 raise RunError(problem)
             self._read(source, metadata, "model", {name: value for name, value in state.items() if name in there})
-            set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
+            set_model_state(self.model, state)
 
     def _load_optimizer(
         self, source: Path, metadata: Metadata, strict: bool, manifest: Manifest, of_rank: dict[str, Any]
@@ -401,8 +399,9 @@ class Checkpoint:
                 self._load_groups(manifest, of_rank, strict)
             return
         with self._on_all(f"loaded from {source}"):
-            state = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
-            if any(name.startswith("state.") and name not in state for name in there):
+            state = self._optimizer_state()
+            mine = tuple(f"state.{name.rpartition('.')[0]}." for name in _under("param_groups.", state))
+            if any(name.startswith(mine) and name not in state for name in there):
                 state = self._state_anew()
         known = self._known_to_all(state)
         with self._on_all(f"loaded from {source}"):
@@ -416,7 +415,8 @@ class Checkpoint:
                 raise RunError(problem)
             stored = {name: value for name, value in ours.items() if name in there}
             self._read(source, metadata, "optimizer", stored)
-            set_optimizer_state_dict(self.model, self.optimizer, {**state, **stored}, options=_FLAT)
+            if state:
+                set_optimizer_state_dict(self.model, self.optimizer, {**state, **stored}, options=_FLAT)
             for param in never_stepped.values():  # torch has made them one, as of a step
                 self.optimizer.state.pop(param, None)
 
@@ -440,6 +440,14 @@ class Checkpoint:
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(values)
 
+    def _optimizer_state(self) -> dict[str, Any]:
+        """By the names of its parameters; none of a stage of a pipeline that has none."""
+        assert self.optimizer is not None
+        if not self.model.state_dict():
+            return {}
+        state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+        return state
+
     def _state_anew(self) -> dict[str, Any]:
         """The optimizer's state as torch makes it by a step, of all parameters: a save has some that this one lacks."""
         assert self.optimizer is not None
@@ -449,16 +457,16 @@ class Checkpoint:
             self.optimizer.state.clear()
             for param in params:
                 param.grad = None
-            return get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+            return self._optimizer_state()
         finally:
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient
 
     def _read(self, source: Path, metadata: Metadata, kind: str, state: dict[str, Any]) -> None:
-        dcp.load(
-            {kind: state}, storage_reader=ShardReader(source, metadata), planner=PlainValues(),
-            process_group=self.group, no_dist=self.alone,
-        )  # fmt: skip
+        """Read this rank's part of a state into its tensors; no rank waits for another one."""
+        with warnings.catch_warnings(), _torchs_errors():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
+            dcp.load({kind: state}, storage_reader=ShardReader(source, metadata), planner=PlainValues(), no_dist=True)
 
     def _known_to_all(self, names: Iterable[str]) -> set[str]:
         """Those of all ranks: a stage of a pipeline has some."""
@@ -479,6 +487,7 @@ class Checkpoint:
         }  # fmt: skip
 
     def _cause(self, error: BaseException) -> str:
+        """Why this rank could not save, in words."""
         if not (isinstance(error, OSError) and error.errno in _NO_ROOM):
             return _cause(error)
         size, free = self.room
@@ -498,16 +507,15 @@ class Checkpoint:
         """What fails here on one rank is raised on all, as one error that says what could not be done."""
 
         def told(error: Exception) -> Exception:
-            return RunError(f"the checkpoint could not be {what}: {self._cause(error)}")
+            cause = self._cause if what.startswith("saved") else _cause
+            return RunError(f"the checkpoint could not be {what}: {cause(error)}")
 
         if self.group is not None:
-            with everywhere(self.group, told), _torchs_errors():
+            with everywhere(self.group, told):
                 yield
             return
         try:
-            with warnings.catch_warnings(), _torchs_errors():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
-                yield
+            yield
         except Exception as error:
             raise told(error) from error
 
@@ -535,6 +543,7 @@ def _number() -> str:
 
 
 def _under(prefix: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Those with a prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in names.items() if name.startswith(prefix)}
 
 
@@ -562,14 +571,12 @@ def _unlike(
 
 @contextlib.contextmanager
 def _torchs_errors() -> Iterator[None]:
-    """What torch raises for all ranks together is no ``Exception``: it becomes one, with what went wrong."""
+    """What torch raises around an error is no ``Exception``: it becomes the error itself."""
     try:
         yield
     except CheckpointException as error:
-        rank, (inner, *_) = next(iter(error.failures.items()))
-        if isinstance(inner, KeyboardInterrupt | SystemExit):
-            raise inner from error
-        raise RunError(f"on rank {rank}: {_cause(inner)}") from error
+        inner, *_ = next(iter(error.failures.values()))
+        raise inner from error
 
 
 def _cause(error: BaseException) -> str:

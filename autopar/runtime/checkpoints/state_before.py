@@ -13,6 +13,17 @@ from torch.distributed.tensor import DTensor
 from autopar.runtime.checkpoints.generator_states import generators, set_generators
 
 
+def model_state(model: torch.nn.Module) -> dict[str, Any]:
+    """A module's tensors by their names; none of a stage that has none, which torch refuses."""
+    return get_model_state_dict(model) if model.state_dict() else {}
+
+
+def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Those of :func:`model_state`, or a part of them."""
+    if state:
+        set_model_state_dict(model, state, options=StateDictOptions(strict=False))
+
+
 class StateBefore:
     """Copies of what model, optimizer, generators and all else hold, on the CPU."""
 
@@ -20,7 +31,7 @@ class StateBefore:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.state = get_model_state_dict(model)
+        self.state = model_state(model)
         self.tensors = [_copied(value) for value in self.state.values() if isinstance(value, torch.Tensor)]
         self.of_params: dict[Any, dict[str, Any]] = {}
         self.groups: list[dict[str, Any]] = []
@@ -41,7 +52,7 @@ class StateBefore:
         """
         for tensor, before in self.tensors:
             tensor.copy_(before)
-        set_model_state_dict(self.model, self.state, options=StateDictOptions(strict=False))
+        set_model_state(self.model, self.state)
         if self.optimizer is not None:
             self.optimizer.state.clear()
             self.optimizer.state.update(self.of_params)
@@ -65,4 +76,4 @@ def _copied(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return local, local.to("cpu", copy=True)
 
 
-__all__ = ["StateBefore"]
+__all__ = ["StateBefore", "model_state", "set_model_state"]

@@ -288,7 +288,7 @@ def _pickled(tensor: DTensor, protocol: Any) -> Any:
         RunError: this rank has a part of the module's state only.
     """
     mesh = tensor.device_mesh
-    if not mixes_on(mesh):
+    if not mixes_on(mesh) or sys._getframe(1).f_globals.get("__name__") == "copy":
         return torch.Tensor.__reduce_ex__(tensor, protocol)
     of_parameter = "a parameter" if isinstance(tensor, torch.nn.Parameter) else ""
     name, of_stage = tensor.__dict__.get("_autopar_state", (of_parameter, False))
