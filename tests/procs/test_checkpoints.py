@@ -115,9 +115,9 @@ def test_a_save_of_another_model_is_one_error_on_all_ranks(found: list[dict[str,
         for case, text in one["others"].items():
             assert "it is of another model: " in text, case
             if " 3 8" in case:
-                assert "2 of its 8 tensors are not in this model: layers.3.weight, layers.3.bias" in text
+                assert "2 of its 8 tensors are not in this model: layers.3." in text
             if " 5 8" in case and case.startswith("mesh"):
-                assert "2 of 10 tensors are not among its 8: layers.4.weight, layers.4.bias" in text
+                assert "2 of 10 tensors are not among its 8: layers.4." in text
             if " 16" in case:
                 assert "of shape (8, 8) in the save, and of shape (16, 16) here" in text
 
@@ -125,7 +125,7 @@ def test_a_save_of_another_model_is_one_error_on_all_ranks(found: list[dict[str,
 def test_torch_save_of_a_state_dict_is_plain_or_refused(found: list[dict[str, Any]]) -> None:
     for one in found:
         texts = one["torch"]
-        assert not any(text for case, text in texts.items() if case.startswith("whole"))
+        assert {text for case, text in texts.items() if case.startswith("whole")} == {"no error", ""}
         for case in ("pieces", "pieces, inside", "pieces, on the CPU", "pieces, parameters"):
             assert "in pieces on 2 ranks" in texts[case] and "autopar.save(state, path) on every rank" in texts[case]
         for case in ("stages", "stages, inside", "stages, on the CPU"):

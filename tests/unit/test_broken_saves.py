@@ -27,6 +27,7 @@ from autopar import RunError
 from autopar.runtime.checkpoints import folder_owner
 from autopar.runtime.checkpoints.durable_files import SummedFile
 from autopar.runtime.checkpoints.stored_shards import ShardsToWrite
+from autopar.runtime.ranks.threads import end_rank
 
 FORK = multiprocessing.get_context("fork")
 
@@ -372,3 +373,17 @@ def test_a_last_save_that_fails_is_said_and_the_status_shows_it(
     assert in_child(script) == 1
     assert "could not be saved" in (said := capfd.readouterr().err) and "No space left on device" in said
     assert entries(tmp_path) == ["step-00000001"]
+
+
+def test_a_last_save_that_fails_is_an_error_of_a_local_rank(tmp_path: Path) -> None:
+    """Of ``run_local``, which waits for what its ranks still write before it ends them."""
+    run = Run(tmp_path)
+    run.checkpoint.save(1)
+    with full_after(60):
+        run.checkpoint.save(2, wait=False)
+        with pytest.raises(RunError, match=r"checkpoint of step 2 could not be saved to .* without wait\(\): No space"):
+            end_rank()
+    with pytest.raises(RunError, match="No space left on device"):
+        run.checkpoint.wait()
+    assert entries(tmp_path) == ["step-00000001"]
+    end_rank()

@@ -29,6 +29,7 @@ from autopar.runtime.checkpoints.durable_files import Sum
 from autopar.runtime.checkpoints.stored_shards import ShardsToWrite, results_as_rows, results_of_rows
 from autopar.runtime.ranks.ended import ended, say
 from autopar.runtime.ranks.store_meeting import looks, received, sent
+from autopar.runtime.ranks.threads import before_end
 from autopar.torch_private import default_store, default_timeout_seconds
 
 LOST_STATUS = 1
@@ -117,6 +118,7 @@ class Saving:
         if os.getpid() not in _at_exit:
             _at_exit.add(os.getpid())
             Finalize(None, _tell_lost, exitpriority=100)
+            before_end(_end_all)
         _unjoined.add(self)
         self.thread = threading.Thread(target=self._in_thread, name="autopar save")
         self.thread.start()
@@ -141,16 +143,35 @@ class Saving:
             raise self.error
 
 
+def _lost() -> list[str]:
+    """What is to be said of saves that could not be written, and of which nobody asked what became of them."""
+    lost = [(saving, saving.error) for saving in _unjoined if saving.error is not None]
+    for saving, _ in lost:
+        saving.fails(saving.folder)
+    return [
+        f"the checkpoint of step {saving.step} could not be saved to {saving.folder.parent}, and the script has ended "
+        f"without wait(): {saving.cause(error)}" for saving, error in lost
+    ]  # fmt: skip
+
+
+def _end_all() -> None:
+    """Wait for saves that nobody waits for.
+
+    Raises:
+        RunError: one could not be written.
+    """
+    for saving in list(_unjoined):
+        assert saving.thread is not None
+        saving.thread.join()
+    if lost := _lost():
+        raise RunError("; ".join(lost))
+
+
 def _tell_lost() -> None:
     """The script has ended, and did not ask what became of its last save."""
-    lost = [saving for saving in _unjoined if saving.error is not None]
-    for saving in lost:
-        assert saving.error is not None
-        print(
-            f"autopar: the checkpoint could not be saved to {saving.folder.parent}, and the script has ended without "
-            f"wait(): {saving.cause(saving.error)}", file=sys.stderr
-        )  # fmt: skip
-        saving.fails(saving.folder)
+    lost = _lost()
+    for text in lost:
+        print(f"autopar: {text}", file=sys.stderr)
     if lost:  # atexit has no other way to say by the status that something went wrong
         with contextlib.suppress(Exception):
             say()

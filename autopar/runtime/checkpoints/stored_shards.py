@@ -87,7 +87,7 @@ def read_metadata(folder: Path) -> Metadata:
 def without_torchs_sums() -> contextlib.AbstractContextManager[Any]:
     """In here, in this thread, torch writes tensors without checksums of their own, which it never compares: that of
     the file takes their time."""
-    return config.patch("save.compute_crc32", False)
+    return config.patch("save.compute_crc32", False)  # type: ignore[attr-defined,no-any-return]
 
 
 class _SummedFiles(FileSystem):

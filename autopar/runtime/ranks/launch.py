@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
+from autopar.runtime.ranks.threads import end_rank
 
 GRACE_SECONDS = 2.0
 PRELOADED = [
@@ -255,7 +256,9 @@ def _rank(
         if "cuda" in backend:
             torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
-        payload = pickle.dumps((True, fn(*args)))
+        result = fn(*args)
+        end_rank()
+        payload = pickle.dumps((True, result))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         if isinstance(error, AutoparError):  # says all that the user can do about it
