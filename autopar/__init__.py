@@ -47,6 +47,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import os
 import sys
 import types
 from multiprocessing.util import Finalize, register_after_fork
@@ -117,6 +118,12 @@ def _say_at_exit(_: object = None) -> None:
         Finalize(None, _say_end, exitpriority=0)
 
 
+def _separate_attempts() -> None:
+    """A rank of torchrun's sees what its own attempt has written in the store, from ``init_process_group`` on."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
+        importlib.import_module("autopar.runtime.ranks.attempts").separate_attempts()
+
+
 _say_at_exit()
 register_after_fork(_say_end, _say_at_exit)  # a started process forgets what was registered before it runs
 
@@ -140,6 +147,8 @@ class _Package(types.ModuleType):
 
 if not TYPE_CHECKING:
     sys.modules[__name__].__class__ = _Package
+
+_separate_attempts()
 
 __all__ = [
     "AutoparError", "CaptureError", "Checkpoint", "ClusterError", "GraphedStep", "InfeasibleError", "MeshError",

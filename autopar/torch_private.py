@@ -367,6 +367,10 @@ Adam's until Dynamo is used, which gives each class its own; it stands first, so
 TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
 """What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""
 
+OPEN_STORE = Replaceable("torch.distributed.rendezvous", "_create_c10d_store")
+"""What opens the store through which ranks find each other: torchrun's own is used again after a restart, with all that
+ended ranks have written."""
+
 GROUP_NAME = Replaceable("torch.distributed.distributed_c10d", "_process_group_name")
 """How torch names a group that only its members make: by how many groups this rank is in. That may be another number on
 each member, which then wait for each other for ever; or the name, and the addresses, of one that was ended."""
@@ -424,14 +428,28 @@ def reached(node: Any) -> bool:
         return True
 
 
+_attempt = ""
+
+
+def uses_store_of_agent() -> bool:
+    """Whether the store through which ranks find each other is torchrun's, and outlives them."""
+    return importlib.import_module("torch.distributed.rendezvous")._torchelastic_use_agent_store()  # type: ignore[no-any-return]
+
+
+def name_attempt(name: str) -> None:
+    """What the ranks of the next world call their attempt: :func:`default_store` has only what they write."""
+    global _attempt
+    _attempt = name
+
+
 def default_store() -> dist.Store:
-    """The store through which the ranks of this world found each other: failures are told through it.
+    """The part of the store through which the ranks of this world found each other in which autopar tells failures.
 
     Raises:
         DistError: there is no world, or it is being ended while a thread asks.
     """
     try:
-        return dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"autopar {_attempt}", dist.distributed_c10d._get_default_store())
     except (ValueError, KeyError) as error:
         raise dist.DistError("the process group has been destroyed") from error
 
@@ -484,7 +502,7 @@ __all__ = [
     "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT",
     "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FAKE_PARAMETERS",
     "FLEX_NAMES", "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS",
-    "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
+    "OPEN_STORE", "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",
     "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR", "AttributeProxy", "BackwardHookFunction", "DTensorSpec",
     "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "LocalIntNode",
     "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace", "NormPartial", "OpOverload",

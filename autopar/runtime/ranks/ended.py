@@ -96,7 +96,8 @@ def _look_here(store: dist.Store, ranks: Sequence[int]) -> None:
     if _kept.get("world") is not dist.group.WORLD or "machine" not in _kept or not store.check([key]):
         return
     gone: set[str] = _kept.setdefault("gone", set())
-    for entry in store.get(key).decode().split(";")[:-1]:
+    last = {entry.partition(":")[0]: entry for entry in store.get(key).decode().split(";")[:-1]}
+    for entry in last.values():  # one that has come again, after a restart say, is its last process
         rank, pid, begun = entry.split(":")
         if int(rank) not in ranks or _begun(int(pid)) == begun or store.check([rank]):
             continue
