@@ -445,13 +445,34 @@ def name_attempt(name: str) -> None:
 def default_store() -> dist.Store:
     """The part of the store through which the ranks of this world found each other in which autopar tells failures.
 
+    By a connection of its own: torch's serves one request at a time, and a rank that makes a group waits in one for
+    minutes, while nobody could tell it why. So no request of autopar's waits in the store: it is asked first whether
+    what it gives is there.
+
     Raises:
         DistError: there is no world, or it is being ended while a thread asks.
     """
     try:
-        return dist.PrefixStore(f"autopar {_attempt}", dist.distributed_c10d._get_default_store())
+        of_torch = dist.distributed_c10d._get_default_store()
     except (ValueError, KeyError) as error:
         raise dist.DistError("the process group has been destroyed") from error
+    if _own_store is None or _own_store[0] is not of_torch:
+        _connect(of_torch)
+    assert _own_store is not None
+    return _own_store[1]
+
+
+_own_store: tuple[Any, dist.Store] | None = None
+"""A store of torch's, and autopar's part of it by a connection of its own."""
+
+
+def _connect(of_torch: Any) -> None:
+    global _own_store
+    try:
+        connected = of_torch.clone()
+    except (RuntimeError, NotImplementedError):  # of one process, in which there is no connection
+        connected = of_torch
+    _own_store = of_torch, dist.PrefixStore(f"autopar {_attempt}", connected)
 
 
 def default_timeout_seconds() -> float:

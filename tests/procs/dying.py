@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.runtime.gradients.step_gradients import Gradients
 from autopar.runtime.parameters.registering import Placing
-from autopar.runtime.ranks import presence
+from autopar.runtime.ranks import presence, pulse
 from autopar.runtime.stages.stage import Stage
 
 CULPRIT = 1
@@ -63,7 +63,7 @@ class Net(torch.nn.Module):
 
 def within(how: str, where: str, stages: int | None) -> tuple[float, str]:
     """Seconds until this rank has an error within ``parallelize``, and the error."""
-    presence.SILENCE_SECONDS, presence.BEAT_SECONDS = 3.0, 0.3
+    pulse.SILENCE_SECONDS, pulse.BEAT_SECONDS, presence.BEAT_SECONDS = 3.0, 0.3, 0.3
     culprit = dist.get_rank() == CULPRIT
     does = HOW[how] if culprit else None
     model = Net(does if where == "tracing" else None)
