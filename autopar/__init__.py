@@ -122,6 +122,7 @@ def _separate_attempts() -> None:
     """A rank of torchrun's sees what its own attempt has written in the store, from ``init_process_group`` on."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
         importlib.import_module("autopar.runtime.ranks.attempts").separate_attempts()
+        importlib.import_module("autopar.runtime.ranks.agent_messages").tell_of_refusal()
 
 
 _say_at_exit()

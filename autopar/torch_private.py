@@ -367,6 +367,9 @@ Adam's until Dynamo is used, which gives each class its own; it stands first, so
 TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
 """What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""
 
+AGENT_OF_TORCHRUN = Replaceable("torch.distributed.launcher.api", "LocalElasticAgent")
+"""The class of torchrun's agent of one machine."""
+
 OPEN_STORE = Replaceable("torch.distributed.rendezvous", "_create_c10d_store")
 """What opens the store through which ranks find each other: torchrun's own is used again after a restart, with all that
 ended ranks have written."""
@@ -520,7 +523,7 @@ def _call_by_new_names() -> None:
 _call_by_new_names()
 
 __all__ = [
-    "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT",
+    "AGENT_OF_TORCHRUN", "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT",
     "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FAKE_PARAMETERS",
     "FLEX_NAMES", "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS",
     "OPEN_STORE", "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK",

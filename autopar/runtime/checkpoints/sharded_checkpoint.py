@@ -37,6 +37,7 @@ from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.parallel_state_dict import EXTRA
 from autopar.runtime.checkpoints.durable_files import on_disk, sync_folder
 from autopar.runtime.checkpoints.generator_states import generators, set_generators
+from autopar.runtime.ranks.agent_messages import SAVED, tell_agent
 from autopar.runtime.ranks.agree import everywhere, share
 from autopar.runtime.ranks.groups import group_of_members
 from autopar.runtime.ranks.store_meeting import looks, said_by
@@ -138,6 +139,7 @@ class Checkpoint:
             with self._on_all(f"saved to {target}"):
                 if self.rank == 0:
                     self._name(unfinished, target, step)
+            tell_agent(SAVED, str(step))
         else:
             with self._on_all(f"saved to {target}"):
                 writing: Any = dcp.async_save(
@@ -156,6 +158,7 @@ class Checkpoint:
         if pending is not None:
             with self._on_all(f"saved to {pending.target}"):
                 pending.join()
+            tell_agent(SAVED, str(pending.step))
 
     def _name(self, unfinished: Path, target: Path, step: int) -> None:
         """Everything is written on all ranks: rank 0 gives the save its name."""
@@ -322,7 +325,7 @@ class _Pending:
     """A save that is being written while the run goes on; a thread of rank 0 names it when all have written."""
 
     def __init__(self, checkpoint: Checkpoint, writing: Any, unfinished: Path, target: Path, step: int) -> None:
-        self.checkpoint, self.writing, self.target = checkpoint, writing, target
+        self.checkpoint, self.writing, self.target, self.step = checkpoint, writing, target, step
         self.name = lambda: checkpoint._name(unfinished, target, step)
         self.error: Exception | None = None
         self.store = None

@@ -2,6 +2,7 @@
 
 ========================== ============================================================================================
 :mod:`.launch`             processes on this machine; :mod:`.in_process_ranks`: many ranks in one process
+:mod:`.agent_messages`     what ranks tell :mod:`autopar.elastic`, which has started them
 :mod:`.attempts`           ranks that were started again see nothing of those before them
 :mod:`.devices`            one device for each rank
 :mod:`.groups`             process groups, each made once; :mod:`.plan_groups`: which ones a plan needs
