@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -478,6 +479,23 @@ def _connect(of_torch: Any) -> None:
     _own_store = of_torch, dist.PrefixStore(f"autopar {_attempt}", connected)
 
 
+def caller_that_loads() -> Any:
+    """The iterator of the ``DataLoader`` for which rows are drawn now; None where something else draws them.
+
+    Its ``_num_yielded`` counts the batches that the loop has been given, ``_num_workers`` says whether it asks for rows
+    ahead, and ``_index_sampler`` has the size of batches.
+    """
+    kind = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
+    frame: Any = sys._getframe(2)
+    for _ in range(4):
+        if frame is None:
+            return None
+        if isinstance(drawn_for := frame.f_locals.get("self"), kind):
+            return drawn_for
+        frame = frame.f_back
+    return None
+
+
 def default_timeout_seconds() -> float:
     """After how long a collective of the default process group gives up."""
     return dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
@@ -532,7 +550,7 @@ __all__ = [
     "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace", "NormPartial", "OpOverload",
     "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction", "TensorMeta",
     "TorchDispatchMode", "allow_plain_tensors", "arguments_of_to", "assert_async", "autograd_engine",
-    "backend_named", "below_autograd", "callers_compiler", "compiled_functions_run_as_they_are", "compiler_traces",
+    "backend_named", "below_autograd", "caller_that_loads", "callers_compiler", "compiled_functions_run_as_they_are", "compiler_traces",
     "current_backward", "data_of_tensors", "default_store", "default_timeout_seconds", "each_rank", "fake_store",
     "found_inf_reduce_handler", "function_modes", "functional_collectives", "functorch_apis", "functorch_is_active",
     "functorch_transforms", "generate_redistribute_costs", "group_names", "group_of_axis", "grouped_product",

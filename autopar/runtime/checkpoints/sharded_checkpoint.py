@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.parallel_state_dict import EXTRA
+from autopar.runtime.batches.own_rows import samplers_of
 from autopar.runtime.checkpoints.durable_files import on_disk, sync_folder
 from autopar.runtime.checkpoints.generator_states import generators, set_generators
 from autopar.runtime.ranks.agent_messages import SAVED, tell_agent
@@ -49,6 +50,8 @@ FORMAT = 1
 STEP = re.compile(r"step-(\d{8,})")
 UNFINISHED = re.compile(r"\.(step|removed)-.*")
 MANIFEST = "checkpoint.json"
+SAMPLERS = "samplers of the module"
+"""Under which the positions of ``pm.sampler(dataset)`` and ``pm.shard(loader)`` are saved."""
 KEPT = 3
 """Saves of a folder that are kept by default."""
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -91,6 +94,8 @@ class Checkpoint:
                 )
         if keep is not None and keep < 1:
             raise RunError(f"Checkpoint: keep is {keep}; give 1 or more, or None for all")
+        if isinstance(model, SpreadModule):
+            others = {SAMPLERS: samplers_of(model), **others}
         self.folder, self.model, self.optimizer, self.others = Path(folder), model, optimizer, others
         self.keep, self.random_state = keep, random_state
         self.ranks = _ranks_of(model)
@@ -236,11 +241,12 @@ class Checkpoint:
             mine = self.rank if manifest["ranks"] == len(self.ranks) else 0
             own_file = source / f"rank-{mine:05d}.pt"
             of_rank = torch.load(own_file, weights_only=True, map_location="cpu")
-            missing = sorted(set(self.others) - set(of_rank["others"]))
+            missing = sorted(set(self.others) - set(of_rank["others"]) - {SAMPLERS})
             if missing:
                 raise RunError(f"it has no {', '.join(missing)}; it has {', '.join(of_rank['others']) or 'none'}")
             for name, value in self.others.items():
-                value.load_state_dict(of_rank["others"][name])
+                if name in of_rank["others"]:
+                    value.load_state_dict(of_rank["others"][name])
             if self.random_state and "random" in of_rank:
                 set_generators(of_rank["random"])
         return chosen
