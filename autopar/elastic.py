@@ -98,11 +98,13 @@ class ElasticAgent(LocalElasticAgent):
         worker_group.spec.local_world_size = len(self.used)
         super()._restart_workers(worker_group)
 
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        super()._shutdown(*args, **kwargs)
-        if self._worker_group.state not in (WorkerState.HEALTHY, WorkerState.UNHEALTHY, WorkerState.FAILED):
+    def run(self, *args: Any) -> RunResult:
+        """Run the job to its end."""
+        try:
+            result: RunResult = super().run(*args)
+            return result
+        finally:
             shutil.rmtree(self.root, ignore_errors=True)
-            self.root.mkdir(exist_ok=True)
 
     # -- failures
 
