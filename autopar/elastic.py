@@ -132,10 +132,11 @@ class ElasticAgent(LocalElasticAgent):
             first = min(result.failures.values(), key=lambda failure: failure.timestamp)
             killed = {own[rank] for rank, failure in result.failures.items() if failure is first}
         gone = {self.used[rank] for rank in killed}
-        if len(self.lost | gone) == self.devices:  # none is left: they were killed, and are tried again
-            _say(f"all {self.devices} ranks of this machine were killed; starts them again")
-            return
         self.lost |= gone
+        if len(self.lost) == self.devices:  # none is left to go on with
+            self.lost = {device for device in self.lost if not self._works(device)}
+            gone = gone & self.lost
+            _say(f"no device is left; tries those that work, {self.devices - len(self.lost)} of {self.devices}")
         self._choose()
         if gone:
             _say(f"{_named(gone)} left out, whose rank was killed; goes on with {len(self.used)} of {self.devices}")

@@ -37,8 +37,8 @@ def run(kills: int, ranks: int, stages: int, epochs: int, seed: int) -> None:
         job = example.started(ranks, folder, PAUSE, str(stages), str(epochs))
         try:
             for kill in range(kills):
-                before, limit = len(example.losses(folder)), time.monotonic() + 200
-                while draw.random() < 0.8 and len(example.losses(folder)) == before and time.monotonic() < limit:
+                before, limit = len(example.losses(folder)), time.monotonic() + 200 * (draw.random() < 0.8)
+                while len(example.losses(folder)) == before and time.monotonic() < limit:
                     time.sleep(0.05)
                 time.sleep(draw.uniform(0, MOST_SECONDS))
                 there = []
