@@ -33,6 +33,7 @@ What people use, around them:
 :mod:`.cli`           the command
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages
 :mod:`.integrations`  training loops of transformers and accelerate
+:mod:`.elastic`       ranks that are started again when one dies
 :mod:`.profiling`     a machine, and the load of experts, measured
 :mod:`.torch_private` private names of torch; :mod:`.allocations`: bytes that live; :mod:`.progress`: what long work
                       tells; :mod:`.garbage_collection`: garbage
@@ -141,6 +142,8 @@ class _Package(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _WHERE:
             return _load(name)
+        if name == "elastic":
+            return importlib.import_module("autopar.elastic")
         if name == "__version__":
             return importlib.metadata.version("autopar")
         raise AttributeError(f"module 'autopar' has no attribute '{name}'")

@@ -143,7 +143,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _after_refusal(self, group: WorkerGroup, why: str) -> None:
         """The script has no plan for so many ranks: one fewer."""
-        if group.group_rank != group.group_world_size - 1:
+        if group.group_rank != (group.group_world_size or 1) - 1:
             return  # the last machine gives one up
         self.refused.add(len(self.used))
         if not self._choose():
@@ -223,7 +223,8 @@ def _visible_devices(number: int) -> list[str] | None:
 def _is_stopped(pid: int) -> bool:
     """Whether a process was stopped, as SIGSTOP does."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "T"
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return fields[0] == "T"
     return False
 
 

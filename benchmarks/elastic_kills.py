@@ -1,8 +1,8 @@
 """Random kills of a job's ranks: ``python benchmarks/elastic_kills.py [--stages 3] [--kills 20] [--ranks 3]``
 
-Ranks of ``examples/train_elastic.py`` under ``autopar.elastic`` are killed at random moments: in a step, in a save, while
-they start, plan or load. The job has to come to its end with the losses of one device, and never to go back behind the
-last whole checkpoint that there was at a kill. It prints a row for each kill.
+Ranks of ``examples/train_elastic.py`` under ``autopar.elastic`` are killed at random moments: in a step, in a save,
+while they start, plan or load. The job has to come to its end with the losses of one device, and never to go back
+behind the last whole checkpoint that there was at a kill. It prints a row for each kill.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import train_elastic as example  # noqa: E402
+import train_elastic as example
 
 PAUSE, MOST_SECONDS = "0.1", 6.0
 
@@ -47,8 +47,8 @@ def run(kills: int, ranks: int, stages: int, epochs: int, seed: int) -> None:
                     there = example.ranks_of(job.pid)
                 saves.append((len(example.losses(folder)), newest(folder)))
                 os.kill(draw.choice(there), signal.SIGKILL)
-                print(f"kill {kill + 1:3}: of {len(there)} ranks, after {saves[-1][0]} steps, checkpoint {newest(folder)}",
-                      flush=True)  # fmt: skip
+                done, saved = saves[-1]
+                print(f"kill {kill + 1:3}: of {len(there)} ranks, after {done} steps, checkpoint {saved}", flush=True)
                 gone, limit = set(there), time.monotonic() + 60
                 while gone & set(example.ranks_of(job.pid)) and time.monotonic() < limit:
                     time.sleep(0.05)  # the agent ends the others
@@ -62,8 +62,8 @@ def run(kills: int, ranks: int, stages: int, epochs: int, seed: int) -> None:
         assert min(after, default=saved) >= saved, (done, saved, min(after))
     counts = sorted({int(line["ranks"]) for line in lines})
     assert {line["step"] for line in lines} == set(right) and worst < 1e-9
-    print(f"{kills} kills, {stages} stages: {len(right)} steps, {len(lines) - len(right)} done again, on {counts} ranks; "
-          f"losses differ from one device by {worst:.1e}")  # fmt: skip
+    print(f"{kills} kills, {stages} stages: {len(right)} steps, {len(lines) - len(right)} done again, on {counts} "
+          f"ranks; losses differ from one device by {worst:.1e}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks that were started again agree on a name, and see nothing of those before them, who have left what they wrote."""
+"""Ranks that were started again agree on a name, and see nothing of what those before them have left."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def test_one_that_was_killed_while_it_asked_leaves_no_trouble() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(dist.DistStoreError, match="rank 0 waited .* for rank 1, 2 at init_process_group"):
+    with pytest.raises(dist.DistStoreError, match=r"rank 0 waited .* for rank 1, 2 at init_process_group"):
         of_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))

@@ -43,9 +43,7 @@ def fails(agent: ElasticAgent, killed: set[int], codes: dict[int, int], machines
         ({0, 1, 2, 3}, {0: -9, 1: -9, 2: -9, 3: -9}, [0, 1, 2, 3]),
     ],
 )
-def test_devices_after_a_failure(
-    agent: ElasticAgent, killed: set[int], codes: dict[int, int], used: list[int]
-) -> None:
+def test_devices_after_a_failure(agent: ElasticAgent, killed: set[int], codes: dict[int, int], used: list[int]) -> None:
     fails(agent, killed, codes)
     assert agent.used == used
 

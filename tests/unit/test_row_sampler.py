@@ -69,7 +69,7 @@ def test_rows_that_a_loaders_workers_have_asked_for_are_not_given_yet() -> None:
     first, state = batches(2, stop=3, workers=2)
     assert state["rows"] == 36 and (first + batches(3, state)[0])[:8] == batches(1)[0][:8]
     sampler = RowSampler(ROWS, 1, 0, shuffle=False, seed=0, drop_last=False)  # type: ignore[arg-type]
-    loader = DataLoader(ROWS, batch_sampler=Pairs(sampler), num_workers=1)  # type: ignore[arg-type]
+    loader: Any = DataLoader(ROWS, batch_sampler=Pairs(sampler), num_workers=1)  # type: ignore[arg-type]
     next(iter(loader))
     with pytest.raises(RunError, match="has no batch_size; use num_workers=0"):
         sampler.state_dict()

@@ -112,8 +112,8 @@ class RowSampler(DistributedSampler[Any]):
         for key, name in (("of", "rows in the data set"), ("seed", "as the sampler's seed")):
             if state[key] != here[key]:
                 raise RunError(
-                    f"the checkpoint's sampler has {state[key]} {name}, this one {here[key]}: the rows from its position "
-                    "on would be others; go on with the same data, or leave the sampler out"
+                    f"the checkpoint's sampler has {state[key]} {name}, this one {here[key]}: the rows from its "
+                    "position on would be others; go on with the same data, and the same seed"
                 )
         self.epoch, self._begins = int(state["epoch"]), int(state["rows"])
         self._began = self._drawn = 0
