@@ -41,7 +41,7 @@ def run(kills: int, ranks: int, stages: int, epochs: int, seed: int) -> None:
                 while len(example.losses(folder)) == before and time.monotonic() < limit:
                     time.sleep(0.05)
                 time.sleep(draw.uniform(0, MOST_SECONDS))
-                there = []
+                there: list[int] = []
                 while not there:
                     assert job.poll() is None, f"the job has ended after {kill} kills; give more --epochs"
                     there = example.ranks_of(job.pid)

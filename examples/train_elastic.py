@@ -121,6 +121,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        train(Path(sys.argv[1]), *map(float, sys.argv[2:3]), *map(int, sys.argv[3:5]))
+        folder, *given = sys.argv[1:]
+        pause, stages, epochs = [*given, *("0", "1", str(EPOCHS))[len(given) :]]
+        train(Path(folder), float(pause), int(stages), int(epochs))
     else:
         main()
