@@ -460,23 +460,23 @@ def default_store() -> dist.Store:
         of_torch = dist.distributed_c10d._get_default_store()
     except (ValueError, KeyError) as error:
         raise dist.DistError("the process group has been destroyed") from error
-    if _own_store is None or _own_store[0] is not of_torch:
-        _connect(of_torch)
-    assert _own_store is not None
-    return _own_store[1]
+    own = _own_store  # of this world; another thread may be in another one
+    return own[1] if own is not None and own[0] is of_torch else _connected(of_torch)
 
 
 _own_store: tuple[Any, dist.Store] | None = None
 """A store of torch's, and autopar's part of it by a connection of its own."""
 
 
-def _connect(of_torch: Any) -> None:
+def _connected(of_torch: Any) -> dist.Store:
     global _own_store
     try:
         connected = of_torch.clone()
     except (RuntimeError, NotImplementedError):  # of one process, in which there is no connection
         connected = of_torch
-    _own_store = of_torch, dist.PrefixStore(f"autopar {_attempt}", connected)
+    mine = dist.PrefixStore(f"autopar {_attempt}", connected)
+    _own_store = of_torch, mine
+    return mine
 
 
 def caller_that_loads() -> Any:
