@@ -243,7 +243,8 @@ class Checkpoint:
             of_rank = torch.load(own_file, weights_only=True, map_location="cpu")
             missing = sorted(set(self.others) - set(of_rank["others"]) - {SAMPLERS})
             if missing:
-                raise RunError(f"it has no {', '.join(missing)}; it has {', '.join(of_rank['others']) or 'none'}")
+                there_are = [name for name in of_rank["others"] if name != SAMPLERS]
+                raise RunError(f"it has no {', '.join(missing)}; it has {', '.join(there_are) or 'none'}")
             for name, value in self.others.items():
                 if name in of_rank["others"]:
                     value.load_state_dict(of_rank["others"][name])
