@@ -33,6 +33,7 @@ What people use, around them:
 :mod:`.cli`           the command
 :mod:`.planfile`      plans as files; :mod:`.report`: as tables and pages
 :mod:`.integrations`  training loops of transformers and accelerate
+:mod:`.elastic`       ranks that are started again when one dies
 :mod:`.profiling`     a machine, and the load of experts, measured
 :mod:`.torch_private` private names of torch; :mod:`.allocations`: bytes that live; :mod:`.progress`: what long work
                       tells; :mod:`.garbage_collection`: garbage
@@ -47,6 +48,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import os
 import sys
 import types
 from multiprocessing.util import Finalize, register_after_fork
@@ -117,6 +119,13 @@ def _say_at_exit(_: object = None) -> None:
         Finalize(None, _say_end, exitpriority=0)
 
 
+def _separate_attempts() -> None:
+    """A rank of torchrun's sees what its own attempt has written in the store, from ``init_process_group`` on."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
+        importlib.import_module("autopar.runtime.ranks.attempts").separate_attempts()
+        importlib.import_module("autopar.runtime.ranks.agent_messages").tell_of_refusal()
+
+
 _say_at_exit()
 register_after_fork(_say_end, _say_at_exit)  # a started process forgets what was registered before it runs
 
@@ -133,6 +142,8 @@ class _Package(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name in _WHERE:
             return _load(name)
+        if name == "elastic":
+            return importlib.import_module("autopar.elastic")
         if name == "__version__":
             return importlib.metadata.version("autopar")
         raise AttributeError(f"module 'autopar' has no attribute '{name}'")
@@ -140,6 +151,8 @@ class _Package(types.ModuleType):
 
 if not TYPE_CHECKING:
     sys.modules[__name__].__class__ = _Package
+
+_separate_attempts()
 
 __all__ = [
     "AutoparError", "CaptureError", "Checkpoint", "ClusterError", "GraphedStep", "InfeasibleError", "MeshError",

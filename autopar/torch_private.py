@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -370,6 +371,13 @@ Adam's until Dynamo is used, which gives each class its own; it stands first, so
 TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
 """What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""
 
+AGENT_OF_TORCHRUN = Replaceable("torch.distributed.launcher.api", "LocalElasticAgent")
+"""The class of torchrun's agent of one machine."""
+
+OPEN_STORE = Replaceable("torch.distributed.rendezvous", "_create_c10d_store")
+"""What opens the store through which ranks find each other: torchrun's own is used again after a restart, with all that
+ended ranks have written."""
+
 GROUP_NAME = Replaceable("torch.distributed.distributed_c10d", "_process_group_name")
 """How torch names a group that only its members make: by how many groups this rank is in. That may be another number on
 each member, which then wait for each other for ever; or the name, and the addresses, of one that was ended."""
@@ -427,16 +435,68 @@ def reached(node: Any) -> bool:
         return True
 
 
+_attempt = ""
+
+
+def uses_store_of_agent() -> bool:
+    """Whether the store through which ranks find each other is torchrun's, and outlives them."""
+    return importlib.import_module("torch.distributed.rendezvous")._torchelastic_use_agent_store()  # type: ignore[no-any-return]
+
+
+def name_attempt(name: str) -> None:
+    """What the ranks of the next world call their attempt: :func:`default_store` has only what they write."""
+    global _attempt
+    _attempt = name
+
+
 def default_store() -> dist.Store:
-    """The store through which the ranks of this world found each other: failures are told through it.
+    """The part of the store through which the ranks of this world found each other in which autopar tells failures.
+
+    By a connection of its own: torch's serves one request at a time, and a rank that makes a group waits in one for
+    minutes, while nobody could tell it why. So no request of autopar's waits in the store: it is asked first whether
+    what it gives is there.
 
     Raises:
         DistError: there is no world, or it is being ended while a thread asks.
     """
     try:
-        return dist.distributed_c10d._get_default_store()
+        of_torch = dist.distributed_c10d._get_default_store()
     except (ValueError, KeyError) as error:
         raise dist.DistError("the process group has been destroyed") from error
+    own = _own_store  # of this world; another thread may be in another one
+    return own[1] if own is not None and own[0] is of_torch else _connected(of_torch)
+
+
+_own_store: tuple[Any, dist.Store] | None = None
+"""A store of torch's, and autopar's part of it by a connection of its own."""
+
+
+def _connected(of_torch: Any) -> dist.Store:
+    global _own_store
+    try:
+        connected = of_torch.clone()
+    except (RuntimeError, NotImplementedError):  # of one process, in which there is no connection
+        connected = of_torch
+    mine = dist.PrefixStore(f"autopar {_attempt}", connected)
+    _own_store = of_torch, mine
+    return mine
+
+
+def caller_that_loads() -> Any:
+    """The iterator of the ``DataLoader`` for which rows are drawn now; None where something else draws them.
+
+    Its ``_num_yielded`` counts the batches that the loop has been given, ``_num_workers`` says whether it asks for rows
+    ahead, and ``_index_sampler`` has the size of batches.
+    """
+    kind = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
+    frame: Any = sys._getframe(2)
+    for _ in range(4):
+        if frame is None:
+            return None
+        if isinstance(drawn_for := frame.f_locals.get("self"), kind):
+            return drawn_for
+        frame = frame.f_back
+    return None
 
 
 def default_timeout_seconds() -> float:
@@ -490,22 +550,23 @@ def _call_by_new_names() -> None:
 _call_by_new_names()
 
 __all__ = [
-    "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS", "DTENSOR_RESULT",
-    "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE", "FAKE_PARAMETERS", "FLEX_NAMES",
-    "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES",
-    "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR", "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK", "TOTAL_NORM",
-    "TRACEBACK_OF_NODES", "VARLEN_OPERATOR", "AttributeProxy", "BackwardHookFunction", "DTensorSpec",
-    "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor", "FakeTensorMode", "LocalIntNode",
-    "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace", "NormPartial", "OpOverload",
-    "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction", "StorageInfo", "TensorMeta",
-    "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to", "assert_async",
-    "autograd_engine", "backend_named", "below_autograd", "callers_compiler", "compiled_functions_run_as_they_are",
-    "compiler_traces", "current_backward", "data_of_tensors", "default_store", "default_timeout_seconds", "each_rank",
-    "fake_store", "found_inf_reduce_handler", "function_modes", "functional_collectives", "functorch_apis",
-    "functorch_is_active", "functorch_transforms", "generate_redistribute_costs", "group_names", "group_of_axis",
-    "grouped_product", "has_kernel", "has_other_groups", "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass",
-    "keeps_graph", "lazy_graph_modules", "local_tensor_mode", "make_wrapper_subclass", "module_at",
-    "modules_found_by_name", "no_dispatch_modes", "options_of_compiler", "places_in_masks", "plainly",
-    "preserve_version_counter", "pytree", "reached", "return_and_correct_aliasing", "safe_softmax",
-    "timeout_of_world", "top_saved_tensors_hooks", "unset_fake_temporarily",
+    "AGENT_OF_TORCHRUN", "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS",
+    "DTENSOR_RESULT", "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
+    "FAKE_PARAMETERS", "FLEX_NAMES", "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPEN_STORE",
+    "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR",
+    "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK", "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR", "AttributeProxy",
+    "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor",
+    "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace", "NormPartial",
+    "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction", "StorageInfo",
+    "TensorMeta", "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to", "assert_async",
+    "autograd_engine", "backend_named", "below_autograd", "caller_that_loads", "callers_compiler",
+    "compiled_functions_run_as_they_are", "compiler_traces", "current_backward", "data_of_tensors", "default_store",
+    "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
+    "functional_collectives", "functorch_apis", "functorch_is_active", "functorch_transforms",
+    "generate_redistribute_costs", "group_names", "group_of_axis", "grouped_product", "has_kernel", "has_other_groups",
+    "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules",
+    "local_tensor_mode", "make_wrapper_subclass", "module_at", "modules_found_by_name", "no_dispatch_modes",
+    "options_of_compiler", "places_in_masks", "plainly", "preserve_version_counter", "pytree", "reached",
+    "return_and_correct_aliasing", "safe_softmax", "timeout_of_world", "top_saved_tensors_hooks",
+    "unset_fake_temporarily",
 ]  # fmt: skip

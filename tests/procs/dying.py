@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.runtime.gradients.step_gradients import Gradients
 from autopar.runtime.parameters.registering import Placing
-from autopar.runtime.ranks import presence
+from autopar.runtime.ranks import presence, pulse
 from autopar.runtime.stages.stage import Stage
 
 CULPRIT = 1
@@ -40,7 +40,14 @@ def run_out() -> None:
     raise torch.OutOfMemoryError("out of memory, on purpose")
 
 
-HOW: dict[str, Callable[[], None]] = {"killed": die, "exits": lambda: os._exit(3), "leaves": leave, "memory": run_out}
+def stop() -> None:
+    """As Ctrl-Z, or a machine that hangs: the process stays, and says nothing."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+HOW: dict[str, Callable[[], None]] = {
+    "killed": die, "exits": lambda: os._exit(3), "leaves": leave, "memory": run_out, "stopped": stop,
+}  # fmt: skip
 WHERE = ("tracing", "loading", "first value")
 IN_STEPS = ("forward", "backward", "between steps", "reading", "clipping")
 
@@ -63,7 +70,7 @@ class Net(torch.nn.Module):
 
 def within(how: str, where: str, stages: int | None) -> tuple[float, str]:
     """Seconds until this rank has an error within ``parallelize``, and the error."""
-    presence.SILENCE_SECONDS, presence.BEAT_SECONDS = 3.0, 0.3
+    pulse.SILENCE_SECONDS, pulse.BEAT_SECONDS, presence.BEAT_SECONDS = 3.0, 0.3, 0.3
     culprit = dist.get_rank() == CULPRIT
     does = HOW[how] if culprit else None
     model = Net(does if where == "tracing" else None)
@@ -92,6 +99,7 @@ def before(how: str) -> tuple[float, str]:
 
 def in_step(how: str, where: str, stages: int | None) -> tuple[float, str]:
     """Seconds until this rank has an error where another one has ended in its second step, and the error."""
+    pulse.SILENCE_SECONDS, pulse.BEAT_SECONDS = 3.0, 0.3
     culprit = dist.get_rank() == CULPRIT
     model, x = Net(None, mean=where != "reading"), torch.ones(12, 8)
     if stages is None:
@@ -125,6 +133,34 @@ def in_step(how: str, where: str, stages: int | None) -> tuple[float, str]:
     name = {"forward": (Stage, "run"), "backward": (Gradients, "reducing")}.get(where)
     with mock.patch.object(*name, fail) if culprit and name else contextlib.nullcontext():
         return _heard(lambda: [step() for _ in range(20)])
+
+
+def alone(what: str, stages: int | None, folder: str) -> tuple[float, str]:
+    """Seconds until this rank has an error where rank 0 alone calls what all ranks are to call, and the error."""
+    os.environ["AUTOPAR_SILENCE_SECONDS"] = "30"
+    x = torch.ones(12, 8)
+    options: dict[str, Any] = {"params": {"*": "S0 use"}} if stages is None else {"stages": stages, "microbatches": 2}
+    pm = autopar.parallelize(Net(None), dist.get_world_size(), (x,), **options)
+    optimizer = torch.optim.SGD(pm.parameters(), 0.1, momentum=0.9)
+    called, _, then = what.partition(", then ")
+    calls: dict[str, Callable[[], object]] = {
+        "full_state_dict": lambda: autopar.full_state_dict(pm),
+        "load_full_state_dict": lambda: autopar.load_full_state_dict(pm, {}),
+        "full_optimizer_state_dict": lambda: autopar.full_optimizer_state_dict(pm, optimizer),
+        "save_safetensors": lambda: autopar.save_safetensors(pm, folder),
+    }
+
+    def rest() -> None:
+        if dist.get_rank() == 0:
+            calls[called]()
+        if then == "a barrier":
+            dist.barrier()
+        for _ in range(3):
+            pm.train_step(x, optimizer=optimizer)
+
+    for _ in range(2):
+        pm.train_step(x, optimizer=optimizer)
+    return _heard(rest)
 
 
 def _heard(does: Callable[[], object]) -> tuple[float, str]:

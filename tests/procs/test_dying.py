@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from procs.dying import CULPRIT, HOW, IN_STEPS, WHERE, before, in_step, within
+from procs.dying import CULPRIT, HOW, IN_STEPS, WHERE, alone, before, in_step, within
 from procs.unlaunched import answers
 
 STAGES = (None, 3)
 
 
 def check(how: str, where: str, stages: int | None) -> None:
-    found = answers(3, within, (how, where, stages), 90.0)
-    if how in ("killed", "exits"):
+    found = answers(3, within, (how, where, stages), 90.0, CULPRIT if how == "stopped" else None)
+    if how in ("killed", "exits", "stopped"):
         assert found[CULPRIT] is None
     for rank, answer in enumerate(found):
         if rank == CULPRIT:
@@ -19,7 +21,7 @@ def check(how: str, where: str, stages: int | None) -> None:
         assert answer is not None, f"rank {rank} still waits"
         seconds, text = answer
         words = {
-            "killed": "has ended", "exits": "has ended",
+            "killed": "has ended", "exits": "has ended", "stopped": "has not been heard of for",
             "leaves": f"rank {CULPRIT} left parallelize by KeyboardInterrupt: on this rank alone",
             "memory": f"on rank {CULPRIT}: ",
         }[how]  # fmt: skip
@@ -64,3 +66,47 @@ def test_a_rank_that_is_gone_in_a_step(how: str, where: str, stages: int | None)
     if where == "reading" and stages is not None:
         pytest.skip("what a pipeline gives is whole")
     check_heard(answers(3, in_step, (how, where, stages), 90.0), f"rank {CULPRIT} has ended without a word", 12)
+
+
+STOPPED = f"rank {CULPRIT} has not been heard of for"
+
+
+def test_a_rank_that_is_stopped_between_steps() -> None:
+    check_heard(answers(3, in_step, ("stopped", "between steps", None), 60.0, CULPRIT), STOPPED, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("where", IN_STEPS)
+def test_a_rank_that_is_stopped_in_a_step(where: str, stages: int | None) -> None:
+    if where == "reading" and stages is not None:
+        pytest.skip("what a pipeline gives is whole")
+    check_heard(answers(3, in_step, ("stopped", where, stages), 90.0, CULPRIT), STOPPED, 20)
+
+
+def check_alone(what: str, stages: int | None, folder: str) -> None:
+    called, _, then = what.partition(", then ")
+    for rank, answer in enumerate(answers(2, alone, (what, stages, folder), 60.0)):
+        assert answer is not None, f"rank {rank} still waits"
+        seconds, text = answer
+        if rank and then:
+            continue  # it waits in a collective of the script's own, which goes on with rank 0
+        why = "waits in torch.distributed.barrier (dying.py:" if then else "rank 1 is at "
+        assert f"rank 0 calls {called}()" in text and why in text and seconds < 15, (rank, seconds, text)
+
+
+def test_a_call_of_all_ranks_that_only_rank_0_makes(tmp_path: Path) -> None:
+    check_alone("full_state_dict", None, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", (None, 2))
+@pytest.mark.parametrize(
+    "what",
+    [
+        "full_state_dict", "load_full_state_dict", "full_optimizer_state_dict", "save_safetensors",
+        "full_state_dict, then a barrier",
+    ],
+)  # fmt: skip
+def test_any_call_of_all_ranks_that_only_rank_0_makes(what: str, stages: int | None, tmp_path: Path) -> None:
+    check_alone(what, stages, str(tmp_path))

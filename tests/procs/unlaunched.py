@@ -31,11 +31,14 @@ def _rank(pipe: Any, rank: int, env: dict[str, str], does: Callable[..., Any], a
     os._exit(0)
 
 
-def answers(n: int, does: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
+def answers(
+    n: int, does: Callable[..., Any], args: tuple[Any, ...], seconds: float, silent: int | None = None
+) -> list[Any]:
     """What ``does(*args)`` gives on each of ``n`` ranks; None of one that gives nothing within that time, or dies.
 
     Args:
         does: a function at the top of a module.
+        silent: a rank that stays without an answer, and is not waited for.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -54,7 +57,7 @@ def answers(n: int, does: Callable[..., Any], args: tuple[Any, ...], seconds: fl
                 pipes.append(here)
                 processes.append(process)
         given: list[Any] = [None] * n
-        end, left = time.monotonic() + seconds, list(pipes)
+        end, left = time.monotonic() + seconds, [pipe for rank, pipe in enumerate(pipes) if rank != silent]
         while left and time.monotonic() < end:
             for pipe in wait(left, timeout=max(0.0, end - time.monotonic())):
                 left.remove(pipe)  # type: ignore[arg-type]

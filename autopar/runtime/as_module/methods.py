@@ -69,14 +69,17 @@ def method_of(pm: Any, name: str, kind: type) -> Callable[..., Any]:
 
 
 def _run(pm: Any, name: str, shown: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with pm._autopar_all_call(shown):
+        return _run_together(pm, name, shown, args, kwargs)
+
+
+def _run_together(pm: Any, name: str, shown: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     programs, model = pm._autopar_programs, pm._autopar_model_ref()
     is_copy = model is None
     if model is None and programs is not None and programs.skeleton is not None:
         model = programs.skeleton.model
     if model is None:
         raise RunError(f"{shown}() cannot be called: the model is gone, and could not be copied; keep it")
-    if programs is not None:
-        programs.meet_all(shown)
     refuse_unseen(pm, getattr(model, name))
     values = _whole(pm, model)
     before = _Traces(model, values)

@@ -7,10 +7,11 @@ A parallel module has the names of the model's parameters and buffers, not its s
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,8 @@ class SpreadModule(SpreadModes):
     """The process group of all ranks in which it was made; None on one device, which needs none."""
     _autopar_failures: Failures | None = None
     """Those of its steps, on the ranks that run it together; None on one device."""
+    _autopar_together: bool = False
+    """Whether all ranks are within something that they do together outside of a step."""
     _autopar_gradient_dtype: torch.dtype | None = None
     _autopar_told_of_statistics: bool = False
     _autopar_buckets: Buckets | None = None
@@ -291,6 +294,27 @@ class SpreadModule(SpreadModes):
                 ": call, evaluate and save it before that, or parallelize the model again"
             )
 
+    @contextlib.contextmanager
+    def _autopar_all_call(self, what: str) -> Iterator[None]:
+        """Around what all ranks do together outside of a step, such as ``full_state_dict``.
+
+        Raises:
+            RunError: only some ranks have come to it, while others go on; on all of them, also within their steps.
+        """
+        self._autopar_check_world()
+        if self._autopar_failures is None or self._autopar_together:
+            yield
+            return
+        self._autopar_failures.settle()
+        self._autopar_together = True
+        try:
+            with self._autopar_failures.during(what):
+                if self._autopar_programs is not None:
+                    self._autopar_programs.meet_all(what, self._autopar_failures.heard)
+                yield
+        finally:
+            self._autopar_together = False
+
     # -- programs of other calls and values (:mod:`autopar.runtime.variants.program_cache`)
 
     def _autopar_follow(self, programs: Programs) -> None:
@@ -374,9 +398,24 @@ class SpreadModule(SpreadModes):
         )
 
 
+_Does = TypeVar("_Does", bound=Callable[..., Any])
+
+
+def on_all_ranks(does: _Does) -> _Does:
+    """A function whose first argument is a parallel module, which all ranks call; where only some do, it is refused on
+    all of them."""
+
+    @functools.wraps(does)
+    def together(pm: Any, *args: Any, **kwargs: Any) -> Any:
+        with pm._autopar_all_call(does.__name__):
+            return does(pm, *args, **kwargs)
+
+    return cast(_Does, together)
+
+
 def _same_tensors(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     """Whether two parts hold the same parameters."""
     return a._parameters.keys() == b._parameters.keys() and all(b._parameters[k] is p for k, p in a._parameters.items())
 
 
-__all__ = ["SpreadModule"]
+__all__ = ["SpreadModule", "on_all_ranks"]

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import RunError
 from autopar.runtime.parameters.state import joined, local_piece
 from autopar.runtime.ranks.ended import ended, say_at_exit
+from autopar.runtime.ranks.pulse import wait_elsewhere
 from autopar.torch_private import (
     DisableTorchFunctionSubclass,
     default_store,
@@ -96,9 +97,10 @@ class CollectiveLog:
         began = looked = time.monotonic()
         for other_rank in self.others:
             while True:
-                how_ended = ""
+                how_ended = elsewhere = ""
                 if time.monotonic() - looked > ENDED_SECONDS:  # before its last word is read, which it may come after
                     looked, how_ended = time.monotonic(), ended([other_rank]).get(other_rank, "")
+                    elsewhere = wait_elsewhere([other_rank])
                 has_come = self.store.check([str(other_rank)])
                 count, at, read = self.store.get(str(other_rank)).decode().split("|") if has_come else ("0", "", "")
                 if mine in read.split(";"):
@@ -110,10 +112,12 @@ class CollectiveLog:
                     self.read.pop()
                     raise RuntimeError(broken_off)
                 late = time.monotonic() - began > self.timeout
-                if int(count) >= self.count or late or how_ended:
+                if int(count) >= self.count or late or how_ended or elsewhere:
                     self.count -= 1
                     self.read.pop()
                     done = f"has not come in {self.timeout:g} s" if late else f"is at {at}"
+                    if elsewhere:
+                        done = elsewhere.removeprefix(f"rank {other_rank} ")
                     if how_ended:
                         done, why = how_ended, f"do this on every rank, before one leaves; {why}"
                     raise RunError(f"rank {self.rank} {verb} {what}, rank {other_rank} {done}: {why}")

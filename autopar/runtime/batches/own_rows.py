@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from autopar.capture.microbatches import part_of_batch, rows_of
-from autopar.errors import CaptureError, RunError
+from autopar.errors import CaptureError, MeshError, RunError
 from autopar.runtime.batches.outputs import CollectiveLog
+from autopar.runtime.batches.row_sampler import RowSampler, Samplers
 from autopar.runtime.batches.uneven_rows import Exchange, OwnOfUneven, put_together
 from autopar.runtime.parameters.state import as_dtensor, torch_placements
 from autopar.runtime.ranks.agree import mesh_group
@@ -106,9 +107,13 @@ class RowsOfRanks:
         counts = [n for n, _ in self.exchange(rows, 0, logs)]
         return counts if len(set(counts)) > 1 else None
 
-    def sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int, drop_last: bool) -> DistributedSampler[Any]:
+    def sampler(
+        self, dataset: Dataset[Any], shuffle: bool, seed: int, drop_last: bool, together: int = 1
+    ) -> RowSampler:
         """Draws the rows of a data set that this rank loads."""
-        return DistributedSampler(dataset, self.ranks, self.place, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return RowSampler(
+            dataset, self.ranks, self.place, shuffle=shuffle, seed=seed, drop_last=drop_last, together=together
+        )
 
 
 class OwnRows(RowsOfRanks):
@@ -194,26 +199,36 @@ class TakesRows:
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
-    ) -> DistributedSampler[Any]:
+    ) -> RowSampler:
         """Draws the rows that this rank loads: its own with ``batch="local"``, else all, the same on every rank.
 
         Call ``set_epoch`` before each epoch, as of any ``DistributedSampler``, which this is: where rows do not divide
-        among the ranks, the last ones are filled up with the first, unless ``drop_last``.
+        among the ranks, the last ones are filled up with the first, unless ``drop_last``. Its position in the epoch is
+        in the checkpoints of this module (:class:`autopar.Checkpoint`); go on with ``range(sampler.epoch, epochs)``.
         """
-        if self._autopar_own_rows is None:
-            return DistributedSampler(dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        return self._autopar_own_rows.sampler(dataset, shuffle, seed, drop_last)
+        return self._autopar_sampler(dataset, shuffle, drop_last, seed)
+
+    def _autopar_sampler(
+        self, dataset: Dataset[Any], shuffle: bool, drop_last: bool, seed: int, together: int = 1
+    ) -> RowSampler:
+        rows = self._autopar_own_rows
+        if rows is None:
+            sampler = RowSampler(dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        else:
+            sampler = rows.sampler(dataset, shuffle, seed, drop_last, together)
+        return samplers_of(self).add(sampler)
 
     def shard(self, loader: DataLoader[Any], seed: int = 0) -> DataLoader[Any]:
         """A loader of whole batches as one that gives what this rank is called with; ``loader.sampler`` is
         :meth:`sampler`'s.
 
         Raises:
-            RunError: its batches do not divide among the ranks, or it draws rows in a way of its own.
+            MeshError: its batches do not divide among the ranks.
+            RunError: it draws rows in a way of its own.
         """
         return _sharded(
             loader,
-            partial(self.sampler, seed=seed),
+            partial(self._autopar_sampler, seed=seed),
             1 if self._autopar_own_rows is None else self._autopar_own_rows.ranks,
         )
 
@@ -236,14 +251,21 @@ class _OwnRows(torch.autograd.Function):
         return whole.redistribute(placements=torch_placements(ctx.state)).to_local(), None, None, None
 
 
-def _sharded(loader: DataLoader[Any], sampler: Callable[..., DistributedSampler[Any]], ranks: int) -> DataLoader[Any]:
+def samplers_of(module: Any) -> Samplers:
+    """Those that a parallel module has made."""
+    samplers: Samplers = module.__dict__.setdefault("_autopar_samplers", Samplers())
+    return samplers
+
+
+def _sharded(loader: DataLoader[Any], sampler: Callable[..., RowSampler], ranks: int) -> DataLoader[Any]:
     """The loader of whole batches as one that gives this rank's rows of each.
 
     Args:
         sampler: makes one of a data set.
 
     Raises:
-        RunError: its batches cannot be cut, or it draws in a way of its own.
+        MeshError: its batches cannot be cut.
+        RunError: it draws in a way of its own.
     """
     kinds = torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler
     if loader.batch_size is None or not isinstance(loader.sampler, kinds):
@@ -252,14 +274,16 @@ def _sharded(loader: DataLoader[Any], sampler: Callable[..., DistributedSampler[
             "make one with sampler=pm.sampler(dataset), which gives this rank's rows"
         )
     if loader.batch_size % ranks:
-        raise RunError(f"shard: batches of {loader.batch_size} rows do not divide among {ranks} ranks")
+        raise MeshError(f"shard: batches of {loader.batch_size} rows do not divide among {ranks} ranks")
     shuffled = isinstance(loader.sampler, torch.utils.data.RandomSampler)
     return DataLoader(
         loader.dataset, loader.batch_size // ranks, num_workers=loader.num_workers, collate_fn=loader.collate_fn,
-        sampler=sampler(loader.dataset, shuffle=shuffled, drop_last=loader.drop_last), pin_memory=loader.pin_memory,
+        sampler=sampler(
+            loader.dataset, shuffle=shuffled, drop_last=loader.drop_last, together=loader.batch_size // ranks
+        ), pin_memory=loader.pin_memory,
         drop_last=loader.drop_last, timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,
         prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
     )  # fmt: skip
 
 
-__all__ = ["OwnRows", "RowsOfRanks", "TakesRows", "as_whole", "rows_in", "widened"]
+__all__ = ["OwnRows", "RowsOfRanks", "TakesRows", "as_whole", "rows_in", "samplers_of", "widened"]

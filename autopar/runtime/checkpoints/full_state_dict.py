@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.as_module.parallel_module import SpreadModule
+from autopar.runtime.as_module.parallel_module import SpreadModule, on_all_ranks
 from autopar.runtime.as_module.parallel_state_dict import EXTRA
 from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import like
@@ -39,6 +39,7 @@ class OnFirstRank(dict[str, torch.Tensor]):
         )
 
 
+@on_all_ranks
 def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
     """The state dict of the model on one device, on the CPU of rank 0; the other ranks get ``{}``.
 
@@ -53,8 +54,10 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
     Returns:
         Parameters and persistent buffers by the names that they have in the model, tied ones under each of their names;
         plain tensors of global shape on the CPU, in the dtype in which they are stored. They are copies.
+
+    Raises:
+        RunError: not all ranks call it; on all of them.
     """
-    pm._autopar_check_world()
     if pm._autopar_leads is not None:
         return _of_all_groups(pm, all_ranks)
     keep = all_ranks or dist.get_rank() == pm._autopar_ranks()[1]
@@ -89,6 +92,7 @@ def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]
     return {name: value for part in gathered if part is not None for name, value in part.items()}
 
 
+@on_all_ranks
 def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
     """Load a state dict of the model on one device; each rank copies its pieces into its own parameters and buffers.
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.parallel_module import SpreadModule
+from autopar.runtime.as_module.parallel_module import SpreadModule, on_all_ranks
 from autopar.runtime.checkpoints.durable_files import SummedFile
 from autopar.runtime.checkpoints.full_state_dict import by_source, in_state_dict, misfit, specs_of
 from autopar.runtime.checkpoints.safetensors_files import INDEX, NAMES, SINGLE, Writer
@@ -32,6 +32,7 @@ SHARD_SIZE = "5GB"
 """Of a file, if the tensors of a model are more; as ``save_pretrained`` does."""
 
 
+@on_all_ranks
 def load_safetensors(pm: SpreadModule, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
     """Load a folder of safetensors files by the names of the model on one device.
 
@@ -73,6 +74,7 @@ def _count_as_written(stored: Mapping[str, torch.Tensor]) -> None:
             torch.autograd.graph.increment_version(value)
 
 
+@on_all_ranks
 def save_safetensors(
     pm: SpreadModule, folder: str | os.PathLike[str], *, max_shard_size: int | str = SHARD_SIZE
 ) -> None:

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.parallel_state_dict import EXTRA
+from autopar.runtime.batches.own_rows import samplers_of
 from autopar.runtime.checkpoints.durable_files import Sum, summed
 from autopar.runtime.checkpoints.folder_owner import OWNER, Ownership, own
 from autopar.runtime.checkpoints.generator_states import generators, set_generators
@@ -56,6 +57,7 @@ from autopar.runtime.checkpoints.saves_in_folder import (
 )
 from autopar.runtime.checkpoints.state_before import StateBefore, model_state, set_model_state
 from autopar.runtime.checkpoints.stored_shards import PlainValues, ShardReader, ShardsToWrite, read_metadata, shapes
+from autopar.runtime.ranks.agent_messages import SAVED, tell_agent
 from autopar.runtime.ranks.agree import everywhere, share
 from autopar.runtime.ranks.groups import group_of_members
 from autopar.runtime.ranks.store_meeting import any_of, from_all, said_by
@@ -63,6 +65,8 @@ from hardware_profiles.strict import parse_json
 
 MOST_TRIES = 20
 """How often a save is looked for, where another job removes what was found."""
+SAMPLERS = "samplers of the module"
+"""Under which the positions of ``pm.sampler(dataset)`` and ``pm.shard(loader)`` are saved."""
 KEPT = 3
 """Saves of a folder that are kept by default."""
 SHOWN = 6
@@ -111,6 +115,8 @@ class Checkpoint:
                 )
         if keep is not None and keep < 1:
             raise RunError(f"Checkpoint: keep is {keep}; give 1 or more, or None for all")
+        if isinstance(model, SpreadModule):
+            others = {SAMPLERS: samplers_of(model), **others}
         self.folder, self.model, self.optimizer, self.others = Path(folder), model, optimizer, others
         self.keep, self.random_state = keep, random_state
         self.ranks = _ranks_of(model)
@@ -163,6 +169,7 @@ class Checkpoint:
             if wait:
                 with self._on_all(what):
                     saving.run()
+                tell_agent(SAVED, str(step))
         except BaseException:
             self._failed(unnamed)
             raise
@@ -207,6 +214,7 @@ class Checkpoint:
             try:
                 with self._on_all(f"saved to {self.folder / name_of_step(pending.step)}"):
                     pending.join()
+                tell_agent(SAVED, str(pending.step))
             except BaseException:
                 self._failed(pending.folder)
                 raise
@@ -337,8 +345,9 @@ class Checkpoint:
             metadata = read_metadata(source)
             mine = self.rank if manifest.ranks == len(self.ranks) else 0
             of_rank = torch.load(source / f"rank-{mine:05d}.pt", weights_only=True, map_location="cpu")
-            if missing := sorted(set(self.others) - set(of_rank["others"])):
-                raise RunError(f"it has no {', '.join(missing)}; it has {', '.join(of_rank['others']) or 'none'}")
+            there_are = [name for name in of_rank["others"] if name != SAMPLERS]
+            if missing := sorted(set(self.others) - set(of_rank["others"]) - {SAMPLERS}):
+                raise RunError(f"it has no {', '.join(missing)}; it has {', '.join(there_are) or 'none'}")
             before = StateBefore(self.model, self.optimizer, self.others)
         try:
             self._load_model(source, metadata, strict)
@@ -346,7 +355,8 @@ class Checkpoint:
                 self._load_optimizer(source, metadata, strict, manifest, of_rank)
             with self._on_all(what):
                 for name, value in self.others.items():
-                    value.load_state_dict(of_rank["others"][name])
+                    if name in of_rank["others"]:
+                        value.load_state_dict(of_rank["others"][name])
                 if self.random_state and "random" in of_rank:
                     set_generators(of_rank["random"])
         except BaseException as error:

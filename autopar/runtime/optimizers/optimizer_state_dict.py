@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.parallel_module import SpreadModule
+from autopar.runtime.as_module.parallel_module import SpreadModule, on_all_ranks
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank
 from autopar.runtime.ranks.agree import everywhere
 
@@ -23,6 +23,7 @@ Groups = list[list[str]]
 """Names of the parameters of each group of an optimizer."""
 
 
+@on_all_ranks
 def full_optimizer_state_dict(
     pm: SpreadModule, optimizer: torch.optim.Optimizer, *, all_ranks: bool = False
 ) -> dict[str, Any]:
@@ -72,6 +73,7 @@ def full_optimizer_state_dict(
     }  # fmt: skip
 
 
+@on_all_ranks
 def load_full_optimizer_state_dict(
     pm: SpreadModule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None
 ) -> None:

@@ -31,6 +31,7 @@ SHOWN = 2000
 WITHOUT_A_WORD = (
     "has ended without a word: it was killed, or a library ended it; the system's log says if memory was out"
 )
+SILENT = "has not been heard of for"
 _ANY, _KILLED = "any", "killed"
 _PREFIX = "autopar/ended"
 _kept: dict[str, Any] = {}
@@ -82,12 +83,27 @@ def ended(ranks: Sequence[int]) -> dict[int, str]:
 
 
 def killed(ranks: Sequence[int]) -> dict[int, str]:
-    """As :func:`ended`, but only ranks that have ended without a word."""
+    """As :func:`ended`, but only ranks that have ended without a word, or are silent."""
     store = dist.PrefixStore(_PREFIX, default_store())
     _look_here(store, ranks)
     if not store.check([_KILLED]):
         return {}
-    return {rank: how for rank, how in ended(ranks).items() if how == WITHOUT_A_WORD}
+    return {rank: how for rank, how in ended(ranks).items() if how.startswith((WITHOUT_A_WORD, SILENT))}
+
+
+def say_silent(rank: int, seconds: float) -> None:
+    """Write down that nothing was heard of a rank for so long, whose process may be there."""
+    how = (
+        f"{SILENT} {seconds:.0f} s: its process was stopped (SIGSTOP, a debugger), or its machine or network hangs, or "
+        "a library holds Python's lock; AUTOPAR_SILENCE_SECONDS sets how long to wait"
+    )
+    _write_gone(dist.PrefixStore(_PREFIX, default_store()), rank, how)
+
+
+def _write_gone(store: dist.Store, rank: int, how: str) -> None:
+    store.compare_set(str(rank), "", how)
+    store.set(_KILLED, "so")
+    store.set(_ANY, "so")
 
 
 def _look_here(store: dist.Store, ranks: Sequence[int]) -> None:
@@ -96,16 +112,15 @@ def _look_here(store: dist.Store, ranks: Sequence[int]) -> None:
     if _kept.get("world") is not dist.group.WORLD or "machine" not in _kept or not store.check([key]):
         return
     gone: set[str] = _kept.setdefault("gone", set())
-    for entry in store.get(key).decode().split(";")[:-1]:
+    last = {entry.partition(":")[0]: entry for entry in store.get(key).decode().split(";")[:-1]}
+    for entry in last.values():  # one that has come again, after a restart say, is its last process
         rank, pid, begun = entry.split(":")
         if int(rank) not in ranks or _begun(int(pid)) == begun or store.check([rank]):
             continue
         if entry not in gone:  # its own word may be on its way: until the next look
             gone.add(entry)
         else:
-            store.compare_set(rank, "", WITHOUT_A_WORD)
-            store.set(_KILLED, "so")
-            store.set(_ANY, "so")
+            _write_gone(store, int(rank), WITHOUT_A_WORD)
 
 
 def _machine() -> str:
@@ -124,4 +139,4 @@ def _begun(pid: int) -> str:
     return ""
 
 
-__all__ = ["SHOWN", "WITHOUT_A_WORD", "ended", "killed", "say", "say_at_exit", "say_unmet"]
+__all__ = ["SHOWN", "SILENT", "WITHOUT_A_WORD", "ended", "killed", "say", "say_at_exit", "say_silent", "say_unmet"]

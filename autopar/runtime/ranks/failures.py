@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
-from autopar.runtime.ranks.ended import killed, say_at_exit
+from autopar.runtime.ranks.ended import ended, killed, say_at_exit
 from autopar.runtime.ranks.threads import StoreThread
 from autopar.torch_private import default_store, default_timeout_seconds
 
@@ -46,6 +46,8 @@ GRACE_SECONDS = 4.0
 """How long a rank has after the news to break off the step by itself: all may fail alike, one after the other."""
 SHOWN = 2000
 """Characters of another rank's error that are shown."""
+LOST_SECONDS = 2.0
+"""How long a rank that a lost connection ends looks who was lost."""
 MOST_NAMED = 8
 """Ranks that are named of those of which nothing is heard."""
 _SOMEONE = "a rank"
@@ -291,6 +293,23 @@ def _note_ends() -> None:
     if dist.is_initialized():
         for failures in list(_of_all_modules):
             failures.note_end()
+        _name_lost(getattr(sys, "last_value", None))
+
+
+def _name_lost(error: BaseException | None) -> None:
+    """Where a lost connection has ended the script, in a collective of its own, say which rank was lost."""
+    if error is None or not is_of_another_rank(error) or dist.get_world_size() == 1:
+        return
+    end, others = time.monotonic() + LOST_SECONDS, [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
+    how = "rank 0, which has the store of the process group, has ended; its output says why"
+    with contextlib.suppress(dist.DistError, RuntimeError, ValueError):  # the store is gone
+        say_at_exit()
+        while not (gone := killed(others)) and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        lost = [how for how in ended(others).values() if not is_of_another_rank(RuntimeError(how))]
+        gone = gone or {rank: how for rank, how in ended(others).items() if how in lost}
+        how = "; ".join(f"rank {rank} {how}" for rank, how in gone.items()) or "a rank has ended; its output says why"
+    print(f"autopar: rank {dist.get_rank()} lost its connection because {how}", file=sys.stderr, flush=True)
 
 
 __all__ = ["SHOWN", "Failures", "is_of_another_rank"]

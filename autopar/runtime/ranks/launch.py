@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
+from autopar.runtime.ranks.attempts import separate_attempts
 from autopar.runtime.ranks.threads import end_rank
 
 GRACE_SECONDS = 2.0
@@ -255,6 +256,7 @@ def _rank(
     try:
         if "cuda" in backend:
             torch.cuda.set_device(rank % torch.cuda.device_count())
+        separate_attempts()
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
         result = fn(*args)
         end_rank()

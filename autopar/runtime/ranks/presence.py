@@ -1,12 +1,11 @@
-"""Ranks that are within one call together, such as ``parallelize``: each shows that it is alive, and hears who is gone.
+"""Ranks that are within one call together, such as ``parallelize``: each hears who is gone.
 
 A launcher such as torchrun ends all ranks when one of them dies. Without one, nobody tells the others: they wait for it
 in the process group's store, or in a collective, until a time-out of half an hour. So while a rank is within such a
-call, a thread of its own counts up in the store every :data:`BEAT_SECONDS`, and looks whether the next rank's count
-goes on (each looks at one other rank alone, so that the store serves thousands). A count that does not is that of a
-process that was killed, or hangs; a rank that leaves by an exception says so itself; and ranks of one machine see at
-once which process is gone (:mod:`autopar.runtime.ranks.ended`). Any of it is written down as *news*, which all who wait
-in the store look for, and the groups that autopar made are aborted for those who wait in a collective.
+call, a thread of its own looks every :data:`BEAT_SECONDS` who was killed (:mod:`autopar.runtime.ranks.ended`), or is
+silent (:mod:`autopar.runtime.ranks.pulse`); a rank that leaves by an exception says so itself. Any of it is written
+down as *news*, which all who wait in the store look for, and the groups that autopar made are aborted for those who
+wait in a collective.
 """
 
 from __future__ import annotations
@@ -22,18 +21,15 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import RunError
+from autopar.runtime.ranks import pulse
 from autopar.runtime.ranks.ended import killed, say_at_exit
 from autopar.runtime.ranks.failures import SHOWN, is_of_another_rank
 from autopar.runtime.ranks.threads import StoreThread
 from autopar.torch_private import default_store
 
 BEAT_SECONDS = 1.0
-RANKS_OF_A_SECOND = 1000
-"""How many ranks may count up in the store in one second; where there are more, each does so less often."""
-SILENCE_SECONDS = 60.0
-"""How long a count may stand still: a rank's threads do not run while a library keeps Python's lock."""
-BEATS_AFTER_LOSS = 4
-"""How many beats it may stand still where some rank has lost a connection, so that one is known to be gone."""
+BEATS_OF_NEWS = 8
+"""For how many beats a rank that has lost a connection waits to hear of whom."""
 GRACE_SECONDS = 2.0
 """How long a rank may go on after the news before its groups are aborted: most hear it by themselves."""
 
@@ -59,41 +55,23 @@ class Presence:
         """
         self.ranks, self.what, self.abort = ranks, what, abort
         self.rank = dist.get_rank()
-        self.next = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
         self.store = dist.PrefixStore(f"autopar/presence/{name_of(ranks)}/{number}", default_store())
-        self.beat = max(BEAT_SECONDS, len(ranks) / RANKS_OF_A_SECOND)
+        self.beat = max(BEAT_SECONDS, len(ranks) / pulse.RANKS_OF_A_SECOND)
         self.done = threading.Event()
         say_at_exit()
-        self.store.set(str(self.rank), "0")
+        pulse.begin()
         self.thread = StoreThread(self._beats, (), self.done)
         self.thread.start()
 
     def _beats(self) -> None:
-        at, since = "", time.monotonic()
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be gone
-            for count in itertools.count(1):
-                if self.done.wait(self.beat):
-                    return
-                self.store.set(str(self.rank), str(count))
+            while not self.done.wait(self.beat):
                 if self.news():
                     if not self.done.wait(GRACE_SECONDS):
                         self.abort()
                     return
                 for rank, how in killed(self.ranks).items():
                     self.tell(f"rank {rank}, within {self.what} or before it, {how}")
-                now, before = time.monotonic(), at
-                at = self._count_of(self.next)
-                since = now if at != before or not at.isdigit() else since
-                lost = self.store.check(["lost"])
-                if now - since > (BEATS_AFTER_LOSS * self.beat if lost else SILENCE_SECONDS):
-                    self.tell(
-                        f"rank {self.next} has ended within {self.what}: nothing has been heard of it for "
-                        f"{now - since:.0f} s; its own output, or the system's log, says why"
-                    )
-
-    def _count_of(self, rank: int) -> str:
-        """Its count as a text; empty where it has not come to this call, and ``done`` where it has left it."""
-        return self.store.get(str(rank)).decode() if self.store.check([str(rank)]) else ""
 
     def tell(self, news: str) -> None:
         """Write down why this call cannot end well; the first one that does counts."""
@@ -106,8 +84,8 @@ class Presence:
     def after_loss(self) -> str:
         """What is known of a rank to which the connection was lost, as soon as something is."""
         with contextlib.suppress(dist.DistError, RuntimeError):
-            self.store.set("lost", "")
-            end = time.monotonic() + (BEATS_AFTER_LOSS + 4) * self.beat
+            pulse.connection_lost()
+            end = time.monotonic() + BEATS_OF_NEWS * self.beat
             while time.monotonic() < end:
                 if news := self.news():
                     return news
@@ -121,7 +99,6 @@ class Presence:
         with contextlib.suppress(dist.DistError, RuntimeError):
             if error is not None:
                 self.tell(f"rank {self.rank} left {self.what} by {type(error).__name__}: {str(error)[:SHOWN]}")
-            self.store.set(str(self.rank), "done")
         self.thread.end(self.beat)
 
 

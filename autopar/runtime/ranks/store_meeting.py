@@ -17,8 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.ranks.ended import WITHOUT_A_WORD, ended, say_at_exit
+from autopar.runtime.ranks.ended import SILENT, WITHOUT_A_WORD, ended, say_at_exit
 from autopar.runtime.ranks.presence import name_of, news_of, within
+from autopar.runtime.ranks.pulse import ELSEWHERE_SECONDS, wait_elsewhere
 from autopar.torch_private import default_store, timeout_of_world
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.002, 0.25
@@ -88,6 +89,7 @@ def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
     if store.add(f"{number}/count", 1) == len(ranks):
         store.set(f"{number}/all", "here")
     began, told = time.monotonic(), False
+    looked = began
     most = max(LEAST_SECONDS, timeout_of_world().total_seconds())
     for _ in looks():
         news = news_of(ranks)  # before the next look: who left because of what was said here, left after that
@@ -100,6 +102,10 @@ def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
             if not store.check([f"{number}/{each}"]):
                 raise RunError(_gone(each, how))
         waited = time.monotonic() - began
+        if waited > ELSEWHERE_SECONDS and time.monotonic() > looked + ELSEWHERE_SECONDS / 4:
+            looked, missing = time.monotonic(), [each for each in ranks if not store.check([f"{number}/{each}"])]
+            if missing and (elsewhere := wait_elsewhere(missing)):
+                raise RunError(f"rank {rank} waited for others, and {elsewhere}: {ON_ALL_RANKS}")
         if waited > most or (waited > TOLD_AFTER_SECONDS and not told):
             told, missing = True, [each for each in ranks if not store.check([f"{number}/{each}"])]
             named = f"{'rank' if len(missing) == 1 else 'ranks'} {first_few([*map(str, missing)])}"
@@ -120,7 +126,7 @@ def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
 
 def _gone(rank: int, how: str) -> str:
     text = f"rank {dist.get_rank()} waited for rank {rank}, which {how}"
-    return text if how == WITHOUT_A_WORD else f"{text}: {ON_ALL_RANKS}"
+    return text if how.startswith((SILENT, WITHOUT_A_WORD)) else f"{text}: {ON_ALL_RANKS}"
 
 
 def from_all(group: Any, text: str) -> list[str]:

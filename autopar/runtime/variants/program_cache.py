@@ -111,13 +111,17 @@ class Programs:
         """Of the last call: a rank that goes into eval mode by itself would compute with steps of the others, and one
         that has another number of microbatches would wait for more than they send."""
 
-    def meet_all(self, what: str) -> None:
-        """Wait until all ranks call a method of the model.
+    def meet_all(self, what: str, broken_off: Callable[[], str]) -> None:
+        """Wait until all ranks call a method of the model, or a function on it.
+
+        Args:
+            broken_off: what is known of a rank that comes to nothing any more; or empty.
 
         Raises:
             RunError: others go on with something else.
         """
         if self.meeting is not None:
+            self.meeting.broken_off = broken_off
             self.meeting.meet("calls", f"{what}() behind call {self.calls}", ON_ALL_METHOD)
 
     def of_copy(self) -> Programs:
