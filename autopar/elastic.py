@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -37,6 +38,8 @@ RESTARTS = 100
 """``--max-restarts`` unless it is given."""
 JOIN_SECONDS = 7 * 24 * 3600
 """How long a machine waits to be taken in, unless ``--rdzv-conf join_timeout=`` says otherwise."""
+MEETINGS = 5
+"""How often machines try to meet, where one goes away meanwhile."""
 TRY_SECONDS = 120.0
 """How long a small computation on a device that was left out may take."""
 _TRY = "import torch; print(torch.ones(2, device=torch.accelerator.current_accelerator()).sum().item())"
@@ -93,6 +96,17 @@ class ElasticAgent(LocalElasticAgent):
         if result.state is WorkerState.FAILED:
             self._after_failure(worker_group, result, killed)
         return result
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other machines; again where one of them has gone meanwhile, which torchrun's agent does not bear."""
+        for left in reversed(range(MEETINGS)):
+            try:
+                super()._rendezvous(worker_group)
+                return
+            except dist.DistError as error:
+                if not left:
+                    raise
+                _say(f"a machine has gone while all met ({str(error).splitlines()[0][:200]}); meets the others again")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         worker_group.spec.local_world_size = len(self.used)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from autopar import elastic
 from autopar.elastic import ElasticAgent
@@ -82,6 +85,22 @@ def test_devices_and_machines_come_back_at_a_checkpoint(agent: ElasticAgent, mon
     assert agent._waiting() == 0 and agent.used == [0, 2, 3]
     agent._really_waiting = lambda: 2
     assert agent._waiting() == 2
+
+
+@pytest.mark.parametrize("gone", [0, 2, 5])
+def test_a_machine_that_goes_while_all_meet(agent: ElasticAgent, gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[int] = []
+
+    def meet(self: Any, group: Any) -> None:
+        met.append(1)
+        if len(met) <= gone:
+            raise dist.DistStoreError("wait timeout after 60000ms")
+
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", meet)
+    group: Any = None
+    with pytest.raises(dist.DistError) if gone == 5 else contextlib.nullcontext():
+        agent._rendezvous(group)
+    assert len(met) == min(gone + 1, 5)
 
 
 @pytest.mark.parametrize("error", [InfeasibleError("no room"), MeshError("12 rows"), RunError("a batch"), ValueError()])

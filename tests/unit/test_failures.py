@@ -113,6 +113,47 @@ def test_a_process_that_is_gone_without_a_word(monkeypatch: pytest.MonkeyPatch) 
     assert ended.ended([0, 1, 2]) == {1: ended.WITHOUT_A_WORD, 2: "has ended"}
 
 
+@pytest.mark.parametrize("left", ["0:91:100;1:92:100;", "1:92:100;", "1:90:7;1:92:100;0:91:100;"])
+def test_processes_of_an_earlier_attempt_are_not_a_ranks_own(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last process that a rank has written down is its own; those before it have ended."""
+    store = dist.HashStore()
+    monkeypatch.setattr(ended, "default_store", lambda: store)
+    monkeypatch.setattr(ended, "_kept", {"world": None, "machine": "here"})
+    monkeypatch.setattr(ended, "_begun", lambda pid: "300" if pid in (11, 12) else "")
+    dist.PrefixStore("autopar/ended", store).set("on here", f"{left}0:11:300;1:12:300;")
+    for _ in range(3):
+        assert ended.killed([0, 1]) == {} and ended.ended([0, 1]) == {}
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("has ended", "has ended"), ("has ended by ValueError: no rows", "has ended by ValueError: no rows"),
+     (ended.WITHOUT_A_WORD, ended.WITHOUT_A_WORD)],
+)  # fmt: skip
+def test_one_that_has_ended_is_not_waited_for_after_a_broken_step(ranks: list[Failures], how: str, told: str) -> None:
+    with pytest.raises(ArithmeticError), ranks[0].during("the forward of call 8"):
+        raise ArithmeticError("trouble")
+    there = dist.PrefixStore("autopar/ended", ended.default_store())
+    there.set("1", how)
+    there.set("any", "so")
+    ranks[0].timeout = 60.0
+    with pytest.raises(RunError, match=f"rank 1 {told}; rank 0 waited for it after the forward of call 8 broke off"):
+        ranks[0].settle()
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(61.2, "61 s"), (4.0, "4 s")])
+def test_a_silent_rank_is_heard_of_where_one_that_was_killed_is(
+    ranks: list[Failures], seconds: float, shown: str
+) -> None:
+    ended.say_silent(2, seconds)
+    assert ended.killed([0, 1]) == {} and list(ended.killed([0, 1, 2])) == [2]
+    assert f"rank 2 has not been heard of for {shown}: its process was stopped" in ranks[0].news()
+    there = dist.PrefixStore("autopar/ended", ended.default_store())
+    there.set("1", "has ended by ValueError: no rows")
+    ended.say_silent(1, seconds)  # it said itself why, before
+    assert ended.ended([1]) == {1: "has ended by ValueError: no rows"}
+
+
 def test_a_world_that_is_ended_while_a_thread_looks_is_no_error(
     ranks: list[Failures], monkeypatch: pytest.MonkeyPatch
 ) -> None:

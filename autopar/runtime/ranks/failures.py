@@ -199,8 +199,9 @@ class Failures:
             while self._read(rank)[0] < self.count:
                 if time.monotonic() > looked + NEWS_SECONDS / 4:
                     looked = time.monotonic()
-                    if text := self._killed():
-                        raise RunError(f"{text}; rank {self.rank} waited for it after {self.where} broke off")
+                    if gone := ended(self.others):
+                        told = "; ".join(f"rank {other} {how}" for other, how in gone.items())
+                        raise RunError(f"{told}; rank {self.rank} waited for it after {self.where} broke off")
                 if time.monotonic() > end:
                     raise RunError(
                         f"rank {self.rank} broke off {self.where} and goes on, rank {rank} did not in {self.timeout:g} "
