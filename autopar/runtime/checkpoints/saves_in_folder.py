@@ -13,6 +13,7 @@ import fcntl
 import json
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ STEP = re.compile(r"step-(\d{8,})")
 UNNAMED = re.compile(r"\.step-(\d{8,})-.*")
 LEFT = re.compile(r"\.(step|removed)-.*")
 MANIFEST = "checkpoint.json"
+MOST_LOOKS, LOOK_SECONDS = 5, 0.02
+"""How often a folder is looked through for a save that is not found at once."""
 AGAIN = "copy it again from where it is whole, or load another step"
 
 
@@ -177,15 +180,17 @@ def which(folder: Path, step: int | None) -> tuple[int, Path] | None:
     Raises:
         RunError: there is no such save, or it is not whole.
     """
-    saves = saves_in(folder)
+    for tries in range(MOST_LOOKS):  # a job that saves there may name and remove some between two looks
+        newest, saves = newest_folder(folder), saves_in(folder)
+        wanted = max((*saves, *([] if newest is None else [newest])), default=None) if step is None else step
+        if wanted is None:
+            return None
+        if wanted in saves:
+            return wanted, saves[wanted]
+        if tries + 1 < MOST_LOOKS:
+            time.sleep(LOOK_SECONDS)
+    assert wanted is not None
     has = f"it has {first_few([*map(str, saves)]) or 'none'}"
-    wanted = newest_folder(folder) if step is None else step
-    if step is None and saves:
-        wanted = max(*saves, wanted or 0)
-    if wanted is None:
-        return None
-    if wanted in saves:
-        return wanted, saves[wanted]
     path = folder / name_of_step(wanted)
     if path.exists():
         raise RunError(f"{path} has no {MANIFEST}, its last file, so it is not whole; {has} that are: load one of them "
