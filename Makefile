@@ -1,4 +1,4 @@
-# make test | test-all | lint | docs | demo | gpu | zoo | clean    Each sets up .venv first, when it is missing or out of date.
+# make test | test-all | test-versions | lint | docs | demo | gpu | zoo | clean    Each sets up .venv first, when it is missing or out of date.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 # Compiled files are kept, whatever the shell says: tests are many processes, and each would compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test test-all lint docs demo gpu zoo clean
+.PHONY: setup test test-all test-versions test-oldest lint docs demo gpu zoo clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,13 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST) -m ""
+
+# A slice of the tests on the oldest and the newest torch, in environments of their own (build/versions, gigabytes).
+test-versions:
+	$(PYTHON) tests/versions.py
+
+test-oldest:
+	$(PYTHON) tests/versions.py --smoke 2.11.0
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar.rules  # noqa: F401  (registers the rules)
 from autopar.capture import Captured
 from autopar.capture import capture as _capture
-from autopar.capture.microbatches import first_part
+from autopar.capture.microbatches import first_part, rows_of
+from autopar.comparison.draws_of_eager import check_draws
 from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
 from autopar.comparison.same_model import check_capture, check_same_model
@@ -32,7 +33,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.wishes import MOST_AXES, WISHES, documented
 from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
-from autopar.runtime.as_module.original_model import Original
+from autopar.runtime.as_module.original_model import Original, unheard
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.own_rows import as_whole
 from autopar.runtime.one_mesh.executor import ParallelModule
@@ -85,7 +86,8 @@ def capture(
     args, kwargs, targets = example_of(model, inputs, example_kwargs, targets)
     try:
         policy = parse_precision(precision)
-        captured = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets, precision=policy)
+        with unheard():
+            captured = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets, precision=policy)
     except CaptureError as error:
         if kwargs or len(args) != 2 or not isinstance(args[0], (tuple, list)) or not isinstance(args[1], Mapping):
             raise
@@ -164,12 +166,13 @@ def plan(
         captured = capture(
             model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
         )  # fmt: skip
-    asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches))
-    where = get_cluster(cluster)
-    outcome = planning.find(
-        model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
-    )
-    return with_notes(outcome.plan, outcome.captured, model, batch)
+    with unheard():
+        asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches))
+        where = get_cluster(cluster)
+        outcome = planning.find(
+            model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
+        )
+        return with_notes(outcome.plan, outcome.captured, model, batch)
 
 
 @documented
@@ -208,6 +211,7 @@ def parallelize(
     gradient_dtype: torch.dtype | None = None,
     batch: str = "global",
     compile: bool | Mapping[str, Any] = False,
+    random: str = "sharded",
 ) -> Any:
     """Spread a model over a mesh; every rank calls it with the same arguments.
 
@@ -263,6 +267,13 @@ def parallelize(
             pipeline the nth ranks of all groups have the same rows (:mod:`autopar.runtime.batches.own_rows_in_stages`).
         compile: whether the programs are compiled, as ``pm.compile()`` does; or the options of ``torch.compile``, such
             as ``{"fullgraph": True}``.
+        random: who draws random numbers, such as those of dropout. Each call takes a seed from torch's default
+            generator, which ``torch.manual_seed``, ``fork_rng`` and ``set_rng_state`` govern as in eager mode.
+            ``"sharded"``: each rank draws its part of numbers that follow from that seed and from their place in the
+            batch, so neither the mesh nor the number of microbatches changes them; they are not those of eager mode.
+            ``"torch"``: the numbers of eager mode on one device, drawn whole by torch's generator on every rank and
+            then cut: slower, for comparing losses with a script's from the first step on. What torch draws in a way
+            that cannot be followed is refused by name.
 
     The other arguments are those of :func:`plan`.
 
@@ -283,7 +294,7 @@ def parallelize(
     ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS, of_model)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
-    with alive(group, "parallelize", abort_groups):
+    with alive(group, "parallelize", abort_groups), unheard():
         move = arguments.check_call(group, given)
         check_own_gpus(group, device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model))
         if profile is not None:
@@ -365,7 +376,11 @@ def parallelize(
             said = difference_by_parts(one, model, first(1), decided.microbatches)
             if said:
                 warnings.warn(said, stacklevel=2)
-        pm = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init)
+        if random == "torch":
+            rows = None if decided.microbatches == 1 else rows_of(first(1))
+            where = device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model)
+            all_ranks.on_all(group, lambda: check_draws(one, model, first(1), rows, where))
+        pm = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init, random=random)
         pm._autopar_told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
         if gradient_dtype is not None:
             pm.gradient_dtype = gradient_dtype
@@ -391,7 +406,7 @@ def parallelize(
         replaced(dict(model.named_parameters(remove_duplicate=False)))
         object.__setattr__(pm, "_autopar_original", Original(model, pm))
         if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
-            say(decided, one.graph)
+            say(decided, one.graph, random)
         if compile is not False:
             all_ranks.on_all(group, lambda: pm.compile(**({} if compile is True else compile)))
         return pm

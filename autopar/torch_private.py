@@ -11,6 +11,7 @@ import datetime
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -144,6 +145,19 @@ from torch.utils._python_dispatch import (
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 
 # isort: on
+
+TORCH: tuple[int, int] = tuple(map(int, torch.__version__.split(".")[:2]))  # type: ignore[assignment]
+"""The version of torch that runs, as (major, minor)."""
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 14)
+"""Versions that were tested (``make test-versions``); on a newer one private names may be others, and repairs wrong."""
+
+if TORCH > NEWEST_TORCH:
+    warnings.warn(
+        f"autopar was tested with torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}, "
+        f"and this is {torch.__version__}: it uses private names of torch, which may mean something else there; "
+        "compare a run with one device (autopar verify), or install a version that was tested",
+        stacklevel=2,
+    )
 
 autograd_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 """Calls back when a backward has ended."""
@@ -550,23 +564,102 @@ def _call_by_new_names() -> None:
 _call_by_new_names()
 
 __all__ = [
-    "AGENT_OF_TORCHRUN", "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS",
-    "DTENSOR_RESULT", "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
-    "FAKE_PARAMETERS", "FLEX_NAMES", "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPEN_STORE",
-    "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR",
-    "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK", "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR", "AttributeProxy",
-    "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass", "FakeTensor",
-    "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace", "NormPartial",
-    "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction", "StorageInfo",
-    "TensorMeta", "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to", "assert_async",
-    "autograd_engine", "backend_named", "below_autograd", "caller_that_loads", "callers_compiler",
-    "compiled_functions_run_as_they_are", "compiler_traces", "current_backward", "data_of_tensors", "default_store",
-    "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
-    "functional_collectives", "functorch_apis", "functorch_is_active", "functorch_transforms",
-    "generate_redistribute_costs", "group_names", "group_of_axis", "grouped_product", "has_kernel", "has_other_groups",
-    "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules",
-    "local_tensor_mode", "make_wrapper_subclass", "module_at", "modules_found_by_name", "no_dispatch_modes",
-    "options_of_compiler", "places_in_masks", "plainly", "preserve_version_counter", "pytree", "reached",
-    "return_and_correct_aliasing", "safe_softmax", "timeout_of_world", "top_saved_tensors_hooks",
+    "AGENT_OF_TORCHRUN",
+    "AOT_COMPILE",
+    "CHECK",
+    "CHECKPOINT",
+    "DTENSOR_HANDLERS",
+    "DTENSOR_REDUCED_DIMS",
+    "DTENSOR_RESULT",
+    "DTENSOR_STRATEGIES",
+    "DTENSOR_STRATEGY",
+    "EXPORT_BUFFER_HOOK",
+    "EXPORT_INSIDE",
+    "FAKE_PARAMETERS",
+    "FLEX_NAMES",
+    "GRADIENT_NODE",
+    "GROUP_NAME",
+    "LINEAR_REDUCTION_OP_MAP",
+    "OPEN_STORE",
+    "OPTIMIZERS_OF_ELEMENTS",
+    "OPTIMIZERS_OF_MATRICES",
+    "OPTIMIZER_STATES",
+    "PLAIN_BESIDE_DTENSOR",
+    "STATE_DICT_OPTIONS",
+    "TENSOR_LIST_CHECK",
+    "TORCH",
+    "TOTAL_NORM",
+    "TRACEBACK_OF_NODES",
+    "VARLEN_OPERATOR",
+    "AttributeProxy",
+    "BackwardHookFunction",
+    "DTensorSpec",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "LocalIntNode",
+    "LocalTensor",
+    "LocalTensorMode",
+    "ModuleStackTracer",
+    "Namespace",
+    "NormPartial",
+    "OpOverload",
+    "OpOverloadPacket",
+    "OpSchema",
+    "OpStrategy",
+    "Replaceable",
+    "SingleLevelFunction",
+    "StorageInfo",
+    "TensorMeta",
+    "TorchDispatchMode",
+    "all_gather_single",
+    "allow_plain_tensors",
+    "arguments_of_to",
+    "assert_async",
+    "autograd_engine",
+    "backend_named",
+    "below_autograd",
+    "caller_that_loads",
+    "callers_compiler",
+    "compiled_functions_run_as_they_are",
+    "compiler_traces",
+    "current_backward",
+    "data_of_tensors",
+    "default_store",
+    "default_timeout_seconds",
+    "each_rank",
+    "fake_store",
+    "found_inf_reduce_handler",
+    "function_modes",
+    "functional_collectives",
+    "functorch_apis",
+    "functorch_is_active",
+    "functorch_transforms",
+    "generate_redistribute_costs",
+    "group_names",
+    "group_of_axis",
+    "grouped_product",
+    "has_kernel",
+    "has_other_groups",
+    "is_in_torch_dispatch_mode",
+    "is_traceable_wrapper_subclass",
+    "keeps_graph",
+    "lazy_graph_modules",
+    "local_tensor_mode",
+    "make_wrapper_subclass",
+    "module_at",
+    "modules_found_by_name",
+    "no_dispatch_modes",
+    "options_of_compiler",
+    "places_in_masks",
+    "plainly",
+    "preserve_version_counter",
+    "pytree",
+    "reached",
+    "return_and_correct_aliasing",
+    "safe_softmax",
+    "timeout_of_world",
+    "top_saved_tensors_hooks",
     "unset_fake_temporarily",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar import progress
 from autopar.runtime.ranks import launch
 
 torch.set_num_threads(1)
@@ -65,3 +66,12 @@ def _no_group_is_left() -> Iterator[None]:
     yield
     if not before and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _progress_is_heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything that may be told is told, as on a machine so slow that each module takes long: who listens may not
+    change what is captured."""
+    monkeypatch.setattr(progress, "SECONDS", -1.0)
+    with progress.heard(lambda text: None):
+        yield

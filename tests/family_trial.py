@@ -45,6 +45,7 @@ from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.planning import can_be_cut, in_stages
 from autopar.plans.asked import Asked
 from autopar.plans.plan import Pins, StagePlan
+from autopar.progress import heard
 from autopar.rules.discovery import why_not_found
 from autopar.rules.local_calls import cuts_of
 from autopar.rules.registry import rules_of, source_of_rule
@@ -81,7 +82,8 @@ def trial(case: Case, stages: bool = True) -> Iterator[Result]:
         return {**result, "seconds": round(time.process_time() - began, 2)}
 
     def captured() -> Result:
-        done["captured"] = capture(case.model, case.args, case.kwargs)
+        with heard(lambda text: None):  # as the command line has it
+            done["captured"] = capture(case.model, case.args, case.kwargs)
         graph = done["captured"].graph
         ways = sorted({node.source for node in graph.ways})
         return {"ops": sum(node.kind == "op" for node in graph.nodes), "guarded": ways, **_sources(graph)}

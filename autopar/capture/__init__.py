@@ -31,6 +31,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.python`         plain values that the model's code reads: heard of, kept and compared
 :mod:`.graph`          the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed;
                        :mod:`.normalize`: operators in one spelling each
+:mod:`.rows_of_draws`  where the rows of the batch are in what random operators draw
 :mod:`.losses`         a loss without a gradient is refused; :mod:`.dataclass_nodes`: dataclasses in inputs and outputs
 of a captured model    :mod:`.evaluation` (eval mode), :mod:`.microbatches` (other numbers of rows),
                        :mod:`.without_values` (a copy to capture when the model is gone), :mod:`.unread` (strings of
@@ -53,9 +54,12 @@ from autopar.capture.losses import check_loss
 from autopar.capture.python.attribute_outputs import Left, own_outputs
 from autopar.capture.python.guards import Guards
 from autopar.capture.recorded import traced
+from autopar.capture.rows_of_draws import with_rows_of_draws
 from autopar.capture.tensor_layouts import check_dense
+from autopar.capture.trace.python_random import drawn_by_torch
+from autopar.capture.trace.tracing import run_failed
 from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
-from autopar.errors import CaptureError
+from autopar.errors import AutoparError, CaptureError
 from autopar.garbage_collection import uncollected
 from autopar.torch_private import pytree
 from autopar.words.autocasting import AutocastState, autocast_now
@@ -197,19 +201,35 @@ def capture(
     in_precision = precision.of_model(model) if precision is not None else contextlib.nullcontext()
     with uncollected(), varlen_attention_in_plain_operators(), in_precision:
         ways, (guards, exported, builder, (graph, user_inputs)) = followed(
-            lambda: traced(module, args, kwargs, prefix, loss_fn), lambda: ways_of(module, args, kwargs)
+            lambda: traced(module, args, kwargs, prefix, loss_fn), lambda: _observed(module, args, kwargs)
         )
     example, graph = replace(example, ways=ways), replace(graph, precision=precision)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     _check_renewed(graph, model, precision)
     check_loss(graph, module, loss_fn is not None)
     _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
+    graph = with_rows_of_draws(graph)
     literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     if len(user_inputs) != len(leaves):
         raise CaptureError(f"the model takes {len(leaves)} input leaves, the captured graph {len(user_inputs)}")
     inputs = tuple(None if i in literals else user_inputs[i] for i in range(len(leaves)))
     return Captured(graph, in_spec, literals, inputs, own_outputs(exported), builder.constants, example,
                     autocast_now(), guards, exported.left)  # fmt: skip
+
+
+def _observed(module: torch.nn.Module, args: Any, kwargs: Any) -> Ways:
+    """Run the model on the example as it is, and return which ways it goes.
+
+    Raises:
+        CaptureError: it fails.
+    """
+    try:
+        with drawn_by_torch():
+            return ways_of(module, args, kwargs)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise run_failed(error, module) from error
 
 
 def _check_renewed(graph: Graph, model: torch.nn.Module, precision: Precision | None) -> None:

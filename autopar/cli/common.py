@@ -133,7 +133,7 @@ def load_and_capture(
     """The model that ``spec`` names, and its graph; of one microbatch, if its example inputs are that of ``parts``.
 
     Args:
-        input_gradients: all inputs that can want gradients do.
+        input_gradients: all inputs that can want gradients do, where the model runs with such inputs.
         precision: the policy to capture it for.
         by_default: without one, that of the frontend which loads the model.
     """
@@ -142,20 +142,30 @@ def load_and_capture(
 
         from autopar.capture import capture
         from autopar.capture.microbatches import first_part
+        from autopar.errors import CaptureError
         from autopar.frontends.models import load_model
         from autopar.progress import heard
 
         loaded = replace(load_model(spec, batch, seq, folder=folder, device=device), parts=parts)
+    with progress(f"capturing {type(loaded.model).__name__}") as say, heard(say):
+        if precision is None and by_default:
+            precision = loaded.precision
+        refused: CaptureError | None = None
         if input_gradients:
             from autopar.comparison.program_vs_eager import wanting
 
             args, kwargs = wanting((loaded.args, loaded.kwargs))
-            loaded = replace(loaded, args=args, kwargs=kwargs)
-    with progress(f"capturing {type(loaded.model).__name__}") as say, heard(say):
+            try:
+                captured = capture(loaded.model, args, kwargs, precision=precision)
+                return replace(loaded, args=args, kwargs=kwargs), captured
+            except CaptureError as error:  # a forward that writes its input, or sets requires_grad of a view of it
+                refused = error
         args, kwargs = first_part((loaded.args, loaded.kwargs), parts or 1)
-        if precision is None and by_default:
-            precision = loaded.precision
-        return loaded, capture(loaded.model, args, kwargs, precision=precision)
+        captured = capture(loaded.model, args, kwargs, precision=precision)
+    if refused is not None:
+        reason = str(refused).splitlines()[0]
+        err().print(f"gradients of the inputs are not compared: where the inputs require gradients, {reason}")
+    return loaded, captured
 
 
 def check_values(loaded: Loaded, name: str) -> None:

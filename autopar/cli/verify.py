@@ -265,7 +265,7 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: Any, kwargs: 
     optimizer = torch.optim.SGD([p for p in pm.parameters() if p.requires_grad], **v.SGD)  # type: ignore[arg-type]
     losses, gradients = [], {}
     for step in range(2):
-        pm.set_extra_state(torch.tensor([step, 0]))  # random ops draw what the one device draws in this step
+        torch.manual_seed(step)  # random ops draw what the one device draws in this step
         losses.append(float(pm.train_step(*args, **kwargs)))
         if step == 0:
             for name, p in pm.named_parameters():

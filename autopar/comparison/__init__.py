@@ -14,6 +14,7 @@ generators are put back.
 :mod:`.double_precision` the same computation in float64, where rounding does not blur a check
 :mod:`.same_model`       whether what was captured is the model, on every rank
 :mod:`.other_batch`      other values, so that what the example batch baked in shows
+:mod:`.draws_of_eager`   whether a program draws by torch's generator what the model does
 :mod:`.parts_of_loss`    whether the microbatches' losses add up to the loss of the batch
 :mod:`.padding`          whether a model gives the same when its calls are padded
 :mod:`.program_vs_eager` programs of many ranks in this process beside the graph, and that beside the model

@@ -34,6 +34,7 @@ from autopar.plans.stage_graphs import cut
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.rules.registry import rules_of
 from autopar.runtime.ranks.in_process_ranks import WorldStep, pipeline_step, run_step
+from autopar.runtime.stages.seeds import seed_after
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
@@ -129,7 +130,7 @@ def train(
     program = _checked_program(graph, plan, _device_of(weights, buffers, inputs))
 
     def step(number: int, weights_now: _Tensors, buffers_now: _Tensors) -> WorldStep:
-        return run_step(graph, plan, program, weights_now, buffers_now, inputs, seed=seed + number)
+        return run_step(graph, plan, program, weights_now, buffers_now, inputs, seed=seed_after(seed + number))
 
     with as_wide_as(graph):
         return _trained(_loss_of(captured), weights, buffers, steps, step)

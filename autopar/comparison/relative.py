@@ -86,6 +86,16 @@ def off(a: torch.Tensor | None, b: torch.Tensor | None, largest: float) -> float
     return relative(a, b, largest)
 
 
+def _of_those_that_took_part(graph: Graph, ran: Ran) -> dict[str, torch.Tensor]:
+    """The gradients without the zeros of parameters of which the graph says that they took no part, such as those of an
+    expert without rows: a program hands none over."""
+    took: dict[str, bool] = {}
+    for part in graph.parts:
+        for name, element in part.kwargs["parameters"]:
+            took[name] = took.get(name, False) or bool(ran.buffers[part.target][element])
+    return {name: gradient for name, gradient in ran.gradients.items() if took.get(name, True)}
+
+
 def difference_of(graph: Graph, mine: Ran, theirs: Ran) -> Comparison:
     """The largest relative differences between what the graph gives (``mine``) and the model (``theirs``)."""
     kinds = {spec.dtype for node in graph.nodes for spec in node.outs if spec is not None}
@@ -99,9 +109,10 @@ def difference_of(graph: Graph, mine: Ran, theirs: Ran) -> Comparison:
     largest = largest_value(theirs.gradients.values())
     gradient, gradient_of = 0.0, ""
     params = {node.target for _, node in graph.of_kind("param")} - reached_whatever_is_drawn(graph)
-    for name in mine.gradients | theirs.gradients:
-        apart = off(mine.gradients.get(name), theirs.gradients.get(name), largest)
-        if name in params and (name in mine.gradients) != (name in theirs.gradients):
+    gradients = _of_those_that_took_part(graph, mine)
+    for name in {**gradients, **theirs.gradients}:
+        apart = off(gradients.get(name), theirs.gradients.get(name), largest)
+        if name in params and (name in gradients) != (name in theirs.gradients):
             apart = float("inf")  # an optimizer passes over a parameter that hangs on a branch, or moves it
         gradient, gradient_of = max((gradient, gradient_of), (apart, name))
     buffer, buffer_of = 0.0, ""

@@ -52,9 +52,10 @@ class Sides:
     @property
     def drop_other_elements(self) -> bool:
         """Whether both have run and dropped elements of other shapes, as where a loop over experts draws for the rows
-        of each, and the graph for all rows: then no two draws are the same, although they are of one distribution."""
+        of each, and the graph for all rows: then no two draws are the same, although they are of one distribution.
+        All else that is drawn has to be of the same shapes, and is the same then."""
         theirs, mine = self.draws["eager"], self.draws["graph"]
-        return theirs.dropouts != mine.dropouts and not (theirs.others or mine.others)
+        return theirs.dropouts != mine.dropouts and theirs.others == mine.others
 
     def eager(self, nothing_dropped: bool = False) -> Ran:
         """What the model gives; it is left as it was."""

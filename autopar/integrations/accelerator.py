@@ -82,8 +82,8 @@ class Accelerator(accelerate.Accelerator):
             save(obj, f)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """Models, optimizers, schedulers, registered objects, random states and where dropout stands, in one file that
-        any number of ranks loads; all ranks call it.
+        """Models, optimizers, schedulers, registered objects and random states, by which dropout goes on, too, in one
+        file that any number of ranks loads; all ranks call it.
 
         Raises:
             AutoparError: no folder is given.
@@ -95,7 +95,6 @@ class Accelerator(accelerate.Accelerator):
         save(
             {
                 "models": [model.state_dict() for model in self._models],
-                "stands": [_stand(model) for model in self._models],
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
                 "others": [x.state_dict() for x in (*self._schedulers, *self._custom_objects)],
                 "random": generators(),
@@ -113,20 +112,13 @@ class Accelerator(accelerate.Accelerator):
         if input_dir is None:
             raise AutoparError("load_state: pass the folder")
         there = torch.load(Path(input_dir) / STATE, map_location="cpu", weights_only=False)
-        for model, state, stands in zip(self._models, there["models"], there["stands"], strict=True):
+        for model, state in zip(self._models, there["models"], strict=True):
             model.load_state_dict(state)
-            if model.is_parallel and stands is not None:
-                model.now.set_extra_state(stands)
-            model.stands = stands
         for optimizer, state in zip(self._optimizers, there["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         for x, state in zip((*self._schedulers, *self._custom_objects), there["others"], strict=True):
             x.load_state_dict(state)
         set_generators(there["random"])
-
-
-def _stand(model: Any) -> torch.Tensor | None:
-    return model.now.get_extra_state() if model.is_parallel else model.stands
 
 
 __all__ = ["Accelerator"]

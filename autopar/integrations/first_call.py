@@ -8,6 +8,7 @@ to the parallel module.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from autopar.api import parallelize
 from autopar.errors import AutoparError
 from autopar.integrations.one_process import world_size
+from autopar.runtime.as_module.model_class import AsModel, show_as
 from autopar.runtime.optimizers.user_optimizers import Move
 
 Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
@@ -27,7 +29,7 @@ _NO_STAGES = (
 )
 
 
-class ParallelOnFirstCall(torch.nn.Module):
+class ParallelOnFirstCall(AsModel):
     """Stands for a model, with its names, and from its first call in training on for its parallel module.
 
     Calls in eval mode or without gradients that come earlier run the model itself, whole, on every rank.
@@ -54,9 +56,8 @@ class ParallelOnFirstCall(torch.nn.Module):
         if isinstance(stages := self._options.get("stages"), int) and stages > 1:
             raise AutoparError(_NO_STAGES)
         self.now = model
+        show_as(self, type(model))
         self.is_parallel = False
-        self.stands: Any = None
-        """Where dropout is to go on, of a checkpoint that was loaded before the first call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_parallel and self.now.training and torch.is_grad_enabled():
@@ -77,6 +78,7 @@ class ParallelOnFirstCall(torch.nn.Module):
         for move in moves:
             move.check()
         _without_cache(model)
+        _without_input_gradients(model)
         inputs = (args, {"example_kwargs": kwargs}) if args else (kwargs, {})
         if holding:
             options["optimizer"] = holding[0]
@@ -85,11 +87,16 @@ class ParallelOnFirstCall(torch.nn.Module):
             raise AutoparError(_NO_STAGES)
         for move in moves[1:]:
             move.to(pm, pm._autopar_ranks()[0])
-        if self.stands is not None:
-            pm.set_extra_state(self.stands)
         self.now, self.is_parallel = pm, True
 
     # -- as the model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """A copy, such as an average of the weights begins with, is one of the model as it is now."""
+        return copy.deepcopy(self.now, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.now.__reduce_ex__(protocol)
 
     def train(self, mode: bool = True) -> ParallelOnFirstCall:
         self.training = mode
@@ -129,6 +136,15 @@ def _without_cache(model: torch.nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False
+
+
+def _without_input_gradients(model: torch.nn.Module) -> None:
+    """Take away the hooks with which transformers has embeddings want gradients where activations are checkpointed:
+    reentrant checkpoints need that, and a program has none."""
+    for module in model.modules():
+        hooked: Any = module
+        if getattr(hooked, "_require_grads_hooks", None):
+            hooked.disable_input_require_grads()
 
 
 __all__ = ["ParallelOnFirstCall"]

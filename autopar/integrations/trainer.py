@@ -39,9 +39,12 @@ class Trainer(transformers.Trainer):
     weights, on every rank.
     """
 
-    model: Any
     optimizer: Any
     lr_scheduler: Any
+
+    _given: Any = None
+    """The model that was passed."""
+    _shows_prepared: bool | None = None
 
     def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._parallel = dict(parallel or {})
@@ -63,18 +66,30 @@ class Trainer(transformers.Trainer):
     @property
     def _prepared(self) -> ParallelOnFirstCall | None:
         """The model on the ranks, once it is there."""
-        wrapped = self.model_wrapped
+        wrapped = getattr(self, "model_wrapped", None)
         return wrapped if isinstance(wrapped, ParallelOnFirstCall) and wrapped.is_parallel else None
 
+    @property
+    def model(self) -> Any:
+        """While it is trained, the model as callbacks and overridden methods mean it, with its weights of now: on the
+        ranks. Before and after that, and while files are written, the one that was passed."""
+        shows = self._shows_prepared if self._shows_prepared is not None else getattr(self, "is_in_train", False)
+        prepared = self._prepared if shows else None
+        return self._given if prepared is None else prepared
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        if model is not self._prepared:
+            self._given = model
+
     @contextlib.contextmanager
-    def _in_place_of_model(self) -> Iterator[None]:
-        """``self.model`` is what is trained."""
-        model, prepared = self.model, self._prepared
-        self.model = prepared if prepared is not None else model
+    def _showing(self, prepared: bool) -> Iterator[None]:
+        """``self.model`` is what is on the ranks, or what was passed."""
+        before, self._shows_prepared = self._shows_prepared, prepared
         try:
             yield
         finally:
-            self.model = model
+            self._shows_prepared = before
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         result = super().train(*args, **kwargs)
@@ -85,17 +100,23 @@ class Trainer(transformers.Trainer):
         """The model that was passed gets the trained weights."""
         if self._prepared is not None:
             state = full_state_dict(self._prepared.now, all_ranks=True)  # type: ignore[arg-type]
-            self.model.load_state_dict(state, strict=False)  # its buffers that are not saved are not there
+            self._given.load_state_dict(state, strict=False)  # its buffers that are not saved are not there
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with self._in_place_of_model():
+        with self._showing(prepared=True):
             return super().evaluation_loop(*args, **kwargs)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As transformers counts them, of the model that was passed: nothing is gathered for it."""
+        with self._showing(prepared=False):
+            return int(super().floating_point_ops(inputs))
 
     def _load_best_model(self) -> None:
         self._to_model()  # adapters are loaded beside what its state_dict has
-        super()._load_best_model()
+        with self._showing(prepared=False):
+            super()._load_best_model()
         if self._prepared is not None:
-            self._prepared.load_state_dict(self.model.state_dict())
+            self._prepared.load_state_dict(self._given.state_dict())
 
     # -- files
 
@@ -104,7 +125,8 @@ class Trainer(transformers.Trainer):
         prepared = self._prepared
         state = full_state_dict(prepared.now) if prepared is not None else None  # type: ignore[arg-type]
         if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
+            with self._showing(prepared=False):
+                self._save(output_dir or self.args.output_dir, state_dict=state)
         _wait()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

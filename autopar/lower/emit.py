@@ -30,6 +30,7 @@ from autopar.lower.segments import make_again
 from autopar.plans.plan import StagePlan, route_key, segment_numbers
 from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
+from autopar.rules.families.torch_draws import by_torch, whole_draw
 from autopar.rules.local_calls import PieceSize, Seed, gives_list, is_told_device, local_call
 from autopar.rules.lowering_helpers.local_piece import length_of
 from autopar.rules.lowering_helpers.meanwhile import Meanwhile, beside, in_order, lowering_in_parts
@@ -44,8 +45,13 @@ from autopar.words.pieces import local_shape
 from autopar.words.placements import State, Step, whole_state
 
 
-def lower(graph: Graph, plan: StagePlan, device: str | torch.device = "cpu") -> Program:
+def lower(
+    graph: Graph, plan: StagePlan, device: str | torch.device = "cpu", draws_by_torch: bool = False
+) -> Program:
     """Make the program of ``plan``.
+
+    Args:
+        draws_by_torch: random operators draw as :mod:`autopar.rules.families.torch_draws` says.
 
     Raises:
         PlanError: the plan is for another graph, or leaves out an op or a route.
@@ -55,12 +61,12 @@ def lower(graph: Graph, plan: StagePlan, device: str | torch.device = "cpu") -> 
             f"the plan was made for a model with fingerprint {plan.fingerprint}, this one has {graph.fingerprint}: "
             "shapes, operators or names differ; plan this model again"
         )
-    return _Emitter(graph, plan, torch.device(device)).emit()
+    return _Emitter(graph, plan, torch.device(device), draws_by_torch).emit()
 
 
 class _Emitter:
-    def __init__(self, graph: Graph, plan: StagePlan, device: torch.device) -> None:
-        self.graph, self.plan, self.device = graph, plan, device
+    def __init__(self, graph: Graph, plan: StagePlan, device: torch.device, draws_by_torch: bool) -> None:
+        self.graph, self.plan, self.device, self.draws_by_torch = graph, plan, device, draws_by_torch
         self.mesh = plan.mesh
         self.fx = torch.fx.Graph()
         self.slots: list[Slot] = []
@@ -301,7 +307,13 @@ class _Emitter:
         assert rule is not None
         inputs = [self._get(ref, state) for ref, state in zip(node.refs, strategy.ins, strict=True)]
         whole = call_of(node, self.graph.spec)
-        call = local_call(whole, rule, strategy.options, self.mesh, site=node.site if node.site >= 0 else i)
+        number = node.site if node.site >= 0 else i
+        site: Any = number if node.rows == () else (number, node.rows)
+        by_torch_here = self.draws_by_torch and rule.random
+        if by_torch_here:
+            draw = whole_draw(node, self.graph.spec)
+            site = number, None if draw is None else tuple(draw)
+        call = local_call(whole, rule, strategy.options, self.mesh, site=site)
 
         def fill(value: Any) -> Any:
             if isinstance(value, In):
@@ -319,7 +331,8 @@ class _Emitter:
         kwargs = {k: fill(v) for k, v in call.kwargs.items()}
         if is_told_device(whole):
             kwargs["device"] = self.device
-        return call.fn, tuple(fill(a) for a in call.args), kwargs
+        fn = by_torch(call.fn) if by_torch_here else call.fn
+        return fn, tuple(fill(a) for a in call.args), kwargs
 
     def _made_by(self, i: int, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call what makes the results of an operator."""

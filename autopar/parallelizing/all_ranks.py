@@ -22,7 +22,7 @@ from autopar.plans.plan import Plan
 from autopar.runtime.one_mesh.executor import ParallelModule
 from autopar.runtime.parameters.init import Init, MadeInTurn, MetaValues, is_meta
 from autopar.runtime.pipelines.pipeline import PipelineModule
-from autopar.runtime.ranks.agree import FirstRankValues, Meeting, Stopped, first_seed, share, together
+from autopar.runtime.ranks.agree import FirstRankValues, Meeting, Stopped, seeded_alike, share, together
 from autopar.runtime.ranks.groups import backend_for, backends
 from autopar.runtime.ranks.plan_groups import check_device_mesh, group_of_own, mesh_of_own
 from autopar.runtime.ranks.store_meeting import from_all
@@ -215,13 +215,13 @@ def check_size(plan: Plan, have: int) -> None:
 
 def spread(
     model: torch.nn.Module, captured: Captured, plan: Plan, group: Any, *, device_mesh: DeviceMesh | None = None,
-    init: Init | None = None,
+    init: Init | None = None, random: str = "sharded",
 ) -> ParallelModule | PipelineModule:  # fmt: skip
     """The model on the ranks of ``group``, as the plan says; every rank calls it with the same arguments.
 
     Args:
         device_mesh: of a plan of one stage; by default one is made of all ranks.
-        init: as for :func:`autopar.parallelize`.
+        init, random: as for :func:`autopar.parallelize`.
 
     Raises:
         AutoparError: what fails on one rank, on all of them.
@@ -236,7 +236,7 @@ def spread(
         device_mesh = mesh_of_own(captured.graph, plan.only(), device_type, range(dist.get_world_size()))
     on_all(group, lambda: check_device_mesh(device_mesh, plan.mesh) if one and device_mesh is not None else None)
     device = torch.device(device_type)
-    seed, of_own = first_seed(group), group_of_own(group, device)
+    alike, of_own = seeded_alike(group), group_of_own(group, device)
     values = _values(model, of_own, device_mesh if one else None, init, device)
     if isinstance(values, Meeting):
         meeting: Meeting | None = values
@@ -246,8 +246,8 @@ def spread(
     def make() -> ParallelModule | PipelineModule:
         if one:
             assert device_mesh is not None
-            return ParallelModule(model, captured, plan, device_mesh, values, seed=seed)
-        return PipelineModule(model, captured, plan, device_type, values, seed=seed, meeting=meeting)
+            return ParallelModule(model, captured, plan, device_mesh, values, alike=alike, random=random)
+        return PipelineModule(model, captured, plan, device_type, values, alike=alike, meeting=meeting, random=random)
 
     module: ParallelModule | PipelineModule | None = None
     error: BaseException | None = None

@@ -26,11 +26,13 @@ from autopar.capture.tensor_layouts import check_not_packed
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.plans.plan import Plan
 from autopar.plans.wishes import OPTIMIZERS, WISHES, is_number, is_table, is_whole, optional
+from autopar.runtime.as_module.model_class import own_name
 from autopar.runtime.one_mesh.executor import ParallelModule
 from autopar.runtime.optimizers.user_optimizers import Move, name_of
 from autopar.runtime.pipelines.pipeline import PipelineModule
 from autopar.runtime.ranks.agree import together
 from autopar.runtime.ranks.devices import check_one_device
+from autopar.runtime.stages.seeds import MODES
 from autopar.torch_private import pytree
 from autopar.words.graph import Ref
 from hardware_profiles import Cluster
@@ -62,6 +64,7 @@ _CHECKS: dict[str, _Check] = {
     "buckets": (lambda v: isinstance(v, (list, tuple)) and all(
                     isinstance(size, (list, tuple)) and len(size) == 2 and all(is_whole(n) and n > 0 for n in size)
                     for size in v), "pairs (rows, length), such as [(8, 512), (1, 4096)]"),
+    "random": (lambda v: isinstance(v, str) and v in MODES, "'sharded' or 'torch'"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
     "timeout": (lambda v: is_number(v) and 0 < v < math.inf, "seconds, more than 0"),
     "gradient_dtype": (optional(lambda v: isinstance(v, torch.dtype) and v in _SUMS),
@@ -113,7 +116,7 @@ def check_model(model: Any) -> None:
         where = f"its module '{path}'" if path else "the model"
         if isinstance(module, (ParallelModule, PipelineModule)):
             raise CaptureError(
-                f"{where} is a {type(module).__name__} already, made by parallelize; parallelize the whole model once, "
+                f"{where} is a {own_name(module)} already, made by parallelize; parallelize the whole model once, "
                 "before any part of it"
             )
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
@@ -205,6 +208,12 @@ def check_call(group: Any, given: Mapping[str, Any]) -> Move | None:
             raise AutoparError(
                 f"shapes is {given['shapes']!r} and buckets has {len(given['buckets'])} shapes; give "
                 "shapes='buckets' with buckets=[(rows, length), ...], or neither"
+            )
+        if given["random"] == "torch" and (given["buckets"] or given["compile"] is not False):
+            what = "buckets=, which pads calls to other shapes" if given["buckets"] else "compile="
+            raise AutoparError(
+                f"random='torch' draws what torch draws in eager mode, which goes with no {what}; leave that out, or "
+                "give random='sharded', the default"
             )
         for module in (given["model"], given["loss_fn"]):
             if isinstance(module, torch.nn.Module):

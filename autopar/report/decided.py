@@ -1,4 +1,4 @@
-"""What ``parallelize`` has decided, in five lines, said once by the first rank.
+"""What ``parallelize`` has decided, in five lines or six, said once by the first rank.
 
 The logger is ``autopar``, at level INFO: ``logging.getLogger("autopar").setLevel(logging.WARNING)`` is quiet. A program
 that has set up logging gets the lines as it gets others'; else they go to the standard error stream.
@@ -12,6 +12,7 @@ from math import prod
 
 from autopar.errors import first_few
 from autopar.plans.plan import Plan
+from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes, show_seconds
 
@@ -20,20 +21,22 @@ SHOWN = 3
 """Names that a line lists."""
 
 
-def say(plan: Plan, graph: Graph) -> None:
+def say(plan: Plan, graph: Graph, random: str = "sharded") -> None:
     """Log :func:`decided`, if anybody wants it."""
     if LOGGER.level == logging.NOTSET and not LOGGER.hasHandlers():
         LOGGER.setLevel(logging.INFO)
         LOGGER.addHandler(logging.StreamHandler())
     if LOGGER.isEnabledFor(logging.INFO):
-        LOGGER.info("\n".join(decided(plan, graph)))
+        LOGGER.info("\n".join(decided(plan, graph, random)))
 
 
-def decided(plan: Plan, graph: Graph) -> list[str]:
-    """Five lines: time and memory, the mesh, how operators are cut, parameters, and those that every rank has whole.
+def decided(plan: Plan, graph: Graph, random: str = "sharded") -> list[str]:
+    """Five lines: time and memory, the mesh, how operators are cut, parameters, and those that every rank has whole;
+    and one more of random numbers, where the model draws some.
 
     Args:
         graph: of the whole model, for the sizes of its parameters.
+        random: who draws random numbers, as for :func:`autopar.parallelize`.
     """
     meshes = {stage.mesh.shown(): stage for stage in plan.stages}
     stages = f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)}"
@@ -44,6 +47,21 @@ def decided(plan: Plan, graph: Graph) -> list[str]:
         f"  mesh {', '.join(meshes) or 'of one device'}; {stages}, {n} microbatch{'es' * (n > 1)}",
         f"  operators: {_cuts(plan)}",
         *_parameters(plan, graph),
+        *_random_numbers(graph, random),
+    ]
+
+
+def _random_numbers(graph: Graph, random: str) -> list[str]:
+    """The last line."""
+    n = sum(rule is not None and rule.random for rule in rules_of(graph))
+    if not n:
+        return []
+    drawn = f"  random numbers: {n} operator{'s' * (n > 1)} draw{'s' * (n == 1)} "
+    if random == "torch":
+        return [drawn + "those of eager mode on one device, by torch's generator: whole on every rank, then cut"]
+    return [
+        drawn + "by a seed that each call takes from torch's generator (rank 0's): the same on any mesh and in any "
+        "number of microbatches, not those of eager mode (random='torch' is)"
     ]
 
 

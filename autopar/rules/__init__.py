@@ -25,8 +25,8 @@ FAMILIES = (
     "families.factory", "families.index", "families.contraction", "families.conv", "families.pool",
     "attention.attention", "families.norm", "families.loss", "families.embedding", "families.recurrences",
     "families.ctc", "experts.experts", "experts.expert_block", "families.sharded_random",
-    "families.random_distributions", "families.multinomial", "families.value_without_history", "families.branch",
-    "discovery",
+    "families.random_distributions", "families.multinomial", "families.seeded_number", "families.value_without_history",
+    "families.branch", "discovery",
 )  # fmt: skip
 
 for _family in FAMILIES:

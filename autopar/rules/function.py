@@ -94,7 +94,7 @@ class Callee:
         """The same in double precision."""
         return replace(self, double=True)
 
-    def __call__(self, *leaves: Any, seed: torch.Tensor | None = None, site: int = 0) -> Any:
+    def __call__(self, *leaves: Any, seed: torch.Tensor | None = None, site: Any = 0) -> Any:
         """One tensor, or a tuple of several; ``seed`` of the step and ``site`` of the call are for code that draws."""
         with contextlib.nullcontext() if seed is None or isinstance(seed, FakeTensor) else _drawing(seed, site, leaves):
             if any(isinstance(x, FakeTensor) for x in leaves):
@@ -226,9 +226,12 @@ def on_zeros(run: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]], leaves: S
 
 
 @contextlib.contextmanager
-def _drawing(seed: torch.Tensor, site: int, leaves: Sequence[Any]) -> Iterator[None]:
-    """Torch's generators start from the step's seed and the number of the call, and go on as before afterwards."""
-    number = (int(seed.item()) ^ (site + 1) * _DRAWS) % (1 << 62)
+def _drawing(seed: torch.Tensor, site: Any, leaves: Sequence[Any]) -> Iterator[None]:
+    """Torch's generators start from the step's seed, the number of the call and the first row of the microbatch, and go
+    on as before afterwards."""
+    of_step, *of_microbatch = seed.flatten().tolist()
+    of_call = (site if isinstance(site, int) else site[0]) + 1 + (sum(of_microbatch[:1]) << 32)
+    number = (of_step ^ of_call * _DRAWS) % (1 << 62)
     devices = [x.device for x in leaves if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
     with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
         torch.manual_seed(number)

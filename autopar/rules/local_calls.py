@@ -143,10 +143,10 @@ def _axes_that_cut(d: int, state: Sequence[Placement], mesh: Mesh) -> tuple[str,
     )
 
 
-def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, site: int = 0) -> LocalCall:
+def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, site: Any = 0) -> LocalCall:
     """The call on one rank: same arguments, with output shapes and other sizes made local.
 
-    ``site`` numbers the call for random operators.
+    ``site`` is the call of a random operator, as :data:`~autopar.rules.families.sharded_random.Site` says.
     """
     pieces, axes = cuts_of(rule, options, mesh)
     args, kwargs = call.args, dict(call.kwargs)

@@ -133,6 +133,11 @@ def _shared_rule(key: object, call: Call) -> Rule:
     return rule_made
 
 
+def drawing(graph: Graph) -> Graph | None:
+    """The graph, if it has random operators."""
+    return graph if any(rule is not None and rule.random for rule in rules_of(graph)) else None
+
+
 def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[Rule | None]:
     """The rule of every node (None for parameters, buffers and inputs); equal calls share one object.
 

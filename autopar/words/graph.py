@@ -34,6 +34,10 @@ PART = "autopar_part."
 have ``parameters``, pairs of a name and the element that is true where it did. A parameter that stands in none always
 does; one that stands in several, if any says so."""
 
+RowsAt = tuple[int, int, int, int]
+"""A dim along which rows of the batch are, and how it counts: ``(dim, outer, rows, inner)``, of which the outer one
+changes slowest, as in the first dim of ``[(outer rows inner) ...]``."""
+
 NORMS = ("aten.batch_norm.default", "aten.instance_norm.default")
 """Operators that write to inputs of theirs, the running statistics, though their schema does not say so."""
 RUNNING, TRAINING = 3, 5
@@ -119,6 +123,9 @@ class Node:
         hot: the value depends on a parameter, or on an input that wants a gradient. Only hot nodes are planned by the
             ILP; the others follow demand.
         site: number of the node in the model's graph, where this one is part of a stage: random ops draw by it.
+        rows: of a random operator, where the rows of the batch are in what it draws; none where it draws once for all
+            of them, None where that is not known.
+        strides: of a random operator, those of the tensor that it draws in eager mode; none of a contiguous one.
         again: number of the region under activation checkpointing whose code made it; -1 for none.
         load: of routed experts, the share of rows that each has; empty where all have the same. For prices alone: a
             plan is for any load.
@@ -135,6 +142,8 @@ class Node:
     needs_grad: bool = False
     hot: bool = False
     site: int = -1
+    rows: tuple[RowsAt, ...] | None = ()
+    strides: tuple[int, ...] = ()
     again: int = -1
     load: Load = ()
 

@@ -119,7 +119,7 @@ def steps(
                 first = (str(error).splitlines() or [""])[0][:200]
                 rows[way] = {"error": f"{type(error).__name__}: {first}"}
             if way == "compile":
-                torch._dynamo.reset()
+                torch.compiler.reset()
     said = ", ".join(_said(way, row, rows.get("eager", {})) for way, row in rows.items())
     ok = False if "error" in rows.get("autopar", {}) else None
     return Result(said, ok, {"model": name, "options": options, "ways": rows})

@@ -45,9 +45,9 @@ class Draws(torch.fx.Interpreter):
     def conditions(self) -> list[bool]:
         return list(self.asked.values())
 
-    def with_values(self, values: dict[str, Tensor], seed: int) -> Draws:
+    def with_values(self, values: dict[str, Tensor], seed: int | Tensor) -> Draws:
         """Run it on values by name, which may require gradients."""
-        given = {**values, "seed": torch.tensor(seed)}
+        given = {**values, "seed": torch.as_tensor(seed)}
         self.outputs = self.run(*(given[s.name] for s in self.program.slots))
         return self
 

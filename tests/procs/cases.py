@@ -110,7 +110,7 @@ class OneDevice(torch.nn.Module):
         super().__init__()
         self.model, self.captured = copy.deepcopy(model), captured
         self.lowered = lower(captured.graph, program_vs_eager.one_device(captured.graph))
-        self.seed = 0  # of random ops
+        self.seed = torch.tensor(0)  # of random ops
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = {
@@ -119,7 +119,7 @@ class OneDevice(torch.nn.Module):
             **dict(self.model.named_parameters(remove_duplicate=False)),
             **program_vs_eager.inputs_of(self.captured, args, kwargs),
         }
-        values = [torch.tensor(self.seed) if slot.kind == "seed" else state[slot.name] for slot in self.lowered.slots]
+        values = [self.seed if slot.kind == "seed" else state[slot.name] for slot in self.lowered.slots]
         flat = self.lowered.module(*values)
         for name, new in zip(self.lowered.updates, flat[len(self.lowered.outputs) :], strict=True):
             state[name].copy_(new.detach())

@@ -115,6 +115,7 @@ def spread(cut: str | None, **options: Any) -> Any:
 def step(pm: Any, rows: int) -> list[torch.Tensor]:
     """Loss, output and gradients."""
     pm.zero_grad()
+    torch.manual_seed(rows)
     loss, out = pm(*batch(rows))
     (loss + out.square().mean()).backward()
     return [loss.detach(), out.detach(), *(whole(p.grad).clone() for p in pm.parameters() if p.grad is not None)]

@@ -65,6 +65,7 @@ def compared(
         results = []
         for module in modules:
             module.zero_grad()
+            torch.manual_seed(5)
             out = module(*call)
             loss = out[0] if isinstance(out, tuple) else out
             loss.backward()

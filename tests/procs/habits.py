@@ -32,7 +32,8 @@ from autopar.comparison.program_vs_eager import inputs_of
 from autopar.frontends.models import load_model
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.runtime.stages.seeds import mixed_seed
+from autopar.rules.families.sharded_random import seed_at
+from autopar.runtime.stages.seeds import seed_after
 from hardware_profiles import load_cluster
 
 CUT = {"constraints": {"*up": {"data": "b"}}}
@@ -194,8 +195,8 @@ def left_out(how: str, k: int) -> float:
         for name in ("layers.0.weight", "layers.1.weight", "outer.weight") if k == 1 else ():
             params[name].register_hook(lambda _, n=name, c=calls_of: c.append(n))
             params[name].register_post_accumulate_grad_hook(lambda _, n=name, c=calls_of: c.append(f"after {n}"))
-    seed, calls = pm._autopar_position()
     for i, x in enumerate(xs):
+        torch.manual_seed(i)
         if k == 1 and place != 2:
             loss = pm(x)
             loss.backward()
@@ -204,7 +205,7 @@ def left_out(how: str, k: int) -> float:
         total = 0.0
         for j, part in enumerate(x.split(rows)):
             values = {n: v.detach() for n, v in alone.named_parameters()} | inputs_of(captured, (part,), {})
-            draws = Draws(captured).with_values(values, mixed_seed(seed, calls + i * k + j))
+            draws = Draws(captured).with_values(values, seed_at(torch.tensor(seed_after(i)), j * rows, rows, rows))
             with Given(draws.drawn):
                 own = alone(part) / k
             own.backward()

@@ -28,9 +28,11 @@ from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph, crossings_of, hot_ops
 from autopar.plans.stage_graphs import cut as stages_of
+from autopar.rules.families.sharded_random import seed_at
 from autopar.rules.registry import rules_of
+from autopar.runtime.batches.runs import rows_of_microbatch
 from autopar.runtime.pipelines.pipeline import PipelineModule
-from autopar.runtime.stages.seeds import mixed_seed
+from autopar.runtime.stages.seeds import seed_after
 from autopar.runtime.stages.stage import Stage
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
@@ -184,16 +186,18 @@ def compare_one(config: Config) -> dict[str, Any]:
     theirs = torch.optim.AdamW(reference.model.parameters(), lr=LR)
     found: dict[str, Any] = {"loss": 0.0, "gradient": (0.0, ""), "clip": 0.0}
     for step, batch in enumerate((case.batch, case.batch2)):
+        torch.manual_seed(step)
         loss = pm.train_step(*batch[0], **batch[1])
         want = torch.zeros(())
         for i in range(k):
             args, kwargs = cut(batch, k, i)
-            reference.seed = mixed_seed(int(pm.get_extra_state()[0]), step * k + i)
+            reference.seed = seed_of(step, captured, i)
             part = loss_of(reference(*args, **kwargs)) * shares(config, batch)[i]
             part.backward()
             want = want + part.detach()
         found["loss"] = max(found["loss"], abs(loss.item() - want.item()) / max(1.0, abs(want.item())))
         if config.evaluate:  # the same weights, so the same loss
+            torch.manual_seed(step)
             again = pm.evaluate(*batch[0], **batch[1])
             found["loss"] = max(found["loss"], abs(loss.item() - again.item()) / max(1.0, abs(want.item())))
         wanted = {n: p.grad for n, p in reference.model.named_parameters(remove_duplicate=False) if p.grad is not None}
@@ -215,6 +219,12 @@ def compare_one(config: Config) -> dict[str, Any]:
         assert set(state) == set(wanted_state), set(state) ^ set(wanted_state)
         found["weight"] = difference(state, wanted_state)
     return found
+
+
+def seed_of(step: int, captured: Captured, i: int) -> torch.Tensor:
+    """Of microbatch ``i`` of the first step after ``torch.manual_seed(step)``."""
+    rows = rows_of_microbatch(captured)
+    return seed_at(torch.tensor(seed_after(step)), i * rows, rows, rows)
 
 
 def shares(config: Config, batch: Any) -> list[float]:
@@ -244,10 +254,11 @@ def evaluates_one(config: Config) -> dict[str, Any]:
     theirs = torch.optim.SGD(reference.model.parameters(), lr=0.1)
     found: dict[str, Any] = {"loss": 0.0, "output": 0.0}
     for step in range(2):
+        torch.manual_seed(step)
         pm.train_step(*case.batch[0], optimizer=ours, **case.batch[1])
         for i in range(k):
             args, kwargs = cut(case.batch, k, i)
-            reference.seed = mixed_seed(int(pm.get_extra_state()[0]), step * k + i)
+            reference.seed = seed_of(step, captured, i)
             (loss_of(reference(*args, **kwargs)) * shares(config, case.batch)[i]).backward()
         theirs.step()
         theirs.zero_grad()

@@ -236,6 +236,29 @@ def test_a_train_of_the_models_own_is_called_before_parallelize_or_missed_aloud(
     assert not pm.first.running_mean.any()
 
 
+class Counting(Norms):
+    """A model with a ``train`` of its own that leaves the modes as torch's sets them, as transformers' models have."""
+
+    def train(self, mode: bool = True) -> Counting:
+        self.switched = mode
+        super().train(mode)
+        return self
+
+
+class FreezesInTraining(Norms):
+    def train(self, mode: bool = True) -> FreezesInTraining:
+        super().train(mode)
+        self.first.requires_grad_(False)
+        return self
+
+
+def test_a_train_of_the_models_own_that_changes_nothing_is_not_told_of() -> None:
+    x = torch.randn(4, 6)
+    assert said_by_train(autopar.parallelize(Counting(), 1, x)) == []
+    [said] = said_by_train(autopar.parallelize(FreezesInTraining(), 1, x))
+    assert "FreezesInTraining.train() of the model is not called" in said
+
+
 def test_parts_that_stay_in_eval_mode_are_told_of_once() -> None:
     x, model = torch.randn(4, 6), Norms()
     assert said_by_train(autopar.parallelize(model, 1, x)) == []

@@ -23,7 +23,7 @@ ALLOWED = {
     "runtime/batches/samples.py": {"values"},
     "runtime/as_module/old_parameters.py": {"_bits"},
     # once, when a module or its groups are made
-    "runtime/stages/seeds.py": {"agreed_seed"}, "runtime/stages/compiled_order.py": {"__init__"},
+    "runtime/stages/compiled_order.py": {"__init__"},
     "runtime/ranks/groups.py": {"*"},
     "runtime/ranks/agree.py": {"*"},
     # a branch on data that went another way, a loss whose terms count otherwise: read when they have come
@@ -46,7 +46,7 @@ ALLOWED = {
     "runtime/checkpoints/generator_states.py": {"*"},
     "runtime/checkpoints/safetensors_files.py": {"*"},
     "runtime/optimizers/user_optimizers.py": {"*"},
-    "runtime/as_module/parallel_state_dict.py": {"get_extra_state", "set_extra_state"},
+    "runtime/stages/seeds.py": {"alike", "go_on", "_digest", "_of_first"},  # the last where torch draws, which waits
     # many ranks in one process, for verify
     "runtime/ranks/in_process_ranks.py": {"*"},
     # proofs of rules, and their ranks in one process

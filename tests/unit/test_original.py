@@ -201,3 +201,76 @@ def test_clipping_the_gradients_of_the_model_itself_warns():
         with pytest.warns(UserWarning, match="none of which has a gradient"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         nn.utils.clip_grad_norm_(pm.parameters(), 1.0)
+
+
+def by_averaged_model(model):
+    from torch.optim.swa_utils import AveragedModel
+
+    average = AveragedModel(model)
+    return lambda pm: average.update_parameters(model)
+
+
+def by_stored_parameters(model):
+    params = list(model.parameters())
+    shadow = [p.detach().clone() for p in params]
+    return lambda pm: torch._foreach_lerp_(shadow, [p.detach() for p in params], 0.5)
+
+
+def by_data_of_an_attribute(model):
+    shadow = copy.deepcopy(model)
+    return lambda pm: shadow[0].weight.data.mul_(0.5).add_(model[0].weight.data, alpha=0.5)
+
+
+def by_a_copy(model):
+    return lambda pm: copy.deepcopy(model)
+
+
+def by_a_penalty(model):
+    return lambda pm: sum(p.norm() for p in model.parameters())
+
+
+READS = [by_averaged_model, by_stored_parameters, by_data_of_an_attribute, by_a_copy, by_a_penalty]
+
+
+@pytest.mark.parametrize("made_before", READS)
+@pytest.mark.parametrize("fused", [False, True])  # which leaves no trace in the version of a plain tensor
+def test_an_average_of_the_model_from_before_warns_once(made_before, fused):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    update = made_before(model)
+    pm = autopar.parallelize(model, 1, X, loss_fn=lambda out: out.square().mean())
+    optimizer = torch.optim.AdamW(pm.parameters(), fused=fused)
+    update(pm)  # nothing was trained
+    pm.train_step(X, optimizer=optimizer)
+    with pytest.warns(UserWarning, match=r"'0.weight' of the model that was parallelized is read(.|\n)*EMA\(pm\)"):
+        update(pm)
+    pm.train_step(X, optimizer=optimizer)
+    update(pm)
+
+
+def test_what_tells_nothing_of_values_is_no_read():
+    model, pm = made()
+    trained(pm)
+    assert sum(p.numel() for p in model.parameters()) == 76
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and model[0].weight.shape == (8, 4)
+    model.zero_grad()
+    repr(model)
+    pm(torch.cat([X, X]))  # captured again
+
+
+def test_weights_that_were_brought_back_are_read_and_exported():
+    model, pm = made()
+    trained(pm)
+    model.load_state_dict(autopar.full_state_dict(pm))
+    trained(pm)
+    assert all(type(p) is nn.Parameter for p in (*model.parameters(), *copy.deepcopy(model).parameters()))
+    torch.export.export(model, (X,))
+
+
+def test_parameters_are_like_others_when_the_parallel_module_is_gone():
+    model, pm = made()
+    trained(pm)
+    del pm
+    gc.collect()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    model[0].weight.norm()

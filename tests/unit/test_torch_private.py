@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +116,19 @@ def test_none_is_left_over() -> None:
         for alias in node.names
     }
     assert sorted({*torch_private.__all__} - used - {"Replaceable"}) == []
+
+
+def test_everything_that_is_replaced_is_there() -> None:
+    """Names that are looked up when they are needed would be missed only then, on a version that lacks them."""
+    every: list[object] = list(vars(torch_private).values())
+    every += [item for value in every if isinstance(value, tuple) for item in value]
+    replaced = [value for value in every if isinstance(value, torch_private.Replaceable)]
+    assert len(replaced) > 30
+    for one in replaced:
+        assert one.get() is not None, one
+
+
+def test_a_newer_torch_is_told_of_once() -> None:
+    code = "import torch; torch.__version__ = '2.99.0'; import autopar.torch_private, autopar.api"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr.count("autopar was tested with torch") == 1, done.stderr

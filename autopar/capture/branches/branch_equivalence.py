@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autopar.capture.branches.joining_drafts import key_of
+from autopar.capture.branches.joining_drafts import is_flag, key_of
 from autopar.capture.branches.random_answers import Question
 from autopar.capture.branches.uniting_traces import United
 from autopar.capture.graph.building import Draft
@@ -21,8 +22,8 @@ class Numbers:
 
     def of_draft(
         self, draft: Draft, constants: Mapping[str, Any], settled: Callable[[Node], int | None] = lambda node: None
-    ) -> tuple[Any, dict[str, Any]]:
-        """``(outputs, updates)`` as numbers.
+    ) -> tuple[Any, dict[Any, Any]]:
+        """``(outputs, updates)`` as numbers; flags are told by their new values, and not by their names.
 
         Args:
             settled: of a branch the position of the argument that it passes on.
@@ -42,8 +43,11 @@ class Numbers:
             numbers.append((self.known.setdefault(key, len(self.known)), None))
         outputs = [number(out) if isinstance(out, Ref) else out for out in draft.outputs]
         buffers = {node.target: number(Ref(i)) for i, node in enumerate(draft.nodes) if node.kind == "buffer"}
+        flags = {node.target for node in draft.nodes if is_flag(node)}
         updates = {name: number(ref) for name, ref in draft.updates.items()}
-        return outputs, {name: value for name, value in updates.items() if value != buffers.get(name)}
+        changed = {name: value for name, value in updates.items() if value != buffers.get(name)}
+        raised = Counter(value for name, value in changed.items() if name in flags)
+        return outputs, {**{name: value for name, value in changed.items() if name not in flags}, **raised}
 
 
 def _is_copy(node: Node, nodes: list[Node]) -> bool:

@@ -2,8 +2,9 @@
 
 ``if labels.max() >= vocab_size: raise``, ``if mask.any(): ...``: Python asks for the truth of a tensor that depends on
 what the model is called with. While the model is traced it has no values, so the model is run once as it is, on the
-example, and what it answered at each line is what the trace is told. Where there are no values (parameters on the meta
-device) the answer is False, unless the model's own code then raises an error.
+example, and what it answered at each line is what the trace is told; a question that was not heard in that run has no
+answer, and is refused. Where there are no values (parameters on the meta device) the answer is False, unless the
+model's own code then raises an error.
 
 The question stays in the trace, as an operator ``autopar::taken`` with its condition, its place, and the answer. In the
 graph it is a flag (:data:`~autopar.words.graph.WAY`): a buffer that becomes true when the condition has the other
@@ -66,6 +67,7 @@ class Ways:
         as_listed: whether lists are answered so.
         pinned: whether single integers and masks are answered so too.
         steady: names of buffers that the example's forward left as they were.
+        observed: whether the answers are those of a run on the example's values.
     """
 
     answers: Mapping[str, Sequence[bool]] = field(default_factory=dict)
@@ -75,12 +77,19 @@ class Ways:
     as_listed: bool = False
     pinned: bool = False
     steady: frozenset[str] = frozenset()
+    observed: bool = False
 
     def answer(self, site: str, number: int) -> bool:
-        """That to the question of this number at a place."""
+        """Return that to the question of this number at a place.
+
+        Raises:
+            CaptureError: the run on the example was not asked there.
+        """
         given = self.answers.get(site, ())
         if not given and site.endswith(OF_ROWS):
             return self.with_rows.setdefault(site, _answer_with_rows())
+        if not given and self.observed:
+            raise _unheard(site)
         if not given:
             return self.guessed.setdefault(site, False)
         return given[min(number, len(given) - 1)]
@@ -220,6 +229,15 @@ def take(tensor: torch.Tensor) -> bool:
     return answer
 
 
+def _unheard(site: str) -> CaptureError:
+    return CaptureError(
+        f"forward branches, at {site.partition('@')[0]}, on a number of a list or array that it reads from a tensor "
+        "(tolist(), numpy()) which follows from more than the integers that it is given: a program would branch as the "
+        "example does at every step\n  read the number by itself (x[i].item()), whose branch is followed and checked "
+        "at every call; or make the list before the call, and pass it"
+    )
+
+
 def place_of_question() -> str:
     """That of a question, with :data:`OF_ROWS` behind it where it applies."""
     return site_of() + (OF_ROWS if asked_for_rows_only() else "")
@@ -302,6 +320,9 @@ def is_integer(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and tensor.dtype in (torch.int64, torch.int32)
 
 
+SAME = (torch.equal, torch.Tensor.equal)
+COMPARED = (*SAME, torch.allclose, torch.Tensor.allclose)
+"""Functions of two tensors that give one truth."""
 NUMBERS = (torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__)
 INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
@@ -325,8 +346,8 @@ def times_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | N
 
 
 __all__ = [
-    "DISTINCT", "INDEXED", "LABELS", "LENGTHS", "LIST", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS", "OF_ROWS",
-    "PLACES", "REPEATED", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only", "can_be_listed",
-    "changing", "fault_at", "followed", "from_the_start", "is_integer", "masks_in", "pinned_at", "place_of_question",
-    "take", "take_list", "times_of", "would_take",
+    "COMPARED", "DISTINCT", "INDEXED", "LABELS", "LENGTHS", "LIST", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS",
+    "OF_ROWS", "PLACES", "REPEATED", "SAME", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only",
+    "can_be_listed", "changing", "fault_at", "followed", "from_the_start", "is_integer", "masks_in", "pinned_at",
+    "place_of_question", "take", "take_list", "times_of", "would_take",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from autopar.capture.branches.random_answers import Question
 from autopar.capture.graph.building import Draft
 from autopar.rules.function import Callee
-from autopar.words.graph import Node, Ref, Spec, map_refs
+from autopar.words.graph import PART, WAY, Node, Ref, Spec, map_refs
 
 
 class Apart(Exception):
@@ -27,10 +27,11 @@ class Apart(Exception):
 
 
 class Use(NamedTuple):
-    """Where a value is read: tensor number ``position`` of a node, an output of the model, or a buffer's new value."""
+    """Where a value is read: tensor number ``position`` of a node, an output of the model, or the new value of the
+    buffer that is node number ``position``."""
 
     reader: int | str
-    position: int | str
+    position: int
 
 
 @dataclass
@@ -60,27 +61,49 @@ class Union:
         self.nodes = list(self.base.nodes)
         self.asks = {ask.question: ask for ask in self.base.asks}
         self.keys = [key_of(node, self.constants) for node in self.nodes]
+        self.at = {node.target: i for i, node in enumerate(self.nodes) if node.kind != "op"}
+        """The number of an input, a parameter or a buffer, by its name."""
+        self.updates = {self.at[name]: ref for name, ref in self.base.updates.items()}
+        """New values of the base's buffers, by the numbers of these."""
+        self.more: dict[Any, int] = {}
+        """Of what other traces read and the base does not, the numbers by :func:`key_of`."""
 
     def spec(self, ref: Ref) -> Spec:
         spec = self.nodes[ref.node].outs[ref.out]
         assert spec is not None
         return spec
 
-    def join(self, draft: Draft, flipped: Collection[Question], constants: Mapping[str, Any]) -> None:
+    def join(
+        self, draft: Draft, flipped: Collection[Question], constants: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> None:
         """Take in a trace in which some questions of the base were answered otherwise; its questions are the base's.
+
+        Args:
+            constants: tensors that are the same where their values are, see :func:`key_of`.
+            values: of these and of all others that are no registered ones.
 
         Raises:
             Apart: they have too little in common.
         """
-        _Joining(self, draft, flipped, constants).run()
+        _Joining(self, draft, flipped, constants, values).run()
+
+
+def is_flag(node: Node) -> bool:
+    """Whether a node is a buffer in which a program notes how a call went."""
+    return node.kind == "buffer" and node.target.startswith((WAY, PART))
 
 
 def key_of(node: Node, constants: Mapping[str, Any]) -> Any:
-    """What a node computes, but for which tensors it is given."""
+    """What a node computes, but for which tensors it is given.
+
+    Args:
+        constants: tensors that a trace has made, which are the same where their values are. One that a forward writes
+            is no such tensor: it is told by its name, as those that the model has registered.
+    """
     if node.kind != "op":
         value = constants.get(node.target)
         if value is None or value.is_meta:
-            return node.kind, node.target
+            return "held", node.target
         return "constant", str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().tolist().__repr__()
     return node.target, node.module, node.source, node.outs, literals(node)
 
@@ -95,17 +118,26 @@ def literals(node: Node) -> str:
     return repr((args, sorted(map_refs(node.kwargs, lambda r: "%").items())))
 
 
+def _noted_in(flag: Node) -> Any:
+    """What a flag stands for, beside the operator that writes it."""
+    return flag.module, flag.source, repr(sorted(flag.kwargs.items()))
+
+
 class _Joining:
     """One call of :meth:`Union.join`."""
 
-    def __init__(self, union: Union, draft: Draft, flipped: Collection[Question], constants: Mapping[str, Any]) -> None:
-        self.union, self.other, self.constants = union, draft, constants
+    def __init__(
+        self, union: Union, draft: Draft, flipped: Collection[Question], constants: Mapping[str, Any],
+        values: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.union, self.other, self.constants, self.values = union, draft, constants, values
         self.flips = [ask for ask in draft.asks if ask.question in flipped]
         here = [union.asks[ask.question].position for ask in self.flips]
         there = [ask.position for ask in self.flips]
         self.here, self.there = [0, *here, len(union.base.nodes)], [0, *there, len(draft.nodes)]
         self.image: dict[int, int] = {}
         self.missing: dict[int, Question] = {}
+        self.at = {node.target: f for f, node in enumerate(draft.nodes) if node.kind != "op"}
 
     def run(self) -> None:
         self._match()
@@ -131,12 +163,11 @@ class _Joining:
                 self._meet(Use("output", i), mine, self._moved(theirs), last)
             elif isinstance(mine, Ref) or isinstance(theirs, Ref) or mine != theirs:
                 raise Apart(f"output {i} of the model is a tensor on one side only, or another value")
-        for name in union.base.updates.keys() | self.other.updates.keys():
-            mine, theirs = (
-                draft.updates.get(name) or Ref(next(i for i, n in enumerate(draft.nodes) if n.target == name))
-                for draft in (union.base, self.other)
-            )
-            self._meet(Use("update", name), mine, self._moved(theirs), last)
+        theirs_by_buffer = {self.image[self.at[name]]: self._moved(ref) for name, ref in self.other.updates.items()}
+        for buffer in union.updates.keys() | theirs_by_buffer.keys():  # a side that does not write it leaves it alone
+            as_it_was = Ref(buffer)
+            mine, theirs = union.updates.get(buffer, as_it_was), theirs_by_buffer.get(buffer, as_it_was)
+            self._meet(Use("update", buffer), mine, theirs, last)
 
     def _match(self) -> None:
         """Which operators of the other trace are operators of the base."""
@@ -144,29 +175,42 @@ class _Joining:
         for segment in range(len(self.flips) + 1):
             waiting: dict[Any, list[int]] = defaultdict(list)
             for b in range(self.here[segment], self.here[segment + 1]):
-                waiting[union.keys[b]].append(b)
+                if not is_flag(union.nodes[b]):
+                    waiting[union.keys[b]].append(b)
             for f in range(self.there[segment + 1] - 1, self.there[segment] - 1, -1):
                 same = waiting.get(key_of(self.other.nodes[f], self.constants))
-                if same:
+                if same and not is_flag(self.other.nodes[f]):
                     self.image[f] = same.pop()
             for b in (b for rest in waiting.values() for b in rest if union.nodes[b].kind == "op"):
                 if not segment:
                     raise Apart(f"{union.nodes[b].where} is left out before a random number is asked for")
                 self.missing[b] = self.flips[segment - 1].question
                 union.left_out[b].add(self.missing[b])
+        flags = {
+            (ref.node, _noted_in(union.nodes[b])): b for b, ref in union.updates.items() if is_flag(union.nodes[b])
+        }
+        for name, ref in self.other.updates.items():  # flags are the same where the operators are that write them
+            f = self.at[name]
+            b = flags.get((self.image.get(ref.node, -1), _noted_in(self.other.nodes[f])))
+            if is_flag(self.other.nodes[f]) and b is not None:
+                self.image[f] = b
 
     def _take(self, f: int, node: Node, segment: int) -> None:
         """A node that the base does not have."""
         union = self.union
         if node.kind == "op" and not segment:
             raise Apart(f"{node.where} is computed before a random number is asked for, on one side only")
+        if node.kind != "op" and not is_flag(node):
+            key = key_of(node, self.constants)
+            if key in union.more:
+                self.image[f] = union.more[key]
+                return
+            union.more[key] = len(union.nodes)
         self.image[f] = len(union.nodes)
         if node.kind == "op":
             union.only[len(union.nodes)] = self.flips[segment - 1].question
-        elif node.target in self.constants:
-            union.values[len(union.nodes)] = self.constants[node.target]
-        else:
-            raise Apart(f"'{node.target}' is read on one side only")
+        elif node.target in self.values:
+            union.values[len(union.nodes)] = self.values[node.target]
         union.nodes.append(replace(node.moved(self._moved), again=-1))
 
     def _moved(self, ref: Ref) -> Ref:
@@ -192,4 +236,4 @@ class _Joining:
         union.meets[use][question] = theirs
 
 
-__all__ = ["Apart", "Union", "Use", "key_of", "literals"]
+__all__ = ["Apart", "Union", "Use", "is_flag", "key_of", "literals"]

@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.data_branches import (
+    COMPARED,
     DISTINCT,
     INDEXED,
     LIST,
@@ -17,6 +18,7 @@ from autopar.capture.branches.data_branches import (
     OF_ROWS,
     PLACES,
     REPEATED,
+    SAME,
     Ways,
     asked_for_rows_only,
     can_be_listed,
@@ -47,7 +49,7 @@ def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             module(*args, **kwargs)
         steady = frozenset(name for name, version in _versions(module).items() if before.get(name) == version)
     answers = {site: [heard.masks.answers.get(site, a) for a in given] for site, given in heard.answers.items()}
-    return Ways({**answers, **heard.always_listed()}, listed=heard.listed, steady=steady)
+    return Ways({**answers, **heard.always_listed()}, listed=heard.listed, steady=steady, observed=True)
 
 
 def _versions(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -75,6 +77,11 @@ def _of_digits(name: str) -> Callable[..., Any]:
 
 for _name in DIGITS:
     setattr(_Known, _name, _of_digits(_name))
+
+
+def _of_tensors(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a comparison of two tensors asks for their values: those of other shapes are not the same anyway."""
+    return len(args) > 1 and (func not in SAME or args[0].shape == args[1].shape)
 
 
 class _Hearing(TorchFunctionMode):
@@ -111,6 +118,14 @@ class _Hearing(TorchFunctionMode):
         array[:] = numbers
         return array
 
+    def _numbers(self, tensor: torch.Tensor) -> Any:
+        """``tensor.tolist()``, with numbers whose comparisons are heard."""
+        if not tensor.dim():
+            return _Known(tensor, self.heard)
+        with DisableTorchFunction():
+            rows = tensor.unbind()
+        return [self._numbers(row) for row in rows]
+
     def _number(self, tensor: torch.Tensor) -> int:
         self.listed.setdefault(site_of() + NUMBER, []).append(tensor.tolist())
         return int(tensor)
@@ -126,11 +141,18 @@ class _Hearing(TorchFunctionMode):
             if place.endswith(OF_ROWS):
                 self.masks.asked(args[0], place, answer)
             return answer
+        if func in COMPARED and _of_tensors(func, args):
+            with DisableTorchFunction():
+                same = func(*args, **(kwargs or {}))
+            self.answers.setdefault(place_of_question(), []).append(same)
+            return same
         if func is torch.Tensor.tolist and can_be_listed(args[0]):
             with DisableTorchFunction():
                 answer = args[0].tolist()
             self.listed.setdefault(site_of() + LIST, []).append(answer)
             return answer
+        if func is torch.Tensor.tolist:
+            return self._numbers(args[0])
         if func is torch.Tensor.numpy and args[0].ndim == 1 and can_be_listed(args[0]):
             return self._array(args[0])
         if func in DISTINCT:
@@ -143,7 +165,7 @@ class _Hearing(TorchFunctionMode):
             with DisableTorchFunction():
                 self.listed.setdefault(site_of() + LIST, []).append([int(times.sum())])
         with DisableTorchFunction():
-            if func in NUMBERS and is_integer(args[0]):
+            if (func in NUMBERS or func is torch.Tensor.__format__) and is_integer(args[0]):
                 self._number(args[0])
             with_numbers(func, args, kwargs or {}, self._number)
             for mask in masks_in(args[1]) if func in INDEXED else ():

@@ -5,6 +5,9 @@ does something else too, which a program must not do where there are no rows. Wh
 source: all that it assigns is used in it alone, and all that it writes to are the mask's rows of a tensor. What cannot
 be read so, or does more, is a branch like any other, whose way is checked at every call.
 
+The question may be written in many words: ``len(rows) == 0``, ``n = rows.numel()`` and ``if n``, ``has_rows and
+self.training``, with ``else`` or ``continue``. It has to tell none from any: ``if rows.numel() > 3`` is another one.
+
 Rows may stand between running counts, too: ``end = start + n; if n == 0: continue; parts.append(f(x[start:end]));
 start = end``. No rows leave ``start`` as it was, and add nothing to parts that are joined.
 """
@@ -12,10 +15,13 @@ start = end``. No rows leave ``start`` as it was, and add nothing to parts that 
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import linecache
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from autopar.capture.python.user_lines import place_in
 
 ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "scatter_reduce", "masked_scatter",
             "index_fill", "masked_fill"}  # fmt: skip
@@ -24,6 +30,8 @@ FIND_ROWS = {"where", "nonzero"}
 PLACES = {"nonzero", "argwhere", "unique", "tolist"}
 SHAPED = {"view", "reshape", "flatten"}
 JOINS = {"cat", "concat", "concatenate", "vstack"}
+HOW_MANY = {"len", "numel", "nelement", "size", "sum", "any", "count_nonzero", "item", "int", "bool"}
+"""Functions and methods that say how many rows there are, or whether there are any."""
 NO_TENSORS = {"torch", "len", "bool", "int", "self"}
 Statements = Sequence[ast.stmt]
 
@@ -34,8 +42,8 @@ def only_rows(frame: Any) -> bool:
     Args:
         frame: the innermost one of the user's; the line that it is at has the question.
     """
-    file = frame.f_code.co_filename
-    return _only_rows("".join(linecache.getlines(file)), frame.f_code.co_firstlineno, frame.f_lineno)
+    question = _question_of(frame)
+    return question is not None and question.only_rows()
 
 
 def loop_of_rows(frame: Any) -> bool:
@@ -58,36 +66,193 @@ def loop_of_rows(frame: Any) -> bool:
     return False
 
 
-@functools.lru_cache(maxsize=4096)
-def _only_rows(source: str, first_line: int, line: int) -> bool:
-    function = _function_at(source, first_line)
-    if function is None:
-        return False
-    question = _branch_at(function, line)
-    if question is None:
-        return False
-    test, branch = question
-    asked = {n.id for n in _of_type(test, ast.Name)} - NO_TENSORS - _indices(test)
-    return len(asked) == 1 and _Branch(function, branch, asked).only_rows()
-
-
 def answer_with_rows(frame: Any) -> bool:
-    """What such a question is answered with where there are rows: False to ``counts[e] == 0``."""
+    """What the question is answered with where there are rows: False to ``counts[e] == 0``."""
+    question = _question_of(frame)
+    return question is None or _with_rows(question.test)
+
+
+class _Question(NamedTuple):
+    """One question of a branch.
+
+    Attributes:
+        function: in which it stands.
+        test: what is asked, with the numbers that are named written out: ``rows.numel() == 0`` of ``n == 0``.
+        asked: names in it.
+        work: what runs where there are rows, the other side of the branch being empty.
+    """
+
+    function: ast.FunctionDef
+    test: ast.expr
+    asked: frozenset[str]
+    work: Statements
+
+    def only_rows(self) -> bool:
+        names = _asked_in(self.test)
+        return len(names) == 1 and _tells_any_from_none(self.test) and (
+            _Branch(self.function, self.work, set(self.asked | names)).only_rows()
+        )  # fmt: skip
+
+
+def _question_of(frame: Any) -> _Question | None:
+    """What a frame asks right now; None if that is of no branch, or of one whose both sides do something."""
     file = frame.f_code.co_filename
-    function = _function_at("".join(linecache.getlines(file)), frame.f_code.co_firstlineno)
-    question = _branch_at(function, frame.f_lineno) if function is not None else None
-    test = question[0] if question is not None else None
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+    line, column, _ = place_in(frame)
+    return _question_at("".join(linecache.getlines(file)), frame.f_code.co_firstlineno, line, column)
+
+
+@functools.lru_cache(maxsize=4096)
+def _question_at(source: str, first_line: int, line: int, column: int | None) -> _Question | None:
+    function = _function_at(source, first_line)
+    found = _branch_in(function.body, line, None) if function is not None else None
+    if function is None or found is None:
+        return None
+    branch, behind = found
+    operands = list(_operands(branch.test))
+    if len(operands) > 1:
+        at = (line, -1 if column is None else column)
+        operands = [x for x in operands if (x.lineno, x.col_offset) <= at <= (x.end_lineno or 0, x.end_col_offset or 0)]
+    work = _work_of(branch, behind)
+    if len(operands) != 1 or not work:
+        return None
+    test = _without_not(operands[0])
+    return _Question(function, _WrittenOut(function).visit(copy.deepcopy(test)), frozenset(_asked_in(test)), work)
+
+
+def _operands(test: ast.expr) -> Iterator[ast.expr]:
+    """The questions that ``and`` and ``or`` put together in a test, with the ``not`` in front of each."""
+    inside = _without_not(test)
+    if isinstance(inside, ast.BoolOp):
+        for value in inside.values:
+            yield from _operands(value)
+    else:
+        yield test
+
+
+def _without_not(test: ast.expr) -> ast.expr:
+    """What Python asks to answer ``not x``: ``x``."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
+    return test
+
+
+def _work_of(branch: ast.If, behind: Statements | None) -> Statements:
+    """The statements of the side of a branch that does something, and what follows behind it where the other side is
+    ``continue``; none where both sides do something.
+
+    Which side runs where there are rows makes no difference where this only works on rows: without rows it does
+    nothing.
+    """
+    for empty, side in ((branch.body, branch.orelse), (branch.orelse, branch.body)):
+        if all(isinstance(node, ast.Pass | ast.Continue) for node in empty):
+            skips = any(isinstance(node, ast.Continue) for node in empty)
+            if skips and behind is None:
+                return ()
+            return [*side, *(behind or ())] if skips else side
+    return ()
+
+
+class _WrittenOut(ast.NodeTransformer):
+    """Puts, in a test, how many rows there are in the place of a name that it was given: ``n`` of ``n = len(rows)``."""
+
+    def __init__(self, function: ast.FunctionDef) -> None:
+        self.function = function
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
+        return self.visit(node.value)  # type: ignore[no-any-return]
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        bound = [n for n in _of_type(self.function, ast.Name) if n.id == node.id and isinstance(n.ctx, ast.Store)]
+        given = [n for n in _of_type(self.function, ast.Assign | ast.AnnAssign) if n.value is not None and bound and (
+                 bound[0] in (n.targets if isinstance(n, ast.Assign) else [n.target]))]  # fmt: skip
+        if len(bound) == 1 and len(given) == 1 and _says_how_many(given[0].value):
+            return self.visit(copy.deepcopy(given[0].value))  # type: ignore[no-any-return]
+        return node
+
+
+def _says_how_many(value: ast.expr) -> bool:
+    """Whether an expression is a number of rows, or whether there are any, of a tensor that has a name."""
+    if isinstance(value, ast.NamedExpr):
+        return _says_how_many(value.value)
+    if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not):
+        return _says_how_many(value.operand)
+    if isinstance(value, ast.Compare):
+        return any(map(_says_how_many, (value.left, *value.comparators))) and _tells_any_from_none(value)
+    if isinstance(value, ast.Subscript):
+        return isinstance(value.value, ast.Attribute) and value.value.attr == "shape" and _is_named(value.value.value)
+    if not isinstance(value, ast.Call) or value.keywords:
+        return False
+    of_torch = isinstance(value.func, ast.Attribute) and not _is_module(value.func.value)
+    of = value.func.value if of_torch else value.args[0] if len(value.args) == 1 else None  # type: ignore[attr-defined]
+    n_args = len(value.args) - (not of_torch)
+    return _name_of(value.func) in HOW_MANY and n_args == (_name_of(value.func) == "size") and of is not None and (
+        _is_named(of) or _says_how_many(of)
+    )  # fmt: skip
+
+
+def _is_module(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id == "torch"
+
+
+def _is_named(value: ast.expr) -> bool:
+    """Whether an expression is a name, or an element of what has one: ``rows``, ``counts[e]``."""
+    return isinstance(value, ast.Name) or (isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name))
+
+
+def _tells_any_from_none(test: ast.expr) -> bool:
+    """Whether a question tells none from any, and nothing else: ``n > 0``, and not ``n > 3``."""
+    if any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Sub | ast.Mult) for n in _outside_indices(test)):
+        return False
+    if not isinstance(test, ast.Compare):
+        return True
+    if len(test.ops) != 1:
+        return False
+    number, op = _compared_with(test)
+    if number is None:
+        return op in (ast.Eq, ast.NotEq)  # start == end
+    return (op, number) in NONE_FROM_ANY
+
+
+def _with_rows(test: ast.expr) -> bool:
+    """The answer to a question where there are rows."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return not _with_rows(test.operand)
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return True
-    if isinstance(test.ops[0], ast.Eq) and isinstance(test.comparators[0], ast.Name):  # start == end
-        return False
-    if not isinstance(test.comparators[0], ast.Constant):
-        return True
-    number = test.comparators[0].value
-    return not ((isinstance(test.ops[0], ast.Eq | ast.LtE) and number == 0)
-                or (isinstance(test.ops[0], ast.Lt) and number == 1))  # fmt: skip
+    number, op = _compared_with(test)
+    if number is None:
+        return op is not ast.Eq
+    return NONE_FROM_ANY.get((op, number), True)
+
+
+def _compared_with(test: ast.Compare) -> tuple[Any, type[ast.cmpop]]:
+    """The number that something is compared with, None if there is none, and how, with the number on the right."""
+    left, right, op = test.left, test.comparators[0], type(test.ops[0])
+    if isinstance(right, ast.Constant):
+        return right.value, op
+    if isinstance(left, ast.Constant):
+        return left.value, SWAPPED.get(op, op)
+    return None, op
+
+
+NONE_FROM_ANY = {
+    (ast.Eq, 0): False, (ast.NotEq, 0): True, (ast.Gt, 0): True, (ast.LtE, 0): False, (ast.GtE, 1): True,
+    (ast.Lt, 1): False,
+}  # fmt: skip
+"""Comparisons of a number of rows that tell none from any, and their answers where there are some."""
+SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Gt: ast.Lt, ast.Lt: ast.Gt, ast.GtE: ast.LtE, ast.LtE: ast.GtE
+}  # fmt: skip
+
+
+def _asked_in(test: ast.expr) -> set[str]:
+    """Names of what a question is about."""
+    return {n.id for n in _of_type(test, ast.Name)} - NO_TENSORS - _indices(test)
+
+
+def _outside_indices(test: ast.expr) -> Iterator[ast.AST]:
+    inside = {id(n) for part in _of_type(test, ast.Subscript) for n in ast.walk(part.slice)}
+    return (n for n in ast.walk(test) if id(n) not in inside)
 
 
 def _indices(test: ast.expr) -> set[str]:
@@ -115,28 +280,19 @@ def _function_at(source: str, first_line: int) -> ast.FunctionDef | None:
     return None
 
 
-def _branch_at(function: ast.FunctionDef, line: int) -> tuple[ast.expr, Statements] | None:
-    """The question at a line, and what runs where there are rows; None if it is of another form."""
-    return _branch_in(function.body, line, None)
-
-
-def _branch_in(statements: Statements, line: int, rest: Statements | None) -> tuple[ast.expr, Statements] | None:
-    """The same for a question that stands somewhere in these statements.
+def _branch_in(statements: Statements, line: int, rest: Statements | None) -> tuple[ast.If, Statements | None] | None:
+    """The branch somewhere in these statements whose test is at a line, and what of a turn of the innermost loop
+    follows behind it, which a ``continue`` passes over; None outside of loops.
 
     Args:
-        rest: what of a turn of the innermost loop follows behind them, which a ``continue`` passes over, too; None
-            outside of loops.
+        rest: that of what follows behind these statements.
     """
     for k, node in enumerate(statements):
         if not node.lineno <= line <= (node.end_lineno or 0):
             continue
         behind = None if rest is None else [*statements[k + 1 :], *rest]
         if isinstance(node, ast.If) and node.test.lineno <= line <= (node.test.end_lineno or 0):
-            if node.orelse:
-                return None
-            if len(node.body) == 1 and isinstance(node.body[0], ast.Continue):
-                return (node.test, behind) if behind is not None else None
-            return node.test, node.body
+            return node, behind
         of_loop = isinstance(node, ast.For | ast.While)
         for name in ("body", "orelse", "finalbody"):
             inside = getattr(node, name, None)

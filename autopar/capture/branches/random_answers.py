@@ -6,7 +6,6 @@ The question stays in the trace, as an operator ``autopar::ask`` with its condit
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.capture.python.user_lines import is_users, user_line
+from autopar.capture.python.user_lines import is_users, place_in, user_line
 from autopar.errors import CaptureError
 
 ASK = "autopar.ask.default"
@@ -122,10 +121,8 @@ def site_of() -> str:
     frame = users_frame()
     if frame is None:
         return "an unknown place@0"
-    # by its columns: Python moves between instructions of one call when it has run often
-    places = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
-    _, _, begin, end = next(places, (None,) * 4)
-    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}@{begin}-{end}"
+    line, begin, end = place_in(frame)
+    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{line}@{begin}-{end}"
 
 
 def users_frame() -> Any:

@@ -10,14 +10,14 @@ trace is made for each question, if they are not too many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from autopar.capture.branches.branch_equivalence import computes
-from autopar.capture.branches.joining_drafts import Apart, Union
+from autopar.capture.branches.joining_drafts import Apart, Union, is_flag
 from autopar.capture.branches.random_answers import Answer, Question
 from autopar.capture.branches.uniting_traces import United, unite
 from autopar.capture.graph.building import Draft, GraphBuilder
@@ -35,8 +35,13 @@ class Trace:
     draft: Draft
 
     @property
-    def constants(self) -> dict[str, torch.Tensor]:
+    def values(self) -> dict[str, torch.Tensor]:
+        """The tensors that are no registered ones, by name."""
         return self.builder.constants
+
+    def unwritten(self, written: Collection[str]) -> dict[str, torch.Tensor]:
+        """Those that no trace writes: they are the same as others of the same values."""
+        return {name: value for name, value in self.values.items() if name not in written}
 
     @property
     def gives(self) -> Any:
@@ -46,6 +51,41 @@ class Trace:
     @property
     def size(self) -> int:
         return sum(node.kind == "op" for node in self.draft.nodes)
+
+
+class _SameNames:
+    """Gives tensors that are no registered ones the same names in all traces: torch counts those in lists in the order
+    in which a trace meets them."""
+
+    def __init__(self) -> None:
+        self.name_of: dict[int, str] = {}
+        self.alive: list[torch.Tensor] = []
+        """Those that have names, so that no other is taken for one of them."""
+        self.written: set[str] = set()
+        """Names of those that a trace writes."""
+
+    def given(self, trace: Trace) -> Trace:
+        draft, constants = trace.draft, trace.builder.constants
+        flags = {node.target for node in draft.nodes if is_flag(node)}
+        new = {name: name if name in flags else self._name(name, value) for name, value in constants.items()}
+        trace.builder.constants = {new[name]: value for name, value in constants.items()}
+        nodes = [
+            replace(node, name=new[node.target], target=new[node.target]) if node.kind != "op" and node.target in new
+            else node for node in draft.nodes
+        ]  # fmt: skip
+        updates = {new.get(name, name): ref for name, ref in draft.updates.items()}
+        self.written |= updates.keys() - flags
+        tied = {new.get(name, name): new.get(first, first) for name, first in draft.tied.items()}
+        return replace(trace, draft=replace(draft, nodes=nodes, updates=updates, tied=tied))
+
+    def _name(self, name: str, tensor: torch.Tensor) -> str:
+        if id(tensor) not in self.name_of:
+            taken, free, count = set(self.name_of.values()), name, 1
+            while free in taken:
+                free, count = f"{name}_{count}", count + 1
+            self.name_of[id(tensor)] = free
+            self.alive.append(tensor)
+        return self.name_of[id(tensor)]
 
 
 class Explorer:
@@ -62,7 +102,8 @@ class Explorer:
         self, builder: GraphBuilder, first: Draft, again: Callable[[Answer], tuple[GraphBuilder, Any]], prefix: str
     ) -> None:
         self.again, self.prefix = again, prefix
-        self.plain = {frozenset[str](): Trace(builder, first)}
+        self.names = _SameNames()
+        self.plain = {frozenset[str](): self.names.given(Trace(builder, first))}
         """Traces in which all questions of a place have one answer, by the places where it is True."""
         self.yes = frozenset[str]()
         """Places where the answer of the base is True."""
@@ -85,7 +126,7 @@ class Explorer:
 
     def _made(self, answer: Answer) -> Trace:
         builder, _ = self.again(answer)
-        return Trace(builder, builder.draft())
+        return self.names.given(Trace(builder, builder.draft()))
 
     def _plainly(self, yes: frozenset[str]) -> Trace:
         if yes not in self.plain:
@@ -153,17 +194,21 @@ class Explorer:
         Raises:
             Apart: they do not go together, or other traces show that it is not right.
         """
-        union = Union(self.base.draft, self.base.constants)
+        written = frozenset(self.names.written)
+        union = Union(self.base.draft, self.base.unwritten(written))
         for group in groups:
             trace = self._trace(group, union.inside)
             asked = {ask.question for ask in trace.draft.asks}
             union.inside.update({q: group[0] for q in self.questions if q not in asked})
-            union.join(trace.draft, group, trace.constants)
+            if self.names.written != written:  # what this trace writes, the base may read
+                return self._united_by(groups)
+            union.join(trace.draft, group, trace.unwritten(written), trace.values)
         united = unite(union, self.prefix)
         for group in [*groups, self.questions, *_by_bits(self.questions)]:
             trace = self._trace(group, union.inside)
             answers = {ask.question: ask.answer != (ask.question in group) for ask in self.base.draft.asks}
-            if not computes(united, self.base.constants, answers, trace.draft, trace.constants):
+            of_base, of_trace = (t.unwritten(self.names.written) for t in (self.base, trace))
+            if not computes(united, of_base, answers, trace.draft, of_trace):
                 raise Apart("what is computed after both sides does not follow from the two sides alone")
         return united
 

@@ -81,13 +81,14 @@ class _Uniting:
     def _read_by_base(self, use: Use) -> Ref:
         base = self.union.base
         if use.reader == "output":
-            return base.outputs[use.position]  # type: ignore[no-any-return, index]
+            return base.outputs[use.position]  # type: ignore[no-any-return]
         if use.reader == "update":
-            return base.updates.get(str(use.position)) or self._buffer(str(use.position))
+            return self._new_value(use.position)
         return self.union.nodes[use.reader].refs[use.position]  # type: ignore[index]
 
-    def _buffer(self, name: str) -> Ref:
-        return Ref(next(i for i, n in enumerate(self.union.base.nodes) if n.kind != "op" and n.target == name))
+    def _new_value(self, buffer: int) -> Ref:
+        """What the base writes to a buffer: the buffer itself, where it writes nothing."""
+        return self.union.updates.get(buffer, Ref(buffer))
 
     def run(self) -> United:
         union, base = self.union, self.union.base
@@ -99,11 +100,9 @@ class _Uniting:
         outputs = tuple(
             self._value(Use("output", i), out) if isinstance(out, Ref) else out for i, out in enumerate(base.outputs)
         )
-        changed = base.updates.keys() | {str(u.position) for u in union.meets if u.reader == "update"}
-        updates = {
-            name: self._value(Use("update", name), base.updates.get(name) or self._buffer(name))
-            for name in sorted(changed)
-        }
+        changed = union.updates.keys() | {u.position for u in union.meets if u.reader == "update"}
+        new = {b: self._value(Use("update", b), self._new_value(b)) for b in sorted(changed)}
+        updates = {self.nodes[self.place[b]].target: value for b, value in new.items()}
         user = [None if n is None else self.place[n] for n in base.user]
         draft = Draft(self.nodes, outputs, base.loss, base.tied, updates | self.statistics, user, base.asks)
         constants = {self.nodes[self.place[i]].target: value for i, value in union.values.items()}
@@ -243,9 +242,9 @@ class _Uniting:
             moved = self._op("aten.mul.Tensor", (moment, momentum), spec, norm)
             value = self._op("aten.add.Tensor", (kept, moved), spec, norm)
             for question in [*self.union.left_out.get(i, ())]:
-                value = self._choice(question, self._moved(self._buffer(name)), value, -1)
+                value = self._choice(question, self._moved(Ref(self.union.at[name])), value, -1)
             if i in self.union.only:
-                value = self._choice(self.union.only[i], value, self._moved(self._buffer(name)), -1)
+                value = self._choice(self.union.only[i], value, self._moved(Ref(self.union.at[name])), -1)
             self.statistics[name] = value
         return replace(norm, args=(*norm.args[:3], *copies, *norm.args[5:]))
 

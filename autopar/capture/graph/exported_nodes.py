@@ -51,6 +51,20 @@ def without_values(fx: torch.fx.Node) -> Any:
     return [one(v) for v in val] if isinstance(val, (list, tuple)) else one(val)
 
 
+def drawn_strides(fx: torch.fx.Node) -> tuple[int, ...]:
+    """Strides of what a traced random operator draws; none where it is contiguous.
+
+    In place it draws into the tensor that it is given, else into a new one that lies as that tensor does, but for
+    ``torch.bernoulli`` and ``torch.normal``.
+    """
+    given = fx.args[0].meta.get("val") if fx.args and isinstance(fx.args[0], torch.fx.Node) else None
+    name = name_of(fx.target).removeprefix("aten.").partition(".")[0]
+    if not isinstance(given, torch.Tensor) or name in ("bernoulli", "normal"):
+        return ()
+    strides = given.stride() if name.endswith("_") else torch.empty_like(given, device="meta").stride()
+    return () if torch.empty(given.shape, device="meta").stride() == strides else tuple(strides)
+
+
 _KNOWN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.fx.Node})
 
 

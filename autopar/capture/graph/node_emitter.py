@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from autopar.capture.aliasing.schemas import draws_by_itself
-from autopar.capture.graph.exported_nodes import at, module_of, source_of
+from autopar.capture.aliasing.schemas import draws_by_itself, seeded
+from autopar.capture.graph.exported_nodes import at, drawn_strides, module_of, source_of
 from autopar.errors import CaptureError
 from autopar.words.graph import Node, Ref, Spec, refs_in
 
@@ -47,7 +47,8 @@ class Emitting:
         floats = any(o is not None and o.is_float for o in outs)
         ref = self._add(
             Node(name or fx.name, "op", target, tuple(args), dict(kwargs), outs,
-                 module_of(fx).removeprefix(self.prefix), source_of(fx), grads and floats, hot)
+                 module_of(fx).removeprefix(self.prefix), source_of(fx), grads and floats, hot,
+                 strides=drawn_strides(fx) if seeded(target) else ())
         )  # fmt: skip
         return [Ref(ref.node, i) for i in range(len(outs))]
 

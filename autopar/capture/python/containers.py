@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import types
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from autopar.capture.python.frozen_values import OTHER, Held
+from autopar.capture.python.frozen_values import OTHER, Held, items_in
 from autopar.errors import CaptureError
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 """Tables of a module in which torch looks for what is no attribute like others, in this order."""
+
+
+def shallow_copy(container: Any) -> Any:
+    """Return what :func:`refill` gives a container again; itself, where it cannot be changed."""
+    for builtin in (dict, list, set):
+        if isinstance(container, builtin):
+            return builtin(items_in(container) or [])
+    return copy.copy(container) if isinstance(container, types.SimpleNamespace) else container
 
 
 def refill(container: Any, before: Any) -> None:
@@ -26,6 +35,26 @@ def refill(container: Any, before: Any) -> None:
     elif isinstance(container, types.SimpleNamespace):
         vars(container).clear()
         vars(container).update(vars(before))
+
+
+def plain_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the tensors with values that a module, and the modules in it, have as plain attributes, or in lists and
+    dicts that are attributes."""
+    found: dict[int, torch.Tensor] = {}
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta:
+                found[id(value)] = value
+        elif depth and isinstance(value, (list, tuple, dict, types.SimpleNamespace)):
+            for item in items_in(vars(value) if isinstance(value, types.SimpleNamespace) else value) or []:
+                look(item[1] if isinstance(value, (dict, types.SimpleNamespace)) else item, depth - 1)
+
+    for m in module.modules():
+        for name, value in vars(m).items():
+            if name not in _REGISTERED:
+                look(value, 3)
+    return list(found.values())
 
 
 def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
@@ -68,8 +97,8 @@ def new_tensors(before: Any, now: Any) -> list[torch.Tensor]:
 
     def held(container: Any) -> list[Any]:
         if isinstance(container, (list, tuple, set, frozenset)):
-            return list(container)
-        return list((container if isinstance(container, dict) else vars(container)).values())
+            return items_in(container) or []
+        return [item for _, item in items_in(container if isinstance(container, dict) else vars(container)) or []]
 
     old = {id(item) for item in held(before)}
     return [item for item in held(now) if isinstance(item, torch.Tensor) and id(item) not in old]
@@ -83,4 +112,7 @@ def only_more(before: Any, now: Any) -> bool:
     return now[: len(before)] == before and all(v is OTHER or isinstance(v, Held) for _, v in more)
 
 
-__all__ = ["OfTheCallBefore", "new_tensors", "only_more", "refill", "restored", "table_of", "unreadable"]
+__all__ = [
+    "OfTheCallBefore", "new_tensors", "only_more", "plain_tensors", "refill", "restored", "shallow_copy", "table_of",
+    "unreadable",
+]  # fmt: skip

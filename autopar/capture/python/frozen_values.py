@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import types
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,15 +87,49 @@ def frozen(value: Any, depth: int = 4) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return Held(value)
-    if depth and isinstance(value, (tuple, list, set, frozenset)) and len(value) <= _MOST:
-        items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        return tuple([type(value).__name__, *(frozen(v, depth - 1) for v in items)])
-    if depth and isinstance(value, Mapping) and len(value) <= _MOST:
-        items = ((k if is_plain(k) else OTHER, frozen(v, depth - 1)) for k, v in value.items())
-        return tuple(["dict", *(i for i in items if not _by_tensor_class(*i))])
     if depth and type(value) is types.SimpleNamespace:
         return frozen(vars(value), depth)
-    return OTHER
+    items = items_in(value) if depth else None
+    if items is None or len(items) > _MOST:
+        return OTHER
+    if isinstance(value, Mapping):
+        entries = ((k if is_plain(k) else OTHER, frozen(v, depth - 1)) for k, v in items)
+        return tuple(["dict", *(e for e in entries if not _by_tensor_class(*e))])
+    if isinstance(value, (set, frozenset)):
+        try:
+            items = sorted(items, key=repr)
+        except Exception:  # of the repr of a class of the user's
+            return OTHER
+    return tuple([type(value).__name__, *(frozen(v, depth - 1) for v in items)])
+
+
+def items_in(container: Any) -> list[Any] | None:
+    """Return what a container holds, a mapping's pairs; None for any other value, or where its class does not show it.
+
+    A subclass of one of Python's own containers is looked at past its methods: those of a class may raise an error
+    (e3nn's ``Irrep`` is a tuple whose ``__len__`` does), and to look at a value runs no code of the user's.
+    """
+    if isinstance(container, dict):
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        return list(kind.items(container))
+    for builtin in (tuple, list, set, frozenset):
+        if isinstance(container, builtin):
+            return list(builtin.__iter__(container))  # type: ignore[arg-type]
+    if isinstance(container, Mapping):
+        try:
+            return list(container.items())
+        except Exception:
+            return None
+    return None
+
+
+def is_of_builtins(value: Any) -> bool:
+    """Whether a value is plain, or a container of Python's own of such: a copy of one is made and compared by code of
+    Python's alone."""
+    if type(value) not in (tuple, list, set, frozenset, dict, OrderedDict, defaultdict):
+        return is_plain(value)
+    items = items_in(value) or []
+    return all(map(is_of_builtins, items))
 
 
 def _by_tensor_class(key: Any, value: Any) -> bool:
@@ -112,15 +147,19 @@ def says_the_same(before: Any, after: Any) -> bool:
     """
     if before is after or type(before) is not type(after) or isinstance(before, torch.Tensor | torch.nn.Module):
         return before is after
-    if isinstance(before, Mapping):
-        more = after.keys() - before.keys()
-        return before.keys() <= after.keys() and all(map(_classes, more)) and all(
-            says_the_same(value, after[key]) for key, value in before.items()
-        )  # fmt: skip
-    if isinstance(before, (tuple, list)):
-        return len(before) == len(after) and all(map(says_the_same, before, after))
-    if is_plain(before) or isinstance(before, (set, frozenset)):
+    if is_plain(before):
         return bool(before == after)
+    items, items_after = items_in(before), items_in(after)
+    if items is not None and items_after is not None:
+        if isinstance(before, Mapping):
+            now = dict(items_after)
+            more = now.keys() - dict(items).keys()
+            return len(now) - len(more) == len(items) and all(map(_classes, more)) and all(
+                says_the_same(value, now[key]) for key, value in items
+            )  # fmt: skip
+        if isinstance(before, (tuple, list)):
+            return len(items) == len(items_after) and all(map(says_the_same, items, items_after))
+        return set(items) == set(items_after)
     return hasattr(before, "__dict__") and says_the_same(vars(before), vars(after))
 
 
@@ -131,9 +170,10 @@ def _classes(key: Any) -> bool:
 
 def leaves_out(value: Any) -> bool:
     """Whether :func:`frozen` leaves something out of a dict, or of what is in a container."""
+    items = items_in(value) or []
     if isinstance(value, Mapping):
-        return any(_by_tensor_class(k, frozen(v)) or leaves_out(v) for k, v in value.items())
-    return isinstance(value, (tuple, list)) and any(map(leaves_out, value))
+        return any(_by_tensor_class(k, frozen(v)) or leaves_out(v) for k, v in items)
+    return isinstance(value, (tuple, list)) and any(map(leaves_out, items))
 
 
 def show(value: Any) -> str:
@@ -150,4 +190,7 @@ def show(value: Any) -> str:
     return repr(value)
 
 
-__all__ = ["OTHER", "Held", "SameObject", "frozen", "is_plain", "leaves_out", "says_the_same", "show"]
+__all__ = [
+    "OTHER", "Held", "SameObject", "frozen", "is_of_builtins", "is_plain", "items_in", "leaves_out", "says_the_same",
+    "show",
+]  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.python.frozen_values import OTHER, Held, SameObject, frozen, leaves_out, show
+from autopar.capture.python.frozen_values import OTHER, Held, SameObject, frozen, is_of_builtins, leaves_out, show
 from autopar.errors import RunError, first_few
 
 
@@ -175,7 +175,7 @@ class Guards:
         in_dict: tuple[list[str], list[Any]] = [], []
         for read in sorted(reads, key=lambda r: r.name):
             now = _fetch(owner, read)
-            if _holds_other(read.value) or frozen(now) != read.value or leaves_out(now):
+            if _holds_other(read.value) or frozen(now) != read.value or leaves_out(now) or not is_of_builtins(now):
                 self._partly.append((ref, read))
             else:
                 to = in_dict if kind == "attribute" and _Own.holds(owner, read.name, now) else (names, values)

@@ -9,7 +9,6 @@ every call), and generators of random numbers outside torch, whose state shows w
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import sys
 import types
@@ -21,17 +20,36 @@ import torch
 
 from autopar.capture.python.attribute_lookups import Lookups, behind, can_tell, only_appends, only_counts, stored
 from autopar.capture.python.attribute_outputs import LeftBehind
-from autopar.capture.python.containers import OfTheCallBefore, new_tensors, only_more, refill, restored, unreadable
-from autopar.capture.python.frozen_values import OTHER, Held, SameObject, frozen, is_plain, says_the_same, show
+from autopar.capture.python.containers import (
+    OfTheCallBefore,
+    new_tensors,
+    only_more,
+    refill,
+    restored,
+    shallow_copy,
+    unreadable,
+)
+from autopar.capture.python.frozen_values import (
+    OTHER,
+    Held,
+    SameObject,
+    frozen,
+    is_plain,
+    items_in,
+    says_the_same,
+    show,
+)
 from autopar.capture.python.generators import global_states, is_generator, same_state, set_state, state_of
 from autopar.capture.python.globals_read import Free, free_values
 from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.value_origins import depends_on_data
+from autopar.torch_private import FakeTensor, pytree
 
 _FOREIGN = ("torch", "builtins", "numpy", "enum", "types", "functools", "collections", "typing", "threading", "logging",
             "re", "weakref", "_thread", "abc", "pathlib", "inspect", "contextlib")  # fmt: skip
 """Packages whose objects are not looked into."""
+_ABSENT = object()
 
 
 @dataclass
@@ -89,6 +107,8 @@ class Recorder:
         """The same with the trace's own tensors, when forward begins."""
         self.generators: dict[int, tuple[Any, str, Any]] = {}
         self.left = LeftBehind()
+        self.before_set: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        """Attributes that forward sets to more than plain values: their owners and names, and what they held."""
         self.lookups = Lookups(self._saw, self._wrote)
         self.changed: list[Written] = []
         """What the next call would read otherwise."""
@@ -130,6 +150,12 @@ class Recorder:
                 else:
                     del module._buffers[name]  # the trace's own tensor, which is of no use to anybody
         self.lookups.end()
+        for owner, name, before in self.before_set.values():
+            attributes = vars(owner)
+            if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(attributes.get(name))):
+                attributes.pop(name)  # the model's next call would compute with the trace's own tensors
+                if before is not _ABSENT:
+                    attributes[name] = before
 
     # -- what is heard
 
@@ -178,7 +204,7 @@ class Recorder:
         self.first[key] = owner, ReadValue(path, name, frozen_value, where)
         self.raw[key] = value
         if not is_plain(value):
-            self.before[key] = copy.copy(value)
+            self.before[key] = shallow_copy(value)
             self._inside(value, f"{path}.{name}".lstrip("."))
 
     def _saw_tensor(self, owner: Any, name: str, value: torch.Tensor, frame: Any) -> None:
@@ -191,11 +217,12 @@ class Recorder:
 
     def _inside(self, container: Any, path: str) -> None:
         """Follow objects that stand in a container."""
+        items = items_in(container) or []
         if isinstance(container, dict):
-            for key, item in container.items():
+            for key, item in items:
                 self._member(item, f"{path}[{key!r}]")
         elif isinstance(container, (list, tuple)):
-            for i, item in enumerate(container):
+            for i, item in enumerate(items):
                 self._member(item, f"{path}[{i}]")
 
     def _member(self, item: Any, path: str) -> None:
@@ -223,6 +250,8 @@ class Recorder:
         key = id(owner), name
         if not is_plain(value):
             self.left.note(owner, owner_and_path[1], name)
+            if hasattr(owner, "__dict__"):
+                self.before_set.setdefault(key, (owner, name, vars(owner).get(name, _ABSENT)))
         if isinstance(value, torch.Tensor):
             self._kept(key, owner, owner_and_path[1], name, value)
             return
@@ -271,7 +300,7 @@ class Recorder:
                 self.kept[key] = f"{read.label} at {read.where or 'its forward'}"
                 owner = self.first[key][0]
                 if type(container) in (list, dict) and vars(owner).get(read.name) is container:
-                    self.into[key] = copy.copy(container)
+                    self.into[key] = shallow_copy(container)
                     self.left.note_filled(owner, read.path, read.name, before)
         buffers_before = self._buffers_before()
         assigned: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]] = []

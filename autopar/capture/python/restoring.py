@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.python.frozen_values import is_plain
+from autopar.capture.python.containers import plain_tensors, refill, shallow_copy
+from autopar.capture.python.frozen_values import is_plain, items_in
 from autopar.torch_private import DisableTorchFunction, TorchDispatchMode, pytree
 
 _SEED = 20240229
@@ -21,38 +22,67 @@ _AFTER = "_post_accumulate_grad_hooks"
 
 
 class Draws(TorchDispatchMode):
-    """Seeds the generator before each random operator: operators of one kind and shape draw the same numbers.
+    """Seeds the generator before each random operator: operators of one kind and shape draw the same numbers, in
+    whatever order their elements are in memory.
 
     Args:
         nothing_dropped: dropouts keep every element, scaled as those that are kept are.
 
     Attributes:
         dropouts: how often elements of which shape were dropped, or kept.
-        others: whether there were other random operators.
+        others: how often numbers of which shape were drawn for anything else.
     """
 
     def __init__(self, nothing_dropped: bool) -> None:
         super().__init__()
         self.nothing_dropped = nothing_dropped
         self.dropouts: Counter[tuple[int, ...]] = Counter()
-        self.others = False
+        self.others: Counter[tuple[int, ...]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.manual_seed(_SEED)
             if func in _DROPOUTS:
                 self.dropouts[tuple(args[0].shape)] += 1
                 if self.nothing_dropped:
                     return _all_kept(*args)
-            else:
-                self.others = True
+                return _drawn(func, args, kwargs or {})
+            drawn = _drawn(func, args, kwargs or {})
+            self.others.update(tuple(x.shape) for x in pytree.tree_leaves(drawn)[:1])
+            return drawn
         return func(*args, **(kwargs or {}))
+
+
+def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what a random operator gives from one seed, element by element in the order of the shape.
+
+    torch draws in the order of memory, and a graph has no ``contiguous()``: a tensor that was transposed on one side of
+    a comparison alone would get the same numbers at other places.
+    """
+
+    def dense(x: Any) -> Any:
+        return x.contiguous() if isinstance(x, torch.Tensor) and not x.is_contiguous() else x
+
+    in_order, in_order_kwargs = pytree.tree_map(dense, (args, kwargs))
+    torch.manual_seed(_SEED)
+    drawn = func(*in_order, **in_order_kwargs)
+    if all(map(operator.is_, pytree.tree_leaves((args, kwargs)), pytree.tree_leaves((in_order, in_order_kwargs)))):
+        return drawn
+    torch.manual_seed(_SEED)
+    given = func(*args, **kwargs)  # in the memory that the model would have
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if i < len(args) and args[i] is not in_order[i]:
+                args[i].copy_(in_order[i])
+    for mine, other in zip(pytree.tree_leaves(given), pytree.tree_leaves(drawn), strict=True):
+        if isinstance(mine, torch.Tensor) and mine is not other:
+            mine.copy_(other)
+    return given
 
 
 _DROPOUTS = (torch.ops.aten.bernoulli_.float, torch.ops.aten.native_dropout.default)
 
 
-def _all_kept(x: torch.Tensor, p: float, train: bool | None = None) -> Any:
+def _all_kept(x: torch.Tensor, p: float = 0.5, train: bool | None = None) -> Any:
     """What a dropout gives that keeps everything: of CPUs its noise, of GPUs the result and the mask."""
     if train is None:
         return x.fill_(1)
@@ -123,15 +153,18 @@ _IN_PLACE = tuple(
 
 @contextlib.contextmanager
 def kept(*roots: Any) -> Iterator[None]:
-    """Buffers, frozen parameters, hooks of parameters and Python attributes of modules are put back."""
+    """Buffers, plain tensors, frozen parameters, hooks of parameters and Python attributes of modules are put back."""
     modules = [m for root in roots if isinstance(root, torch.nn.Module) for m in root.modules()]
     frozen = _FrozenKept(modules)
     attributes = []
     for module in modules:
         entries = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
-        inside = {k: _in(v) for k, v in entries.items() if isinstance(v, (dict, list, set)) and not is_plain(v)}
+        containers = {k: v for k, v in entries.items() if isinstance(v, (dict, list, set)) and not is_plain(v)}
+        inside = {k: (_in(v), shallow_copy(v)) for k, v in containers.items()}
         attributes.append((module, entries, inside, dict(module._buffers)))
-    values = [(b, b.detach().clone()) for *_, buffers in attributes for b in buffers.values() if b is not None]
+    buffers_and_plain = [b for *_, buffers in attributes for b in buffers.values() if b is not None]
+    buffers_and_plain += [t for root in roots if isinstance(root, torch.nn.Module) for t in plain_tensors(root)]
+    values = [(t, t.detach().clone()) for t in buffers_and_plain]
     params = [p for m in modules for p in m._parameters.values() if p is not None]
     hooked: list[Any] = [hooks for p in params for hooks in (p._backward_hooks, getattr(p, _AFTER, None)) if hooks]
     removed = [dict(hooks) for hooks in hooked]
@@ -148,11 +181,12 @@ def kept(*roots: Any) -> Iterator[None]:
             for name in new:
                 del module.__dict__[name]
             module.__dict__.update(entries)
-            for name, before in inside.items():
+            for name, (before, copied) in inside.items():
                 value = entries[name]
-                if not _same_things(_in(value), before):  # a container that cannot be changed is never touched
-                    value.clear()
-                    value.extend(before) if isinstance(value, list) else value.update(before)
+                now = _in(value)
+                # a container that cannot be changed is never touched
+                if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                    refill(value, copied)
             module._buffers.update(buffers)
         with torch.no_grad():
             frozen.put_back()
@@ -162,14 +196,9 @@ def kept(*roots: Any) -> Iterator[None]:
 
 
 def _in(container: Any) -> list[Any]:
-    """What a list, a set or a dict holds now; of a dict its pairs."""
-    return list(container.items()) if isinstance(container, dict) else list(container)
-
-
-def _same_things(a: list[Any], b: list[Any]) -> bool:
-    """Whether two contents are the same objects in the same order."""
-    parts = [[part for x in xs for part in (x if isinstance(x, tuple) and len(x) == 2 else (x,))] for xs in (a, b)]
-    return len(parts[0]) == len(parts[1]) and all(map(operator.is_, *parts))
+    """What a list, a set or a dict holds now; of a dict its keys and values in turn."""
+    items = items_in(container) or []
+    return [part for pair in items for part in pair] if isinstance(container, dict) else items
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.python.frozen_values import items_in
 from autopar.torch_private import OpOverload, OpOverloadPacket
 
 OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
@@ -93,17 +94,15 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
         parts = (value.func, value.args, value.keywords)
         return (kind, tuple([seen(part, memo, depth - 1, above) for part in parts]))
     if sort == "mapping":
-        if len(value) > LENGTH:
-            raise Unknown(f"{kind.__name__} of {len(value)} entries")
-        entries = tuple([(seen(k, memo, depth - 1, above), seen(v, memo, depth - 1, above)) for k, v in value.items()])
+        entries = tuple(
+            [(seen(k, memo, depth - 1, above), seen(v, memo, depth - 1, above)) for k, v in _items_of(value)]
+        )
         more = _fields(value, memo, depth, above) if hasattr(value, "__dict__") else ()
         return (kind, entries, more)
     if sort == "sequence":
-        if len(value) > LENGTH:
-            raise Unknown(f"{kind.__name__} of {len(value)} entries")
-        return (kind, tuple([seen(v, memo, depth - 1, above) for v in value]))
+        return (kind, tuple([seen(v, memo, depth - 1, above) for v in _items_of(value)]))
     if sort == "set":
-        return (kind, frozenset(seen(v, memo, depth - 1, above) for v in value))
+        return (kind, frozenset(seen(v, memo, depth - 1, above) for v in _items_of(value)))
     if sort == "iterator":
         return (kind, repr(value))
     if sort == "opaque":
@@ -113,6 +112,18 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
             memo[id(value)] = (kind, _fields(value, memo, depth, above))
         return memo[id(value)]
     raise Unknown(f"{kind.__name__} does not show its state")
+
+
+def _items_of(container: Any) -> list[Any]:
+    """Return what a container holds, a mapping's pairs.
+
+    Raises:
+        Unknown: it holds too much, or does not show it.
+    """
+    items = list(container) if isinstance(container, collections.deque) else items_in(container)
+    if items is None or len(items) > LENGTH:
+        raise Unknown(f"{type(container).__name__} of {'unknown' if items is None else len(items)} entries")
+    return items
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,12 +12,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.data_branches import (
+    COMPARED,
     DISTINCT,
     INDEXED,
     NUMBER,
     NUMBERS,
     PLACES,
     REPEATED,
+    SAME,
     Read,
     can_be_listed,
     is_integer,
@@ -66,7 +68,6 @@ class AnswerConstants(TorchFunctionMode):
         torch.Tensor.tolist,
     )
 
-    SAME = (torch.equal, torch.Tensor.equal)
     SELECT = (torch.select, torch.Tensor.select)
     WHERE = (torch.where, torch.Tensor.where)
     PLACES = (torch.nonzero, torch.Tensor.nonzero, *WHERE)
@@ -94,10 +95,12 @@ class AnswerConstants(TorchFunctionMode):
                     return number
                 answer = _not_known(func, args[0], take, Read)
                 return func(*args) if answer is None else answer
+        if func is torch.Tensor.__format__ and (number := self._written_out(args[0])) is not None:
+            return format(number, *args[1:])
         args, kwargs = with_numbers(func, args, kwargs or {}, self._number_known)
         if func in REPEATED and (size := self._size_of_repeated(times_of(args, kwargs))) is not None:
             kwargs = {**kwargs, "output_size": size}
-        if func in self.SAME and len(args) == 2 and any(isinstance(a, FakeTensor) for a in args):
+        if func in SAME and len(args) == 2 and any(isinstance(a, FakeTensor) for a in args):
             return args[0].shape == args[1].shape and self._truth((args[0] == args[1]).all())
         as_it_is = func is not torch.tensor and isinstance(args[0] if args else None, torch.Tensor)  # with its gradient
         if func in self.OF_LISTS and len(args) == 1 and not as_it_is and _has_numbers_of_data(args[0]):
@@ -108,7 +111,7 @@ class AnswerConstants(TorchFunctionMode):
             made = func(*args, **kwargs)
             note_made_of_numbers(made)
             return made
-        if func is torch.allclose and any(isinstance(a, FakeTensor) for a in args):
+        if func in COMPARED and any(isinstance(a, FakeTensor) for a in args):
             return self._truth(torch.isclose(*args, **kwargs).all())
         if func in DISTINCT and (values := distinct(func, args, kwargs, self._how_many)) is not None:
             return values
@@ -130,6 +133,13 @@ class AnswerConstants(TorchFunctionMode):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return args[0].expand(shape)[_places(args[1].expand(shape))]
         return func(*args, **kwargs)
+
+    def _written_out(self, tensor: torch.Tensor) -> Any:
+        """The number that ``f"{tensor}"`` writes; None where it is not known."""
+        if not isinstance(tensor, FakeTensor) or tensor.dim():
+            return None
+        number = constant_value(tensor, lambda value: value.item())
+        return self._number_of_inputs(tensor) if number is None else number
 
     @contextlib.contextmanager
     def lists(self) -> Iterator[None]:

@@ -43,7 +43,10 @@ def _each_layer(
         x, *final = func(x, given, of_one, has_biases, 1, 0.0, train, bidirectional, batch_first)
         finals.append(tuple(final))
         if layer < n_layers - 1 and dropout > 0:
-            x = torch.dropout(x, dropout, train)
+            if batch_first:  # drawn as torch's operator draws, whose steps come first
+                x = torch.dropout(x.transpose(0, 1), dropout, train).transpose(0, 1)
+            else:
+                x = torch.dropout(x, dropout, train)
     return (x, *(torch.cat(of_layers) for of_layers in zip(*finals, strict=True)))
 
 

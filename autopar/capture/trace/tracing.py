@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,6 +22,7 @@ from autopar.capture.branches.random_answers import asked_afresh
 from autopar.capture.branches.unknown_numbers import checked
 from autopar.capture.dataclass_nodes import know_dataclasses
 from autopar.capture.graph.exported_nodes import source_of
+from autopar.capture.python.containers import plain_tensors
 from autopar.capture.python.user_lines import user_line
 from autopar.capture.repeats.repeated import Repeats
 from autopar.capture.repeats.written_out import Unlike, write_out
@@ -186,14 +187,9 @@ def _export(module: torch.nn.Module, args: Any, kwargs: Any, repeats: Repeats | 
 
 @contextlib.contextmanager
 def _plain_tensors_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Tensors of one element that a model has as plain attributes keep their values: the tracer follows such values,
-    and what the model writes to them while it is traced it writes to the tensors themselves."""
-    values_before = {
-        id(value): (value, value._version, value.detach().clone())
-        for m in module.modules()
-        for value in vars(m).values()
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
-    }
+    """Tensors that a model has as plain attributes, or in lists and dicts there, keep their values: what a forward
+    writes to one without reading data (``self.calls.add_(1)``) it writes, while it is traced, to the tensor itself."""
+    values_before = {id(t): (t, t._version, t.detach().clone()) for t in plain_tensors(module) if not t.is_inference()}
     try:
         yield
     finally:
@@ -256,8 +252,21 @@ _NOT_IN_OUTPUTS = re.compile(r"Found <class '(?:[\w.<>]*\.)?(\w+)'> in output, w
 """What torch.export says of outputs that it does not know."""
 
 
-def _explain(error: Exception, module: torch.nn.Module) -> str:
-    """One message for what torch.export raised: what, where in the user's code, what to do."""
+class _Place(NamedTuple):
+    """Where in the user's code an error was raised; all empty where that is not known.
+
+    Attributes:
+        where: ``file.py:12``.
+        line: the text of that line.
+        in_torch: the layer of torch below it that raised, in brackets.
+    """
+
+    where: str = ""
+    line: str = ""
+    in_torch: str = ""
+
+
+def _place_of(error: Exception) -> _Place:
     where, line, in_torch = "", "", ""
     trace = error.__traceback__
     while trace is not None:
@@ -278,6 +287,12 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
             line = linecache.getline(file, trace.tb_lineno).strip()
             in_torch = ""  # below a line of the user's there is no layer of torch yet
         trace = trace.tb_next
+    return _Place(where, line, in_torch)
+
+
+def _explain(error: Exception, module: torch.nn.Module) -> str:
+    """One message for what torch.export raised: what, where in the user's code, what to do."""
+    where, line, in_torch = _place_of(error)
     kind = type(error).__name__
     text = str(error).strip().splitlines()
     first = next((t.strip() for t in text if t.strip()), kind)
@@ -303,6 +318,12 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
             "keep it in a buffer (register_buffer in __init__, and copy_ in forward), or compute it anew; of a cache "
             "that is always the same, call the model once before, so that it is there"
         )
+    elif "FakeTensor(" in str(error):
+        what = f"its Python code looks something up by the value of a tensor ({kind}), which a program computes anew"
+        do = (
+            "pass what it is looked up by as a plain number or string of the call, or compute all that could be looked "
+            "up and choose by the tensor: torch.stack([head(x) for head in heads])[i]"
+        )
     elif ".numpy() is not supported for tensor subclasses" in str(error):
         what = "it makes a numpy array of a tensor, whose values a program computes anew at every call"
         do = "have forward() return the tensor, and call .numpy() on what it returns"
@@ -315,5 +336,19 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     else:
         what = f"{kind}: {first}"
         do = "replace the construct that torch.export cannot trace"
+    return _message(module, what, where, do)
+
+
+def run_failed(error: Exception, module: torch.nn.Module) -> CaptureError:
+    """Return the error to raise where the model itself fails on the example."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    what = f"running it on the example inputs failed: {type(error).__name__}: {said}"
+    return CaptureError(_message(module, what, _place_of(error).where, "check that model(*example_inputs) runs"))
+
+
+def _message(module: torch.nn.Module, what: str, where: str, do: str) -> str:
     called = getattr(module, "_called", type(module).__name__)  # of a model with its loss: its own name
     return f"cannot capture {called}: {what}" + (f"\n  at {where}" if where else "") + f"\n  {do}"
+
+
+__all__ = ["export", "run_failed"]

@@ -19,7 +19,7 @@ import torch
 
 from autopar.rules.attention.attention_in_blocks import AttentionForm, goes_in_blocks, in_blocks
 from autopar.rules.attention.ring_attention import QUERIES, RING, attention_across
-from autopar.rules.families.sharded_random import halves, threshold_of
+from autopar.rules.families.sharded_random import Site, halves, threshold_of
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, rule, sample
@@ -28,7 +28,7 @@ from autopar.words.placements import REPLICATED, shard
 
 def attention_with_dropout(
     q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-    scale: float | None = None, enable_gqa: bool = False, cut: Any, seed: Any, site: int, shape: Any, shards: Any,
+    scale: float | None = None, enable_gqa: bool = False, cut: Any, seed: Any, site: Site, shape: Any, shards: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Attention with dropout of its probabilities that does not depend on the mesh; where it is long, in blocks."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]

@@ -20,7 +20,7 @@ from autopar.rules.attention.attention_pairs import (
     pairs,
     zigzag_stretches,
 )
-from autopar.rules.families.sharded_random import Shards, dropping, hashes_at, threshold_of
+from autopar.rules.families.sharded_random import Shards, Site, dropping, hashes_at, threshold_of
 from autopar.words.pieces import nested_piece_of
 
 Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -38,7 +38,7 @@ class Draw(NamedTuple):
     """
 
     p: float
-    site: int
+    site: Site
     shape: tuple[int, ...]
     shards: Shards
 
@@ -107,7 +107,7 @@ class Going:
                 dropping=self._dropping(pair, *hashes),
             )  # fmt: skip
 
-    def hashes(self, numbers: Sequence[int], seed: torch.Tensor, length: int, *lead: torch.Tensor) -> Hashes:
+    def hashes(self, numbers: Sequence[int], seed: Any, length: int, *lead: torch.Tensor) -> Hashes:
         """Those of a rank's queries [.. h q] and of all keys [k], of which bits are drawn.
 
         Args:
@@ -115,15 +115,20 @@ class Going:
             lead: where it is along the leading dims of the scores.
         """
         assert self.draw is not None
-        device = seed.device
+        device = lead[0].device if lead else seed.device
         places = [torch.arange(row.start, row.end, device=device) for row in self.rows(numbers, length)]
         keys = torch.arange(self.draw.shape[-1], device=device)
+        if not isinstance(seed, torch.Tensor):  # torch's numbers: of rows with all keys, whether they are kept
+            return seed.at_places(self.draw.site, (*lead, torch.cat(places), keys)), None
         return hashes_at(seed, self.draw.site, self.draw.shape, (*lead, torch.cat(places), keys))
 
     def _dropping(self, pair: Met, row: torch.Tensor | None, column: torch.Tensor | None) -> Dropping | None:
-        if self.draw is None or row is None or column is None:
+        if self.draw is None or row is None:
             return None
-        drop = dropping(row[..., pair.rows], column[pair.places], threshold_of(self.draw.p))
+        drop = (
+            row[..., pair.rows, :][..., pair.places].mul if column is None
+            else dropping(row[..., pair.rows], column[pair.places], threshold_of(self.draw.p))
+        )  # fmt: skip
         return Dropping(drop, 1 / (1 - self.draw.p) if self.draw.p < 1 else 0.0)
 
 

@@ -45,8 +45,15 @@ class AttentionForm(NamedTuple):
 
     def in_one(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: Any, column: Any) -> Any:
         """The call at once, as the reference and where gradients of gradients are asked for."""
+        return self.with_drop(q, k, v, mask, dropping(row, column, self.threshold))
+
+    def with_drop(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, drop: Any) -> Any:
+        """The call at once.
+
+        Args:
+            drop: sets weights [.. h q k] that are dropped to zero.
+        """
         weights = safe_softmax(_scores(q, k, mask, slice(0, q.shape[-2]), self), -1)  # zeros for who sees no key
-        drop = dropping(row, column, self.threshold)
         return _rejoined(torch.matmul(_folded(drop(weights), v), v), q) * self.unscaled
 
     @property

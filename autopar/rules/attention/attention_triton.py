@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autopar.rules.families.sharded_random import MULTIPLIERS
+from autopar.rules.families.hash_multipliers import MULTIPLIERS
 
 _FIRST, _SECOND = (tl.constexpr(n) for n in MULTIPLIERS)
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = (tl.constexpr(n) for n in range(3))

@@ -32,6 +32,7 @@ from autopar.rules.attention.attention_call import Draw, Going, Hashes
 from autopar.rules.attention.attention_halves import add_to, as_message, exchanged, message_of_halves, parts_of, whole
 from autopar.rules.attention.attention_pairs import mask_of
 from autopar.rules.attention.attention_sums import AttentionSoFar, SumOfParts
+from autopar.rules.families.sharded_random import Site
 from autopar.rules.lowering_helpers.collective_helpers import permuted, sends_on
 from autopar.rules.lowering_helpers.local_piece import axes_of, cuts_on, n_pieces, positions, which_piece
 from autopar.rules.lowering_helpers.lowering_trial import makes_some_steps, standing_for
@@ -96,11 +97,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-        seed: torch.Tensor | None, way: Going,
+        seed: Any, way: Going,
     ) -> torch.Tensor:  # fmt: skip
         hashes: Hashes = (None, None)
         if way.draw is not None and seed is not None:
-            seed = seed.to(q.device)
+            seed = seed.to(q.device) if isinstance(seed, torch.Tensor) else seed
             sizes = zip(way.draw.shape, way.draw.shards, strict=False)
             lead = [positions(n, axes, q.device) for n, axes in sizes]
             hashes = each_rank(way.hashes)(way.row_numbers, seed, q.shape[-2], *lead)
@@ -203,7 +204,7 @@ def _next_of(way: Going) -> list[int]:
 def attention_across(
     q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False, cut: Mapping[str, Sequence[str]], sizes: Any = None,
-    seed: Any = None, site: int = 0, shape: Any = None, shards: Any = (),
+    seed: Any = None, site: Site = 0, shape: Any = None, shards: Any = (),
 ) -> torch.Tensor:  # fmt: skip
     """``aten.scaled_dot_product_attention`` with its queries cut, and its keys too where the ring is."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]; local q, and local k in a ring

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autopar.rules.families.sharded_random import MULTIPLIERS, SPLITMIX
+from autopar.rules.families.hash_multipliers import MULTIPLIERS, SPLITMIX
 
 _FIRST, _SECOND = (tl.constexpr(n) for n in MULTIPLIERS)
 _GOLDEN, _M1, _M2 = (tl.constexpr(n) for n in SPLITMIX)

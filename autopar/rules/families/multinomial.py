@@ -12,7 +12,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.families.sharded_random import Shards, uniform
+from autopar.rules.families.sharded_random import Shards, Site, one_of_two, uniform
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -25,7 +25,7 @@ _SITES_OF_OTHERS = 1 << 41
 
 
 def multinomial(
-    weights: torch.Tensor, n_drawn: int, replacement: bool = False, *, cut: Any, seed: Any, site: int, shape: Any,
+    weights: torch.Tensor, n_drawn: int, replacement: bool = False, *, cut: Any, seed: Any, site: Site, shape: Any,
     shards: Any, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """``n_drawn`` places in each row of ``weights`` [categories] or [rows categories].
@@ -34,7 +34,7 @@ def multinomial(
     exponential time of the rate of its weight, and those that come first are drawn, as torch's kernel does it.
     """
     weights = weights.detach().double()
-    _refuse_invalid(weights)
+    refuse_invalid(weights)
     if replacement:
         sums = weights.cumsum(-1)
         drawn = _fine_uniform(seed, site, shape, shards, weights.device) * sums[..., -1:]
@@ -45,15 +45,16 @@ def multinomial(
     return (weights / -unit.log()).topk(n_drawn, dim=-1).indices
 
 
-def _fine_uniform(seed: torch.Tensor, site: int, shape: Any, shards: Shards, device: torch.device) -> torch.Tensor:
+def _fine_uniform(seed: torch.Tensor, site: Site, shape: Any, shards: Shards, device: torch.device) -> torch.Tensor:
     """Uniform in [0, 1) in steps of 2**-48, float64."""
     coarse, fine = (
-        uniform(seed, 2 * site + i + _SITES_OF_OTHERS, shape, shards, device, torch.float64) for i in (0, 1)
+        uniform(seed, one_of_two(site, i, _SITES_OF_OTHERS), shape, shards, device, torch.float64)
+        for i in (0, 1)
     )
     return coarse + fine * 2.0**-_BITS_A_DRAW
 
 
-def _refuse_invalid(weights: torch.Tensor) -> None:
+def refuse_invalid(weights: torch.Tensor) -> None:
     """As torch refuses them; on accelerators without waiting for the values."""
     if spmd.is_type_checking():
         return
@@ -79,4 +80,4 @@ prove_with(
     sample(T((8,), low=0.1, high=0.9, grad=False), 4, True), sample(T((8,), low=0.1, high=0.9, grad=False), 8),
 )  # fmt: skip
 
-__all__ = ["multinomial"]
+__all__ = ["multinomial", "refuse_invalid"]

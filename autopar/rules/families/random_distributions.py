@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from autopar.rules.families.sharded_random import bernoulli, bits, kept, rand, randint, randn, uniform
+from autopar.rules.families.sharded_random import Site, bernoulli, bits, kept, rand, randint, randn, uniform
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
 
-_ALPHA = -1.7580993408473766
+_ALPHA = 1.7580993408473766
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any], *names: tuple[str, Any]) -> list[Any]:
@@ -31,13 +31,13 @@ def _normal(x: torch.Tensor, draw: dict[str, Any]) -> torch.Tensor:
     return randn(x, cut=None, **draw)
 
 
-def uniform_over(x: Any, *args: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def uniform_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
     """``aten.uniform``: what ``x.uniform_(low, high)`` leaves in ``x``."""
     low, high = _given(args, kwargs, ("from", 0.0), ("to", 1.0))
     return rand(x, cut=cut, seed=seed, site=site, shape=shape, shards=shards) * (high - low) + low
 
 
-def normal_over(x: Any, *args: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def normal_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
     """``aten.normal_functional``: what ``x.normal_(mean, std)`` leaves in ``x``."""
     mean, std = _given(args, kwargs, ("mean", 0.0), ("std", 1.0))
     return randn(x, cut=cut, seed=seed, site=site, shape=shape, shards=shards) * std + mean
@@ -50,20 +50,20 @@ def log_normal_over(x: Any, *args: Any, cut: Any, **rest: Any) -> Any:
     return (_normal(x, {k: rest[k] for k in names}) * std + mean).exp()
 
 
-def exponential_over(x: Any, *args: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def exponential_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **rest: Any) -> Any:
     """``aten.exponential``, by inversion."""
-    (rate,) = _given(args, kwargs, ("lambd", 1.0))
+    (rate,) = _given(args, rest, ("lambd", 1.0))
     return (-_unit(x, {"seed": seed, "site": site, "shape": shape, "shards": shards}).log() / rate).to(x.dtype)
 
 
-def cauchy_over(x: Any, *args: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def cauchy_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
     """``aten.cauchy``, by inversion."""
     median, sigma = _given(args, kwargs, ("median", 0.0), ("sigma", 1.0))
     u = _unit(x, {"seed": seed, "site": site, "shape": shape, "shards": shards})
     return (torch.tan(math.pi * (u - 0.5)) * sigma + median).to(x.dtype)
 
 
-def geometric_over(x: Any, *args: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def geometric_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
     """``aten.geometric``: the number of trials until the first success."""
     (p,) = _given(args, kwargs, ("p", 0.5))
     u = _unit(x, {"seed": seed, "site": site, "shape": shape, "shards": shards})
@@ -73,7 +73,7 @@ def geometric_over(x: Any, *args: Any, cut: Any, seed: Any, site: int, shape: An
 _FINE = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def integers_over(x: Any, *args: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def integers_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
     """``aten.random``: integers below ``to``, or in ``[from, to)``; up to what ``x`` holds exactly where neither is
     given, of 31 bits at most."""
     most = 2 ** min(_FINE[x.dtype], 31) if x.dtype in _FINE else 2 if x.dtype == torch.bool else min(
@@ -84,7 +84,7 @@ def integers_over(x: Any, *args: Any, cut: Any, seed: Any, site: int, shape: Any
     return drawn.to(x.dtype)
 
 
-def integers_like(x: Any, *args: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def integers_like(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
     """``aten.randint_like`` with ``(high)`` or ``(low, high)``."""
     low, high = (0, args[0]) if len(args) == 1 else args[:2]
     dtype = kwargs.get("dtype") or x.dtype
@@ -92,13 +92,13 @@ def integers_like(x: Any, *args: Any, cut: Any, seed: Any, site: int, shape: Any
     return randint(low, high, shape, dtype=dtype, device=x.device, **draw)
 
 
-def bernoulli_over(x: Any, p: Any = 0.5, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **_: Any) -> Any:
+def bernoulli_over(x: Any, p: Any = 0.5, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **_: Any) -> Any:
     """``aten.bernoulli.Tensor``: what ``x.bernoulli_(p)`` leaves in ``x``, with a tensor of probabilities."""
     u = uniform(seed, site, shape, shards, x.device, torch.float32)
     return (u < p.detach()).to(x.dtype)
 
 
-def permutation(n: int, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+def permutation(n: int, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
     """``aten.randperm``: the order of as many random numbers."""
     device = torch.device(kwargs.get("device") or seed.device)
     return bits(seed, site, shape, ((),), device).argsort(stable=True).to(kwargs.get("dtype") or torch.int64)
@@ -117,22 +117,23 @@ def normal_made(mean: float, std: float, *_: Any, cut: Any, **rest: Any) -> torc
 
 
 def alpha_dropout(
-    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any
+    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
 ) -> torch.Tensor:
     """``aten.alpha_dropout``: mean and variance stay."""
-    return _alpha(x, kept(p, seed, site, shape, shards, x.device), p)
+    return alpha(x, kept(p, seed, site, shape, shards, x.device), p)
 
 
 def feature_alpha_dropout(
-    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any
+    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
 ) -> torch.Tensor:
     """``aten.feature_alpha_dropout``: whole channels of x [b c ...]."""
     mask = kept(p, seed, site, shape[:2], shards[:2], x.device)
-    return _alpha(x, mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), p)
+    return alpha(x, mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), p)
 
 
-def _alpha(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
-    if p == 1:
+def alpha(x: torch.Tensor, mask: torch.Tensor | None, p: float) -> torch.Tensor:
+    """``x`` where the mask is 1, elsewhere the value by which mean and variance stay; of no mask nothing is left."""
+    if p == 1 or mask is None:
         return x * 0.0
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
     return x * (mask * scale) + ((mask.to(x.dtype) - 1) * (_ALPHA * scale) + _ALPHA * scale * p)

@@ -4,6 +4,10 @@ Element i of the output of call ``site`` in a step with seed s is a hash of (s, 
 whole tensor. So every rank draws exactly its part of what one device would draw, for any cut, and a recomputed forward
 draws the same again. (The numbers differ from torch's own generator.)
 
+Where a step goes through in microbatches, positions are those in the whole batch: what a row draws depends on its place
+there, and not on how many microbatches there are. So the seed of a microbatch also says where its rows are
+(:func:`seed_at`), and the site which dims of the tensor have rows (``Node.rows``).
+
 The hash: a 64-bit one (splitmix64) of each row gives 32 bits, another of each column 32 more; their sum passes two
 multiply-xorshift rounds. Rows are all dims but the last, so the expensive part is small and the rest is a few 32-bit
 passes.
@@ -20,23 +24,22 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
+from autopar.rules.families.hash_multipliers import MULTIPLIERS, SPLITMIX
 from autopar.rules.lowering_helpers.local_piece import positions
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
+from autopar.words.graph import RowsAt
 
 Shards = Sequence[Sequence[str]]
+Site = int | tuple[int, tuple[RowsAt, ...] | None]
+"""The number of a call; and, unless it draws once for all rows of the batch, where these are in what it draws (None
+where that is not known: then each microbatch draws numbers of its own)."""
+NOT_FIRST = 1 << 32
+"""More than any dim has elements: the stride of a second dim that has rows."""
 
 
-def _signed(value: int, bits: int) -> int:
-    return (value + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
-
-
-SPLITMIX = tuple(_signed(m, 64) for m in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""Multipliers of the 64-bit hash of a row or a column."""
 _GOLDEN, _M1, _M2 = SPLITMIX
-MULTIPLIERS = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)
-"""Of the two rounds that mix the hashes of a row and a column."""
 
 
 def _splitmix(z: torch.Tensor) -> torch.Tensor:
@@ -47,13 +50,31 @@ def _splitmix(z: torch.Tensor) -> torch.Tensor:
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
-def bits(seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device) -> torch.Tensor:
+def one_of_two(site: Site, which: int, above: int) -> Site:
+    """The site of one of the two draws of a call, number 0 or 1, with numbers above those of all other draws."""
+    number = 2 * (site if isinstance(site, int) else site[0]) + which + above
+    return number if isinstance(site, int) else (number, site[1])
+
+
+def seed_at(seed: torch.Tensor, first: int, block: int, stride: int) -> torch.Tensor:
+    """The seed of a microbatch, int64 [4].
+
+    Args:
+        seed: of the step, int64 [].
+        first, block, stride: row ``r`` of the microbatch is row ``r // block * stride + first + r % block`` of the
+            batch: where ranks have rows of their own, a microbatch has ``block`` of each of them, and these are
+            ``stride`` rows apart.
+    """
+    return torch.stack([seed, *(torch.full_like(seed, n) for n in (first, block, stride))])
+
+
+def bits(seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: torch.device) -> torch.Tensor:
     """Uniform int32 for this rank's piece of a tensor of global ``shape``; ``shards`` has the axes cutting each dim."""
     # -> [*local shape]
     return bits_at(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
 
 
-def bits_at(seed: torch.Tensor, site: int, shape: Sequence[int], places: Sequence[torch.Tensor]) -> torch.Tensor:
+def bits_at(seed: torch.Tensor, site: Site, shape: Sequence[int], places: Sequence[torch.Tensor]) -> torch.Tensor:
     """Uniform int32 for the elements of a tensor of global ``shape`` at these positions along each dim."""
     # -> [*local shape]
     if not shape:
@@ -62,38 +83,72 @@ def bits_at(seed: torch.Tensor, site: int, shape: Sequence[int], places: Sequenc
 
 
 def halves(
-    seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: torch.device
+    seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hashes of the rows [*local shape without the last dim] and of the columns [last local dim], int32."""
-    if not any(shards) and has_kernels(seed) and seed.device == device:
+    number, rows = (site, ()) if isinstance(site, int) else site
+    in_order = rows == () or (seed.dim() == 0 and (rows is None or all(at[:2] == (0, 1) for at in rows)))
+    if in_order and not any(shards) and has_kernels(seed) and seed.device == device:
         from autopar.rules.families import dropout_triton
 
-        row, column = dropout_triton.hashes(seed, site, None, None, math.prod(shape[:-1]), shape[-1])
+        row, column = dropout_triton.hashes(seed, number, None, None, math.prod(shape[:-1]), shape[-1])
         return row.view(tuple(shape[:-1])), column
     return hashes_at(seed, site, shape, [positions(n, axes, device) for n, axes in zip(shape, shards, strict=True)])
 
 
 def hashes_at(
-    seed: torch.Tensor, site: int, shape: Sequence[int], places: Sequence[torch.Tensor]
+    seed: torch.Tensor, site: Site, shape: Sequence[int], places: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Those of the elements at these positions."""
-    *lead, last = places
-    device = last.device
-    row = torch.zeros((), dtype=torch.int64, device=device)
-    for n, at in zip(shape, lead, strict=False):
-        row = row.unsqueeze(-1) * n + at
+    number, rows = (site, ()) if isinstance(site, int) else site
+    device, order = places[-1].device, list(range(len(places) - 1))
+    value = seed if seed.dim() == 0 else seed[0]
+    if rows is None:
+        value = _splitmix(value + seed[1]) if seed.dim() else value
+    elif rows:
+        places = in_batch(seed.to(device) if seed.dim() else None, rows, places)
+        with_rows = [at[0] for at in rows]
+        shape = [NOT_FIRST if d in with_rows else n for d, n in enumerate(shape)]
+        order.sort(key=lambda d: d not in with_rows)  # so that they need not know how many rows the batch has
+    row, last = torch.zeros((), dtype=torch.int64, device=device), places[-1]
+    for d in order:
+        row = row.unsqueeze(-1) * shape[d] + places[d]
+    if order != sorted(order):
+        row = row.permute([order.index(d) for d in range(len(order))]).contiguous()
     if has_kernels(row, last):
         from autopar.rules.families import dropout_triton
 
         numbers, columns = row.reshape(-1), last.to(torch.int64).contiguous()
         of_rows, of_columns = dropout_triton.hashes(
-            seed.to(device), site, numbers, columns, numbers.numel(), columns.numel()
+            value.to(device), number, numbers, columns, numbers.numel(), columns.numel()
         )
         return of_rows.view(row.shape), of_columns
-    key = _splitmix(_splitmix(seed.to(device) + 1) + site)
+    key = _splitmix(_splitmix(value.to(device) + 1) + number)
     row = _splitmix(row + key)
     column = _splitmix(last ^ _splitmix(key + _M1))
     return row.to(torch.int32), column.to(torch.int32)
+
+
+def in_batch(
+    seed: torch.Tensor | None, rows: Sequence[RowsAt], places: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Positions in the draw of the whole batch, of which a microbatch's are given; along a dim with rows the row comes
+    first.
+
+    Args:
+        seed: of the microbatch; None where it is the batch.
+    """
+    moved = list(places)
+    for d, outer, n, inner in rows:
+        if d >= len(moved) or (seed is None and outer == 1):  # each channel of a row is dropped as a whole
+            continue
+        at = moved[d]
+        row = at.div(inner, rounding_mode="floor") % n
+        if seed is not None:
+            _, first, block, stride = seed
+            row = row.div(block, rounding_mode="floor") * stride + first + row % block
+        moved[d] = (row * outer + at.div(inner * n, rounding_mode="floor")) * inner + at % inner
+    return moved
 
 
 def _mixed(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -107,7 +162,7 @@ def _mixed(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return z
 
 
-def kept(p: float, seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: Any) -> torch.Tensor:
+def kept(p: float, seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: Any) -> torch.Tensor:
     """Bool mask that is True with probability ``1 - p``."""
     return bits(seed, site, shape, shards, device) < threshold_of(p)
 
@@ -118,7 +173,7 @@ def threshold_of(p: float) -> int:
 
 
 def uniform(
-    seed: torch.Tensor, site: int, shape: Sequence[int], shards: Shards, device: Any, dtype: torch.dtype
+    seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: Any, dtype: torch.dtype
 ) -> torch.Tensor:
     """Uniform in [0, 1), as fine as ``dtype`` allows up to 24 bits."""
     n_bits = {torch.bfloat16: 8, torch.float16: 11}.get(dtype, 24)
@@ -127,7 +182,7 @@ def uniform(
 
 
 def dropout(
-    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any
+    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
 ) -> torch.Tensor:
     """``aten.dropout`` in training; on GPUs in one pass (:class:`_Dropped`)."""
     if shape and _has_pass(x):
@@ -214,7 +269,7 @@ def dropout_rule(call: Call) -> Rule:
 
 
 def feature_dropout(
-    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any
+    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
 ) -> torch.Tensor:
     """``aten.feature_dropout`` (``nn.Dropout2d``): whole channels of x [b c ...] are dropped."""
     mask = kept(p, seed, site, shape[:2], shards[:2], x.device)
@@ -229,26 +284,26 @@ def _device(kwargs: Mapping[str, Any], x: Any, seed: torch.Tensor) -> torch.devi
     return torch.device(kwargs.get("device") or (x.device if isinstance(x, torch.Tensor) else seed.device))
 
 
-def rand(x: Any, *_: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+def rand(x: Any, *_: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
     """``aten.rand`` and ``aten.rand_like``."""
     return uniform(seed, site, shape, shards, _device(kwargs, x, seed), _dtype(kwargs, x))
 
 
-def randn(x: Any, *_: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+def randn(x: Any, *_: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
     """``aten.randn`` and ``aten.randn_like``, by Box and Muller."""
     device, dtype = _device(kwargs, x, seed), _dtype(kwargs, x)
-    u, v = (uniform(seed, 2 * site + i + (1 << 40), shape, shards, device, torch.float32) for i in (0, 1))
+    u, v = (uniform(seed, one_of_two(site, i, 1 << 40), shape, shards, device, torch.float32) for i in (0, 1))
     return (torch.sqrt(-2 * torch.log1p(-u)) * torch.cos(2 * math.pi * v)).to(dtype)
 
 
-def randint(*args: Any, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+def randint(*args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
     """``aten.randint`` with ``(high, size)`` or ``(low, high, size)``."""
     low, high = (0, args[0]) if len(args) == 2 else args[:2]
     draw = bits(seed, site, shape, shards, _device(kwargs, None, seed)).to(torch.int64)
     return (((draw + 2**31) * (high - low)) >> 32).add(low).to(kwargs.get("dtype") or torch.int64)
 
 
-def bernoulli(x: Any, p: Any = None, *, cut: Any, seed: Any, site: int, shape: Any, shards: Any, **_: Any) -> Any:
+def bernoulli(x: Any, p: Any = None, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **_: Any) -> Any:
     """``aten.bernoulli``: probabilities ``x``, or one ``p`` in the shape of ``x``."""
     u = uniform(seed, site, shape, shards, x.device, torch.float32)
     return (u < (x.detach() if p is None else p)).to(x.dtype)

@@ -8,6 +8,8 @@
 :mod:`.train_and_eval`  ``train()`` and ``eval()``; :mod:`.module_modes`: which modules train, and in which programs;
                         :mod:`.kept_modes`: those that ``train()`` leaves
 :mod:`.statistics_anew` ``update_bn``; :mod:`.copied`: ``copy.deepcopy``
-:mod:`.original_model`  the model after ``parallelize``; :mod:`.old_parameters`: its own parameters
+:mod:`.original_model`  the model after ``parallelize``; :mod:`.old_parameters`: its own parameters;
+                        :mod:`.replaced_parameters`: who reads them
+:mod:`.model_class`     its class, name and signature, of which libraries ask
 ======================= ===============================================================================================
 """

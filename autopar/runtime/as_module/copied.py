@@ -57,7 +57,6 @@ def copied(pm: Any, memo: dict[int, Any], build: Build) -> Any:
     )
     programs = pm._autopar_programs
     new._autopar_programs = programs.of_copy() if programs is not None and programs.shapes else None
-    new._autopar_set_position(*pm._autopar_position())
     new._autopar_take_modes_of(pm)
     copy_momenta(pm, new)
     return new

@@ -69,6 +69,10 @@ class OldParameters:
             return self.alive()
         return params  # type: ignore[return-value]
 
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that are still there, by name."""
+        return [(name, param) for name, ref in zip(self.names, self.refs, strict=True) if (param := ref()) is not None]
+
     def frozen(self) -> dict[str, bool]:
         """Those whose ``requires_grad`` was changed, with what it is."""
         now = list(map(_requires_grad, self.alive()))

@@ -4,7 +4,8 @@
 of its own. So what scripts do with the model after ``parallelize``, out of those habits, would be wrong in silence:
 
 * ``model.state_dict()`` after training has the weights of before: refused, because a checkpoint of them loses the run;
-* ``model(batch)`` computes with these weights: a warning, once, since a model may be kept as a reference;
+* ``model(batch)`` computes with these weights, and an average that was made of the model (``EMA(model)``) stays at
+  them: a warning, once, since a model may be kept as a reference;
 * ``model.load_state_dict(...)`` before training does not reach the parallel module: a warning, once;
 * ``model.head = nn.Linear(...)`` is not part of the program: an error at the next call of the parallel module;
 * ``model.backbone.requires_grad_(False)`` freezes nothing: an error at one of the next calls;
@@ -18,10 +19,12 @@ they are another copy, and hears nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.module import (
@@ -31,12 +34,19 @@ from torch.nn.modules.module import (
 
 from autopar.errors import RunError
 from autopar.runtime.as_module.old_parameters import OldParameters
+from autopar.runtime.as_module.replaced_parameters import hear, hear_no_more
 from autopar.runtime.batches.same_batch import is_checked
-from autopar.runtime.parameters.state import version_of
+from autopar.runtime.parameters.state import count_steps, version_of
+from autopar.torch_private import DisableTorchFunctionSubclass
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 _watched: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[Original]]] = weakref.WeakKeyDictionary()
 """Modules of models that were parallelized, with who wants to hear of a change."""
 _hooks: list[Any] = []
+_hearing: set[weakref.ref[Original]] = set()
+"""Those that hear when the values of their models' parameters are read."""
+_one_after_the_other = threading.RLock()
+"""Threads that are ranks of one process begin and end to be quiet in turn."""
 _quiet = 0
 OFTEN = 64
 """Every so many calls of a parallel module it is seen whether the model's parameters were frozen or written to."""
@@ -46,21 +56,43 @@ OFTEN = 64
 def unheard() -> Iterator[None]:
     """The model is called here to be captured or compared, for which its weights do not matter."""
     global _quiet
-    _quiet += 1
+    with _one_after_the_other:
+        _quiet += 1
+        if _quiet == 1:
+            for original in _those_that_hear():
+                hear_no_more(original.old.named())
     try:
         yield
     finally:
-        _quiet -= 1
+        with _one_after_the_other:
+            _quiet -= 1
+            if not _quiet:
+                for original in _those_that_hear():
+                    original.hear()
+
+
+def _looking(method: Method) -> Method:
+    """A method that looks at a model's parameters itself, which is no read by a script."""
+
+    @functools.wraps(method)
+    def looks(*args: Any) -> Any:
+        with DisableTorchFunctionSubclass():
+            return method(*args)
+
+    return looks  # type: ignore[return-value]
 
 
 class Original:
     """A model with the parallel module that was made of it."""
 
     def __init__(self, model: torch.nn.Module, pm: torch.nn.Module) -> None:
-        self.model, self.pm = weakref.ref(model), weakref.ref(pm)
+        me = weakref.ref(self)
+        self.model, self.pm = weakref.ref(model), weakref.ref(pm, lambda _: _hear_no_more(me()))
         self.modules = {path: weakref.ref(module) for path, module in model.named_modules(remove_duplicate=False)}
         self.params = {name: weakref.ref(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self.versions = [version_of(p) for p in model.parameters()]
+        for param in pm.parameters():
+            count_steps(param)
         self.trained = {name: (weakref.ref(p), version_of(p)) for name, p in pm.named_parameters()}
         self.old = OldParameters(model.named_parameters())
         self.calls, self.mode = 0, model.training
@@ -76,7 +108,23 @@ class Original:
         model.register_state_dict_pre_hook(_Hook(self, "_saved"))
         model.register_load_state_dict_pre_hook(_Hook(self, "_loaded"))
         model.register_load_state_dict_post_hook(_Hook(self, "_was_loaded"))
+        with _one_after_the_other:
+            _hearing.add(me)
+            if not _quiet:
+                self.hear()
 
+    def hear(self) -> None:
+        """Hear when the values of the model's parameters are read."""
+        me = weakref.ref(self)
+
+        def read(name: str) -> None:
+            original = me()
+            if original is not None:
+                original._read(name)
+
+        hear(self.old.named(), read)
+
+    @_looking
     def at_call(self, pm: torch.nn.Module) -> None:
         """Look at the model before a call of its parallel module.
 
@@ -196,6 +244,18 @@ class Original:
                 "model.load_state_dict(autopar.full_state_dict(pm, all_ranks=True))",
             )
 
+    def _read(self, name: str) -> None:
+        if not _quiet and "called" not in self.said and self._stale():
+            self._once(
+                "called",
+                f"parameter '{name}' of the model that was parallelized is read, and has the value of before: its "
+                "parallel module was trained since. An average of the weights (EMA), or a list of parameters, that was "
+                "made from the model stays at these: make it from the parallel module, EMA(pm) or pm.parameters(), or "
+                "update it with pm. To bring the weights back: model.load_state_dict(autopar.full_state_dict(pm, "
+                "all_ranks=True))",
+            )
+
+    @_looking
     def _saved(self, *_: Any) -> None:
         if self._stale():
             raise RunError(
@@ -205,9 +265,14 @@ class Original:
                 "copy them before training, or take named_parameters()"
             )
 
+    @_looking
     def _was_loaded(self, *_: Any) -> None:
+        pm = self.pm()
+        if pm is not None and self._is_trained(pm):  # who brings the weights back knows that they are a copy
+            _hear_no_more(self)
         self.old.remember()
 
+    @_looking
     def _loaded(self, module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         pm = self.pm()
         if pm is None or "loaded" in self.said or self._is_trained(pm):
@@ -223,6 +288,22 @@ class Original:
                         "autopar.load_full_state_dict(pm, ...) where only rank 0 has the weights",
                     )
                     return
+
+
+def _those_that_hear() -> list[Original]:
+    live = []
+    for ref in list(_hearing):
+        if (original := ref()) is None:
+            _hearing.discard(ref)
+        else:
+            live.append(original)
+    return live
+
+
+def _hear_no_more(original: Original | None) -> None:
+    if original is not None:
+        _hearing.discard(weakref.ref(original))
+        hear_no_more(original.old.named())
 
 
 def _listed(names: list[str]) -> str:

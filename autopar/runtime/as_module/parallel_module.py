@@ -23,6 +23,7 @@ from autopar.errors import RunError
 from autopar.runtime.as_module.kept_modes import modes_that_stay
 from autopar.runtime.as_module.left_attributes import filled_by_calls, refuse_left
 from autopar.runtime.as_module.methods import method_of
+from autopar.runtime.as_module.model_class import AsModel, own_name, show_as
 from autopar.runtime.as_module.module_modes import Modes
 from autopar.runtime.as_module.original_model import Original
 from autopar.runtime.as_module.own_names import PREFIX, is_set_from_outside, is_setting, names_of_both, tell
@@ -53,7 +54,7 @@ _WRAPPERS = {
 """What scripts ask of a wrapped model."""
 
 
-class SpreadModule(SpreadModes):
+class SpreadModule(SpreadModes, AsModel):
     """A model that was captured in one mode, with given dtypes, and is placed on devices."""
 
     _autopar_captured_training: bool
@@ -109,8 +110,8 @@ class SpreadModule(SpreadModes):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """A plain attribute of the model, as of its submodules; or a method
-        (:mod:`~autopar.runtime.as_module.methods`).
+        """A plain attribute of the model, as of its submodules; a property, which computes with what is here; or a
+        method (:mod:`~autopar.runtime.as_module.methods`).
 
         Raises:
             AttributeError: there is none, or it holds tensors or modules of the model's own.
@@ -127,7 +128,7 @@ class SpreadModule(SpreadModes):
             return filled
         refuse_left(self._autopar_captured, "", name)
         if (instead := _WRAPPERS.get(name)) is not None:
-            shown = type(self).__name__
+            shown = own_name(self)
             raise AttributeError(f"{shown} has no '{name}', which is DistributedDataParallel's: {instead}")
         model = self._autopar_model_ref()
         value = (self._autopar_model_values if model is None else vars(model)).get(name, raised)
@@ -136,10 +137,12 @@ class SpreadModule(SpreadModes):
         of_class = inspect.getattr_static(kind, name, raised)
         if inspect.isroutine(of_class):
             return method_of(self, name, kind)
+        if isinstance(of_class, property) and of_class.fget is not None:  # such as device and dtype, of what is here
+            return of_class.fget(self)
         if of_class is not raised and not hasattr(of_class, "__get__") and not is_own(name, of_class, frozenset()):
-            return of_class  # what has a __get__, such as a property, may compute from the model's weights
+            return of_class  # what else has a __get__ may compute from the model's weights
         raise AttributeError(
-            f"{type(self).__name__} has no attribute '{name}'" + (
+            f"{own_name(self)} has no attribute '{name}'" + (
                 f": the {kind.__name__} that was parallelized has one, or a property, of its own"
                 if hasattr(kind, name) or (model is not None and name in vars(model)) else ""
             )
@@ -182,7 +185,9 @@ class SpreadModule(SpreadModes):
 
     def _autopar_set_mode_of(self, model: torch.nn.Module) -> None:
         """Begin in the modes of the model and of its submodules."""
-        self._autopar_mode, self._autopar_kept_modes = model.training, modes_that_stay(model)
+        skeleton = self._autopar_skeleton
+        copied = skeleton.model if skeleton is not None else None
+        self._autopar_mode, self._autopar_kept_modes = model.training, modes_that_stay(model, copied)
         self._autopar_modes = Modes(model)
         self._autopar_trained = self._autopar_modes.at_first
         self._autopar_model_ref, self._autopar_model_class, self._autopar_model_values = (
@@ -191,7 +196,10 @@ class SpreadModule(SpreadModes):
             plain_values(model),
         )
         self._autopar_model_keys, self._autopar_model_tensors = tuple(model._modules), own_tensors(model)
-        if not isinstance(model, SpreadModule):  # it is one where a parallel module is copied
+        if isinstance(model, SpreadModule):  # a parallel module is copied
+            show_as(self, model._autopar_model_class)
+        else:
+            show_as(self, type(model))
             self._autopar_names_of_both = names_of_both(self, model)
             tell(self._autopar_names_of_both, model)
         modules = dict(model.named_modules(remove_duplicate=False))

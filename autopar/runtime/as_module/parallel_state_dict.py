@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.runtime.as_module.submodules import Elements, place
 from autopar.runtime.parameters.dtensor_fixes import note_state
+from autopar.runtime.stages.seeds import Seeds
 
 EXTRA = "_extra_state"
 """Under which torch keeps what is no tensor of the model; checkpoints know it."""
@@ -19,13 +20,8 @@ EXTRA = "_extra_state"
 class SpreadState(Elements):
     """What a parallel module saves and loads."""
 
-    def _autopar_position(self) -> tuple[int, int]:
-        """The seed of random operators, and how many forwards have drawn from it."""
-        raise NotImplementedError
-
-    def _autopar_set_position(self, seed: int, calls: int) -> None:
-        """Go on from there."""
-        raise NotImplementedError
+    _autopar_seeds: Seeds
+    """Where the seeds of random operators come from."""
 
     def _autopar_draws(self) -> bool:
         """Whether the program has random operators."""
@@ -44,21 +40,21 @@ class SpreadState(Elements):
         return [name for name, _ in self.named_parameters()]
 
     def get_extra_state(self) -> torch.Tensor:
-        """Where dropout stands: the seed and the number of forwards, int64 [2]."""
-        return torch.tensor(self._autopar_position(), dtype=torch.int64)
+        """Where dropout stands: the state of torch's generator, uint8 [bytes]."""
+        return self._autopar_seeds.state()
 
     def set_extra_state(self, state: Any) -> None:
-        """Have dropout go on from there."""
-        if isinstance(state, torch.Tensor) and state.numel() == 2:  # and nothing that stands for it
-            seed, calls = state.flatten().tolist()
-            self._autopar_set_position(int(seed), int(calls))
+        """Have dropout go on from there (:meth:`~autopar.runtime.stages.seeds.Seeds.go_on`)."""
+        if isinstance(state, torch.Tensor):  # and nothing that stands for it
+            self._autopar_seeds.go_on(state)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of the model; of a program with random operators also where these stand (``_extra_state``), so that a
-        resumed run draws what an uninterrupted one would. ``full_state_dict`` has only what the model has.
+        resumed run draws what an uninterrupted one would. A rank that was seeded otherwise than the first one, by which
+        all draw, does not have it. ``full_state_dict`` has only what the model has.
         """
         state = super().state_dict(*args, **kwargs)
-        if not self._autopar_draws():
+        if not self._autopar_draws() or not self._autopar_seeds.alike:
             state.pop(kwargs.get("prefix", args[1] if len(args) > 1 else "") + EXTRA, None)
         of_stage = getattr(self, "_autopar_leads", None) is not None
         for name, value in state.items():

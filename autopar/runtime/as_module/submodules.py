@@ -219,12 +219,14 @@ class Part(Elements):
                 return functools.partial(reset, self)
             if isinstance(value, staticmethod | classmethod) or inspect.isroutine(value):
                 return functools.partial(_refuse_method, path, kind.__name__, name)
-            value = missing if hasattr(value, "__get__") else value  # a property may compute from the model's weights
+            if isinstance(value, property) and value.fget is not None:  # computes with what is here
+                return value.fget(self)
+            value = missing if hasattr(value, "__get__") else value  # it may compute from the model's weights
         if value is missing or is_own(name, value, self.__dict__["_autopar_tensors"]):
             raise AttributeError(
                 f"'{path}' of a parallel module, which stands for a {kind.__name__}, has no attribute '{name}': it has "
                 "the parameters and buffers that this rank holds, and plain attributes of the module as long as the "
-                "model is kept; properties, tensors and modules beside these are the model's own"
+                "model is kept; tensors and modules beside these are the model's own"
             )
         return value
 

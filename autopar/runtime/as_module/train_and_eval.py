@@ -24,7 +24,7 @@ class SpreadModes(SpreadState):
     """A module that was captured in one mode of the whole and of each part."""
 
     _autopar_captured: Captured
-    _autopar_skeleton: Skeleton | None
+    _autopar_skeleton: Skeleton | None = None
     _autopar_mode: bool = True
     _autopar_modes: Modes
     """The modes of all modules now."""

@@ -1,14 +1,15 @@
-"""Statistics of a batch, of which every microbatch has its own.
+"""What every microbatch has of its own, and not of the batch: statistics, and some random numbers.
 
 A batch norm in training normalizes by the mean and variance of what it is called with. In microbatches that is a part
 of the batch, as with gradient accumulation; no weights of the microbatches give what the whole batch would, and running
-statistics move once for each. Who trains so hears of it, once.
+statistics move once for each. A random operator of which it is not known where the rows of the batch are in what it
+draws (:mod:`autopar.capture.rows_of_draws`) draws for each microbatch anew. Who trains so hears of it, once.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -30,12 +31,26 @@ def of_each_microbatch(graphs: Iterable[Graph], microbatches: int) -> str:
     )
 
 
-def tell_of_statistics(graphs: Iterable[Graph], microbatches: int, stacklevel: int = 3) -> bool:
-    """Warn on the first rank that modules take statistics of each microbatch; whether there are such modules."""
-    said = of_each_microbatch(graphs, microbatches)
-    if said and not (dist.is_initialized() and dist.get_rank()):
-        warnings.warn(said, stacklevel=stacklevel)
-    return bool(said)
+def drawn_for_each_microbatch(graphs: Iterable[Graph], microbatches: int) -> str:
+    """That random numbers depend on the number of microbatches, where they do; else nothing."""
+    drawn = {node.where: None for graph in graphs for node in graph.nodes if node.rows is None}
+    if not drawn or microbatches == 1:
+        return ""
+    return (
+        f"{', '.join([*drawn][:SHOWN])}{', ...' if len(drawn) > SHOWN else ''}: it does not follow from the rules of "
+        "the operators around which elements belong to which row of the batch, so each microbatch draws numbers of its "
+        f"own: with another number of microbatches than {microbatches} a step draws others. With microbatches=1 they "
+        "are those of the whole batch"
+    )
 
 
-__all__ = ["of_each_microbatch", "tell_of_statistics"]
+def tell_of_statistics(graphs: Sequence[Graph], microbatches: int, stacklevel: int = 3) -> bool:
+    """Warn on the first rank of what each microbatch has of its own; whether there is anything."""
+    texts = [of_each_microbatch(graphs, microbatches), drawn_for_each_microbatch(graphs, microbatches)]
+    for text in texts if not (dist.is_initialized() and dist.get_rank()) else ():
+        if text:
+            warnings.warn(text, stacklevel=stacklevel)
+    return any(texts)
+
+
+__all__ = ["drawn_for_each_microbatch", "of_each_microbatch", "tell_of_statistics"]

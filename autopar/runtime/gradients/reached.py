@@ -20,7 +20,7 @@ from autopar.words.graph import Graph, Node, Ref
 
 Reached = frozenset[str]
 """Tensors by their names in plans, and parameters by their own."""
-ReachedBy = Callable[[int], Reached]
+ReachedBy = Callable[[torch.Tensor], Reached]
 """Of the seed of a forward: what the gradient of the loss reaches in it."""
 
 
@@ -37,8 +37,8 @@ def reached_by(graph: Graph, device: torch.device) -> ReachedBy | None:
     program = lower(drawn, one_device(drawn), device)
 
     @torch.no_grad()
-    def reached(seed: int) -> Reached:
-        values = program.module(*(torch.tensor(seed, dtype=torch.int64, device=device) for _ in program.slots))
+    def reached(seed: torch.Tensor) -> Reached:
+        values = program.module(*(seed for _ in program.slots))
         answers = torch.stack([value.reshape(()) for value in values]).tolist()  # read once
         return _reached(graph, [loss], dict(zip(conditions, answers, strict=True)))
 

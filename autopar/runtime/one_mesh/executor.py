@@ -43,7 +43,7 @@ from autopar.runtime.ranks.failures import Failures
 from autopar.runtime.ranks.groups import Groups, groups_on
 from autopar.runtime.ranks.plan_groups import check_device_mesh, mesh_of_own
 from autopar.runtime.stages.compiled import compiled_as_callers
-from autopar.runtime.stages.seeds import agreed_seed, mixed_seed
+from autopar.runtime.stages.seeds import Seeds, seeds_for
 from autopar.runtime.stages.stage import Stage, device_of
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.program_cache import AllWell, Fields, PlanAgain
@@ -68,7 +68,7 @@ class ParallelModule(TakesRows, SpreadModule):
     _autopar_given: Plan
     _autopar_stage: Stage
     _autopar_batch: Batch
-    _autopar_seed: int
+    _autopar_seeds: Seeds
     _autopar_calls: int
     _autopar_compared: Calls
     _autopar_meeting: CollectiveLog | None
@@ -81,14 +81,17 @@ class ParallelModule(TakesRows, SpreadModule):
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
-        values: Callable[[str], torch.Tensor] | None = None, *, seed: int | None = None,
+        values: Callable[[str], torch.Tensor] | None = None, *, alike: bool | None = None,
+        random: str = "sharded",
     ) -> None:  # fmt: skip
         """Spread ``model`` over ``device_mesh`` as ``plan`` says, which has one stage.
 
         Args:
             values: gives the whole value of a parameter or buffer by name; by default the model's own. Only this
                 rank's slice is kept.
-            seed: of random ops; by default rank 0's ``torch.initial_seed()``.
+            alike: whether this rank's generator of random numbers was seeded as the first rank's; by default all find
+                out.
+            random: who draws random numbers (:data:`~autopar.runtime.stages.seeds.MODES`).
         """
         super().__init__()
         check_device_mesh(device_mesh, plan.mesh)
@@ -107,11 +110,13 @@ class ParallelModule(TakesRows, SpreadModule):
         self._autopar_meeting = None
         abort = groups.abort if groups is not None else None
         self._autopar_failures = Failures(ranks, abort, stays_armed=True) if len(ranks) > 1 else None
-        self._autopar_seed = agreed_seed(device_mesh, self._autopar_device) if seed is None else seed
         self._autopar_calls = 0
         readers = first_readers([captured.graph])
         compared_in = groups.of(ranks) if groups is not None else mesh_group(device_mesh)
         self._autopar_compared = Calls(compared_in, device_mesh, len(ranks) == 1, [device_mesh], readers)
+        self._autopar_seeds = seeds_for(
+            random, compared_in if len(ranks) > 1 else None, ranks[0], self._autopar_device, alike
+        )
         self._autopar_given = plan
         placing = Placing(self, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
         placing.parameters()
@@ -183,12 +188,6 @@ class ParallelModule(TakesRows, SpreadModule):
     def _autopar_prepare_evaluation(self, sides: Mapping[str, int]) -> None:
         self._autopar_stage.prepare_evaluation(sides)
 
-    def _autopar_position(self) -> tuple[int, int]:
-        return self._autopar_seed, self._autopar_calls
-
-    def _autopar_set_position(self, seed: int, calls: int) -> None:
-        self._autopar_seed, self._autopar_calls = seed, calls
-
     def _autopar_draws(self) -> bool:
         return self._autopar_stage.draws
 
@@ -210,9 +209,11 @@ class ParallelModule(TakesRows, SpreadModule):
         """Another one, with the values that this one has now; every rank copies. Values that ``forward`` reads stay
         those of the program that runs now, so a copy does not follow changes (``on_change="recapture"``).
         """
-        captured, seed = self._autopar_captured, self._autopar_seed
+        captured, seeds = self._autopar_captured, self._autopar_seeds
         new: ParallelModule = copied(
-            self, memo, lambda values: ParallelModule(self, captured, self.plan, self._autopar_mesh, values, seed=seed)
+            self, memo, lambda values: ParallelModule(
+                self, captured, self.plan, self._autopar_mesh, values, alike=seeds.alike, random=seeds.mode
+            )
         )  # it has all that is asked of a model here: names, shapes and classes
         new._autopar_planned = self._autopar_planned
         return new
@@ -303,16 +304,16 @@ class ParallelModule(TakesRows, SpreadModule):
                 "model itself, on one rank, with the weights that autopar.full_state_dict(pm) gives"
             )
         stage, meeting = self._autopar_stage, self._autopar_meeting
-        mixed = mixed_seed(self._autopar_seed, self._autopar_calls)
         self._autopar_calls = call
         stage.bind()
         inputs = self._autopar_compared.inputs(
             lambda seen: self._autopar_inputs(args, kwargs, seen), self.named_parameters()
         )
+        seed = self._autopar_seeds.of_call(stage.graph_in(self.training)) if stage.draws_in(self.training) else None
 
         def run(inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
             same_step = stage.gradients.accumulating
-            flat = stage.run(inputs, mixed, same_step=same_step, evaluating=not self.training)
+            flat = stage.run(inputs, seed, same_step=same_step, evaluating=not self.training)
             return flat[: len(stage.plan.outputs)]
 
         if stage.direct:

@@ -23,10 +23,11 @@ from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import leaves_of
 from autopar.runtime.batches.loss_counts import Count, Shares, shares_by_count
 from autopar.runtime.batches.own_rows import Call
-from autopar.runtime.batches.runs import Run, runs, sizes
+from autopar.runtime.batches.runs import Run, rows_of_microbatch, runs, sizes
 from autopar.runtime.gradients.step_gradients import has_hooks
 from autopar.runtime.one_mesh.direct import stand_ins
 from autopar.runtime.parameters.state import as_dtensor
+from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall, batch_rows, parts_of
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
@@ -40,11 +41,13 @@ class StepPart:
         call: for whose shapes there is to be a program.
         share: of the rows of the batch.
         calls: of the microbatches; None where they are cut from ``call``.
+        places: of the rows of each in the batch, where ranks have rows of their own.
     """
 
     call: ModuleCall
     share: float = 1.0
     calls: Sequence[Call] | None = None
+    places: Sequence[PlaceInBatch] | None = None
 
 
 def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None) -> list[StepPart]:
@@ -94,7 +97,8 @@ def _of_own_rows(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: 
         calls = pm._autopar_own_rows.parts(*some, number)
         first_args, first_kwargs = calls[0]
         of_first = ModuleCall(first_args, first_kwargs, parts=number)
-        parts.append(StepPart(of_first, number * each / max(1, rows), calls))
+        places = [PlaceInBatch(begin + k * each, max(1, each), rows) for k in range(number)]
+        parts.append(StepPart(of_first, number * each / max(1, rows), calls, places))
         begin += number * each
     return parts
 
@@ -151,7 +155,14 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
     Raises:
         RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
     """
+    with pm._autopar_seeds.step():
+        return _trained(pm, parts, scale)
+
+
+def _trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None) -> torch.Tensor:
     of_parts: list[Sequence[Call]] = []
+    places: list[Sequence[PlaceInBatch]] = []
+    rows_before = 0
     counts: list[Count | None] = []
     of_labels: list[torch.Tensor] = []
     for part in parts:
@@ -162,6 +173,9 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
                 "the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself"
             )
         of_parts.append(calls := _calls_of(pm, part, len(parts) > 1))
+        rows = rows_of_microbatch(pm._autopar_captured)
+        places.append(part.places or [PlaceInBatch(rows_before + k * rows, rows, rows) for k in range(len(calls))])
+        rows_before += rows * len(calls)
         if len(parts) == len(calls) == 1:
             continue
         count = pm._autopar_count
@@ -170,15 +184,17 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
             first = pm._autopar_calls + 1
             with pm._autopar_fails_everywhere(f"counting what the losses from call {first} on are means of"):
                 of_labels.append(torch.stack([count(_whole_inputs(pm, count, *call)) for call in calls]))
+    pm._autopar_seeds.of_rows(rows_before)
     shares = shares_of_parts(parts, of_parts, counts, of_labels)
     if len(parts) == 1:
-        return backwards(pm, of_parts[0], shares[0], pm._autopar_captured.graph.loss, len(of_parts[0]), scale)
+        loss = pm._autopar_captured.graph.loss
+        return backwards(pm, of_parts[0], shares[0], loss, len(of_parts[0]), scale, places[0])
     losses = []
     with _gradients_stay_where_it_breaks(pm):
-        for part, calls, of_part in zip(parts, of_parts, shares, strict=True):
+        for part, calls, of_part, of_rows in zip(parts, of_parts, shares, places, strict=True):
             pm._autopar_check_step(part.call)
             loss = pm._autopar_captured.graph.loss
-            losses.append(backwards(pm, calls, of_part, loss, sum(map(len, of_parts)), scale))
+            losses.append(backwards(pm, calls, of_part, loss, sum(map(len, of_parts)), scale, of_rows))
     return sum(losses[1:], losses[0])
 
 
@@ -237,8 +253,9 @@ def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
 
 
 def backwards(
-    pm: Any, calls: Sequence[Call], shares: Shares, number: int, of_step: int, scale: torch.Tensor | None = None
-) -> torch.Tensor:
+    pm: Any, calls: Sequence[Call], shares: Shares, number: int, of_step: int, scale: torch.Tensor | None = None,
+    places: Sequence[PlaceInBatch] = (),
+) -> torch.Tensor:  # fmt: skip
     """Forward and backward of every microbatch; the parameters have their gradients then.
 
     A microbatch in which nothing counts has a loss that is no number, and no gradient: it only runs forward, for
@@ -251,6 +268,7 @@ def backwards(
         number: of the loss among the model's outputs.
         of_step: microbatches of the step, of which these may be a part.
         scale: by which the gradients are multiplied.
+        places: of the rows of each in the batch of the step.
 
     Returns:
         What they add to the loss of the batch, a tensor of shape [] and of the loss's dtype.
@@ -267,6 +285,7 @@ def backwards(
             for i, (positional, by_name) in enumerate(calls):
                 if counting:
                     gradients.defer, gradients.accumulating = i < counting[-1], counting[0] < i <= counting[-1]
+                pm._autopar_seeds.at(places[i] if of_step > 1 else None)
                 loss = pytree.tree_leaves(pm._autopar_run_call(positional, by_name, of_step=True))[number]
                 if i not in counting:
                     nothing = torch.zeros_like(loss.detach())

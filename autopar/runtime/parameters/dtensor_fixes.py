@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,6 +48,7 @@ from autopar.errors import RunError
 from autopar.runtime.batches.outputs import CollectiveLog
 from autopar.runtime.parameters.mixed import mixes_on
 from autopar.runtime.parameters.one_rank_functions import of_a_stage, watch_norms
+from autopar.runtime.parameters.repairs import Repair, Replacement
 from autopar.runtime.parameters.state import placed_as
 from autopar.torch_private import (
     DTENSOR_HANDLERS,
@@ -350,30 +351,54 @@ def _without_norms(spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
 
 
+def _of_collectives() -> list[Replacement]:
+    handlers = DTENSOR_HANDLERS.get()
+    collectives = [getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES]
+    return [Replacement(handlers, c.default, lambda _: _refused) for c in collectives if c is not None]
+
+
+def _in_strategies(wrapped: Mapping[Any, Callable[[_Strategy], _Strategy]]) -> list[Replacement]:
+    """Changes of how DTensor cuts operators; an operator that this version of torch does not know has none."""
+    strategies: dict[Any, Any] = DTENSOR_STRATEGIES.get()
+    return [Replacement(strategies, op, wrap) for op, wrap in wrapped.items() if op in strategies]
+
+
+def _of_anys() -> list[Replacement]:
+    as_maximum = [Replacement(LINEAR_REDUCTION_OP_MAP, op, lambda _: "max") for op in _ANYS]
+    return [*as_maximum, *_in_strategies({_ANYS[-1]: _of_no_dims})]
+
+
+def _handler(op: Any, handler: Callable[..., Any]) -> Callable[[], list[Replacement]]:
+    return lambda: [Replacement(DTENSOR_HANDLERS.get(), op, lambda _: handler)]
+
+
+def _method(name: str, method: Any) -> Callable[[], list[Replacement]]:
+    return lambda: [Replacement(DTensor, name, lambda _: method)]
+
+
+REPAIRS = (
+    Repair("numbers are read whole", _handler(_READ, _number)),
+    Repair("overflows of a gradient scaler", _handler(_UNSCALE, _unscaled)),
+    Repair("collectives", _of_collectives),
+    Repair("collectives of lists", lambda: [Replacement(TENSOR_LIST_CHECK, None, _lists_looked_into)]),
+    Repair("sums of norms", lambda: _in_strategies(dict.fromkeys(_SUMS, _of_whole_norms)), until=(2, 14)),
+    Repair("any", _of_anys, until=(2, 14)),
+    Repair("reductions over no dims", lambda: [Replacement(DTENSOR_REDUCED_DIMS, None, _all_dims)]),
+    Repair("formats", _method("__format__", _formatted)),
+    Repair("tolist", _method("tolist", _listed)),
+    Repair("numpy", _method("numpy", _as_numpy)),
+    Repair("addresses", _method("data_ptr", _address)),
+    Repair("files", _method("__reduce_ex__", _pickled)),
+    Repair("assignments to data", _method("data", property(data_of_tensors.__get__, _set_data))),
+)
+"""All of them, in the order of this module's docstring."""
+
+
 def correct() -> None:
     """Have the numbers, overflows and assignments of DTensors be right from now on; a second call changes nothing."""
-    handlers: dict[Any, Any] = DTENSOR_HANDLERS.get()
-    if handlers.get(_READ) is _number:
-        return
-    handlers[_READ], handlers[_UNSCALE] = _number, _unscaled
-    for name in _COLLECTIVES:
-        if (collective := getattr(torch.ops.c10d, name, None)) is not None:
-            handlers[collective.default] = _refused
     watch_norms()
-    strategies: dict[Any, Any] = DTENSOR_STRATEGIES.get()
-    for op in _SUMS:
-        if op in strategies:
-            strategies[op] = _of_whole_norms(strategies[op])
-    if _ANYS[-1] in strategies:
-        strategies[_ANYS[-1]] = _of_no_dims(strategies[_ANYS[-1]])
-    LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys(_ANYS, "max"))
-    DTENSOR_REDUCED_DIMS.set(_all_dims(DTENSOR_REDUCED_DIMS.get()))
-    TENSOR_LIST_CHECK.set(_lists_looked_into(TENSOR_LIST_CHECK.get()))
-    methods = {"__format__": _formatted, "tolist": _listed, "numpy": _as_numpy, "data_ptr": _address,
-               "__reduce_ex__": _pickled}  # fmt: skip
-    for method, ours in methods.items():
-        setattr(DTensor, method, ours)
-    DTensor.data = property(data_of_tensors.__get__, _set_data)  # type: ignore[assignment,method-assign]
+    for repair in REPAIRS:
+        repair.apply()
 
 
-__all__ = ["correct", "meet_at", "meet_on", "note_on", "note_state"]
+__all__ = ["REPAIRS", "correct", "meet_at", "meet_on", "note_on", "note_state"]

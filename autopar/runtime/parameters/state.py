@@ -37,8 +37,14 @@ def _count_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def note_write(param: torch.Tensor) -> None:
     """Another :func:`version_of` a parameter from here on: its local piece was written."""
-    if isinstance(param, DTensor):
+    if isinstance(param, DTensor) or hasattr(param, _STEPS):
         setattr(param, _STEPS, getattr(param, _STEPS, 0) + 1)
+
+
+def count_steps(param: torch.Tensor) -> None:
+    """Have :func:`version_of` tell steps of optimizers on a plain tensor, too, of which fused ones leave no trace."""
+    if not hasattr(param, _STEPS):
+        setattr(param, _STEPS, 0)
 
 
 register_optimizer_step_post_hook(_count_steps)

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture import Captured
-from autopar.capture.evaluation import Skeleton
+from autopar.capture.evaluation import Skeleton, evaluated
 from autopar.errors import RunError
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph, cut
-from autopar.rules.registry import rules_of
+from autopar.rules.registry import drawing
 from autopar.runtime.as_module.copied import copied
 from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.batches.batch import Batch
@@ -39,21 +39,22 @@ from autopar.runtime.parameters.registering import Placing
 from autopar.runtime.pipelines import pipeline_programs
 from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
 from autopar.runtime.pipelines.pipeline_programs import Lines
-from autopar.runtime.pipelines.pipeline_runs import forwards, ready_runs, shares_in_loss
+from autopar.runtime.pipelines.pipeline_runs import forwards, ready_runs, seeds_of, shares_in_loss
 from autopar.runtime.pipelines.pipeline_start import begun, check_fits, take_values, unread_in
 from autopar.runtime.pipelines.rank_actions import Span, Unfinished, Work
 from autopar.runtime.pipelines.schedule_check import check_buffers, check_rows
 from autopar.runtime.pipelines.ties import Tied
-from autopar.runtime.ranks.agree import Meeting, first_seed
+from autopar.runtime.ranks.agree import Meeting
 from autopar.runtime.ranks.failures import Failures
 from autopar.runtime.ranks.groups import Groups
 from autopar.runtime.stages.compiled import compiled_as_callers
-from autopar.runtime.stages.seeds import mixed_seed
+from autopar.runtime.stages.seeds import Seeds, seeds_for
 from autopar.runtime.stages.stage import Stage, device_of
 from autopar.runtime.variants.buckets import Padding
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.program_cache import AllWell, Fields
 from autopar.torch_private import pytree
+from autopar.words.graph import Graph
 
 
 class PipelineModule(TakesRows, SpreadModule):
@@ -70,11 +71,10 @@ class PipelineModule(TakesRows, SpreadModule):
     _autopar_parts: tuple[StageGraph, ...]
     _autopar_batch: Batch
     _autopar_compared: Calls
-    _autopar_seed: int
+    _autopar_seeds: Seeds
     _autopar_steps: int
-    _autopar_drawn: int
     _autopar_planned: tuple[Captured, int]
-    _autopar_random: bool
+    _autopar_drawing: tuple[Graph | None, Graph | None]
     _autopar_none: torch.nn.Parameter
     _autopar_has_evaluation: bool
     _autopar_reached_by: ReachedBy | None
@@ -95,7 +95,8 @@ class PipelineModule(TakesRows, SpreadModule):
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",
-        values: Callable[[str], torch.Tensor] | None = None, seed: int | None = None, meeting: Meeting | None = None,
+        values: Callable[[str], torch.Tensor] | None = None, alike: bool | None = None, meeting: Meeting | None = None,
+        random: str = "sharded",
     ) -> None:  # fmt: skip
         """Every rank calls this with the same arguments.
 
@@ -104,7 +105,8 @@ class PipelineModule(TakesRows, SpreadModule):
             captured: of one microbatch.
             values: gives the whole value of a parameter or buffer by name; called on every rank for every name in the
                 same order, so it may communicate.
-            seed: of random ops, the same on all ranks; by default rank 0's ``torch.initial_seed()``.
+            alike: whether this rank's generator of random numbers was seeded as rank 0's; by default all find out.
+            random: who draws random numbers (:data:`~autopar.runtime.stages.seeds.MODES`).
             meeting: where ranks hear of one that fails here; whoever gives it closes it.
 
         Raises:
@@ -121,7 +123,7 @@ class PipelineModule(TakesRows, SpreadModule):
         self._autopar_captured, self._autopar_captured_training = captured, model.training
         self._autopar_skeleton = Skeleton(model) if model.training and not isinstance(model, SpreadModule) else None
         self._autopar_has_evaluation = False
-        self._autopar_steps = self._autopar_drawn = 0
+        self._autopar_steps = 0
         self._autopar_planned = captured, plan.microbatches
         self._autopar_parts = cut(captured.graph, plan.starts)
         check_rows(plan.schedule, self._autopar_parts)
@@ -143,9 +145,8 @@ class PipelineModule(TakesRows, SpreadModule):
             for s in mine
         }  # fmt: skip
         take_values(model, here, values, placings.values())
-        self._autopar_seed = first_seed(dist.group.WORLD) if seed is None else seed
         well()
-        self._autopar_random = any(rule is not None and rule.random for rule in rules_of(captured.graph))
+        self._autopar_drawing = (drawing(captured.graph),) * 2
         self._autopar_device = torch.device(device_of(meshes[mine[0]]))
         self._autopar_none = torch.nn.Parameter(torch.empty(0, device=self._autopar_device))
         self._autopar_batch = Batch(captured, self._autopar_signature, self._autopar_device)
@@ -153,6 +154,7 @@ class PipelineModule(TakesRows, SpreadModule):
         self._autopar_count = count_of(captured.graph, self._autopar_device)
         readers = first_readers([captured.graph])
         self._autopar_compared = Calls(here.everyone, None, False, list(meshes.values()), readers)
+        self._autopar_seeds = seeds_for(random, here.everyone, 0, self._autopar_device, alike)
         self._autopar_failures = Failures(
             range(dist.get_world_size()), groups.abort, stays_armed=self._autopar_device.type != "cpu"
         )
@@ -188,14 +190,8 @@ class PipelineModule(TakesRows, SpreadModule):
             else None
         )
 
-    def _autopar_position(self) -> tuple[int, int]:
-        return self._autopar_seed, self._autopar_drawn
-
-    def _autopar_set_position(self, seed: int, calls: int) -> None:
-        self._autopar_seed, self._autopar_drawn = seed, calls
-
     def _autopar_draws(self) -> bool:
-        return self._autopar_random
+        return self._autopar_drawing[0] is not None
 
     def _autopar_ranks(self) -> tuple[Any, int]:
         return dist.group.WORLD, 0
@@ -210,8 +206,11 @@ class PipelineModule(TakesRows, SpreadModule):
         """Another one, with the values that this one has now, on the same ranks; every rank copies. Values that
         ``forward`` reads stay those of the program that runs now."""
         captured, plan, kind = self._autopar_captured, self._autopar_plan, self._autopar_device.type
+        seeds = self._autopar_seeds
         new: PipelineModule = copied(
-            self, memo, lambda values: PipelineModule(self, captured, plan, kind, values, seed=self._autopar_seed)
+            self, memo, lambda values: PipelineModule(
+                self, captured, plan, kind, values, alike=seeds.alike, random=seeds.mode
+            )
         )
         new._autopar_planned, new._autopar_first_tied = self._autopar_planned, self._autopar_first_tied
         return new
@@ -262,21 +261,19 @@ class PipelineModule(TakesRows, SpreadModule):
                     [each.captured.graph for each in ready], microbatches
                 )
             losses: list[torch.Tensor] = []
-            drawn = 0
-            for each, shares in zip(ready, shares_in_loss(self, ready), strict=True):
-                seeds = self._autopar_seeds(drawn, each.run.microbatches)
+            seeds_of_runs = seeds_of(self, ready)
+            for each, shares, seeds in zip(ready, shares_in_loss(self, ready), seeds_of_runs, strict=True):
                 each.batch.check_planned(each.callers)
                 reached = each.reached(seeds)
                 losses.append(
                     each.work.train(each.batches, shares, seeds, each.batch.shown, each.callers, reached, scale)
                 )
-                drawn += each.run.microbatches
             for each in ready:
                 each.work.give()
             given = [pair for each in ready for pair in each.work.input_gradients.taken()]
             if given:
                 torch.autograd.backward([x for x, _ in given], [grad for _, grad in given])
-            self._autopar_steps, self._autopar_drawn = self._autopar_steps + 1, self._autopar_drawn + drawn
+            self._autopar_steps += 1
             if scale is not None:
                 grad_scaler.share_overflows(self.parameters(), self._autopar_device, self._autopar_work.everyone)
             if optimizer is not None:
@@ -294,11 +291,6 @@ class PipelineModule(TakesRows, SpreadModule):
             self._autopar_groups.check(self._autopar_generation)
             yield
 
-    def _autopar_seeds(self, before: int, count: int) -> list[int]:
-        """Of random operators in so many microbatches of the next step, behind those of its runs before."""
-        first = self._autopar_drawn + before
-        return [mixed_seed(self._autopar_seed, first + i) for i in range(count)]
-
     # -- programs of eval mode and of other values
 
     @property
@@ -310,6 +302,7 @@ class PipelineModule(TakesRows, SpreadModule):
         for stage in self._autopar_stages.values():
             stage.prepare_evaluation(sides)
         self._autopar_has_evaluation = True
+        self._autopar_drawing = self._autopar_drawing[0], drawing(evaluated(self._autopar_captured.graph, sides))
 
     def _autopar_kept_program(self) -> Fields:
         return pipeline_programs.fields_of(self)

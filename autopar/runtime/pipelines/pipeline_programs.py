@@ -18,6 +18,7 @@ from autopar.capture import Captured
 from autopar.errors import RunError
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph, cut
+from autopar.rules.registry import drawing
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.loss_counts import count_of
 from autopar.runtime.gradients.reached import reached_by
@@ -44,8 +45,8 @@ Lines = tuple[tuple[Wire, ...], tuple[Tied, ...]]
 """What crosses between stages, and what several groups of ranks hold."""
 PROGRAM = (
     "_autopar_captured", "_autopar_parts", "_autopar_plan", "_autopar_skeleton", "_autopar_has_evaluation",
-    "_autopar_batch", "_autopar_reached_by", "_autopar_count", "_autopar_stages", "_autopar_lines", "_autopar_works",
-    "_autopar_trained",
+    "_autopar_drawing", "_autopar_batch", "_autopar_reached_by", "_autopar_count", "_autopar_stages",
+    "_autopar_lines", "_autopar_works", "_autopar_trained",
 )  # fmt: skip
 """What is another with other shapes or values."""
 
@@ -144,6 +145,7 @@ def _run(pm: Any, new: Captured, parts: tuple[StageGraph, ...], plan: Plan) -> N
     """Run the stages that ``pm`` has been given."""
     pm._autopar_captured, pm._autopar_parts, pm._autopar_plan, pm._autopar_works = new, parts, plan, {}
     pm._autopar_skeleton, pm._autopar_has_evaluation = skeleton_of(pm), False
+    pm._autopar_drawing = (drawing(new.graph),) * 2
     pm._autopar_batch = Batch(new, pm._autopar_signature, pm._autopar_device)
     pm._autopar_reached_by, pm._autopar_count = (
         reached_by(new.graph, pm._autopar_device),

@@ -12,11 +12,12 @@ import torch
 
 from autopar.errors import RunError
 from autopar.runtime.batches.loss_counts import Shares
-from autopar.runtime.batches.runs import Run, runs
+from autopar.runtime.batches.runs import Run, rows_of_microbatch, runs
 from autopar.runtime.batches.same_batch import Seen
 from autopar.runtime.pipelines.pipeline_outputs import Parts
 from autopar.runtime.pipelines.pipeline_programs import work_of
 from autopar.runtime.pipelines.ready_runs import Ready, shares_of
+from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.values import check_values
 
@@ -53,7 +54,7 @@ def ready_runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_do
         ready.append(
             Ready(
                 run, module._autopar_captured, module._autopar_parts, module._autopar_work, module._autopar_batch,
-                module._autopar_reached_by, module._autopar_count, callers, batches,
+                module._autopar_reached_by, module._autopar_count, callers, batches, module._autopar_drawing,
             )
         )  # fmt: skip
     return ready
@@ -105,16 +106,35 @@ def forwards(module: Any, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Pa
     """Of each run its part of the loss, float64, and whole outputs of this rank's stages by position, if they are
     other ones."""
     results: list[tuple[torch.Tensor, Parts]] = []
-    drawn = 0
-    for each, shares in zip(ready, shares_in_loss(module, ready), strict=True):
+    for each, shares, seeds in zip(ready, shares_in_loss(module, ready), seeds_of(module, ready), strict=True):
         parts: Parts = {}
-        seeds = module._autopar_seeds(drawn, each.run.microbatches)
         loss = each.work.forwards(each.batches, shares, seeds, each.batch.shown, module.training, parts)
         results.append((loss, parts))
-        drawn += each.run.microbatches
-    if module.training:
-        module._autopar_drawn += drawn
     return results
 
 
-__all__ = ["forwards", "ready_runs", "shares_in_loss"]
+def seeds_of(module: Any, ready: Sequence[Ready]) -> list[list[Any]]:
+    """Of random operators in each microbatch of each run: by the seed of the batch, which all ranks take, and by where
+    its rows are in the batch."""
+    graphs = [each.drawing[0 if module.training else 1] for each in ready]
+    counts = [each.run.microbatches for each in ready]
+    if not any(graph is not None for graph in graphs):
+        return [[None] * count for count in counts]
+    rows = [rows_of_microbatch(each.captured) for each in ready]
+    ranks = module._autopar_rows.ranks if module._autopar_rows is not None else 1
+    total, before = sum(n * k for n, k in zip(rows, counts, strict=True)), 0
+    of_runs: list[list[Any]] = []
+    with module._autopar_seeds.step():
+        module._autopar_seeds.of_rows(total)
+        for graph, n, count in zip(graphs, rows, counts, strict=True):
+            block, of_run = max(1, n // ranks), list[Any]()
+            for i in range(count):
+                place = PlaceInBatch(before + i * block, block, total // ranks)
+                module._autopar_seeds.at(place if sum(counts) > 1 else None)
+                of_run.append(None if graph is None else module._autopar_seeds.of_call(graph))
+            of_runs.append(of_run)
+            before += count * block
+    return of_runs
+
+
+__all__ = ["forwards", "ready_runs", "seeds_of", "shares_in_loss"]

@@ -88,7 +88,7 @@ class Work:
         self.own_rows: RowsInStages | None = None
 
     def train(
-        self, batches: Batches, shares: Shares, seeds: Sequence[int], shown: Mapping[str, str],
+        self, batches: Batches, shares: Shares, seeds: Sequence[Any], shown: Mapping[str, str],
         callers: Mapping[str, torch.Tensor], reached: Sequence[Reached] | None = None,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
@@ -138,7 +138,7 @@ class Work:
 
     @torch.no_grad()
     def forwards(
-        self, batches: Batches, shares: Shares, seeds: Sequence[int], shown: Mapping[str, str],
+        self, batches: Batches, shares: Shares, seeds: Sequence[Any], shown: Mapping[str, str],
         training: bool, outputs: dict[int, list[torch.Tensor]] | None,
     ) -> torch.Tensor:  # fmt: skip
         """The sum of the weighted losses of all microbatches without gradients, on every rank; 0 without a loss.
@@ -160,7 +160,7 @@ class Work:
         return total
 
     def _forward(
-        self, flight: Flight, post: Post, action: Action, batches: Batches, seeds: Sequence[int],
+        self, flight: Flight, post: Post, action: Action, batches: Batches, seeds: Sequence[Any],
         shown: Mapping[str, str], evaluating: bool, total: torch.Tensor, reached: Reached | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         """All that a stage makes; its part of the loss is added to ``total``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,7 @@ from autopar.runtime.batches.own_rows_in_stages import RowsInStages
 from autopar.runtime.batches.runs import Run
 from autopar.runtime.gradients.reached import Reached, ReachedBy
 from autopar.runtime.pipelines.rank_actions import Work
+from autopar.words.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Ready:
         callers: the caller's tensors, by input name.
         batches: whole inputs of every microbatch.
         count: of how many things the loss of a microbatch is the mean; None where that is its rows.
+        drawing: the graphs of training and of eval mode, where these have random operators.
     """
 
     run: Run
@@ -39,10 +42,11 @@ class Ready:
     count: Count | None
     callers: Mapping[str, torch.Tensor]
     batches: Sequence[Mapping[str, torch.Tensor]]
+    drawing: tuple[Graph | None, Graph | None]
 
-    def reached(self, seeds: Sequence[int]) -> list[Reached] | None:
+    def reached(self, seeds: Sequence[Any]) -> list[Reached] | None:
         """What has a gradient in each microbatch; None where all that wants one does."""
-        return None if self.reached_by is None else [self.reached_by(seed) for seed in seeds]
+        return None if self.reached_by is None else [self.reached_by(seed) for seed in seeds if seed is not None]
 
     @property
     def loss_dtype(self) -> torch.dtype:

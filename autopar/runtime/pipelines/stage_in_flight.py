@@ -102,8 +102,8 @@ class Flight:
         self.flying.clear()
 
     def forward(
-        self, post: Post, microbatch: int, batch: Mapping[str, torch.Tensor], shown: Mapping[str, str], seed: int,
-        evaluating: bool, reached: Reached | None = None,
+        self, post: Post, microbatch: int, batch: Mapping[str, torch.Tensor], shown: Mapping[str, str],
+        seed: Any, evaluating: bool, reached: Reached | None = None,
     ) -> tuple[torch.Tensor | None, tuple[Any, ...]]:  # fmt: skip
         """The loss, if the stage makes it, and all that the stage makes.
 

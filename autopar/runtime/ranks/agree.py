@@ -218,9 +218,9 @@ class FirstRankValues(SentValues):
         return self.named[name]
 
 
-def first_seed(group: Any) -> int:
-    """The first rank's ``torch.initial_seed()``, on every rank of ``group``."""
-    return int(share(group, str(torch.initial_seed() % (1 << 62)), None))
+def seeded_alike(group: Any) -> bool:
+    """Whether torch's generator was seeded on this rank as on the first one; every rank of ``group`` calls it."""
+    return int(share(group, str(torch.initial_seed()), None)) == torch.initial_seed()
 
 
 def same_error(group: Any, problem: str | None, kind: type[AutoparError]) -> None:

@@ -3,7 +3,7 @@
 ======================= ===============================================================================================
 :mod:`.stage`           bind, run forward, run backward or its halves, hand over gradients, free
 :mod:`.buffer_versions` buffers of which the program is given a copy
-:mod:`.seeds`           of random operators, one for each forward
+:mod:`.seeds`           of random operators: each call takes one from torch's generator
 :mod:`.branch_checks`   whether branches on data would go the ways that the program follows; :mod:`.async_host_reads`:
                         numbers that the host reads when they have come
 :mod:`.compiled`        programs under torch.compile; :mod:`.compiled_order`: their collectives, alike on all ranks

@@ -97,6 +97,11 @@ def compile_programs(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Raises:
         RunError: the whole graph is asked for, and a program is none.
     """
+    if pm._autopar_seeds.mode == "torch":
+        raise RunError(
+            "programs that draw as torch does in eager mode (random='torch') are not compiled, since the host follows "
+            "torch's generator through each call: parallelize with random='sharded', the default"
+        )
     kept = pm._autopar_programs.kept if pm._autopar_programs is not None else ()
     of_all = [fields["_autopar_stages"].values() if "_autopar_stages" in fields else [fields["_autopar_stage"]]
               for fields in (pm._autopar_kept_program(), *kept)]  # fmt: skip

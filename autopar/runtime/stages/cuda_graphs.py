@@ -2,7 +2,7 @@
 
 ``step = autopar.GraphedStep(pm, *batch)``, then ``loss = step(*batch)`` in the place of ``pm.train_step(*batch)``. A
 replay runs no Python, so whatever may be another in the next step has to be in memory that stays where it is: the batch
-and the seeds of random operators are copied there before each replay, gradients are left there. The optimizer's step,
+and the seed of random operators are copied there before each replay, gradients are left there. The optimizer's step,
 clipping and the learning rate stay outside, as they are.
 
 Refused are programs in which the host reads from the device, or runs the model's own Python, and pipelines, whose ranks
@@ -18,9 +18,10 @@ import torch
 
 from autopar.errors import RunError
 from autopar.lower.compilable import breaks
+from autopar.rules.families.sharded_random import seed_at
 from autopar.runtime.gradients.step_gradients import has_hooks
 from autopar.runtime.stages.compiled import records_graphs
-from autopar.runtime.stages.seeds import mixed_seed
+from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.values import check_values
 from autopar.torch_private import pytree
@@ -65,8 +66,8 @@ class CudaRecorder:
 class GraphedStep:
     """One step of a module on one mesh: forward and backward of a batch of fixed shapes, with all collectives.
 
-    It is recorded when it is made, by every rank; buffers, gradients and the position of random operators are then what
-    they were before. Every rank replays it alike.
+    It is recorded when it is made, by every rank; buffers, gradients and torch's generator are then what they were
+    before. Every rank replays it alike.
     """
 
     def __init__(self, pm: Any, *args: Any, recorder: StepRecorder | None = None, **kwargs: Any) -> None:
@@ -91,7 +92,7 @@ class GraphedStep:
         self.addresses = self._addresses()
 
     def _record(self) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        pm, (seed, calls) = self.pm, self.pm._autopar_position()
+        pm, calls = self.pm, self.pm._autopar_calls
         compared, before = pm._autopar_compared, [param.grad for param in self.params]
         every, compared.every, compared.soon = compared.every, 0, False
         buffers = [(buffer, buffer.detach().clone()) for buffer in pm.buffers()]
@@ -104,13 +105,13 @@ class GraphedStep:
             loss: torch.Tensor = pm.train_step(*args, **kwargs)
             return loss
 
-        self.stage.seeds = self._seed
+        pm._autopar_seeds.recorded = self._seed
         try:
             loss = self.recorder.record(run, WARM_STEPS)
             gradients = [param.grad for param in self.params]
         finally:
-            self.stage.seeds, compared.every = None, every
-            pm._autopar_set_position(seed, calls)
+            pm._autopar_seeds.recorded, compared.every = None, every
+            pm._autopar_calls = calls
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -118,11 +119,16 @@ class GraphedStep:
                 param.grad = grad
         return loss, gradients
 
-    def _seed(self, seed: int) -> torch.Tensor:
+    def _seed(self, place: PlaceInBatch | None) -> torch.Tensor:
         """Where the program of one forward reads its seed, in every replay. It is made before the recording, in which
-        it would be written to anew."""
+        it would be written to anew.
+
+        Args:
+            place: of the rows of a microbatch.
+        """
         if self.drawn == len(self.seeds):
-            self.seeds.append(torch.full((), seed, dtype=torch.int64, device=self.stage.device))
+            zero = torch.zeros((), dtype=torch.int64, device=self.stage.device)
+            self.seeds.append(zero if place is None else seed_at(zero, *place))
         self.drawn += 1
         return self.seeds[self.drawn - 1]
 
@@ -148,12 +154,13 @@ class GraphedStep:
             for there, now in zip(self.inputs, pytree.tree_leaves((args, kwargs)), strict=True):
                 if isinstance(there, torch.Tensor):
                     there.copy_(now, non_blocking=True)
-            first, calls = pm._autopar_position()
-            for k, seed in enumerate(self.seeds):
-                seed.fill_(mixed_seed(first, calls + k))
+            if self.seeds:
+                of_step = pm._autopar_seeds.take()
+                for seed in self.seeds:
+                    seed.reshape(-1)[:1].copy_(of_step)
             kept = [self._kept(param, grad) for param, grad in zip(self.params, self.gradients, strict=True)]
             self.recorder.replay()
-            pm._autopar_set_position(first, calls + max(1, len(self.seeds)))
+            pm._autopar_calls += max(1, len(self.seeds))
             for param, grad, before in zip(self.params, self.gradients, kept, strict=True):
                 if before is None:
                     param.grad = grad
@@ -193,6 +200,11 @@ def check_recordable(pm: Any, call: ModuleCall, recorder: StepRecorder | None) -
         raise RunError(
             "a step of a pipeline is not recorded as a CUDA graph: its ranks wait for messages between kernels. Record "
             "a module on one mesh, or compile the stages with pm.compile()"
+        )
+    if pm._autopar_seeds.mode == "torch" and stage.draws:
+        raise RunError(
+            "a step that draws as torch does in eager mode (random='torch') is not recorded, since the host follows "
+            "torch's generator through each call: parallelize with random='sharded', the default"
         )
     if recorder is None and stage.device.type != "cuda":
         raise RunError(f"a step is recorded as a CUDA graph on GPUs; this module is on {stage.device}")

@@ -8,7 +8,7 @@ parts of a step itself. What is stored is registered in the face; a stage follow
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -63,18 +63,18 @@ class Stage:
         self.graph, self.plan, self.device_mesh, self.home = graph, plan, device_mesh, home
         self.device = torch.device(device_of(device_mesh))
         self.buffers, self.compile_args = buffers, compile_args
-        self.program: Program = lower(graph, plan, self.device)
+        self.program: Program = self._lowered(graph, plan)
         self.held_params = self._hold_parameters()
         self.stream = StepStream(self.device, self._kept)
         self.schedule = prefetch.GatherOrder(self._units(), self.stream)
         self.run_program = self._runnable(self.program)
         self.evaluation: tuple[Program, Any] | None = None
+        self.evaluation_graph = graph
         on_meshes = any(isinstance(held_param.param, DTensor) for held_param in self.held_params.values())
         casts = any(held_param.casts for held_param in self.held_params.values())
         self.direct = device_mesh.size() == 1 and not (on_meshes or casts or graph.parts)
         self.gradients = Gradients({} if self.direct else self.held_params, self.schedule, lambda: home.gradient_dtype)
         self.probe = torch.empty(0, requires_grad=True)
-        self.seeds: Callable[[int], torch.Tensor] | None = None  # where a recorded step reads them
         self.ways, self.parts = WaysTaken(graph), TakingPart(graph)
         self.distributed = any(size > 1 for size in self.program.mesh.sizes)
         slots = self.program.slots
@@ -90,6 +90,9 @@ class Stage:
             self.gradients.listen(held_param)
         self.followed: list[tuple[int, Followed]] = []
         self.follow_buffers()
+
+    def _lowered(self, graph: Graph, plan: StagePlan) -> Program:
+        return lower(graph, plan, self.device, self.home._autopar_seeds.mode == "torch")
 
     def _hold_parameters(self) -> dict[str, HeldParam]:
         held_params: dict[str, HeldParam] = {}
@@ -137,17 +140,17 @@ class Stage:
         """
         graph = evaluated(self.graph, sides)
         plan = replace(self.plan, fingerprint=graph.fingerprint, memory={})
-        program = lower(graph, plan, self.device)
+        program = self._lowered(graph, plan)
         assert program.slots == self.program.slots[: len(program.slots)]
-        self.evaluation = program, self._runnable(program)
+        self.evaluation, self.evaluation_graph = (program, self._runnable(program)), graph
 
     def with_other_literals(self, graph: Graph) -> Stage:
         """The same stage with a graph that differs in nothing but literals; both share parameters and gradients."""
         twin = copy.copy(self)
         twin.graph, twin.plan = graph, replace(self.plan, fingerprint=graph.fingerprint)
-        twin.program = lower(graph, twin.plan, self.device)
+        twin.program = twin._lowered(graph, twin.plan)
         twin.run_program = self._runnable(twin.program)
-        twin.evaluation = None
+        twin.evaluation, twin.evaluation_graph = None, graph
         return twin
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -183,6 +186,16 @@ class Stage:
         """Whether the program has random operators."""
         return self.seed_slot is not None
 
+    def draws_in(self, training: bool) -> bool:
+        """Whether the program of a mode has random operators."""
+        if training or self.evaluation is None:
+            return self.draws
+        return self.draws and len(self.evaluation[0].slots) == len(self.program.slots)
+
+    def graph_in(self, training: bool) -> Graph:
+        """The graph of the program of a mode."""
+        return self.graph if training else self.evaluation_graph
+
     def bind(self) -> None:
         """Follow the parameters and buffers that are registered now."""
         for slot, held_param in self.param_slots:
@@ -208,12 +221,13 @@ class Stage:
         return part_shape(self.inputs[name], self.device_mesh, self.plan.mesh)
 
     def run(
-        self, inputs: Mapping[str, torch.Tensor], seed: int, *, same_step: bool, evaluating: bool = False
+        self, inputs: Mapping[str, torch.Tensor], seed: Any, *, same_step: bool, evaluating: bool = False
     ) -> tuple[Any, ...]:
         """Outputs and new buffers of the program, local as it makes them, from local inputs by name; the stage is
         bound.
 
         Args:
+            seed: of random operators, a tensor or what stands for one; None where the program has none.
             same_step: parameters have not changed since the last call, so gathered copies may be used again.
             evaluating: the program of eval mode is meant.
         """
@@ -227,15 +241,14 @@ class Stage:
             for i in self.input_slots.values():
                 self.template[i] = None
 
-    def _run(self, inputs: Mapping[str, torch.Tensor], seed: int, same_step: bool, evaluating: bool) -> tuple[Any, ...]:
+    def _run(
+        self, inputs: Mapping[str, torch.Tensor], seed: Any, same_step: bool, evaluating: bool
+    ) -> tuple[Any, ...]:
         program, run, template = self.program, self.run_program, self.template
         for name, value in inputs.items():
             template[self.input_slots[name]] = value
         if self.seed_slot is not None:
-            if self.seeds is not None:
-                template[self.seed_slot] = self.seeds(seed)
-            else:
-                template[self.seed_slot] = torch.full((), seed, dtype=torch.int64, device=self.device)  # written there
+            template[self.seed_slot] = seed
         self.stream.begin(same_step)
         if self.compile_args is None:
             self.schedule.begin(same_step=same_step)

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from autopar.capture import Captured, Example
 from autopar.capture.microbatches import first_part, rows_of
 from autopar.runtime.batches.calls import call_text
+from autopar.torch_private import pytree
 from autopar.words.autocasting import autocast_now, shown
 
 MOST_SHOWN = 500
@@ -73,9 +76,12 @@ def parts_of(rows: int, most: int) -> int:
 
 
 def batch_rows(captured: Captured) -> int:
-    """Rows of what a program was captured with."""
+    """Rows of what a program was captured with; 0 where none of its inputs is a tensor with dims."""
     assert captured.example is not None
     example = captured.example
+    leaves = pytree.tree_leaves((example.args, dict(example.kwargs), example.targets))
+    if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
+        return 0
     return rows_of((example.args, dict(example.kwargs), example.targets))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.planner.intra_op.building.integer_program import ROUGH, ROUNDING, Choice, MomentBytes, NoChoice, Problem
 from autopar.planner.intra_op.solving.effort import Effort
+from autopar.planner.intra_op.solving.engine import silent_engine
 from autopar.planner.intra_op.solving.program_matrix import Matrix, matrix
 
 try:
@@ -323,8 +324,8 @@ def _engine(lp: Matrix) -> Any:
     model.a_matrix_.start_ = np.array(lp.start, dtype=np.int32)
     model.a_matrix_.index_ = np.array(lp.columns, dtype=np.int32)
     model.a_matrix_.value_ = np.array(lp.values, dtype=np.float64)
-    engine = highspy.Highs()
-    for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+    engine = silent_engine()
+    for name, value in (("threads", 1), ("random_seed", 0)):
         engine.setOptionValue(name, value)
     engine.passModel(model)
     return engine

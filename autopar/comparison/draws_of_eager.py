@@ -1,0 +1,151 @@
+"""Whether what a program draws by torch's generator is what the model draws in eager mode, one draw after the other.
+
+``parallelize(..., random="torch")`` promises eager mode's numbers. They depend on the order of the draws, and on shape,
+memory layout and dtype of each; a program that differs in one of these draws other numbers from there on. So the model
+runs once on the example batch, and what it draws is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from autopar.capture import Captured, WithLoss
+from autopar.capture.python.restoring import generators_kept, kept
+from autopar.errors import CaptureError
+from autopar.rules.families.torch_draws import WholeDraw, draws_in_order
+from autopar.torch_private import TorchDispatchMode, pytree
+
+_METHODS = {
+    "rand": "uniform_", "rand_like": "uniform_", "randn": "normal_", "randn_like": "normal_", "normal": "normal_",
+    "randint": "random_", "randint_like": "random_", "normal_functional": "normal_",
+}  # fmt: skip
+"""What draws as which in-place method does."""
+
+
+class _Drawn(NamedTuple):
+    """One draw: its method, and the tensor that it fills."""
+
+    method: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        lies = f", strides {list(self.strides)}" if self.strides else ""
+        return f"{self.dtype}[{' '.join(map(str, self.shape))}] by {self.method}{lies}"
+
+
+def _seen(method: str, shape: Any, strides: Any, dtype: Any) -> _Drawn:
+    """Strides of dims that have one element do not matter."""
+    plain = torch.empty(tuple(shape), device="meta").stride()
+    pairs = zip(shape, strides, plain, strict=True)
+    same = all(n == 1 or a == b for n, a, b in pairs)
+    return _Drawn(method, tuple(shape), () if same else tuple(strides), str(dtype).removeprefix("torch."))
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[_Drawn] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._note(func, args, kwargs or {}, made)
+        return made
+
+    def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], made: Any) -> None:
+        name, overload = str(func).removeprefix("aten.").split(".")
+        filled = next(x for x in pytree.tree_leaves(made) if isinstance(x, torch.Tensor))
+        shape, strides, dtype = filled.shape, filled.stride(), filled.dtype
+        method = _METHODS.get(name, name if name.endswith("_") or name == "randperm" else f"{name}_")
+        if name.startswith("bernoulli"):
+            given = [*args[1:], *(args[:1] if overload == "default" else ())]
+            weights = next((x for x in given if isinstance(x, torch.Tensor)), None)
+            if weights is not None:
+                method, dtype = "uniform_", torch.float64 if weights.dtype == torch.float64 else torch.float32
+        elif name == "multinomial":
+            replacement = args[2] if len(args) > 2 else kwargs.get("replacement", False)
+            if replacement and args[1] > 1:
+                method, dtype = "uniform_", torch.float64
+            else:
+                weights = torch.empty_like(args[0], device="meta")
+                method, shape, strides, dtype = "exponential_", weights.shape, weights.stride(), weights.dtype
+        elif name.startswith("_scaled_dot_product") or name == "native_dropout":
+            method = name
+            if name != "native_dropout" and not _drops(args, kwargs):
+                return
+        self.drawn.append(_seen(method, shape, strides, dtype))
+
+
+def _drops(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a fused attention has a probability of dropout."""
+    numbers = [x for x in (*args[3:], kwargs.get("dropout_p", 0.0)) if type(x) is float]
+    return any(0.0 < x < 1.0 for x in numbers[:1])
+
+
+def check_draws(
+    captured: Captured, model: torch.nn.Module, example: Any, rows: int | None, device_type: str = "cpu"
+) -> None:
+    """Refuse a program that would draw other numbers than the model does in eager mode.
+
+    The graph is looked at on every rank; the model runs on rank 0 alone.
+
+    Args:
+        captured: of one microbatch.
+        example: the whole batch: inputs, keyword arguments, targets.
+        rows: of the batch; None where it is one microbatch.
+        device_type: where the model runs.
+
+    Raises:
+        CaptureError: they draw otherwise; it names the first draw that differs.
+    """
+    graph = captured.graph
+    draws = draws_in_order(graph, device_type)
+    if not draws or (dist.is_initialized() and dist.get_rank()):
+        return
+    mine: list[tuple[_Drawn, str]] = []
+    for i, draw in draws.items():
+        try:
+            mine.append((_of(draw.of_batch(rows)), graph.nodes[i].where))
+        except ValueError as error:
+            raise CaptureError(
+                f"random='torch' draws what torch does for the whole batch, and of {graph.nodes[i].where} {error}: "
+                "plan with microbatches=1, or give random='sharded', the default"
+            ) from error
+    theirs = _drawn_in_eager(captured, model, example)
+    for k in range(max(len(mine), len(theirs))):
+        here, where = mine[k] if k < len(mine) else (None, "")
+        there = theirs[k] if k < len(theirs) else None
+        if here != there:
+            raise CaptureError(
+                f"random='torch' cannot draw what the model does in eager mode: draw {k + 1} of {len(theirs)} there is "
+                f"{there or 'none'}, and of the program's {len(mine)} it is {here or 'none'}"
+                + (f", in {where}" if where else "")
+                + "\n  give random='sharded', the default: numbers of the same distribution, which do not depend on "
+                "the mesh"
+            )
+
+
+def _of(draw: WholeDraw) -> _Drawn:
+    strides = draw.strides or torch.empty(draw.shape, device="meta").stride()
+    return _seen(draw.method, draw.shape, strides, draw.dtype)
+
+
+def _drawn_in_eager(captured: Captured, model: torch.nn.Module, example: Any) -> list[_Drawn]:
+    """What the model draws for the batch; it and all generators are left as they were."""
+    args, kwargs, targets = example
+    loss_fn = captured.example.loss_fn if captured.example is not None else None
+    module = WithLoss(model, loss_fn, len(args), captured.graph.precision)
+    with kept(model, loss_fn), generators_kept(), torch.no_grad(), _Recorder() as recorder:
+        module(*args, *targets, **kwargs)
+    return recorder.drawn
+
+
+__all__ = ["check_draws"]
