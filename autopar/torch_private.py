@@ -95,6 +95,9 @@ from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTens
 # What one rank computes by its number, as it is in a world of one process: for each rank there is.
 from torch.distributed._local_tensor import maybe_run_for_local_tensor as each_rank
 
+# Where a piece of a tensor is in the files of a checkpoint: what ranks have written is told to the first one.
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+
 # --- DTensor ---------------------------------------------------------------------------------------------------------
 # DTensor's own check of a gradient scaler, which is right for gradients of one placement.
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
@@ -569,8 +572,8 @@ __all__ = [
     "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",
     "NormPartial", "OpOverload", "OpOverloadPacket", "OpSchema", "OpStrategy", "Replaceable", "SingleLevelFunction",
-    "TensorMeta", "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to", "assert_async",
-    "autograd_engine", "backend_named", "below_autograd", "caller_that_loads", "callers_compiler",
+    "StorageInfo", "TensorMeta", "TorchDispatchMode", "all_gather_single", "allow_plain_tensors", "arguments_of_to",
+    "assert_async", "autograd_engine", "backend_named", "below_autograd", "caller_that_loads", "callers_compiler",
     "compiled_functions_run_as_they_are", "compiler_traces", "current_backward", "data_of_tensors", "default_store",
     "default_timeout_seconds", "each_rank", "fake_store", "found_inf_reduce_handler", "function_modes",
     "functional_collectives", "functorch_apis", "functorch_is_active", "functorch_transforms",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import random
+import time
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.runtime.checkpoints.stored_shards import ShardsToWrite
 
 STEPS = 6
 
@@ -80,6 +86,14 @@ class Run:
             folder, self.model, self.optimizer, scheduler=self.scheduler, data=self.data, **options
         )
         self.losses: list[torch.Tensor] = []
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of all tensors that this rank has."""
+        tensors = dict(self.model.state_dict())
+        for i, values in enumerate(self.optimizer.state.values()):
+            tensors |= {f"{i} {key}": value for key, value in values.items()}
+        local = {name: getattr(value, "_local_tensor", value) for name, value in tensors.items()}
+        return {name: value.clone() for name, value in local.items()} | {"position": torch.tensor(self.data.position)}
 
     def step(self) -> torch.Tensor:
         batch = self.data.batch()
@@ -160,6 +174,130 @@ def refused(folder: str) -> list[str]:
     assert run.checkpoint.load() == 1
     run.checkpoint.save(2)
     return texts
+
+
+def failing(how: str, folder: str) -> list[str]:
+    """What is said where one rank's part cannot be written, or is damaged, or a load fails on one rank: on all ranks
+    alike; nothing is left, nothing has changed, and the run goes on."""
+    run, path = Run(how, folder), Path(folder)
+    run.step()
+    run.checkpoint.save(1)
+    texts = []
+    for wait in (True, False):
+        with mock.patch.object(ShardsToWrite, "write", _no_room) if dist.get_rank() == 1 else contextlib.nullcontext():
+            texts.append(said(lambda: (run.checkpoint.save(2, wait=wait), run.checkpoint.wait())))  # noqa: B023
+        dist.barrier()
+        assert sorted(p.name for p in path.iterdir() if p.name != ".owner") == ["step-00000001"]
+        dist.barrier()
+    run.checkpoint.save(2)
+    run.step()
+    before = run.state()
+    for name, damage in (("rank-00001.pt", b""), ("__1_0.distcp", b"x" * 99), (".metadata", None)):
+        damaged = path / "step-00000002" / name
+        whole = damaged.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damaged.unlink() if damage is None else damaged.write_bytes(damage)
+        dist.barrier()
+        texts.append(said(run.checkpoint.load))
+        dist.barrier()
+        damaged.write_bytes(whole)
+        dist.barrier()
+    if dist.get_rank() == 1:
+        run.data.load_state_dict = _no_room  # type: ignore[method-assign]
+    texts.append(said(run.checkpoint.load))
+    assert all(torch.equal(value, before[name]) for name, value in run.state().items())
+    run.data.__dict__.pop("load_state_dict", None)
+    assert run.checkpoint.load() == 2
+    run.step()
+    return texts
+
+
+class Deeper(nn.Module):
+    """A chain of layers."""
+
+    def __init__(self, layers: int, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def of_other_models(folder: str) -> dict[str, str]:
+    """What is said of a save of four layers that is loaded into others, on one mesh and in a pipeline."""
+    texts = {}
+    for how in ({}, {"stages": 2, "schedule": "1f1b", "microbatches": 2}):
+        for layers, width in ((4, 8), (3, 8), (5, 8), (4, 16)):
+            x = torch.ones(4, width)
+            pm = autopar.parallelize(Deeper(layers, width), 2, (x,), **how)  # type: ignore[arg-type]
+            optimizer = torch.optim.AdamW(pm.parameters())
+            pm.train_step(x) if how else pm(x).backward()
+            optimizer.step()
+            checkpoint = autopar.Checkpoint(f"{folder}/{len(how)}", pm, optimizer)
+            before = {name: value.clone() for name, value in pm.state_dict().items()}
+            if (layers, width) == (4, 8):
+                checkpoint.save(1)
+                assert checkpoint.load() == 1
+                continue
+            if how and layers == 3:  # of which one rank has no parameters
+                own = autopar.Checkpoint(f"{folder}/own", pm, optimizer)
+                own.save(1)
+                own.save(2, wait=False)
+                assert own.load(1) == 1 and own.load() == 2
+            texts[f"{'pipeline' if how else 'mesh'} {layers} {width}"] = said(checkpoint.load)
+            assert all(bool((before[name] == value).all()) for name, value in pm.state_dict().items())
+    return texts
+
+
+def saved_by_torch(folder: str) -> dict[str, str]:
+    """``torch.save(pm.state_dict())``: plain tensors where every rank has all, one error where it has pieces."""
+    plans: dict[str, dict[str, Any]] = {
+        "whole": {"constraints": {"*0": {"data": "b"}}}, "pieces": {"params": {"*": "S0 use"}},
+        "stages": {"stages": 2, "schedule": "1f1b", "microbatches": 2},
+    }  # fmt: skip
+    texts, me = {}, dist.get_rank()
+    for name, options in plans.items():
+        torch.manual_seed(0)
+        pm = autopar.parallelize(Deeper(4), 2, (torch.ones(4, 8),), **options)
+        optimizer = torch.optim.AdamW(pm.parameters())
+        pm.train_step(torch.ones(4, 8)) if name == "stages" else pm(torch.ones(4, 8)).backward()
+        optimizer.step()
+        path, state = Path(folder) / f"{name}-{me}.pt", pm.state_dict()
+        texts[name] = said(lambda: torch.save(state, path))  # noqa: B023
+        texts[f"{name}, inside"] = said(lambda: torch.save({"model": dict(state.items()), "step": 1}, path))  # noqa: B023
+        texts[f"{name}, on the CPU"] = said(lambda: torch.save({k: v.cpu() for k, v in state.items()}, path))  # noqa: B023
+        texts[f"{name}, parameters"] = said(lambda: torch.save(list(pm.parameters()), path))  # noqa: B023
+        if name == "whole":
+            torch.save(state, path)
+            plain = Deeper(4)
+            plain.load_state_dict(torch.load(path))
+            assert all(type(value) is torch.Tensor for value in torch.load(path).values())
+            pm.load_state_dict(torch.load(path))
+        copy.deepcopy(state)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.save(optimizer.state_dict(), path)  # each rank its own: goes back into the same ranks
+        texts[f"{name}, optimizer"] = " ".join(str(w.message) for w in caught)
+        optimizer.load_state_dict(torch.load(path))
+    return texts
+
+
+def unwaited(folder: str) -> None:
+    """A save that nobody waits for; rank 1 writes slowly, and the process group is ended meanwhile."""
+    run = Run("zero", folder)
+    run.step()
+    real = ShardsToWrite.write
+
+    def slow(self: ShardsToWrite, plan: Any) -> Any:
+        time.sleep(1.0)
+        return real(self, plan)
+
+    if dist.get_rank() == 1:
+        ShardsToWrite.write = slow  # type: ignore[method-assign]
+    run.checkpoint.save(1, wait=False)
 
 
 def _no_room(*_: Any) -> None:

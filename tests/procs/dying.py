@@ -142,12 +142,14 @@ def alone(what: str, stages: int | None, folder: str) -> tuple[float, str]:
     options: dict[str, Any] = {"params": {"*": "S0 use"}} if stages is None else {"stages": stages, "microbatches": 2}
     pm = autopar.parallelize(Net(None), dist.get_world_size(), (x,), **options)
     optimizer = torch.optim.SGD(pm.parameters(), 0.1, momentum=0.9)
+    checkpoint = autopar.Checkpoint(folder, pm, optimizer)
     called, _, then = what.partition(", then ")
     calls: dict[str, Callable[[], object]] = {
         "full_state_dict": lambda: autopar.full_state_dict(pm),
         "load_full_state_dict": lambda: autopar.load_full_state_dict(pm, {}),
         "full_optimizer_state_dict": lambda: autopar.full_optimizer_state_dict(pm, optimizer),
         "save_safetensors": lambda: autopar.save_safetensors(pm, folder),
+        "Checkpoint.save": lambda: checkpoint.save(2), "Checkpoint.load": checkpoint.load,
     }
 
     def rest() -> None:

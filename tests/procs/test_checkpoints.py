@@ -36,6 +36,11 @@ def found(folder: Path) -> list[dict[str, Any]]:
         calls[f"loaded {how}"] = ("loaded", how, str(folder / "elsewhere"))
     calls["refused"] = ("refused", str(folder / "refused"))
     calls["kept"] = ("kept", str(folder / "kept"))
+    for how in ("zero", "pipeline"):
+        calls[f"failing {how}"] = ("failing", how, str(folder / f"failing {how}"))
+    calls["others"] = ("of_other_models", str(folder / "others"))
+    calls["torch"] = ("saved_by_torch", str(folder))
+    calls["unwaited"] = ("unwaited", str(folder / "unwaited"))
     return run_local(several, 2, "checkpoints", calls)
 
 
@@ -91,6 +96,46 @@ def test_what_is_refused(found: list[dict[str, Any]]) -> None:
 def test_the_newest_saves_are_kept(found: list[dict[str, Any]], folder: Path) -> None:
     assert all(rank["kept"] == [3, 4] for rank in found)
     assert sorted(p.name for p in (folder / "kept").iterdir()) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("how", ["zero", "pipeline"])
+def test_what_fails_on_one_rank_is_one_error_on_all(found: list[dict[str, Any]], how: str) -> None:
+    for rank, one in enumerate(found):
+        wrote, wrote_meanwhile, *loads, taken = one[f"failing {how}"]
+        for text in (wrote, wrote_meanwhile):
+            assert "could not be saved to" in text and "No space left on device" in text and "step-00000002" in text
+            assert ("on rank 1: " in text) == (rank == 0)
+        for text, name in zip(loads, ("rank-00001.pt", "__1_0.distcp", ".metadata"), strict=True):
+            assert name in text and "copy it again" in text, text
+        assert "No space left on device" in taken and ("on rank 1: " in taken) == (rank == 0)
+
+
+def test_a_save_of_another_model_is_one_error_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        for case, text in one["others"].items():
+            assert "it is of another model: " in text, case
+            if " 3 8" in case:
+                assert "2 of its 8 tensors are not in this model: layers.3." in text
+            if " 5 8" in case and case.startswith("mesh"):
+                assert "2 of 10 tensors are not among its 8: layers.4." in text
+            if " 16" in case:
+                assert "of shape (8, 8) in the save, and of shape (16, 16) here" in text
+
+
+def test_torch_save_of_a_state_dict_is_plain_or_refused(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        texts = one["torch"]
+        assert {text for case, text in texts.items() if case.startswith("whole")} == {"no error", ""}
+        for case in ("pieces", "pieces, inside", "pieces, on the CPU", "pieces, parameters"):
+            assert "in pieces on 2 ranks" in texts[case] and "autopar.save(state, path) on every rank" in texts[case]
+        for case in ("stages", "stages, inside", "stages, on the CPU"):
+            assert "of one stage of a pipeline" in texts[case] and "Call autopar.full_state_dict(pm)" in texts[case]
+        assert "loads on this rank of as many alone" in texts["pieces, optimizer"]
+
+
+def test_the_last_save_is_written_though_nobody_waits(found: list[dict[str, Any]], folder: Path) -> None:
+    run = checkpoints.Run("plain", str(folder / "unwaited"), seed=1)
+    assert run.checkpoint.load() == 1 and run.data.position == 1
 
 
 def _rank(rank: int, port: int, folder: str) -> None:

@@ -95,8 +95,9 @@ def check_alone(what: str, stages: int | None, folder: str) -> None:
         assert f"rank 0 calls {called}()" in text and why in text and seconds < 15, (rank, seconds, text)
 
 
-def test_a_call_of_all_ranks_that_only_rank_0_makes(tmp_path: Path) -> None:
-    check_alone("full_state_dict", None, str(tmp_path))
+@pytest.mark.parametrize("what", ["full_state_dict", "Checkpoint.save"])
+def test_a_call_of_all_ranks_that_only_rank_0_makes(what: str, tmp_path: Path) -> None:
+    check_alone(what, None, str(tmp_path))
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ def test_a_call_of_all_ranks_that_only_rank_0_makes(tmp_path: Path) -> None:
     "what",
     [
         "full_state_dict", "load_full_state_dict", "full_optimizer_state_dict", "save_safetensors",
-        "full_state_dict, then a barrier",
+        "full_state_dict, then a barrier", "Checkpoint.save", "Checkpoint.load",
     ],
 )  # fmt: skip
 def test_any_call_of_all_ranks_that_only_rank_0_makes(what: str, stages: int | None, tmp_path: Path) -> None:

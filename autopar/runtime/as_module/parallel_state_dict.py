@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.runtime.as_module.submodules import Elements, place
+from autopar.runtime.parameters.dtensor_fixes import note_state
 from autopar.runtime.stages.seeds import Seeds
 
 EXTRA = "_extra_state"
@@ -54,6 +56,10 @@ class SpreadState(Elements):
         state = super().state_dict(*args, **kwargs)
         if not self._autopar_draws() or not self._autopar_seeds.alike:
             state.pop(kwargs.get("prefix", args[1] if len(args) > 1 else "") + EXTRA, None)
+        of_stage = getattr(self, "_autopar_leads", None) is not None
+        for name, value in state.items():
+            if isinstance(value, DTensor) and not isinstance(value, torch.nn.Parameter):
+                note_state(value, name, of_stage)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -171,7 +171,7 @@ def _entry(path: Path, name: str, of: Any, start: int, size: int) -> StoredTenso
 class Writer:
     """Writes one file, its tensors in the order in which they were announced."""
 
-    def __init__(self, file: BinaryIO, specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def __init__(self, file: Any, specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name, (shape, dtype) in specs.items():

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.runtime.as_module.parallel_module import SpreadModule, on_all_ranks
+from autopar.runtime.checkpoints.durable_files import SummedFile
 from autopar.runtime.checkpoints.full_state_dict import by_source, in_state_dict, misfit, specs_of
 from autopar.runtime.checkpoints.safetensors_files import INDEX, NAMES, SINGLE, Writer
 from autopar.runtime.checkpoints.safetensors_files import stored_tensors as tensors_in
@@ -109,7 +110,9 @@ def save_safetensors(
             writer = None
             if me == first and error is None:
                 try:
-                    opened = stack.enter_context((path / f"{file}.part").open("wb"))
+                    opened = SummedFile(path / f"{file}.part")
+                    stack.enter_context(contextlib.suppress(OSError))  # of closing what had no room
+                    stack.callback(opened.file.close)
                     writer = Writer(opened, {name: specs[name] for name in names})
                 except OSError as failed:
                     error = failed
@@ -120,11 +123,21 @@ def save_safetensors(
                         writer.add(value)
                     except OSError as failed:
                         error = failed
+            if writer is not None and error is None:
+                try:
+                    os.fsync(opened.fileno())
+                except OSError as failed:
+                    error = failed
     with everywhere(group, lambda e: RunError(f"the weights could not be written to {path}: {e}")):
-        if error is not None:
-            raise error
-        if me == first:
-            _name_files(path, files, shards, specs)
+        try:
+            if error is not None:
+                raise error
+            if me == first:
+                _name_files(path, files, shards, specs)
+        finally:
+            if me == first:  # nothing of what failed takes the room of the next one
+                for file in (*files, INDEX):
+                    (path / f"{file}.part").unlink(missing_ok=True)
 
 
 def _make_folder(path: Path) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import RunError
 from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.parallel_state_dict import EXTRA
-from autopar.runtime.checkpoints.durable_files import on_disk
+from autopar.runtime.checkpoints.durable_files import summed, sync_folder
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank, full_state_dict
 from autopar.runtime.parameters.dtensor_fixes import meet_at
 from autopar.runtime.ranks.agree import everywhere
@@ -39,10 +39,11 @@ def save(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
         file: a path, which gets the whole file at once, or a file that is open on every rank, into which rank 0 writes.
 
     Raises:
-        RunError: a tensor is on some ranks only, as those of a pipeline's stages are; or not all ranks call it.
+        RunError: a tensor is on some ranks only, as those of a pipeline's stages are; not all ranks call it; or the
+            file could not be written, and what was there before is as it was.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        torch.save(_whole(state, True), file)
+        _write(_whole(state, True), file)
         return
     tensors = list(_dtensors(state))
     for mesh in {tensor.device_mesh for tensor in tensors}:
@@ -56,16 +57,28 @@ def save(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
     first = dist.get_rank() == 0
     gathered = _whole(state, first)
     with everywhere(dist.group.WORLD):
-        if first and isinstance(file, str | os.PathLike):
-            path = Path(file)
-            beside = path.with_name(f".{path.name}.{os.getpid()}")
-            with on_disk(beside) as opened:
-                torch.save(gathered, opened)
-            os.replace(beside, path)
-        elif first:
-            assert not isinstance(file, str | os.PathLike)
-            torch.save(gathered, file)
-            file.flush()
+        if first:
+            _write(gathered, file)
+
+
+def _write(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
+    """Write a file; one at a path gets its name, and takes the place of an earlier one, when it is whole."""
+    if not isinstance(file, str | os.PathLike):
+        torch.save(state, file)
+        file.flush()
+        return
+    path = Path(file)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with summed(beside, {}) as opened:
+            torch.save(state, opened)  # type: ignore[arg-type]
+        os.replace(beside, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        kept = "; the file that was there is as it was" if path.exists() else ""
+        raise RunError(f"autopar.save: {path} could not be written: {error.strerror or error}{kept}") from error
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _dtensors(value: Any) -> Iterator[DTensor]:

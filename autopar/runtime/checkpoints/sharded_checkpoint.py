@@ -10,25 +10,30 @@ generators, positions in the data) is a file for each rank.
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import os
+import pickle
 import re
 import shutil
-import threading
 import time
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -36,25 +41,41 @@ from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.parallel_state_dict import EXTRA
 from autopar.runtime.batches.own_rows import samplers_of
-from autopar.runtime.checkpoints.durable_files import on_disk, sync_folder
+from autopar.runtime.checkpoints.durable_files import Sum, summed
+from autopar.runtime.checkpoints.folder_owner import OWNER, Ownership, own
 from autopar.runtime.checkpoints.generator_states import generators, set_generators
+from autopar.runtime.checkpoints.save_in_progress import Saving, size_of
+from autopar.runtime.checkpoints.saves_in_folder import (
+    Manifest,
+    give_name,
+    name_of_step,
+    read_on,
+    remove_left,
+    remove_old,
+    saves_in,
+    which,
+)
+from autopar.runtime.checkpoints.state_before import StateBefore, model_state, set_model_state
+from autopar.runtime.checkpoints.stored_shards import PlainValues, ShardReader, ShardsToWrite, read_metadata, shapes
 from autopar.runtime.ranks.agent_messages import SAVED, tell_agent
 from autopar.runtime.ranks.agree import everywhere, share
 from autopar.runtime.ranks.groups import group_of_members
-from autopar.runtime.ranks.store_meeting import looks, said_by
-from autopar.torch_private import default_store, default_timeout_seconds
-from hardware_profiles.strict import parse_json, read_text
+from autopar.runtime.ranks.store_meeting import any_of, from_all, said_by
+from hardware_profiles.strict import parse_json
 
-FORMAT = 1
-"""Version of ``checkpoint.json``."""
-STEP = re.compile(r"step-(\d{8,})")
-UNFINISHED = re.compile(r"\.(step|removed)-.*")
-MANIFEST = "checkpoint.json"
+MOST_TRIES = 20
+"""How often a save is looked for, where another job removes what was found."""
 SAMPLERS = "samplers of the module"
 """Under which the positions of ``pm.sampler(dataset)`` and ``pm.shard(loader)`` are saved."""
 KEPT = 3
 """Saves of a folder that are kept by default."""
+SHOWN = 6
+"""Differences between a save and a model that a message shows."""
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_COPIES = StagingOptions(False, False, False, False)
+"""Of values that are written while the run goes on: on the CPU, made at once."""
+_OF_PARAMETERS = frozenset({"params", "param_names"})
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _saves = 0
 
 
@@ -104,21 +125,26 @@ class Checkpoint:
             said_by(tuple(self.ranks), None)  # a rank that is alone here hears it, and does not wait in new_group
         self.group = None if self.alone else group_of_members(self.ranks, "gloo")
         self.rank = 0 if self.alone else self.ranks.index(dist.get_rank())
-        self.pending: _Pending | None = None
+        self.owner: Ownership | None = None
+        self.pending: Saving | None = None
+        self.room = 0, 0
+        """Bytes of this rank's part of the last save, and what was free before."""
         with self._on_all("made"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        if self.rank == 0:
-            self._tidy()
 
     # -- saving
 
     def save(self, step: int, *, wait: bool = True) -> Path:
         """Save what the run has after ``step`` steps.
 
+        The first save makes this job the owner of the folder: another one that saves there is refused, and what earlier
+        jobs left unfinished is removed.
+
         Args:
             step: a number from 0 on; an earlier save of that number is replaced.
             wait: return when it is on the disk. Else values are copied, and written while the run goes on; the next
-                call of any method, or :meth:`wait`, ends that first and raises what went wrong.
+                call of any method, or :meth:`wait`, ends that first and raises what went wrong. A script that ends
+                before that ends when the save is written, and with status 1 if it could not be.
 
         Returns:
             The folder of the save, which is there when the save is whole.
@@ -126,32 +152,54 @@ class Checkpoint:
         Raises:
             RunError: it could not be written, on all ranks; what was saved before is as it was.
         """
-        if not isinstance(step, int) or step < 0:
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise RunError(f"Checkpoint.save: step is {step!r}; give the number of steps done, from 0 on")
+        with self._together("Checkpoint.save"):
+            return self._save(step, wait)
+
+    def _save(self, step: int, wait: bool) -> Path:
         self.wait()
-        target = self.folder / f"step-{step:08d}"
-        unfinished = self.folder / f".step-{step:08d}-{_number()}"
-        if self.group is not None:
-            unfinished = self.folder / share(self.group, unfinished.name, None)
-        with self._on_all(f"saved to {target}"):
-            unfinished.mkdir(exist_ok=True)
-            with on_disk(unfinished / f"rank-{self.rank:05d}.pt") as file:
-                torch.save(self._of_rank(), file)
-        state = self._state()
-        if wait:
-            with self._on_all(f"saved to {target}"):
-                dcp.save(state, checkpoint_id=unfinished, process_group=self.group, no_dist=self.alone)
-            with self._on_all(f"saved to {target}"):
-                if self.rank == 0:
-                    self._name(unfinished, target, step)
-            tell_agent(SAVED, str(step))
-        else:
-            with self._on_all(f"saved to {target}"):
-                writing: Any = dcp.async_save(
-                    state, checkpoint_id=unfinished, process_group=self.group, no_dist=self.alone
-                )
-            self.pending = _Pending(self, writing, unfinished, target, step)
+        target = self.folder / name_of_step(step)
+        what = f"saved to {target}"
+        unnamed = self._begin(step, what)
+        try:
+            with self._on_all(what):
+                saving = self._saving(unnamed, step, copied=not wait)
+            saving.plan = self._planned(saving.shards, what)
+            if wait:
+                with self._on_all(what):
+                    saving.run()
+                tell_agent(SAVED, str(step))
+        except BaseException:
+            self._failed(unnamed)
+            raise
+        if not wait:
+            saving.start()
+            self.pending = saving
         return target
+
+    def _saving(self, unnamed: Path, step: int, copied: bool) -> Saving:
+        """What this rank writes; its own file is written first.
+
+        Args:
+            copied: of copies, since the run goes on.
+        """
+        sums: dict[str, Sum] = {}
+        self.room = size_of(state := self._state()), shutil.disk_usage(unnamed).free
+        with summed(unnamed / f"rank-{self.rank:05d}.pt", sums) as file:
+            file.write(_plain_bytes(self._of_rank()))
+        if copied:
+            stager = DefaultStager(_COPIES)
+            staged: Any = stager.stage(state)
+            state = staged
+            stager.close()
+        shards = ShardsToWrite(unnamed, state, self.rank == 0, sums, copied)
+        others, has_optimizer = tuple(sorted(self.others)), self.optimizer is not None
+
+        def ends(sums: Mapping[str, Sum]) -> None:
+            self._name(unnamed, Manifest(step, len(self.ranks), others, has_optimizer, dict(sums)))
+
+        return Saving(unnamed, step, self.ranks, self.rank, shards, ends, self._failed, self._cause)
 
     def wait(self) -> None:
         """End a save that is still being written.
@@ -160,43 +208,89 @@ class Checkpoint:
             RunError: it could not be written.
         """
         pending, self.pending = self.pending, None
-        if pending is not None:
-            with self._on_all(f"saved to {pending.target}"):
-                pending.join()
-            tell_agent(SAVED, str(pending.step))
+        if pending is None:
+            return
+        with self._together("Checkpoint.wait"):
+            try:
+                with self._on_all(f"saved to {self.folder / name_of_step(pending.step)}"):
+                    pending.join()
+                tell_agent(SAVED, str(pending.step))
+            except BaseException:
+                self._failed(pending.folder)
+                raise
 
-    def _name(self, unfinished: Path, target: Path, step: int) -> None:
+    def _begin(self, step: int, what: str) -> Path:
+        """The folder in which a save is written, on all ranks."""
+        error: BaseException | None = None
+        name = f".{name_of_step(step)}-{_number()}"
+        if self.rank == 0:
+            try:
+                if self.owner is None or not self.owner.holds():
+                    self.owner = own(self.folder, id(self))
+                    weakref.finalize(self, self.owner.release, id(self))
+                    remove_left(self.folder, self.owner, _number())
+                self.owner.busy.add(name)
+                (self.folder / name).mkdir()
+            except Exception as failed:
+                error = RunError(f"the checkpoint could not be {what}: {self._cause(failed)}")
+                self._failed(self.folder / name)
+        if self.group is not None:
+            name = share(self.group, name, error)
+        elif error is not None:
+            raise error
+        unnamed = self.folder / name
+        with self._on_all(what):
+            unnamed.mkdir(exist_ok=True)  # which another machine may not see yet
+        return unnamed
+
+    def _planned(self, shards: ShardsToWrite, what: str) -> SavePlan:
+        """This rank's part of what all write."""
+        if self.group is None:
+            with self._on_all(what):
+                return shards.plan_all([shards.plan])[0]
+        plans: list[Any] | None = [None] * len(self.ranks) if self.rank == 0 else None
+        merged: list[Any] | None = None
+        with self._on_all(what):
+            dist.gather_object(shards.plan, plans, dst=self.ranks[0], group=self.group)
+            if plans is not None:
+                merged = shards.plan_all(plans)
+        mine: list[Any] = [None]
+        with self._on_all(what):
+            dist.scatter_object_list(mine, merged, src=self.ranks[0], group=self.group)
+        plan: SavePlan = mine[0]
+        return plan
+
+    def _failed(self, unnamed: Path) -> None:
+        """Nothing of a save that failed is left, which might take the room of the next one."""
+        if self.rank == 0 and self.owner is not None:
+            shutil.rmtree(unnamed, ignore_errors=True)
+            self.owner.busy.discard(unnamed.name)
+            if not saves_in(self.folder):
+                self.owner.release(id(self))
+
+    def _name(self, unnamed: Path, manifest: Manifest) -> None:
         """Everything is written on all ranks: rank 0 gives the save its name."""
-        manifest = {"format": FORMAT, "step": step, "ranks": len(self.ranks), "others": sorted(self.others)}
-        with on_disk(unfinished / MANIFEST) as file:
-            file.write(json.dumps(manifest).encode())
-        sync_folder(unfinished)
-        if target.exists():
-            target.rename(self.folder / f".removed-{target.name}-{_number()}")
-        unfinished.rename(target)
-        sync_folder(self.folder)
-        self._tidy()
-
-    def _tidy(self) -> None:
-        """Remove what broken saves left, and the oldest whole ones."""
-        for entry in self.folder.iterdir():
-            if UNFINISHED.fullmatch(entry.name):
-                shutil.rmtree(entry, ignore_errors=True)
-        for step in self.steps()[: -self.keep] if self.keep is not None else []:
-            old = self.folder / f"step-{step:08d}"
-            gone = self.folder / f".removed-{old.name}-{_number()}"
-            with contextlib.suppress(OSError):
-                old.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+        assert self.owner is not None
+        manifest.write(unnamed)
+        if not self.owner.holds():
+            raise RunError(f"the folder was given to another job: somebody removed {self.folder / OWNER}")
+        give_name(unnamed, self.owner, _number())
+        remove_old(self.folder, self.keep, _number())
 
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": get_model_state_dict(self.model, options=_FLAT)}
+        state: dict[str, Any] = {"model": model_state(self.model)}
         if self.optimizer is not None and self.optimizer.state:  # else torch would make one by a step of its own
-            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+            state["optimizer"] = self._optimizer_state()
         return state
 
     def _of_rank(self) -> dict[str, Any]:
+        """What is each rank's own."""
         state: dict[str, Any] = {"others": {name: value.state_dict() for name, value in self.others.items()}}
+        if self.optimizer is not None:
+            state["groups"] = [
+                {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
+                for group in self.optimizer.param_groups
+            ]
         if self.random_state:
             state["random"] = generators()
         return state
@@ -205,176 +299,235 @@ class Checkpoint:
 
     def steps(self) -> list[int]:
         """The numbers of the whole saves, the newest last."""
-        if not self.folder.is_dir():
-            return []
-        named = [(STEP.fullmatch(entry.name), entry) for entry in self.folder.iterdir()]
-        return sorted(int(match[1]) for match, entry in named if match and (entry / MANIFEST).is_file())
+        return list(saves_in(self.folder))
 
-    def load(self, step: int | None = None) -> int | None:
+    def load(self, step: int | None = None, *, strict: bool = True) -> int | None:
         """Have model, optimizer and all else be as in a save; on any number of ranks.
 
-        On another number of ranks than saved it, what each rank saved of its own is taken from the first.
+        All files are compared with their checksums first. Nothing has changed where a load fails. On another number of
+        ranks than saved it, what each rank saved of its own is taken from the first.
 
         Args:
             step: of which save; by default the newest.
+            strict: tensors that only the save has, or only the model or the optimizer, are an error. Else those that
+                both have are loaded.
 
         Returns:
             Its number; None if the folder has none.
 
         Raises:
-            RunError: there is no such save, or it is of another model.
+            RunError: there is no such save, it is damaged, or it is of another model; on all ranks.
         """
-        self.wait()
-        chosen = self._chosen(step)
-        if chosen is None:
-            return None
-        source = self.folder / f"step-{chosen:08d}"
-        with self._on_all(f"loaded from {source}"):
-            manifest = parse_json(read_text(source / MANIFEST))
-            if manifest.get("format") != FORMAT:
-                raise RunError(f"it is of format {manifest.get('format')}, this autopar reads {FORMAT}")
-            there = set(dcp.FileSystemReader(source).read_metadata().state_dict_metadata)
-        self._load_model(source, there)
-        if self.optimizer is not None and any(key.startswith("optimizer.") for key in there):
-            self._load_optimizer(source, there)
-        with self._on_all(f"loaded from {source}"):
-            mine = self.rank if manifest["ranks"] == len(self.ranks) else 0
-            own_file = source / f"rank-{mine:05d}.pt"
-            of_rank = torch.load(own_file, weights_only=True, map_location="cpu")
-            missing = sorted(set(self.others) - set(of_rank["others"]) - {SAMPLERS})
-            if missing:
-                there_are = [name for name in of_rank["others"] if name != SAMPLERS]
-                raise RunError(f"it has no {', '.join(missing)}; it has {', '.join(there_are) or 'none'}")
-            for name, value in self.others.items():
-                if name in of_rank["others"]:
-                    value.load_state_dict(of_rank["others"][name])
-            if self.random_state and "random" in of_rank:
-                set_generators(of_rank["random"])
-        return chosen
+        with self._together("Checkpoint.load"):
+            return self._load_chosen(step, strict)
 
-    def _chosen(self, step: int | None) -> int | None:
+    def _load_chosen(self, step: int | None, strict: bool) -> int | None:
+        """Load a save, and another one where it is removed meanwhile."""
+        self.wait()
+        tries = 0
+        while (chosen := self._chosen(step)) is not None:
+            try:
+                with read_on(chosen[1]):
+                    return self._load(*chosen, strict)
+            except RunError:
+                gone, tries = not chosen[1].exists(), tries + 1  # the job that saves there has removed or renamed it
+                if tries == MOST_TRIES or not (gone if self.alone else any_of(tuple(self.ranks), gone)):
+                    raise
+        return None
+
+    def _load(self, step: int, source: Path, strict: bool) -> int:
+        """Have all be as in a save; or as it was, where that fails."""
+        what = f"loaded from {source}"
+        with self._on_all(what):
+            manifest = Manifest.read(source)
+            manifest.check(source, self.rank, len(self.ranks))
+        with self._on_all(what):
+            metadata = read_metadata(source)
+            mine = self.rank if manifest.ranks == len(self.ranks) else 0
+            of_rank = torch.load(source / f"rank-{mine:05d}.pt", weights_only=True, map_location="cpu")
+            there_are = [name for name in of_rank["others"] if name != SAMPLERS]
+            if missing := sorted(set(self.others) - set(of_rank["others"]) - {SAMPLERS}):
+                raise RunError(f"it has no {', '.join(missing)}; it has {', '.join(there_are) or 'none'}")
+            before = StateBefore(self.model, self.optimizer, self.others)
+        try:
+            self._load_model(source, metadata, strict)
+            if self.optimizer is not None:
+                self._load_optimizer(source, metadata, strict, manifest, of_rank)
+            with self._on_all(what):
+                for name, value in self.others.items():
+                    if name in of_rank["others"]:
+                        value.load_state_dict(of_rank["others"][name])
+                if self.random_state and "random" in of_rank:
+                    set_generators(of_rank["random"])
+        except BaseException as error:
+            lost = before.put_back()
+            if lost and isinstance(error, RunError):
+                raise RunError(f"{error}{lost}") from error
+            raise
+        return step
+
+    def _chosen(self, step: int | None) -> tuple[int, Path] | None:
         """The save that rank 0 sees, on all ranks."""
         error, text = None, ""
         if self.rank == 0:
-            steps = self.steps()
-            if step is not None and step not in steps:
-                error = RunError(f"{self.folder} has no save of step {step}; it has {first_few(list(map(str, steps)))}")
-            text = json.dumps(step if step is not None else steps[-1] if steps else None)
+            try:
+                found = which(self.folder, step)
+                text = json.dumps(None if found is None else [found[0], found[1].name])
+            except RunError as wrong:
+                error = wrong
+            except OSError as wrong:
+                error = RunError(f"{self.folder} cannot be read: {_cause(wrong)}")
         if self.group is not None:
             text = share(self.group, text, error)
         elif error is not None:
             raise error
-        chosen: int | None = parse_json(text)
-        return chosen
+        chosen = parse_json(text)
+        return None if chosen is None else (chosen[0], self.folder / chosen[1])
 
-    def _load_model(self, source: Path, there: set[str]) -> None:
-        state = get_model_state_dict(self.model, options=_FLAT)
+    def _load_model(self, source: Path, metadata: Metadata, strict: bool) -> None:
+        state = model_state(self.model)
+        there, ours = _under("model.", shapes(metadata)), {n: v for n, v in state.items() if not n.endswith(EXTRA)}
+        known = self._known_to_all(ours)
+        if isinstance(self.model, SpreadModule):  # a stage may know one name of a tied parameter
+            known |= set(self.model._autopar_tied_names())
         with self._on_all(f"loaded from {source}"):
-            missing = [name for name in state if f"model.{name}" not in there and not name.endswith(EXTRA)]
-            if missing:
-                have = len([key for key in there if key.startswith("model.")])
-                raise RunError(
-                    f"it is of another model: {len(missing)} of {len(state)} tensors are not among its {have}: "
-                    f"{first_few(missing)}"
-                )
-            state = {name: value for name, value in state.items() if f"model.{name}" in there}
-            dcp.load({"model": state}, checkpoint_id=source, process_group=self.group, no_dist=self.alone)
-            set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
+            missing = [name for name in ours if name not in there] if strict else []
+            unexpected = [name for name in there if name not in known and not name.endswith(EXTRA)] if strict else []
+            problem = _unlike("model", "tensors", ours, there, missing, unexpected)
+            if problem:
+                raise RunError(problem)
+            self._read(source, metadata, "model", {name: value for name, value in state.items() if name in there})
+            set_model_state(self.model, state)
 
-    def _load_optimizer(self, source: Path, there: set[str]) -> None:
+    def _load_optimizer(
+        self, source: Path, metadata: Metadata, strict: bool, manifest: Manifest, of_rank: dict[str, Any]
+    ) -> None:
         assert self.optimizer is not None
-        state = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+        there = _under("optimizer.", shapes(metadata))
+        if not there:
+            with self._on_all(f"loaded from {source}"):
+                self._load_groups(manifest, of_rank, strict)
+            return
+        with self._on_all(f"loaded from {source}"):
+            state = self._optimizer_state()
+            mine = tuple(f"state.{name.rpartition('.')[0]}." for name in _under("param_groups.", state))
+            if any(name.startswith(mine) and name not in state for name in there):
+                state = self._state_anew()
+        known = self._known_to_all(state)
         with self._on_all(f"loaded from {source}"):
             never_stepped = self._never_stepped(there)
             without = tuple(f"state.{name}." for name in never_stepped)
-            stored = {name: value for name, value in state.items() if not name.startswith(without)}
-            missing = [name for name in stored if f"optimizer.{name}" not in there]
-            if missing:
-                raise RunError(f"it is of another optimizer: it has no {first_few(missing)}")
-            dcp.load({"optimizer": stored}, checkpoint_id=source, process_group=self.group, no_dist=self.alone)
-            set_optimizer_state_dict(self.model, self.optimizer, {**state, **stored}, options=_FLAT)
+            ours = {name: value for name, value in state.items() if not name.startswith(without)}
+            missing = [name for name in ours if name not in there] if strict else []
+            unexpected = [name for name in there if name.startswith("state.") and name not in known] if strict else []
+            problem = _unlike("optimizer", "values", ours, there, missing, unexpected)
+            if problem:
+                raise RunError(problem)
+            stored = {name: value for name, value in ours.items() if name in there}
+            self._read(source, metadata, "optimizer", stored)
+            if state:
+                set_optimizer_state_dict(self.model, self.optimizer, {**state, **stored}, options=_FLAT)
             for param in never_stepped.values():  # torch has made them one, as of a step
                 self.optimizer.state.pop(param, None)
 
-    def _never_stepped(self, there: set[str]) -> dict[str, torch.nn.Parameter]:
+    def _load_groups(self, manifest: Manifest, of_rank: dict[str, Any], strict: bool) -> None:
+        """Have the optimizer be as one that has no state yet, or keeps none."""
+        assert self.optimizer is not None
+        if manifest.optimizer is False and strict:
+            raise RunError(
+                "it was saved without an optimizer, and this Checkpoint has one: load(strict=False) leaves the "
+                "optimizer as it is"
+            )
+        if not manifest.optimizer or "groups" not in of_rank:
+            return
+        groups = of_rank["groups"]
+        if len(groups) != len(self.optimizer.param_groups):
+            raise RunError(
+                f"it is of another optimizer: it has {len(groups)} groups of parameters, this one has "
+                f"{len(self.optimizer.param_groups)}"
+            )
+        self.optimizer.state.clear()
+        for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(values)
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """By the names of its parameters; none of a stage of a pipeline that has none."""
+        assert self.optimizer is not None
+        if not self.model.state_dict():
+            return {}
+        state: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+        return state
+
+    def _state_anew(self) -> dict[str, Any]:
+        """The optimizer's state as torch makes it by a step, of all parameters: a save has some that this one lacks."""
+        assert self.optimizer is not None
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        gradients = [param.grad for param in params]
+        try:
+            self.optimizer.state.clear()
+            for param in params:
+                param.grad = None
+            return self._optimizer_state()
+        finally:
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
+
+    def _read(self, source: Path, metadata: Metadata, kind: str, state: dict[str, Any]) -> None:
+        """Read this rank's part of a state into its tensors; no rank waits for another one."""
+        with warnings.catch_warnings(), _torchs_errors():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
+            dcp.load({kind: state}, storage_reader=ShardReader(source, metadata), planner=PlainValues(), no_dist=True)
+
+    def _known_to_all(self, names: Iterable[str]) -> set[str]:
+        """Those of all ranks: a stage of a pipeline has some."""
+        if self.group is None or not isinstance(self.model, SpreadModule) or self.model._autopar_leads is None:
+            return set(names)
+        return {name for text in from_all(self.group, json.dumps([*names])) for name in parse_json(text)}
+
+    def _never_stepped(self, there: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
         """The optimizer's parameters that had no state in a save, as those have none that got no gradient so far: of a
         head that the model does not read, say."""
         assert self.optimizer is not None
         grouped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        in_groups = {key.rpartition(".")[0] for key in there if key.startswith("optimizer.param_groups.")}
-        with_state = {key.rpartition(".")[0] for key in there if key.startswith("optimizer.state.")}
+        in_groups = {key.rpartition(".")[0] for key in there if key.startswith("param_groups.")}
+        with_state = {key.rpartition(".")[0] for key in there if key.startswith("state.")}
         return {
             name: param for name, param in self.model.named_parameters()
-            if id(param) in grouped and f"optimizer.param_groups.{name}" in in_groups
-            and f"optimizer.state.{name}" not in with_state
+            if id(param) in grouped and f"param_groups.{name}" in in_groups and f"state.{name}" not in with_state
         }  # fmt: skip
+
+    def _cause(self, error: BaseException) -> str:
+        """Why this rank could not save, in words."""
+        if not (isinstance(error, OSError) and error.errno in _NO_ROOM):
+            return _cause(error)
+        size, free = self.room
+        kept = "" if self.keep is None else f" (keep={self.keep} saves stay while another one is written)"
+        return (
+            f"{error.strerror}: this rank's part has {size:,} bytes, and {free:,} were free there; make room, or save "
+            f"elsewhere{kept}. What was saved before is as it was"
+        )
+
+    def _together(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        """Around what all ranks call: where only some do, and others go on, all of them hear it within seconds."""
+        around = getattr(self.model, "_autopar_all_call", None) if isinstance(self.model, SpreadModule) else None
+        return around(what) if around is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _on_all(self, what: str) -> Iterator[None]:
         """What fails here on one rank is raised on all, as one error that says what could not be done."""
 
         def told(error: Exception) -> Exception:
-            return RunError(f"the checkpoint could not be {what}: {_cause(error)}")
+            cause = self._cause if what.startswith("saved") else _cause
+            return RunError(f"the checkpoint could not be {what}: {cause(error)}")
 
         if self.group is not None:
             with everywhere(self.group, told):
                 yield
             return
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
-                yield
+            yield
         except Exception as error:
             raise told(error) from error
-
-
-class _Pending:
-    """A save that is being written while the run goes on; a thread of rank 0 names it when all have written."""
-
-    def __init__(self, checkpoint: Checkpoint, writing: Any, unfinished: Path, target: Path, step: int) -> None:
-        self.checkpoint, self.writing, self.target, self.step = checkpoint, writing, target, step
-        self.name = lambda: checkpoint._name(unfinished, target, step)
-        self.error: Exception | None = None
-        self.store = None
-        if not checkpoint.alone:
-            self.store = dist.PrefixStore(f"autopar/checkpoint/{unfinished.name}", default_store())
-        self.thread = threading.Thread(target=self._end)
-        self.thread.start()
-
-    def _end(self) -> None:
-        try:
-            self.writing.result()
-            if self.store is not None:
-                self.store.add("written", 1)
-                if self.checkpoint.rank == 0:
-                    self._wait_for_all(self.store)
-            if self.checkpoint.rank == 0:
-                self.name()
-        except Exception as error:
-            self.error = error
-            if self.store is not None:
-                with contextlib.suppress(dist.DistError, RuntimeError):
-                    self.store.set("failed", str(self.checkpoint.rank))
-
-    def _wait_for_all(self, store: Any) -> None:
-        end = time.monotonic() + default_timeout_seconds()
-        for _ in looks():
-            if store.add("written", 0) >= len(self.checkpoint.ranks):
-                return
-            if store.check(["failed"]):
-                raise RunError(f"rank {store.get('failed').decode()} could not write its part")
-            if time.monotonic() > end:
-                raise RunError("not all ranks have written their parts in time")
-
-    def join(self) -> None:
-        """Wait until this rank has done its part; on rank 0 the save has its name then.
-
-        Raises:
-            Exception: what went wrong here.
-        """
-        self.thread.join()
-        if self.error is not None:
-            raise self.error
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
@@ -399,13 +552,74 @@ def _number() -> str:
     return f"{os.getpid()}-{time.time_ns():x}-{_saves}"
 
 
+def _under(prefix: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Those with a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in names.items() if name.startswith(prefix)}
+
+
+def _unlike(
+    kind: str, things: str, ours: Mapping[str, Any], there: Mapping[str, tuple[int, ...] | None],
+    missing: Sequence[str], unexpected: Sequence[str],
+) -> str:  # fmt: skip
+    """In what a save is of another model or optimizer than this one; empty where it is of this one."""
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} of {len(ours)} {things} are not among its {len(there)}: {first_few(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} of its {len(there)} {things} are not in this {kind}: "
+                        f"{first_few(unexpected)}")  # fmt: skip
+    for name, value in ours.items():
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        if name in there and shape != there[name] and shape is not None:
+            had = "no tensor" if there[name] is None else f"of shape {there[name]}"
+            problems.append(f"{name} is {had} in the save, and of shape {shape} here")
+    if not problems:
+        return ""
+    more = "; load(strict=False) loads what both have" if missing or unexpected else ""
+    return f"it is of another {kind}: {'; '.join(problems[:SHOWN])}{', ...' if len(problems) > SHOWN else ''}{more}"
+
+
+@contextlib.contextmanager
+def _torchs_errors() -> Iterator[None]:
+    """What torch raises around an error is no ``Exception``: it becomes the error itself."""
+    try:
+        yield
+    except CheckpointException as error:
+        inner, *_ = next(iter(error.failures.values()))
+        raise inner from error
+
+
 def _cause(error: BaseException) -> str:
-    """What went wrong, of the errors that the ranks of a collective save or load report together."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (inner, *_) = next(iter(failures.items()))
-        return f"on rank {rank}: {type(inner).__name__}: {inner}"
+    """What went wrong, in words."""
     return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+
+
+def _plain_bytes(state: dict[str, Any]) -> bytes:
+    """What a file of a rank's own state holds.
+
+    Raises:
+        RunError: something in it could not be loaded, since that would run code of the file's.
+    """
+
+    def written(value: Any) -> bytes:
+        file = io.BytesIO()
+        torch.save(value, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True, map_location="cpu")
+        return file.getvalue()
+
+    try:
+        return written(state)
+    except pickle.UnpicklingError:
+        for name, value in state["others"].items():
+            try:
+                written(value)
+            except pickle.UnpicklingError as error:
+                kind = re.search(r"GLOBAL (\S+)", str(error))
+                raise RunError(
+                    f"the state_dict() of {name} holds {kind[1] if kind else 'an object'}, and loading that would run "
+                    "code that a file names: have it hold numbers, strings, tensors, and lists and dicts of such"
+                ) from error
+        raise
 
 
 __all__ = ["Checkpoint"]

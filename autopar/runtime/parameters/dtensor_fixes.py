@@ -24,6 +24,9 @@ drift apart:
   ``p.tolist()`` torch says only that it does not support them, here the error says what does.
 * ``p.data_ptr()`` is 0 for all of them, so that scripts that tell tied parameters by their addresses take all
   parameters for one. It is that of the local piece; empty pieces have no address, and get one of their own.
+* ``torch.save(pm.state_dict(), path)``, DDP's habit, writes DTensors, which no plain model loads: this rank's pieces,
+  without those of the others. What every rank has whole is written as the plain tensor that it is. Pieces of the
+  module are refused at once; others, such as those of an optimizer that each rank saves for itself, are warned of.
 * ``p.data = value`` changes nothing: the local tensor, which operators read, stays. It becomes the value's own, or
   this rank's piece of it: ``vector_to_parameters`` assigns so.
 """
@@ -93,6 +96,18 @@ PIECE = (
 WHOLE = (
     "{call}() of a DTensor, which holds this rank's piece only; x.full_tensor().{call}() has all of it, and every rank "
     "must call full_tensor(); x.to_local().{call}() has the piece"
+)
+SAVED = (
+    "'{name}' of a parallel module's state dict is {part}, and is saved or pickled by one rank: the file would have "
+    "this rank's part alone, which no model on one device loads. {instead}; autopar.Checkpoint saves a run in pieces"
+)
+IN_PIECES_ON = "in pieces on {ranks} ranks"
+OF_STAGE = "of one stage of a pipeline"
+SAVE = "Call autopar.save(state, path) on every rank: it writes what one device would have"
+GATHER = "Call autopar.full_state_dict(pm) on every rank, and save what rank 0 has then"
+PIECES = (
+    "a tensor in pieces on {ranks} ranks is saved or pickled by one rank: what is written is this rank's piece, which "
+    "loads on this rank of as many alone. autopar.save(state, path) on every rank writes what one device would have"
 )
 _COLLECTIVES = {
     "allreduce_": ("all_reduce", REDUCED),
@@ -258,6 +273,40 @@ def _address(tensor: DTensor) -> int:
     return tensor._local_tensor.data_ptr() or id(tensor._local_tensor)
 
 
+def note_state(tensor: DTensor, name: str, of_stage: bool) -> None:
+    """A tensor of a parallel module's state dict is known as such when it is pickled.
+
+    Args:
+        of_stage: other ranks have other names.
+    """
+    tensor._autopar_state = name, of_stage  # type: ignore[attr-defined]
+
+
+def _pickled(tensor: DTensor, protocol: Any) -> Any:
+    """What stands for a tensor in a file: the plain one, where this rank has it whole.
+
+    Raises:
+        RunError: this rank has a part of the module's state only.
+    """
+    mesh = tensor.device_mesh
+    if not mixes_on(mesh) or sys._getframe(1).f_globals.get("__name__") == "copy":
+        return torch.Tensor.__reduce_ex__(tensor, protocol)
+    of_parameter = "a parameter" if isinstance(tensor, torch.nn.Parameter) else ""
+    name, of_stage = tensor.__dict__.get("_autopar_state", (of_parameter, False))
+    if of_stage:
+        raise RunError(SAVED.format(name=name, part=OF_STAGE, instead=GATHER))
+    if not all(isinstance(p, Replicate) or mesh.size(i) == 1 for i, p in enumerate(tensor.placements)):
+        if name:
+            part = IN_PIECES_ON.format(ranks=mesh.size())
+            raise RunError(SAVED.format(name=name, part=part, instead=SAVE))
+        if "pieces" not in _said:
+            _said.add("pieces")
+            warnings.warn(PIECES.format(ranks=mesh.size()), stacklevel=3)
+        return torch.Tensor.__reduce_ex__(tensor, protocol)
+    plain = tensor.to_local().detach()
+    return (plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()).__reduce_ex__(protocol)
+
+
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
     """``tensor.data = value``: on the meshes of parallel modules it is placed as the tensor is, a plain one too.
 
@@ -339,6 +388,7 @@ REPAIRS = (
     Repair("tolist", _method("tolist", _listed)),
     Repair("numpy", _method("numpy", _as_numpy)),
     Repair("addresses", _method("data_ptr", _address)),
+    Repair("files", _method("__reduce_ex__", _pickled)),
     Repair("assignments to data", _method("data", property(data_of_tensors.__get__, _set_data))),
 )
 """All of them, in the order of this module's docstring."""
@@ -351,4 +401,4 @@ def correct() -> None:
         repair.apply()
 
 
-__all__ = ["REPAIRS", "correct", "meet_at", "meet_on", "note_on"]
+__all__ = ["REPAIRS", "correct", "meet_at", "meet_on", "note_on", "note_state"]

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, RunError
 from autopar.runtime.ranks.attempts import separate_attempts
+from autopar.runtime.ranks.threads import end_rank
 
 GRACE_SECONDS = 2.0
 PRELOADED = [
@@ -257,7 +258,9 @@ def _rank(
             torch.cuda.set_device(rank % torch.cuda.device_count())
         separate_attempts()
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
-        payload = pickle.dumps((True, fn(*args)))
+        result = fn(*args)
+        end_rank()
+        payload = pickle.dumps((True, result))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         if isinstance(error, AutoparError):  # says all that the user can do about it

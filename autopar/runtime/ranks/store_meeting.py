@@ -149,25 +149,40 @@ def from_first(group: Any, text: str | None) -> str:
     store, number = _place(ranks)
     if dist.get_rank() == ranks[0]:
         assert text is not None
-        data = zlib.compress(text.encode(), 1)
-        pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
-        for i, piece in enumerate(pieces):
-            store.set(f"{number}/piece {i}", piece)  # type: ignore[arg-type]
-        store.set(f"{number}/pieces", str(len(pieces)))
+        sent(store, f"{number}/", text)
         return text
     end = time.monotonic() + max(LEAST_SECONDS, timeout_of_world().total_seconds())
     for _ in looks():
         news, how_ended = news_of(ranks), ended(ranks[:1])
-        if store.check([f"{number}/pieces"]):
-            break
+        if (told := received(store, f"{number}/", keep=True)) is not None:
+            return told
         if news:
             raise RunError(news)
         if how_ended:
             raise RunError(_gone(ranks[0], how_ended[ranks[0]]))
         if time.monotonic() > end and not within(ranks):
             raise RunError(f"rank {ranks[0]} decides for all ranks, and has not come to it in time")
-    count = int(store.get(f"{number}/pieces"))
-    return zlib.decompress(b"".join(store.get(f"{number}/piece {i}") for i in range(count))).decode()
+    raise AssertionError("looks have no end")
+
+
+def sent(store: dist.Store, key: str, text: str) -> None:
+    """Put a text of any length into the store."""
+    data = zlib.compress(text.encode(), 1)
+    pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
+    for i, piece in enumerate(pieces):
+        store.set(f"{key}piece {i}", piece)  # type: ignore[arg-type]
+    store.set(f"{key}pieces", str(len(pieces)))
+
+
+def received(store: dist.Store, key: str, keep: bool = False) -> str | None:
+    """The text that was put there, and is taken out unless others want it, too; None where it is not there yet."""
+    if not store.check([f"{key}pieces"]):
+        return None
+    names = [f"{key}piece {i}" for i in range(int(store.get(f"{key}pieces")))]
+    text = zlib.decompress(b"".join(store.get(name) for name in names)).decode()
+    for name in () if keep else (*names, f"{key}pieces"):
+        store.delete_key(name)
+    return text
 
 
 def looks() -> Iterator[None]:
@@ -179,4 +194,4 @@ def looks() -> Iterator[None]:
         seconds = min(1.3 * seconds, LONGEST_LOOK_SECONDS)
 
 
-__all__ = ["any_of", "from_all", "from_first", "looks", "meet", "said_by"]
+__all__ = ["any_of", "from_all", "from_first", "looks", "meet", "received", "said_by", "sent"]

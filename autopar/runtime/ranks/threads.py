@@ -37,6 +37,26 @@ class StoreThread(threading.Thread):
             self.join(seconds)
 
 
+_first: list[Callable[[], None]] = []
+
+
+def before_end(does: Callable[[], None]) -> None:
+    """Have a rank of :func:`~autopar.runtime.ranks.launch.run_local` do something before its result counts, such as
+    ending a save that a thread writes: its process is ended soon after."""
+    if does not in _first:
+        _first.append(does)
+
+
+def end_rank() -> None:
+    """Do what is to be done before.
+
+    Raises:
+        Exception: it went wrong.
+    """
+    for does in _first:
+        does()
+
+
 _running: weakref.WeakSet[StoreThread] = weakref.WeakSet()
 
 
@@ -48,4 +68,4 @@ def _end_all() -> None:
         thread.end(LONGEST_SECONDS)
 
 
-__all__ = ["StoreThread"]
+__all__ = ["StoreThread", "before_end", "end_rank"]
