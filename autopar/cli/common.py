@@ -22,7 +22,7 @@ from rich.text import Text
 from autopar.cli.terminal import err as err
 from autopar.cli.terminal import out as out
 from autopar.cli.terminal import styled as styled
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ModelError
 from autopar.words.texts import show_bytes as show_bytes
 from autopar.words.texts import show_seconds as show_seconds
 
@@ -46,8 +46,17 @@ DeviceOption = Annotated[
 ]
 
 
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Import the .py file that the plan names, which runs its code. See also --model.")
+]
+
+
 class UsageError(AutoparError):
     """A word on the command line cannot be understood."""
+
+
+class UntrustedModelError(ModelError):
+    """A plan file names code that nobody said may run."""
 
 
 def print_json(value: Any) -> None:
@@ -198,19 +207,31 @@ def open_plan(path: Path) -> Document:
     return open_(path)
 
 
-def model_of(document: Document, path: Path, model: str | None = None, device: str = "meta") -> tuple[Loaded, Captured]:
+def model_of(
+    document: Document, path: Path, model: str | None = None, device: str = "meta", *, trust: bool
+) -> tuple[Loaded, Captured]:
     """The model that a plan file is for, the one given or the one that the file names, captured as one microbatch.
 
+    Args:
+        trust: a Python file that only the plan names is imported. A plan may come from anyone, and its model would run
+            with all rights of the user who looks at it.
+
     Raises:
+        UntrustedModelError: the file names a Python file, and nobody said that it may be imported.
         ModelError: the file names none, or it cannot be loaded.
     """
-    from autopar.errors import ModelError
+    from autopar.frontends import runs_code
     from autopar.rules.experts.expert_load import with_load
 
     named = document.model or {}
     spec = model or named.get("spec")
     if spec is None:
         raise ModelError(f"{path} does not say which model it is for; give it with --model PATH.py:factory")
+    if model is None and not trust and runs_code(spec):
+        raise UntrustedModelError(
+            f"{path} names the model '{spec}', and importing that file would run its code; if you trust it, give "
+            f"--trust, or name the file yourself: --model {spec}"
+        )
     folder = path.parent if model is None else None
     loaded, captured = load_and_capture(
         spec,
@@ -248,10 +269,10 @@ def what_if(captured: Captured, plan: Plan, cluster: Cluster) -> Replanner:
     return Replanner(captured.graph, plan, cluster, wishes_of(plan))
 
 
-def opened(path: Path, model: str | None = None) -> tuple[Captured, Replanner]:
+def opened(path: Path, model: str | None = None, *, trust: bool) -> tuple[Captured, Replanner]:
     """A plan file with its model, to be asked "what if"."""
     document = open_plan(path)
-    _, captured = model_of(document, path, model)
+    _, captured = model_of(document, path, model, trust=trust)
     return captured, what_if(captured, *bound(document, captured))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.common import Json, UsageError, opened, out, print_json, progress, show_bytes, show_seconds, styled
+from autopar.cli.common import Json, Trust, UsageError, opened, out, print_json, progress, show_bytes, show_seconds, styled
 from autopar.cli.explain_cut import explain_cut
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def explain(
     ] = None,
     top: Annotated[int, typer.Option("--top", help="How many strategies to show.")] = 12,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Say why an op is cut as it is: the seconds of every way to cut it, its neighbours staying as they are.
@@ -63,7 +64,7 @@ def explain(
         if wanted is None:
             raise UsageError(f"--instead '{instead}' is no axis=factor; write it like tensor=k or tensor=replicate")
     limit = parse_bytes(memory_limit)
-    captured, asked = opened(path, model)
+    captured, asked = opened(path, model, trust=trust)
     stage = re.fullmatch(r"stage:(.*)", op)
     if stage is None:
         _explain_op(asked, op, wanted, limit, top, as_json)

@@ -25,6 +25,7 @@ from autopar.cli.common import (
     show_solution,
     styled,
 )
+from autopar.cli.output_files import PLAN, Force, OutputFile
 from autopar.garbage_collection import uncollected
 from autopar.plans.asked import as_option, asked
 from autopar.plans.wishes import OPTIMIZERS, WISHES
@@ -64,6 +65,7 @@ def plan(
     profile: Annotated[
         Path | None, typer.Option("--profile", help="What autopar profile measured: stands for --cluster.")
     ] = None,
+    force: Force = False,
     as_json: Json = False,
     **said: Any,
 ) -> None:
@@ -94,7 +96,7 @@ def plan(
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
     from autopar.capture.microbatches import first_part
-    from autopar.planfile import dumps, save
+    from autopar.planfile import dumps
     from autopar.planner import planning
     from autopar.plans.clusters import profile_of
     from autopar.profiling.measured_load import with_measured_load
@@ -110,6 +112,10 @@ def plan(
         raise UsageError("--like-output writes the plan of a layout: give the layout with --like")
     if like_output is not None and output is not None and like_output.resolve() == output.resolve():
         raise UsageError(f"-o and --like-output both write {output}; give each plan a file of its own")
+    files = {option: OutputFile(path, PLAN, option, force)
+             for option, path in (("-o", output), ("--like-output", like_output)) if path is not None}  # fmt: skip
+    for file in files.values():
+        file.check()
     cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
     hardware = load_cluster(cluster)
     wanted = asked(_arguments(said), spelled=as_option)
@@ -138,9 +144,10 @@ def plan(
     policy_note = "" if policy is not None or loaded.precision is None else _policy_of(loaded.precision)
     outcome, chosen = _noted(outcome, loaded, policy_note), outcome.plan.cluster
     if output is not None:
-        save(output, *_file(outcome, loaded, captured, chosen, output.parent))
+        files["-o"].write(dumps(*_file(outcome, loaded, captured, chosen, output.parent)))
     if pinned is not None and like_output is not None:
-        save(like_output, *_file(_noted(pinned, loaded, policy_note), loaded, captured, cluster, like_output.parent))
+        described = _file(_noted(pinned, loaded, policy_note), loaded, captured, cluster, like_output.parent)
+        files["--like-output"].write(dumps(*described))
     if as_json:
         sys.stdout.write(dumps(*_file(outcome, loaded, captured, chosen, output.parent if output else Path())))
     else:
@@ -229,7 +236,7 @@ def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -
         if profiled := coverage([outcome.captured.graph], plan.stages, hardware):
             console.print("  " + line(profiled), markup=False)
     if path is not None:
-        console.print(f"  written to {path}; look at it with: autopar show {path}")
+        console.print(f"  written to {path}; look at it with: autopar show {path} --trust")
 
 
 def _of_one_stage(plan: Plan) -> None:

@@ -23,6 +23,7 @@ from autopar.cli.common import (
     styled,
     where_to_run,
 )
+from autopar.cli.output_files import PROFILE, Force, OutputFile
 
 if TYPE_CHECKING:
     from hardware_profiles import Cluster
@@ -50,6 +51,7 @@ def profile(
     most_ops: Annotated[int, typer.Option("--most-ops", help="Distinct ops that are measured, at most.")] = 4000,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for everything.")] = 1800.0,
     device: DeviceOption = "auto",
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Measure on this machine what a model's plans are priced with, and write it to a profile file.
@@ -79,15 +81,15 @@ def profile(
         raise UsageError(f"--seconds is {seconds:g} and --most-ops {most_ops}; both are more than 0")
     if output.suffix != ".json":
         raise UsageError(f"the profile is {output}; give a name that ends in .json, by which it is a cluster")
-    if not output.parent.is_dir():
-        raise UsageError(f"there is no folder {output.parent}; give one that exists")
+    file = OutputFile(output, PROFILE, "--output", force)
+    file.check()
     meshes = tuple(Mesh.parse(text) for text in mesh or ())
     loaded, captured = load_and_capture(model, batch, seq, parts=microbatches)
     cluster = cluster_from(cluster, output.parent)
     asked = documents.ProfilingOptions(seconds, count, meshes, most_ops, timeout=timeout, device=measured_on)
     with progress(f"measuring in {count} processes, about {seconds + 20:.0f} s"):
         measured = documents.profile(captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked)
-    documents.save(output, measured)
+    file.write(documents.dumps(measured))
     report = summary(measured)
     if as_json:
         print_json({"profile": str(output), **report})

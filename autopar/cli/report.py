@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.common import UsageError, bound, model_of, open_plan, out, progress, show_bytes, what_if
+from autopar.cli.common import Trust, UsageError, bound, model_of, open_plan, out, progress, show_bytes, what_if
+from autopar.cli.output_files import PAGE, Force, OutputFile
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -27,6 +28,8 @@ def report(
                      "large model."),
     ] = 1,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    trust: Trust = False,
+    force: Force = False,
 ) -> None:  # fmt: skip
     """Write a plan as one HTML page: the model and how it is cut, the schedule, memory, seconds, links.
 
@@ -39,12 +42,10 @@ def report(
 
     if top < 1:
         raise UsageError(f"--top is {top}; it is 1 or more")
-    if not output.parent.is_dir():
-        raise UsageError(f"--output is {output}, and there is no folder {output.parent}; make it first")
-    if output.is_dir():
-        raise UsageError(f"--output is {output}, which is a folder; give a file, such as {output / 'report.html'}")
+    file = OutputFile(output, PAGE, "--output", force)
+    file.check()
     document = open_plan(path)
-    _, captured = model_of(document, path, model)
+    _, captured = model_of(document, path, model, trust=trust)
     with progress("reading the plan"):
         asked = what_if(captured, *bound(document, captured))
         plan, timeline = asked.simulated()
@@ -55,10 +56,7 @@ def report(
         layouts = _layouts(name, folder, document, plan, timeline, captured, asked.cluster, top)
     with progress("drawing"):
         page = html_page(Subject(name, captured.graph, asked.graphs, plan, timeline, asked.cluster, layouts))
-    try:
-        output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the page to {output}: {error.strerror}; choose another file") from None
+    file.write(page)
     out().print(f"written to {output} ({show_bytes(len(page.encode()))}); open it in a browser", markup=False)
 
 

@@ -101,6 +101,11 @@ def split_spec(spec: str) -> tuple[str, str, str]:
     return "", path, factory
 
 
+def runs_code(spec: str) -> bool:
+    """Whether loading the model runs a file of its own: frontends only read one."""
+    return not split_spec(spec)[0]
+
+
 def cause_in(error: Exception, file: Path) -> str:
     """``ValueError: text (file.py:3)``, with the last line of the user's file that was running."""
     if isinstance(error, SyntaxError):
@@ -111,4 +116,4 @@ def cause_in(error: Exception, file: Path) -> str:
     return what + (f" ({file.name}:{lines[-1]})" if lines else "")
 
 
-__all__ = ["FRONTENDS", "Frontend", "Loaded", "cause_in", "forms", "frontend", "split_spec"]
+__all__ = ["FRONTENDS", "Frontend", "Loaded", "cause_in", "forms", "frontend", "runs_code", "split_spec"]

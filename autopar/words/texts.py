@@ -1,4 +1,4 @@
-"""Meshes, bytes and seconds as people write and read them."""
+"""Meshes, bytes, seconds and texts as people write and read them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ def parse_bytes(given: float | str | None) -> float | None:
     return float(match[1]) * base ** ("kmgt".index(match[2]) + 1 if match[2] else 0)
 
 
+def printable(text: str) -> str:
+    """``text`` with everything written out that is neither printable nor the end of a line."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def show_bytes(n: float) -> str:
     """``1.50 GiB``."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -60,4 +67,4 @@ def show_seconds(s: float) -> str:
     return f"{s / 1e-6:.3g} us" if s else "0"
 
 
-__all__ = ["mesh_of", "parse_bytes", "show_bytes", "show_seconds"]
+__all__ = ["mesh_of", "parse_bytes", "printable", "show_bytes", "show_seconds"]

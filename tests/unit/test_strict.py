@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli.terminal import Terminal, printable
+from autopar.cli.terminal import Terminal
+from autopar.words.texts import printable
 from autopar.errors import PlanError
 from autopar.planfile import parse
 from hardware_profiles import ProfileError, load_cluster, strict
