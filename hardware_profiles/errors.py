@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MOST_TOLD = 20
+"""Failures of one file that the message has."""
+
 
 class ProfileError(ValueError):
     """A hardware profile that cannot be used. Lists every failure found, not only the first one.
@@ -14,7 +17,9 @@ class ProfileError(ValueError):
     def __init__(self, where: str, failures: Sequence[str]):
         self.where = where
         self.failures = tuple(failures)
-        lines = "\n".join(f"  - {failure}" for failure in self.failures)
+        lines = "\n".join(f"  - {failure}" for failure in self.failures[:MOST_TOLD])
+        if len(self.failures) > MOST_TOLD:
+            lines += f"\n  - and {len(self.failures) - MOST_TOLD} more"
         count = "1 problem" if len(self.failures) == 1 else f"{len(self.failures)} problems"
         super().__init__(f"{where}: {count} in this hardware profile\n{lines}")
 

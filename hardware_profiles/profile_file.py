@@ -10,6 +10,7 @@ from typing import Any
 from .measurements import (
     KEY,
     KINDS,
+    OPTIMIZERS,
     OTHER,
     VERSION,
     Correction,
@@ -20,7 +21,8 @@ from .measurements import (
     Points,
 )
 from .model import COLLECTIVES
-from .reader import Table
+from .reader import Table, closest, shown
+from .strict import shortened
 
 PROVENANCE = (
     "date", "torch", "processor", "threads", "processes", "rounds", "load", "others", "model", "meshes", "left_out")
@@ -31,7 +33,7 @@ def read_measured(root: Table) -> Measured:
     failures = root.failures
     version = root.take(KEY)
     if version != VERSION or isinstance(version, bool):
-        failures.add(KEY, f"got {version!r}, this autopar reads version {VERSION}: make the profile again")
+        failures.add(KEY, f"got {shown(version)}, this autopar reads version {VERSION}: make the profile again")
     ops_table = root.table("ops")
     ops = {key: _op(ops_table.table(key)) for key in ops_table.data}
     kinds = root.table("corrections")
@@ -58,6 +60,8 @@ def read_measured(root: Table) -> Measured:
     optimizers = {}
     for name in table.data:
         inner = table.table(name)
+        if name not in OPTIMIZERS:
+            failures.add(inner.path, f"is no optimizer of plans: {closest(name, OPTIMIZERS)}")
         optimizers[name] = OptimizerSeconds(_seconds(inner, "tensor_seconds"), _seconds(inner, "byte_seconds"))
         inner.close()
     said = root.table("provenance")
@@ -69,7 +73,7 @@ def read_measured(root: Table) -> Measured:
 def _op(table: Table) -> MeasuredOp:
     kind = table.text("kind")
     if kind not in KINDS:
-        table.failures.add(f"{table.path}.kind", f"got '{kind}': known are {', '.join(KINDS)}")
+        table.failures.add(f"{table.path}.kind", f"got '{shortened(kind)}': known are {', '.join(KINDS)}")
     names = ("forward_seconds", "backward_seconds", "input_seconds", "weight_seconds")
     seconds = MeasuredOp(kind, *(_seconds(table, name) for name in names))
     table.close()
@@ -87,7 +91,8 @@ def _seconds(table: Table, key: str) -> float:
 def _pair(table: Table, key: str) -> tuple[float, float]:
     value = table.take(key, expected="[seconds, factor]")
     if not isinstance(value, list) or len(value) != 2 or not all(map(_is_time, value)):
-        table.failures.add(f"{table.path}.{key}", f"got {value!r}, expected [seconds, factor], both finite and >= 0")
+        wanted = "expected [seconds, factor], both finite and >= 0"
+        table.failures.add(f"{table.path}.{key}", f"got {shown(value)}, {wanted}")
         return 0.0, 1.0
     return float(value[0]), float(value[1])
 

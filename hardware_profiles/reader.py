@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from .errors import ProfileError
-from .strict import Unreadable, parse_json, parse_toml, read_text
+from .strict import Unreadable, parse_json, parse_toml, read_text, shortened
 
 REQUIRED = object()
 
-MOST_DEVICES = 1_000_000
-"""No count in a profile is larger; the largest clusters of 2026 have a fifth of this."""
+MOST_DEVICES = 65_536
+"""No cluster has more, and no count in a profile is larger: a plan takes a minute for so many."""
+MOST_LISTED = 40
+"""Failures of one file that are told; what is wrong everywhere is told once too often anyway."""
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -47,6 +50,11 @@ class ProfileErrors:
 
     def add(self, path: str, problem: str) -> None:
         self.lines.append(f"{path}: {problem}")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are so many that more would not be told."""
+        return len(self.lines) > MOST_LISTED
 
     def raise_if_any(self) -> None:
         if self.lines:
@@ -157,11 +165,17 @@ class Table:
     def close(self) -> None:
         """Report the keys that were never asked for."""
         for key in self.data:
-            if key not in self.asked:
+            if key not in self.asked and not self.failures.is_full:
                 hint = closest(key, self.asked)
                 self.failures.add(self._at(key), f"is an unknown key: {hint} Remove or rename it")
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    return f"{type(value).__name__} {shown(value)}"
+
+
+def shown(value: Any) -> str:
+    """A value in a message: its beginning, where it is long."""
+    if isinstance(value, (str, list, dict)) and len(value) > 60:  # whose whole text may be long in the making
+        value = value[:60] if not isinstance(value, dict) else dict(islice(value.items(), 20))
+    return shortened(repr(value))

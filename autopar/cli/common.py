@@ -25,6 +25,7 @@ from autopar.cli.terminal import styled as styled
 from autopar.errors import AutoparError, ModelError
 from autopar.words.texts import show_bytes as show_bytes
 from autopar.words.texts import show_seconds as show_seconds
+from hardware_profiles.strict import MOST_COUNTED, shortened
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -37,17 +38,59 @@ if TYPE_CHECKING:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
-Batch = Annotated[int | None, typer.Option("--batch", help="Batch size of the example inputs (hf: models only).")]
-Seq = Annotated[int | None, typer.Option("--seq", help="Sequence length of the example inputs (hf: models only).")]
 
 
+def within(low: float, high: float = MOST_COUNTED) -> Callable[[typer.CallbackParam, Any], Any]:
+    """The callback of an option whose number is one of a range; it refuses others, and what is no number, as nan is."""
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        if value is not None and not low <= value <= high:
+            given = shortened(f"{value}")
+            raise UsageError(f"{param.opts[0]} is {given}; give a number from {_plain(low)} to {_plain(high)}")
+        return value
+
+    return check
+
+
+def _plain(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+def seconds_within(param: typer.CallbackParam, value: Any) -> Any:
+    """The callback of an option that says a time; what waits counts it in milliseconds of 32 bits."""
+    return within(0.001, MOST_SECONDS)(param, value)
+
+
+def _device(param: typer.CallbackParam, value: str) -> str:
+    if value not in DEVICES:
+        raise UsageError(f"{param.opts[0]} is {shortened(value)}; give {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
+    return value
+
+
+MOST_SECONDS = 1_000_000
+"""Eleven days."""
+MOST_LAYOUTS = 1000
+"""That are shown side by side."""
+DEVICES = ("cpu", "cuda", "auto")
+Batch = Annotated[
+    int | None,
+    typer.Option("--batch", help="Batch size of the example inputs (hf: models only).", callback=within(1)),
+]
+Seq = Annotated[
+    int | None,
+    typer.Option("--seq", help="Sequence length of the example inputs (hf: models only).", callback=within(1)),
+]
 DeviceOption = Annotated[
-    str, typer.Option("--device", help="cpu or cuda. Default: GPUs if there is one for each process, else the CPU.")
+    str,
+    typer.Option(
+        "--device", help="cpu, cuda or auto: GPUs if there is one for each process, else the CPU.", callback=_device
+    ),
 ]
 
 
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Import the .py file that the plan names, which runs its code. See also --model.")
+    bool,
+    typer.Option("--trust", help="Import the .py file that the plan names, which runs its code; --model names one."),
 ]
 
 
@@ -102,12 +145,10 @@ def where_to_run(asked: str, processes: int) -> tuple[str, str]:
         processes: of them on this machine.
 
     Raises:
-        UsageError: there are not as many GPUs, or nothing like that is known.
+        UsageError: there are not as many GPUs.
     """
     import torch
 
-    if asked not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"--device is {asked}; it is cpu, cuda or auto")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and gpus < processes:
         raise UsageError(
@@ -230,7 +271,7 @@ def model_of(
     if model is None and not trust and runs_code(spec):
         raise UntrustedModelError(
             f"{path} names the model '{spec}', and importing that file would run its code; if you trust it, give "
-            f"--trust, or name the file yourself: --model {spec}"
+            f"--trust, or name the file yourself: --model {path.parent / spec}"
         )
     folder = path.parent if model is None else None
     loaded, captured = load_and_capture(

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.common import Json, Trust, UsageError, opened, out, print_json, progress, show_bytes, show_seconds, styled
+from autopar.cli.common import (
+    Json,
+    Trust,
+    UsageError,
+    opened,
+    out,
+    print_json,
+    progress,
+    show_bytes,
+    show_seconds,
+    styled,
+    within,
+)
 from autopar.cli.explain_cut import explain_cut
 
 if TYPE_CHECKING:
@@ -37,7 +49,7 @@ def explain(
         str | None,
         typer.Option("--memory-limit", help="For --instead: bytes per device. Default: as the plan was made."),
     ] = None,
-    top: Annotated[int, typer.Option("--top", help="How many strategies to show.")] = 12,
+    top: Annotated[int, typer.Option("--top", help="How many strategies to show.", callback=within(1))] = 12,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
     trust: Trust = False,
     as_json: Json = False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from autopar.cli import layouts
 from autopar.cli.common import (
+    MOST_LAYOUTS,
     Batch,
     Json,
     Seq,
@@ -20,10 +22,12 @@ from autopar.cli.common import (
     load_and_capture,
     out,
     progress,
+    seconds_within,
     show_bytes,
     show_seconds,
     show_solution,
     styled,
+    within,
 )
 from autopar.cli.output_files import PLAN, Force, OutputFile
 from autopar.garbage_collection import uncollected
@@ -47,7 +51,9 @@ def plan(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan file.")] = None,
     top: Annotated[
-        int, typer.Option("--top", help="Show so many of the best layouts, with memory, tokens/s and utilisation.")
+        int,
+        typer.Option("--top", help="Show so many of the best layouts, with memory, tokens/s and utilisation.",
+                     callback=within(1, MOST_LAYOUTS)),
     ] = 1,
     like: Annotated[
         str | None,
@@ -68,7 +74,7 @@ def plan(
     force: Force = False,
     as_json: Json = False,
     **said: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Find the fastest way to spread a model over a cluster, and write it to a plan file.
 
     Without flags everything is searched: meshes of up to three axes, stages, schedules, interleaving, numbers of
@@ -104,8 +110,6 @@ def plan(
     from autopar.rules.experts.expert_load import with_load
     from hardware_profiles import load_cluster
 
-    if top < 1:
-        raise UsageError(f"--top is {top}; it is 1 or more")
     if cluster is None and profile is None:
         raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
     if like_output is not None and like is None:
@@ -129,6 +133,7 @@ def plan(
     parts = wanted.microbatches if wanted.microbatches > 1 else None
     policy = wanted.pins.precision
     loaded, captured = load_and_capture(model, batch, seq, parts=parts, precision=policy, by_default=True)
+    _check_kept(said, captured.graph)
     wanted = with_measured_load(wanted, captured, loaded.model, first_part((loaded.args, loaded.kwargs), parts or 1))
     captured = replace(captured, graph=with_load(captured.graph, wanted.pins.expert_load))
     wanted = replace(wanted, pins=replace(wanted.pins, precision=captured.graph.precision))
@@ -154,6 +159,30 @@ def plan(
         _summary(outcome, outcome.cluster or hardware, output, top)
         row = layouts.row_like(pinned, hardware) if pinned is not None else None
         layouts.show(outcome, hardware, top, layout, row, output, like_output)
+
+
+def _check_kept(said: dict[str, Any], graph: Graph) -> None:
+    """Refuse a parameter that ``--keep-replicated`` and ``--pin-param`` both name.
+
+    Later patterns override earlier ones, and which of two options came later is not known here.
+
+    Raises:
+        UsageError: with the parameter and both patterns.
+    """
+    whole = said["keep_replicated"] or []
+    pinned = [text.partition("=")[::2] for text in said["pin_param"] or []]
+    for _, node in graph.of_kind("param"):
+        both = [
+            (a, b, how) for a in whole if fnmatchcase(node.target, a)
+            for b, how in pinned if fnmatchcase(node.target, b)
+        ]  # fmt: skip
+        if both:
+            a, b, how = both[0]
+            raise UsageError(
+                f"parameter '{node.target}' is named by --keep-replicated '{a}' and by --pin-param '{b}={how}'; say "
+                f"both by --pin-param, of which a later one overrides: --pin-param '{b}={how}' --pin-param "
+                f"'{a}=replicate'"
+            )
 
 
 def _noted(outcome: Outcome, loaded: Loaded, policy_note: str) -> Outcome:
@@ -209,7 +238,8 @@ def _with_flags(command: Any) -> Any:
     flags = []
     for flag in (flag for wish in WISHES for flag in wish.flags):
         kind = list[str] | None if flag.repeatable else flag.kind | None
-        annotation = Annotated[kind, typer.Option(*flag.names, help=flag.help)]  # type: ignore[valid-type]
+        option = typer.Option(*flag.names, help=flag.help, callback=seconds_within if flag.kind is float else None)
+        annotation = Annotated[kind, option]  # type: ignore[valid-type]
         flags.append(inspect.Parameter(flag.parameter, inspect.Parameter.KEYWORD_ONLY, default=None,
                                        annotation=annotation))  # fmt: skip
     parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in arguments[:2]), *flags,

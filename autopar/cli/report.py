@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.common import Trust, UsageError, bound, model_of, open_plan, out, progress, show_bytes, what_if
+from autopar.cli.common import (
+    MOST_LAYOUTS,
+    Trust,
+    UsageError,
+    bound,
+    model_of,
+    open_plan,
+    out,
+    progress,
+    show_bytes,
+    what_if,
+    within,
+)
 from autopar.cli.output_files import PAGE, Force, OutputFile
 
 if TYPE_CHECKING:
@@ -25,7 +37,7 @@ def report(
     top: Annotated[
         int,
         typer.Option("--top", help="Search again, and show so many of the best layouts beside the plan: minutes for a "
-                     "large model."),
+                     "large model.", callback=within(1, MOST_LAYOUTS)),
     ] = 1,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
     trust: Trust = False,
@@ -40,8 +52,6 @@ def report(
     """
     from autopar.report.page.html_page import Subject, html_page
 
-    if top < 1:
-        raise UsageError(f"--top is {top}; it is 1 or more")
     file = OutputFile(output, PAGE, "--output", force)
     file.check()
     document = open_plan(path)

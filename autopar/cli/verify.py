@@ -24,6 +24,7 @@ from autopar.cli.common import (
     progress,
     styled,
     where_to_run,
+    within,
 )
 
 if TYPE_CHECKING:
@@ -48,8 +49,10 @@ def verify(
         str | None, typer.Option("--cluster", "-c", help="Hardware that plans are priced for. Default: this machine.")
     ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Verify this plan file instead of the best plan.")] = None,
-    random_plans: Annotated[int, typer.Option("--random-plans", help="How many random plans to verify as well.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the first random plan.")] = 0,
+    random_plans: Annotated[
+        int, typer.Option("--random-plans", help="How many random plans to verify as well.", callback=within(0))
+    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the first random plan.", callback=within(0, 2**31))] = 0,
     processes: Annotated[
         bool, typer.Option("--processes", help="Real processes instead of many ranks in one process.")
     ] = False,
@@ -71,8 +74,8 @@ def verify(
     from autopar.planfile import bind
     from autopar.words.meshes import Mesh
 
-    if random_plans < 0:
-        raise UsageError(f"--random-plans is {random_plans}; it is 0 or more")
+    if device == "cuda" and not processes:
+        raise UsageError("--device is cuda, and ranks in one process compute on the CPU; give --processes with it")
     document = open_plan(plan) if plan is not None else None
     if document is not None and len(document.meshes) > 1:
         if processes or random_plans or mesh:

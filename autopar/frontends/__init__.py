@@ -106,7 +106,7 @@ def runs_code(spec: str) -> bool:
     return not split_spec(spec)[0]
 
 
-def cause_in(error: Exception, file: Path) -> str:
+def cause_in(error: BaseException, file: Path) -> str:
     """``ValueError: text (file.py:3)``, with the last line of the user's file that was running."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename or file).name}:{error.lineno})"

@@ -21,11 +21,11 @@ from math import lcm
 from autopar.errors import PlanError, closest
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.simulating.order import check_name
-from autopar.plans.wishes import MOST
 from autopar.rules.experts.expert_block import BLOCK, TRAVEL
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
+from hardware_profiles.strict import Unreadable, parse_count
 
 AXES = {"dp": "data", "tp": "tensor", "cp": "context"}
 EXPERT_AXIS = "expert"
@@ -141,9 +141,12 @@ def parse_layout(text: str) -> Layout:
         if word in numbers or word in others or word in free:
             raise PlanError(f"--like {text}: '{word}' stands there twice")
         if word in NUMBERS:
-            if not value.isdigit() or not 1 <= int(value) <= MOST:
+            try:
+                numbers[word] = parse_count(value)
+            except Unreadable as error:
+                raise PlanError(f"--like {text}: {word}: {error}; give a number such as {word}=8") from None
+            if not numbers[word]:
                 raise PlanError(f"--like {text}: {word} is '{value}'; give a whole number of 1 or more: {word}=8")
-            numbers[word] = int(value)
         elif (word == "sp" and not equals) or (word == "zero" and value in ("0", "1", "2", "3")):
             free.append(part.strip())
         elif word in ("zero", "sp"):
