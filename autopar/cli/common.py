@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from autopar.cli.terminal import err as err
@@ -121,20 +123,43 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on standard error while something takes its time; nothing where that is no terminal. What it gives is
-    told how far that is."""
+    """A spinner on standard error while something takes its time, or a line now and then where that is no terminal.
+    What it gives is told how far that is."""
     console = err()
     start = time.perf_counter()
+    if not console.is_terminal:
+        yield _lines(console, what, start)
+        return
     with console.status(Text(what), spinner="dots") as status:
         yield lambda text: status.update(Text(f"{what}: {text}" if text else what))
     seconds = time.perf_counter() - start
-    if seconds > 1 and console.is_terminal:
+    if seconds > 1:
         console.print(styled("[dim]{}[/dim]", f"{what}: {seconds:.1f} s"))
+
+
+def _lines(console: Console, what: str, start: float) -> Callable[[str], None]:
+    """How far something has come, as lines for a log: the first after some seconds, then ever more seldom."""
+    after = start + FIRST_LINE_SECONDS
+
+    def say(text: str) -> None:
+        nonlocal after
+        now = time.perf_counter()
+        if text and now >= after:
+            after = now + max(FIRST_LINE_SECONDS, (now - start) * LINES_APART)
+            console.print(f"{what}, {now - start:.0f} s: {text}", soft_wrap=True)
+
+    return say
+
+
+FIRST_LINE_SECONDS, LINES_APART = 2.0, 0.1
+"""Until the first line of progress in a log, and between two of them; and the share of all seconds that they are apart
+at least, so that a search of an hour writes some sixty lines."""
 
 
 def print_error(error: BaseException) -> None:
     """One red paragraph."""
-    err().print(styled("[bold red]error:[/bold red] [red]{}[/red]", error), soft_wrap=True)
+    said = re.sub(r"\S{400,}", lambda word: shortened(word[0], 200), str(error))  # what was given may be of any length
+    err().print(styled("[bold red]error:[/bold red] [red]{}[/red]", said), soft_wrap=True)
 
 
 def where_to_run(asked: str, processes: int) -> tuple[str, str]:

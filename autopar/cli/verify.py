@@ -15,7 +15,6 @@ from autopar.cli.common import (
     Seq,
     UsageError,
     check_values,
-    err,
     load_and_capture,
     moved,
     open_plan,
@@ -144,11 +143,10 @@ def _in_one(
 ) -> list[Difference]:
     from autopar.comparison import program_vs_eager as v
 
-    console = err()
-    with console.status("verifying") as status:
+    with progress("verifying") as say:
         return v.verify(
             captured, loaded.model, loaded.args, loaded.kwargs, mesh, cluster, plan=given, random_plans=random_plans,
-            seed=seed, progress=lambda what: status.update(f"verifying: {what}"),
+            seed=seed, progress=say,
         )  # fmt: skip
 
 

@@ -112,7 +112,8 @@ def cause_in(error: BaseException, file: Path) -> str:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename or file).name}:{error.lineno})"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == file.name]
     text = str(error).strip().splitlines()
-    what = type(error).__name__ + (f": {text[0]}" if text else "")
+    first = " ".join(line.strip() for line in text[: 2 if text and text[0].endswith(":") else 1])
+    what = type(error).__name__ + (f": {first}" if text else "")
     return what + (f" ({file.name}:{lines[-1]})" if lines else "")
 
 

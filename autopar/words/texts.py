@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, MeshError
 from autopar.words.meshes import Mesh
+from hardware_profiles.strict import LARGEST_WHOLE, shortened
 
 
 def mesh_of(given: Any) -> Mesh | None:
@@ -39,7 +40,11 @@ def parse_bytes(given: float | str | None) -> float | None:
     if not match:
         raise AutoparError(f"memory limit '{given}' is no size; write bytes, or such as '40GiB' or '16GB'")
     base = 1024 if match[3] else 1000
-    return float(match[1]) * base ** ("kmgt".index(match[2]) + 1 if match[2] else 0)
+    n_bytes = float(match[1]) * base ** ("kmgt".index(match[2]) + 1 if match[2] else 0)
+    if n_bytes > LARGEST_WHOLE:
+        most = f"{LARGEST_WHOLE:,} bytes, the most that can be"
+        raise AutoparError(f"memory limit '{shortened(given)}' is more than {most}; write a smaller one")
+    return n_bytes
 
 
 def printable(text: str) -> str:
