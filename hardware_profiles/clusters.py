@@ -17,7 +17,7 @@ from .load import DATA, builtin_curves, builtin_devices, builtin_links, read_cur
 from .model import Cluster, Device, Link
 from .profile_file import is_measured, read_measured
 from .reader import MOST_DEVICES, ProfileErrors, Table, closest, read_document, shown
-from .strict import Unreadable, parse_count, shortened
+from .strict import Unreadable, is_there, parse_count, shortened
 
 CLUSTERS = DATA / "clusters"
 MOST_RANKS = 2**20
@@ -78,7 +78,7 @@ def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:
     root.close()
     failures.raise_if_any()
     beside = path.parent / name
-    base = load_cluster(beside if name.endswith((".toml", ".json")) and beside.is_file() else name)
+    base = load_cluster(beside if name.endswith((".toml", ".json")) and is_there(beside) else name)
     if base.is_profile:
         raise ProfileError(str(path), [f"cluster: '{name}' is a profile itself, name the cluster that it is of"])
     return dataclasses.replace(base, name=path.stem, measured=measured)

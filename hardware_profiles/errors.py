@@ -18,9 +18,9 @@ class ProfileError(ValueError):
         self.where = where
         self.failures = tuple(failures)
         lines = "\n".join(f"  - {failure}" for failure in self.failures[:MOST_TOLD])
-        if len(self.failures) > MOST_TOLD:
-            lines += f"\n  - and {len(self.failures) - MOST_TOLD} more"
         count = "1 problem" if len(self.failures) == 1 else f"{len(self.failures)} problems"
+        if len(self.failures) > MOST_TOLD:
+            count = f"more than {MOST_TOLD} problems"
         super().__init__(f"{where}: {count} in this hardware profile\n{lines}")
 
 

@@ -24,9 +24,6 @@ from .model import COLLECTIVES
 from .reader import Table, closest, shown
 from .strict import shortened
 
-PROVENANCE = (
-    "date", "torch", "processor", "threads", "processes", "rounds", "load", "others", "model", "meshes", "left_out")
-
 
 def read_measured(root: Table) -> Measured:
     """The tables of a profile document; `root` is its top level, whose version is checked here."""
@@ -65,7 +62,13 @@ def read_measured(root: Table) -> Measured:
         optimizers[name] = OptimizerSeconds(_seconds(inner, "tensor_seconds"), _seconds(inner, "byte_seconds"))
         inner.close()
     said = root.table("provenance")
-    provenance = {key: said.take(key, expected="where the numbers come from") for key in PROVENANCE}
+    provenance: dict[str, Any] = {key: said.text(key) for key in ("date", "torch", "processor", "model")}
+    provenance |= {key: said.integer(key, low=0) for key in ("threads", "processes", "rounds")}
+    provenance |= {key: said.number(key) for key in ("load", "others")}
+    for key in ("meshes", "left_out"):
+        provenance[key] = value = said.take(key, expected="a list of strings")
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            failures.add(f"provenance.{key}", f"got {shown(value)}, expected a list of strings")
     said.close()
     return Measured(ops, corrections, transfers, accumulate, accumulate_new, overheads, optimizers, provenance)
 

@@ -8,15 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .errors import ProfileError
+from .errors import MOST_TOLD, ProfileError
 from .strict import Unreadable, parse_json, parse_toml, read_text, shortened
 
 REQUIRED = object()
 
 MOST_DEVICES = 65_536
 """No cluster has more, and no count in a profile is larger: a plan takes a minute for so many."""
-MOST_LISTED = 40
-"""Failures of one file that are told; what is wrong everywhere is told once too often anyway."""
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -49,12 +47,10 @@ class ProfileErrors:
         self.lines: list[str] = []
 
     def add(self, path: str, problem: str) -> None:
-        self.lines.append(f"{path}: {problem}")
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there are so many that more would not be told."""
-        return len(self.lines) > MOST_LISTED
+        """One failure. Raises all of them once there are more than are told."""
+        self.lines.append(f"{shortened(path, 200)}: {problem}")
+        if len(self.lines) > MOST_TOLD:
+            self.raise_if_any()
 
     def raise_if_any(self) -> None:
         if self.lines:
@@ -165,7 +161,7 @@ class Table:
     def close(self) -> None:
         """Report the keys that were never asked for."""
         for key in self.data:
-            if key not in self.asked and not self.failures.is_full:
+            if key not in self.asked:
                 hint = closest(key, self.asked)
                 self.failures.add(self._at(key), f"is an unknown key: {hint} Remove or rename it")
 

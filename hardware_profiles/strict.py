@@ -15,14 +15,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-LARGEST_FILE_BYTES = 512 * 2**20
-"""The largest plans (a stage for each of a hundred groups, every operator named) take a tenth of this."""
+LARGEST_FILE_BYTES = 128 * 2**20
+"""The largest plans (a stage for each of a hundred groups, every operator named) take two fifths of this."""
 
 DEEPEST_NESTING = 64
 """Tables within tables; the files that autopar writes nest 8 deep."""
 
-MOST_VALUES = 20_000_000
-"""Values in one file, which take some gigabytes as Python objects."""
+MOST_VALUES = 5_000_000
+"""Values in one file, which take a gigabyte as Python objects."""
 
 
 MOST_COUNTED = 1 << 24
@@ -34,6 +34,14 @@ LARGEST_WHOLE = 2**63 - 1
 
 class Unreadable(ValueError):
     """A file that is not read; the text says why and what to do, without the file's name."""
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path is that of a file; of a name that is too long, or holds a NUL, there is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def read_text(path: str | Path) -> str:
@@ -168,5 +176,6 @@ def _bounded(value: Any) -> Any:
 
 
 __all__ = [
-    "LARGEST_WHOLE", "MOST_COUNTED", "Unreadable", "parse_count", "parse_json", "parse_toml", "read_text", "shortened",
+    "LARGEST_WHOLE", "MOST_COUNTED", "Unreadable", "is_there", "parse_count", "parse_json", "parse_toml", "read_text",
+    "shortened",
 ]  # fmt: skip

@@ -71,6 +71,8 @@ def _device(param: typer.CallbackParam, value: str) -> str:
 
 MOST_SECONDS = 1_000_000
 """Eleven days."""
+MOST_RANKS_HERE = 256
+"""Processes, or ranks in one process, that a command starts."""
 MOST_LAYOUTS = 1000
 """That are shown side by side."""
 DEVICES = ("cpu", "cuda", "auto")
@@ -170,10 +172,11 @@ def where_to_run(asked: str, processes: int) -> tuple[str, str]:
         processes: of them on this machine.
 
     Raises:
-        UsageError: there are not as many GPUs.
+        UsageError: there are not as many GPUs, or far too many processes.
     """
     import torch
 
+    check_ranks_here(processes)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and gpus < processes:
         raise UsageError(
@@ -185,6 +188,19 @@ def where_to_run(asked: str, processes: int) -> tuple[str, str]:
         return "cuda", f"{processes} of {gpus} GPUs ({torch.cuda.get_device_name(0)})"
     few = f"; {gpus} GPUs are here, too few" if asked == "auto" and gpus else ""
     return "cpu", f"{processes} processes on the CPU{few}"
+
+
+def check_ranks_here(n: int) -> None:
+    """Refuse more ranks than one machine can run.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    if n > MOST_RANKS_HERE:
+        raise UsageError(
+            f"{n:,} ranks are to run on this machine, at most {MOST_RANKS_HERE} do; take a mesh or a plan of fewer "
+            "devices, or start it under torchrun on machines that have them"
+        )
 
 
 def moved(loaded: Loaded, device: str) -> Loaded:
@@ -290,7 +306,7 @@ def model_of(
     from autopar.rules.experts.expert_load import with_load
 
     named = document.model or {}
-    spec = model or named.get("spec")
+    spec = model if model is not None else named.get("spec")
     if spec is None:
         raise ModelError(f"{path} does not say which model it is for; give it with --model PATH.py:factory")
     if model is None and not trust and runs_code(spec):

@@ -59,7 +59,7 @@ def report(
     with progress("reading the plan"):
         asked = what_if(captured, *bound(document, captured))
         plan, timeline = asked.simulated()
-    name = model or str((document.model or {}).get("spec", "a model"))
+    name = model if model is not None else str((document.model or {}).get("spec", "a model"))
     folder = path.parent if model is None else None
     layouts: list[LayoutRow] = []
     if top > 1:

@@ -71,7 +71,7 @@ def run(
     from autopar.frontends import split_spec
 
     loaded, captured = model_of(document, path, model, trust=True)
-    spec = model or str((document.model or {})["spec"])
+    spec = model if model is not None else str((document.model or {})["spec"])
     if not split_spec(spec)[0]:  # what frontends give is made here without values, and by the ranks with them
         check_values(loaded, spec)
     plan, cluster = bound(document, captured)  # all that can be wrong with the plan is said before processes start
@@ -129,7 +129,7 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
     document = open_plan(Path(path))
     torch.manual_seed(0)
     loaded, captured = model_of(document, Path(path), model, device="cpu", trust=True)
-    check_values(loaded, model or str((document.model or {})["spec"]))
+    check_values(loaded, model if model is not None else str((document.model or {})["spec"]))
     plan, _ = bound(document, captured)
     ensure_process_group()
     check_size(plan, dist.get_world_size())

@@ -14,6 +14,7 @@ from autopar.cli.common import (
     Json,
     Seq,
     UsageError,
+    check_ranks_here,
     check_values,
     load_and_capture,
     moved,
@@ -77,6 +78,7 @@ def verify(
         raise UsageError("--device is cuda, and ranks in one process compute on the CPU; give --processes with it")
     document = open_plan(plan) if plan is not None else None
     if document is not None and len(document.meshes) > 1:
+        check_ranks_here(sum(mesh.n_devices for mesh in document.meshes))
         if processes or random_plans or mesh:
             raise UsageError(f"{plan} is a plan in stages: it is verified in one process, without --mesh, --processes "
                              "and --random-plans")  # fmt: skip
@@ -89,6 +91,7 @@ def verify(
         raise UsageError(f"the plan {plan} is for mesh {document.meshes[0].shown()}, --mesh is {shape.shown()}")
     from hardware_profiles import load_cluster
 
+    check_ranks_here(shape.n_devices)
     hardware = load_cluster(cluster or f"local-x{shape.n_devices}")
     from autopar.plans.clusters import check_mesh
 

@@ -13,6 +13,7 @@ its ``architectures`` names, on the meta device, with example inputs of the give
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import sys
@@ -26,7 +27,7 @@ import torch
 import autopar.frontends.hugging_face  # noqa: F401  (registers its prefix)
 from autopar.errors import ModelError
 from autopar.frontends import FRONTENDS, Loaded, cause_in, forms, split_spec
-from hardware_profiles.strict import MOST_COUNTED
+from hardware_profiles.strict import MOST_COUNTED, is_there
 
 
 def load_model(
@@ -44,8 +45,10 @@ def load_model(
     """
     prefix, path, factory = split_spec(spec)
     file = (folder or Path()) / path
-    if not file.is_file():
-        what = "is a folder" if file.is_dir() else "does not exist"
+    if not is_there(file):
+        what = "does not exist"
+        with contextlib.suppress(OSError, ValueError):  # a name that is too long, or holds a NUL
+            what = "is a folder" if file.is_dir() else what
         raise ModelError(f"model '{spec}': {path} {what}; give {forms()}")
     if prefix:
         for name, value in (("--batch", batch), ("--seq", seq)):

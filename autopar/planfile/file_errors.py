@@ -16,6 +16,8 @@ TYPES = {
 
 MOST_TOLD = 40
 """Failures of one file that the message has."""
+MOST_ENTRIES = 100_000
+"""Of one table or list."""
 MOST_OF_LINE, MOST_OF_VALUE = 1000, 120
 """Characters of one failure, and of the value in it."""
 
@@ -36,19 +38,23 @@ class FileErrors:
         self.say(f"{self.part}{path}: {problem}")
 
     def say(self, line: str) -> None:
-        """One failure in words of its own."""
+        """One failure in words of its own. Raises all of them once there are more than are told."""
         self.lines.setdefault(line)
+        if len(self.lines) > MOST_TOLD:
+            self.raise_if_any()
 
     def unknown(self, path: str, key: str, known_keys: Any) -> None:
         """A key that means nothing."""
-        hint = closest(key, known_keys) if len(self.lines) < MOST_TOLD else ""  # of those that are told
-        self.add(path, f"unknown key; {hint}")
+        self.add(path, f"unknown key; {closest(key, known_keys)}")
 
     def type(self, path: str, value: Any, kind: type) -> bool:
         """Whether a value has the type; if not, that is a failure."""
         fine = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
         if not fine:
             self.add(path, f"got {_json(value)}; expected {TYPES[kind]}")
+        elif kind in (dict, list) and len(value) > MOST_ENTRIES:
+            self.add(path, f"has {len(value):,} entries, at most {MOST_ENTRIES:,} are read; join some by patterns")
+            return False
         return fine
 
     def count(self, path: str, value: Any, most: int = MOST_COUNTED) -> bool:
@@ -71,8 +77,9 @@ class FileErrors:
         """Raise all of them as one PlanError."""
         if self.lines:
             count = "1 problem" if len(self.lines) == 1 else f"{len(self.lines)} problems"
+            if len(self.lines) > MOST_TOLD:
+                count = f"more than {MOST_TOLD} problems"
             told = [f"  - {shortened(line, MOST_OF_LINE)}" for line in islice(self.lines, MOST_TOLD)]
-            told += [f"  - and {len(self.lines) - MOST_TOLD} more"] if len(self.lines) > MOST_TOLD else []
             raise PlanError(f"{self.where}: {count} in this plan\n" + "\n".join(told))
 
 

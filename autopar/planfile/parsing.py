@@ -22,7 +22,7 @@ from autopar.words.precision import Precision, parse_precision
 from cost_models.schedules import Schedule, simulate, times
 from cost_models.schedules import parse as parse_schedule
 from hardware_profiles import Cluster
-from hardware_profiles.strict import Unreadable, parse_count, parse_json, shortened
+from hardware_profiles.strict import Unreadable, is_there, parse_count, parse_json, shortened
 
 KEYS: dict[str, type] = {
     "autopar_plan": int, "model": dict, "fingerprint": str, "cluster": str, "optimizer": str, "seconds": float,
@@ -88,7 +88,7 @@ def cluster_named(name: str, folder: Path) -> Cluster:
     Raises:
         ClusterError: there is none, or it is malformed.
     """
-    return get_cluster(in_file(name, lambda path: str(folder / path if (folder / path).is_file() else path)))
+    return get_cluster(in_file(name, lambda path: str(folder / path if is_there(folder / path) else path)))
 
 
 def parse(text: str, where: str = "plan", folder: Path | None = None) -> Document:
@@ -110,7 +110,7 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
     if not isinstance(raw, dict) or not ("autopar_plan" in raw or previous.is_one(raw)):
         raise PlanError(f"{where}: no plan file (it has no 'autopar_plan'); make one with 'autopar plan'")
     bad = FileErrors(where)
-    for key in twice:
+    for key in dict.fromkeys(twice):
         bad.add(key, "stands twice in one table; remove one of them")
     bad.raise_if_any()
     if previous.is_one(raw):
@@ -132,7 +132,7 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
             elif value is not None:
                 bad.type(f"model.{key}", value, kind)
     if isinstance(raw.get("optimizer"), str) and raw["optimizer"] not in OPTIMIZERS:
-        bad.add("optimizer", f"unknown optimizer '{raw['optimizer']}'; {closest(raw['optimizer'], OPTIMIZERS)}")
+        bad.add("optimizer", f"unknown optimizer '{shortened(raw['optimizer'])}'; {closest(raw['optimizer'], OPTIMIZERS)}")
     for key in ("schedule", "notes"):
         if isinstance(raw.get(key), list):
             bad.texts(key, raw[key])

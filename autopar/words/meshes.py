@@ -17,6 +17,9 @@ from hardware_profiles.strict import Unreadable, parse_count, shortened
 AXIS_NAMES = ("data", "tensor", "context", "expert")
 """Names of the axes of a mesh whose shape autopar chooses."""
 
+MOST_AXES = 16
+"""Of a mesh that is given."""
+
 
 class Mesh(tuple[tuple[str, int], ...]):
     """The axes of a grid of devices, the last one joining neighbours: ``Mesh.of(data=2, tensor=4)``."""
@@ -54,6 +57,8 @@ class Mesh(tuple[tuple[str, int], ...]):
                 raise MeshError(f"mesh '{shortened(text)}': axis '{match[1]}': {error}") from None
             mesh.append((match[1], -size if match[2] else size))
         names = [name for name, _ in mesh]
+        if len(names) > MOST_AXES:
+            raise MeshError(f"mesh '{shortened(text)}' has {len(names):,} axes, at most {MOST_AXES} are planned")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise MeshError(f"mesh '{text}' names axis '{twice[0]}' twice; give each axis its own name")

@@ -111,9 +111,10 @@ class Schedule:
 def check_size(n_stages: int, n_microbatches: int) -> None:
     """Refuse a schedule with too many actions to build and simulate within seconds. Raises ValueError."""
     if n_stages * n_microbatches > MOST_FORWARDS:
+        stages = "1 stage" if n_stages == 1 else f"{n_stages:,} stages"
         raise ValueError(
-            f"{n_stages:,} stages times {n_microbatches:,} microbatches are {n_stages * n_microbatches:,} forwards, "
-            f"at most {MOST_FORWARDS:,} are planned: use fewer of either"
+            f"{n_microbatches:,} microbatches of {stages} are {n_stages * n_microbatches:,} forwards a step, at most "
+            f"{MOST_FORWARDS:,} are planned: use fewer"
         )
 
 

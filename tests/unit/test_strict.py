@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from autopar.cli.terminal import Terminal
-from autopar.words.texts import printable
 from autopar.errors import PlanError
 from autopar.planfile import parse
+from autopar.words.texts import printable
 from hardware_profiles import ProfileError, load_cluster, strict
 from hardware_profiles.strict import Unreadable, parse_json, parse_toml, read_text
 

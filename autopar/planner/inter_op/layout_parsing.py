@@ -25,6 +25,7 @@ from autopar.rules.experts.expert_block import BLOCK, TRAVEL
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
+from cost_models.schedules.actions import check_size
 from hardware_profiles.strict import Unreadable, parse_count
 
 AXES = {"dp": "data", "tp": "tensor", "cp": "context"}
@@ -85,6 +86,10 @@ class Layout:
         if count < 1 or rows % count or (self.microbatches is None and rows % each):
             asked = f"m={count}" if self.microbatches else f"dp={self.sizes['dp']} with mbs={self.rows}"
             raise PlanError(f"--like {self.text}: a batch of {rows} rows cannot be cut by {asked}; use what divides it")
+        try:
+            check_size(self.groups, count)
+        except ValueError as error:
+            raise PlanError(f"--like {self.text}: {error}; mbs=2 and more make fewer microbatches") from None
         return count
 
     def asked(self, graph: Graph, base: PipelineOptions, n_devices: int, rows: int) -> PipelineOptions:
