@@ -229,12 +229,11 @@ def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool
         )
     table.close()
     total = len(builder.devices) + count * len(devices)
-    if total > MOST_DEVICES or count * (len(inner_links) + len(devices) * len(levels)) > MOST_WIRES:
-        failures.add(
-            f"{path}.count", f"makes {total:,} devices with {len(levels)} levels and {len(inner_links)} links each, "
-            f"expected at most {MOST_DEVICES:,} devices and {MOST_WIRES:,} wires: describe a part of the cluster"
-        )  # fmt: skip
-        return
+    wires = count * (len(inner_links) + len(devices) * len(levels))
+    for made, most, what in ((total, MOST_DEVICES, "devices"), (wires, MOST_WIRES, "links")):
+        if made > most:
+            failures.add(f"{path}.count", f"makes {made:,} {what}, expected at most {most:,}: describe a part of it")
+            return
 
     for _ in range(count):
         node, first = f"{name}{builder.n_nodes}", len(builder.devices)

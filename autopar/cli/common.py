@@ -130,7 +130,8 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
     console = err()
     start = time.perf_counter()
     if not console.is_terminal:
-        yield _lines(console, what, start)
+        is_log = sys.stderr is sys.__stderr__  # whoever calls from Python and reads the errors gets nothing else there
+        yield _lines(console, what, start) if is_log else lambda text: None
         return
     with console.status(Text(what), spinner="dots") as status:
         yield lambda text: status.update(Text(f"{what}: {text}" if text else what))

@@ -66,12 +66,12 @@ class OutputFile:
         """
         said = f"{self.option} is {self.path}"
         try:
-            parent = self.path.parent
-            if not parent.is_dir():
-                raise UsageError(f"{said}, and there is no folder {parent}; make it first, or choose another")
+            has_folder = self.path.parent.is_dir()
             mode = self.path.lstat().st_mode if os.path.lexists(self.path) else None
         except (OSError, ValueError) as error:  # too long, not permitted, a NUL
             raise UsageError(f"{said}: {getattr(error, 'strerror', None) or error}; choose another file") from None
+        if not has_folder:
+            raise UsageError(f"{said}, and there is no folder {self.path.parent}; make it first, or choose another")
         if mode is None:
             return
         if stat.S_ISDIR(mode):

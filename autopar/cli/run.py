@@ -39,7 +39,7 @@ def run(
     steps: Annotated[int, typer.Option("--steps", help="Training steps.", callback=within(1))] = 10,
     lr: Annotated[
         float,
-        typer.Option("--lr", help="Learning rate of the optimizer that the plan names.", callback=within(0.0, 1e6)),
+        typer.Option("--lr", help="Learning rate of the optimizer that the plan names.", callback=within(0, 1_000_000)),
     ] = 1e-3,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
     timeout: Annotated[

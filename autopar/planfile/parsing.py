@@ -132,7 +132,8 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
             elif value is not None:
                 bad.type(f"model.{key}", value, kind)
     if isinstance(raw.get("optimizer"), str) and raw["optimizer"] not in OPTIMIZERS:
-        bad.add("optimizer", f"unknown optimizer '{shortened(raw['optimizer'])}'; {closest(raw['optimizer'], OPTIMIZERS)}")
+        hint = closest(raw["optimizer"], OPTIMIZERS)
+        bad.add("optimizer", f"unknown optimizer '{shortened(raw['optimizer'])}'; {hint}")
     for key in ("schedule", "notes"):
         if isinstance(raw.get(key), list):
             bad.texts(key, raw[key])

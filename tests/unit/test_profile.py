@@ -333,7 +333,7 @@ def test_profile_then_plan(tmp_path: Path) -> None:
     assert json.loads(plan.read_text())["cluster"] == "profile.json"
     seconds = json.loads(plan.read_text())["seconds"]
     for what in ("show", "simulate"):
-        code, out, err = command(what, plan, "--json")
+        code, out, err = command(what, plan, "--json", "--trust")
         assert code == 0 and json.loads(out)["seconds"] == pytest.approx(seconds), err
         assert json.loads(out)["profile"]["computed_seconds"] == 0
     code, _, err = command("plan", tmp_path / "net.py:make", "--profile", profile, "--cluster", "local-x4")
