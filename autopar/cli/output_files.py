@@ -107,7 +107,7 @@ class OutputFile:
             if self.force and self.path.is_symlink():
                 self.path.unlink()
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
-            with open(descriptor, "w", encoding="utf-8") as file:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
             raise UsageError(
