@@ -35,7 +35,7 @@ app = typer.Typer(
     name="autopar",
     help="Decide how to spread a PyTorch model over accelerators, look at the decision, check it, run it.\n\n"
     "A MODEL is PATH.py:factory, where factory() returns a model and its example inputs, or hf:PATH/config.json. "
-    "Start with: autopar plan gpt.py:make --cluster dgx-h100 -o plan.json, then: autopar show plan.json",
+    "Start with: autopar plan gpt.py:make --cluster dgx-h100 -o plan.json, then: autopar show plan.json --trust",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

@@ -40,7 +40,7 @@ def check(
     little more than the plan says; of a pipeline, without tensors that are on their way between stages. Ends with exit
     code 1 where a claim does not hold, or where that is more than the memory limit.
 
-    Example: autopar check plan.json
+    Example: autopar check plan.json --trust
     """
     document = open_plan(path)
     _, captured = model_of(document, path, model, trust=trust)

@@ -64,8 +64,8 @@ def explain(
     stage:1 says why that stage begins where it does: what the step spends where, and what it would take with the cut
     one block earlier or later, the stages on both sides solved again.
 
-    Examples: autopar explain plan.json layers.3.mlp.up; autopar explain plan.json layers.3.mlp.up --instead tensor=k;
-    autopar explain plan.json stage:1
+    Examples: autopar explain plan.json layers.3.mlp.up --trust; autopar explain plan.json layers.3.mlp.up --instead
+    tensor=k --trust; autopar explain plan.json stage:1 --model gpt.py:make
     """
     from autopar.plans.wishes import parse_choices
     from autopar.words.texts import parse_bytes

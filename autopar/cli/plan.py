@@ -79,7 +79,7 @@ def plan(
 
     Without flags everything is searched: meshes of up to three axes, stages, schedules, interleaving, numbers of
     microbatches, recomputation, ways to keep parameters. The example is the batch of a step. Flags restrict:
-    --stages 1, --microbatches 1, --recompute none. Ctrl-C ends the search with the best plan so far.
+    --stages 1, --microbatches 1, --recompute none. Ctrl-C or SIGTERM ends the search with the best plan so far.
 
     Examples:
 

@@ -48,7 +48,7 @@ def report(
     The page needs nothing else and loads nothing: send it, open it anywhere. It is drawn from the plan file and the
     model that it names.
 
-    Example: autopar report plan.json -o report.html
+    Example: autopar report plan.json --trust -o report.html
     """
     from autopar.report.page.html_page import Subject, html_page
 

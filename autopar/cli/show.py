@@ -57,12 +57,13 @@ def show(
     """Show a plan: every op with its cut, placements, collectives, bytes and seconds; parameters; memory.
 
     Equal blocks are shown once. Placements are S<dim> (sharded), R and I (whole; the gradient of R is still to be
-    summed) and P (to be summed), one for each axis. If the model cannot be loaded, what the file itself says is shown.
+    summed) and P (to be summed), one for each axis. Of a model that cannot be loaded, or is not
+    trusted, what the file itself says is shown.
 
     Of a plan in several stages: the stages, their times and memory, and the schedule as a grid (see also autopar
     simulate); --stage shows what is in one of them.
 
-    Examples: autopar show plan.json; autopar show plan.json --code
+    Examples: autopar show plan.json; autopar show plan.json --trust; autopar show plan.json --model gpt.py:make --code
     """
     document = open_plan(path)
     n = len(document.meshes)
@@ -199,7 +200,7 @@ def diff(
     matter; else the files are, entry by entry, and a line says so. Of plans in stages also the number of stages, the
     cuts (and by how many blocks they moved), meshes, schedule, microbatches, and times and memory of every stage.
 
-    Example: autopar diff plan.json edited.json
+    Example: autopar diff plan.json edited.json --trust
     """
     from autopar.report.differences import differences, entries
 

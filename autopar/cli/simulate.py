@@ -22,7 +22,7 @@ def simulate(
 ) -> None:
     """Simulate a step of a plan, action by action: makespan, bubble, idle time, microbatches in flight.
 
-    Example: autopar simulate plan.json --trace out.json
+    Example: autopar simulate plan.json --trust --trace out.json
     """
     captured, asked = opened(path, model, trust=trust)
     check_trace(trace)

@@ -199,7 +199,7 @@ def test_show_code_is_python() -> None:
 
 def test_show_without_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy("cut.json", tmp_path / "alone.json")
-    text = autopar("show", str(tmp_path / "alone.json"))
+    text = autopar("show", "--trust", str(tmp_path / "alone.json"))
     assert "layers.*.up:linear" in text
     assert "net.py does not exist" in capsys.readouterr().err
     assert json.loads(autopar("show", str(tmp_path / "alone.json"), "--json"))["warning"]

@@ -130,7 +130,7 @@ def test_plan_with_cuts(folder: Path) -> None:
 
 def test_explain_an_op(folder: Path) -> None:
     """Its own stage is solved again, and the step simulated with it: that is what planning with the pin gives."""
-    words = ("explain", folder / "wide.json", "layers.0.up", "--instead", "data=n")
+    words = ("explain", "--trust", folder / "wide.json", "layers.0.up", "--instead", "data=n")
     four = ("-c", "local-x4", "--stages", 2, "--microbatches", 4, "--schedule", "1f1b", "--cut", "layers.1")
     autopar("plan", folder / "net.py:make", *four, "--mesh", "data=2", "-o", folder / "wide.json")
     _, out, _ = autopar(*words)
@@ -211,7 +211,7 @@ def test_verify(folder: Path) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--stages", "three"], "--stages is 'three'; give a number of groups of devices, or auto"),
+        (["--stages", "three"], "--stages is 'three'; give a number of groups of devices, at most"),
         (["--stages", "3"], "2 devices cannot be cut into 3 groups; use 1 to 2"),
         (["--stages", "2", "--schedule", "fifo"], "no schedule 'fifo'; use gpipe, 1f1b"),
         (["--stages", "2", "--mesh", "data=2"], "2 stages on a mesh of 2 devices each need 4 devices, there are 2"),
