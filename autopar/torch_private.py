@@ -204,7 +204,7 @@ def compiled_functions_run_as_they_are() -> contextlib.AbstractContextManager[An
 def scripted_functions_run_in_python() -> contextlib.AbstractContextManager[Any]:
     """In here what a model calls as ``torch.jit.script(function)``, or traced, is the Python function: its compiled
     code keeps from a trace which of its results require a gradient."""
-    compiled = torch.jit.ScriptFunction.__call__
+    compiled: Any = torch.jit.ScriptFunction.__call__
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(function, "_torchdynamo_inline", partial(compiled, function))(*args, **kwargs)

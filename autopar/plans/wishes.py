@@ -185,7 +185,7 @@ def _named(option: str, example: str) -> Callable[[list[str]], dict[str, str]]:
     """``NAME=VALUE`` -> name and value."""
 
     def read(texts: list[str]) -> dict[str, str]:
-        table = {}
+        table: dict[str, str] = {}
         for text in texts:
             name, equals, value = text.partition("=")
             if not equals or not name:
