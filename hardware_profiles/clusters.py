@@ -20,8 +20,7 @@ from .reader import MOST_DEVICES, ProfileErrors, Table, closest, read_document, 
 from .strict import Unreadable, is_there, parse_count, shortened
 
 CLUSTERS = DATA / "clusters"
-MOST_RANKS = 2**20
-"""Ranks that a range in the name of a cluster may have: more are a slip."""
+LONGEST_NAME = 4096
 MOST_WIRES = 8 * MOST_DEVICES
 """Of a cluster, the machines' own: to switches on every level, and between devices."""
 
@@ -39,6 +38,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
     The same name gives the same object. Raises ProfileError with every failure found.
     """
+    if len(str(name_or_path)) > LONGEST_NAME:
+        raise UnknownClusterError(f"unknown cluster '{shortened(str(name_or_path))}': no name or path is so long")
     text, ranks = split_subset(str(name_or_path))
     if ranks:
         return load_cluster(text).only(ranks)
@@ -63,9 +64,15 @@ def split_subset(name: str) -> tuple[str, tuple[int, ...]]:
     ranks: list[int] = []
     for part in match["ranks"].split(","):
         first, _, last = part.partition("-")
-        if int(last or first) - int(first) > MOST_RANKS:
-            raise ProfileError("clusters", [f"'{name}': no cluster has ranks {part}"])
-        ranks += range(int(first), int(last or first) + 1)
+        try:
+            numbers = range(parse_count(first), parse_count(last or first) + 1)
+        except Unreadable as error:
+            raise ProfileError("clusters", [f"'{shortened(name)}': {error}"]) from None
+        if len(ranks) + len(numbers) > MOST_DEVICES:
+            raise ProfileError("clusters", [f"'{shortened(name)}': no cluster has ranks {part}"])
+        ranks += numbers
+    if _SUBSET.fullmatch(match["cluster"]):
+        raise ProfileError("clusters", [f"'{shortened(name)}' names ranks twice: write them once"])
     return match["cluster"], tuple(ranks)
 
 

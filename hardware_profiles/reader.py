@@ -31,7 +31,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 def closest(word: str, words: Iterable[str]) -> str:
     """A hint for a mistyped word: the known ones that it begins, else the nearest one, else all of them."""
-    words = sorted(words)
+    words, word = sorted(words), word[:200]
     begun = [name for name in words if word and name.lower().startswith(word.lower())]
     if 1 < len(begun) < len(words):
         return f"did you mean one of {', '.join(begun)}?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,7 @@ def check_trace(path: Path | None) -> None:
     """
     from autopar.report import trace as traces
 
-    if path is not None and path.is_symlink():
+    if path is not None and os.path.islink(path):
         raise UsageError(f"--trace {path} is a link, and links are not followed: give the file itself")
     try:
         if path is not None:

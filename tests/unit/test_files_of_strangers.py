@@ -157,6 +157,9 @@ def test_a_trace_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(tmp_path / "absent.json")
     code, _, err = command("simulate", "pipe.json", "--trust", "--trace", tmp_path / "link.json")
     assert code == 2 and "links are not followed" in err and not (tmp_path / "absent.json").exists()
+    for name in ("9" * 5_000, "a\0b", "absent/trace.json"):
+        code, _, err = command("simulate", "pipe.json", "--trust", "--trace", name)
+        assert code == 2 and "--trace" in err
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -176,6 +179,8 @@ def test_what_is_too_much_is_refused_at_once() -> None:
     for name in ("local-x65537", "dgx-h100-x8193", "dgx-h100-x8192+dgx-a100", "local-x" + "9" * 5_000):
         with pytest.raises(ProfileError, match=r"at most 65,536|largest count|expected at most"):
             load_cluster(name)
+    with pytest.raises(ProfileError, match="no name or path is so long"):
+        load_cluster("x" * 10_000_000)
     with pytest.raises(ProfileError, match="more than 65,536 devices"):
         abstract_cluster({f"a{k}": 60_000 for k in range(1_000)})
     links = [{"from": 0, "to": 0, "link": "pcie4"}] * 100
