@@ -176,7 +176,7 @@ def test_counts_are_digits(text: str) -> None:
 
 
 def test_what_is_too_much_is_refused_at_once() -> None:
-    for name in ("local-x65537", "dgx-h100-x8193", "dgx-h100-x8192+dgx-a100", "local-x" + "9" * 5_000):
+    for name in ("local-x65537", "dgx-h100-x8193", "dgx-h100-x8192+dgx-a100", "local-x" + "9" * 500):
         with pytest.raises(ProfileError, match=r"at most 65,536|largest count|expected at most"):
             load_cluster(name)
     with pytest.raises(ProfileError, match="no name or path is so long"):
