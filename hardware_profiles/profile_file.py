@@ -21,7 +21,7 @@ from .measurements import (
     Points,
 )
 from .model import COLLECTIVES
-from .reader import Table, closest, shown
+from .reader import Table, closest, is_beyond, shown
 from .strict import shortened
 
 
@@ -114,7 +114,9 @@ def _points(table: Table, key: str) -> Points:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and value >= 0 and not is_beyond(value)
 
 
 def is_measured(document: Mapping[str, Any]) -> bool:

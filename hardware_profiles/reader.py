@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,15 @@ REQUIRED = object()
 
 MOST_DEVICES = 65_536
 """No cluster has more, and no count in a profile is larger: a plan takes a minute for so many."""
+
+
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Seconds, bytes and rates are within; products and quotients of others are infinite."""
+
+
+def is_beyond(value: float) -> bool:
+    """Whether a finite number is so large or small that no price can be computed with it."""
+    return value != 0 and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -100,6 +110,9 @@ class Table:
         if value != value or value < 0 or (positive and value == 0):
             bound = "> 0" if positive else ">= 0"
             self.failures.add(self._at(key), f"got {value}, expected a number {bound}")
+            return 1.0
+        if is_beyond(value):
+            self.failures.add(self._at(key), f"got {value}, expected SI units: from {SMALLEST:g} to {LARGEST:g}")
             return 1.0
         return float(value)
 

@@ -218,6 +218,25 @@ def test_formats_of_a_device_are_known(edit: dict[str, object]) -> None:
         build_cluster(document, "it")
 
 
+@pytest.mark.parametrize(("at", "value"), [
+    (("ops", "aten.relu.default(float32[8 32]*)", "forward_seconds"), 1e300),
+    (("overheads", "step_seconds"), 1e-320), (("corrections", "other", "forward"), [1e-5, 1e200]),
+    (("transfers", "all_reduce"), [[1024, 1e-5], [1e200, 1.0]]),
+])  # fmt: skip
+def test_numbers_of_a_profile_can_be_multiplied(at: tuple[str, ...], value: object) -> None:
+    document = json.loads(json.dumps(mutated_inputs.PROFILE))
+    Path("p.json").write_text(json.dumps(document))
+    load_cluster("p.json")
+    *above, key = at
+    table = document
+    for name in above:
+        table = table[name]
+    table[key] = value
+    Path("p.json").write_text(json.dumps(document))
+    with pytest.raises(ProfileError, match="expected"):
+        load_cluster("p.json")
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 

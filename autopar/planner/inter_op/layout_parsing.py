@@ -26,7 +26,7 @@ from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from cost_models.schedules.actions import check_size
-from hardware_profiles.strict import Unreadable, parse_count
+from hardware_profiles.strict import Unreadable, parse_count, shortened
 
 AXES = {"dp": "data", "tp": "tensor", "cp": "context"}
 EXPERT_AXIS = "expert"
@@ -148,10 +148,13 @@ def parse_layout(text: str) -> Layout:
         if word in NUMBERS:
             try:
                 numbers[word] = parse_count(value)
-            except Unreadable as error:
-                raise PlanError(f"--like {text}: {word}: {error}; give a number such as {word}=8") from None
+            except Unreadable:
+                numbers[word] = 0
             if not numbers[word]:
-                raise PlanError(f"--like {text}: {word} is '{value}'; give a whole number of 1 or more: {word}=8")
+                raise PlanError(
+                    f"--like {shortened(text)}: {word} is '{shortened(value)}'; give a whole number of 1 or more: "
+                    f"{word}=8"
+                )
         elif (word == "sp" and not equals) or (word == "zero" and value in ("0", "1", "2", "3")):
             free.append(part.strip())
         elif word in ("zero", "sp"):
