@@ -179,6 +179,9 @@ def test_what_is_too_much_is_refused_at_once() -> None:
     for name in ("local-x65537", "dgx-h100-x8193", "dgx-h100-x8192+dgx-a100", "local-x" + "9" * 500):
         with pytest.raises(ProfileError, match=r"at most 65,536|largest count|expected at most"):
             load_cluster(name)
+    for name in ("local-x2@0-99999999", "local-x2@" + ",".join(["0-60000"] * 90), "local-x2" + "@0" * 900):
+        with pytest.raises(ProfileError, match=r"no cluster has ranks|largest count|names ranks twice"):
+            load_cluster(name)
     with pytest.raises(ProfileError, match="no name or path is so long"):
         load_cluster("x" * 10_000_000)
     with pytest.raises(ProfileError, match="more than 65,536 devices"):
