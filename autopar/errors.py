@@ -47,9 +47,13 @@ class RunError(AutoparError):
     """A program was called with inputs or state that it was not built for."""
 
 
+LONGEST_WORD = 200
+"""Characters of a word that are compared with others: what is longer is no mistyped name."""
+
+
 def closest(word: str, words: Sequence[str] | Mapping[str, Any]) -> str:
     """A hint for a mistyped word."""
-    near = get_close_matches(word, list(words), n=1, cutoff=0.6)
+    near = get_close_matches(word[:LONGEST_WORD], list(words), n=1, cutoff=0.6)
     if near:
         return f"did you mean '{near[0]}'?"
     return f"known: {first_few(list(words))}" if words else "there is none"

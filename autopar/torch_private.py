@@ -14,7 +14,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -203,6 +203,17 @@ def compiled_functions_run_as_they_are() -> contextlib.AbstractContextManager[An
     """In here what a model calls as ``torch.compile(function)`` is the function, while a trace goes on."""
     config: Any = importlib.import_module("torch._dynamo.config")
     return mock.patch.object(config, "error_on_nested_fx_trace", False)
+
+
+def scripted_functions_run_in_python() -> contextlib.AbstractContextManager[Any]:
+    """In here what a model calls as ``torch.jit.script(function)``, or traced, is the Python function: its compiled
+    code keeps from a trace which of its results require a gradient."""
+    compiled: Any = torch.jit.ScriptFunction.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(function, "_torchdynamo_inline", partial(compiled, function))(*args, **kwargs)
+
+    return mock.patch.object(torch.jit.ScriptFunction, "__call__", call)
 
 
 def plainly(operator: OpOverload) -> Callable[..., Any] | None:
@@ -581,6 +592,6 @@ __all__ = [
     "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "keeps_graph", "lazy_graph_modules",
     "local_tensor_mode", "make_wrapper_subclass", "module_at", "modules_found_by_name", "no_dispatch_modes",
     "options_of_compiler", "places_in_masks", "plainly", "preserve_version_counter", "pytree", "reached",
-    "return_and_correct_aliasing", "safe_softmax", "timeout_of_world", "top_saved_tensors_hooks",
-    "unset_fake_temporarily",
+    "return_and_correct_aliasing", "safe_softmax", "scripted_functions_run_in_python", "timeout_of_world",
+    "top_saved_tensors_hooks", "unset_fake_temporarily",
 ]  # fmt: skip

@@ -244,9 +244,11 @@ def _followed_nodes(cluster: Cluster, groups: np.ndarray) -> set[int] | None:
 def _inside_hops(cluster: Cluster, local: list[int]) -> list[tuple[int, int, float]]:
     """(from, to, part of v) for the ring inside a node. A member with direct links spreads v over them."""
     hops = []
+    places = {rank: place for place, rank in enumerate(local)}
     for i, rank in enumerate(local):
         edges = cluster.graph.succ[rank]
-        direct = [(peer, edges[peer]["link"].bandwidth_bytes_per_second) for peer in local if peer in edges]
+        peers = sorted((peer for peer in edges if peer in places), key=places.__getitem__)
+        direct = [(peer, edges[peer]["link"].bandwidth_bytes_per_second) for peer in peers]
         if direct:
             total = sum(bandwidth for _, bandwidth in direct)
             hops += [(rank, peer, bandwidth / total) for peer, bandwidth in direct]

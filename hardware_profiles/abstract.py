@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import networkx as nx
 
 from .model import AbstractAxis, Cluster, Device, EfficiencyCurve
-from .reader import ProfileErrors, Table
+from .reader import MOST_DEVICES, ProfileErrors, Table, shown
 
 # The constants of Alpa's LogicalDeviceMesh, one per collective, in its own units.
 ALPA_CONSTANTS = {"all_reduce": 0.01, "all_gather": 0.1, "reduce_scatter": 0.001, "all_to_all": 0.001}
@@ -51,7 +51,7 @@ def read_abstract(table: Table, name: str, description: str) -> Cluster:
         values = table.take(key, expected="a list with one number per axis")
         if not isinstance(values, list) or len(values) != len(shape):
             table.failures.add(
-                f"{table.path}.{key}", f"got {values!r}, expected one number per axis ({len(shape)})"
+                f"{table.path}.{key}", f"got {shown(values)}, expected one number per axis ({len(shape)})"
             )
             values = [0.0] * len(shape)
         inner = Table({str(i): v for i, v in enumerate(values)}, f"{table.path}.{key}", table.failures)
@@ -64,6 +64,9 @@ def read_abstract(table: Table, name: str, description: str) -> Cluster:
     free = {kind: EfficiencyCurve(1.0) for kind in ("matmul", "conv", "attention", "pointwise")}
     device = Device("abstract", memory_bytes, math.inf, {"float32": math.inf}, 0.0, free)
     count = math.prod(shape.values())
+    if count > MOST_DEVICES:
+        table.failures.add(f"{table.path}.shape", f"makes more than {MOST_DEVICES:,} devices, which is the most")
+        count = 1
     graph = nx.DiGraph()
     graph.add_nodes_from(range(count))
     axes = tuple(

@@ -12,15 +12,17 @@ from typing import Any
 import networkx as nx
 
 from .abstract import read_abstract
-from .errors import ProfileError, UnknownClusterError
+from .errors import MOST_TOLD, ProfileError, UnknownClusterError
 from .load import DATA, builtin_curves, builtin_devices, builtin_links, read_curves, read_device, read_link
 from .model import Cluster, Device, Link
 from .profile_file import is_measured, read_measured
-from .reader import ProfileErrors, Table, closest, read_document
+from .reader import MOST_DEVICES, ProfileErrors, Table, closest, read_document, shown
+from .strict import Unreadable, is_there, parse_count, shortened
 
 CLUSTERS = DATA / "clusters"
-MOST_RANKS = 2**20
-"""Ranks that a range in the name of a cluster may have: more are a slip."""
+LONGEST_NAME = 4096
+MOST_WIRES = 8 * MOST_DEVICES
+"""Of a cluster, the machines' own: to switches on every level, and between devices."""
 
 
 def list_clusters() -> list[str]:
@@ -36,6 +38,8 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
     The same name gives the same object. Raises ProfileError with every failure found.
     """
+    if len(str(name_or_path)) > LONGEST_NAME:
+        raise UnknownClusterError(f"unknown cluster '{shortened(str(name_or_path))}': no name or path is so long")
     text, ranks = split_subset(str(name_or_path))
     if ranks:
         return load_cluster(text).only(ranks)
@@ -60,9 +64,15 @@ def split_subset(name: str) -> tuple[str, tuple[int, ...]]:
     ranks: list[int] = []
     for part in match["ranks"].split(","):
         first, _, last = part.partition("-")
-        if int(last or first) - int(first) > MOST_RANKS:
-            raise ProfileError("clusters", [f"'{name}': no cluster has ranks {part}"])
-        ranks += range(int(first), int(last or first) + 1)
+        try:
+            numbers = range(parse_count(first), parse_count(last or first) + 1)
+        except Unreadable as error:
+            raise ProfileError("clusters", [f"'{shortened(name)}': {error}"]) from None
+        if len(ranks) + len(numbers) > MOST_DEVICES:
+            raise ProfileError("clusters", [f"'{shortened(name)}': no cluster has ranks {part}"])
+        ranks += numbers
+    if _SUBSET.fullmatch(match["cluster"]):
+        raise ProfileError("clusters", [f"'{shortened(name)}' names ranks twice: write them once"])
     return match["cluster"], tuple(ranks)
 
 
@@ -75,7 +85,7 @@ def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:
     root.close()
     failures.raise_if_any()
     beside = path.parent / name
-    base = load_cluster(beside if name.endswith((".toml", ".json")) and beside.is_file() else name)
+    base = load_cluster(beside if name.endswith((".toml", ".json")) and is_there(beside) else name)
     if base.is_profile:
         raise ProfileError(str(path), [f"cluster: '{name}' is a profile itself, name the cluster that it is of"])
     return dataclasses.replace(base, name=path.stem, measured=measured)
@@ -100,12 +110,15 @@ def _builtin_cluster(name: str) -> Cluster:
 def _builtin_document(name: str) -> dict[str, Any]:
     """The document of one kind of machines: `dgx-h100`, `dgx-h100-x8`, `dgx-h100-4of8-x2` (4 of the 8 GPUs of each)."""
     stem, some, copies = name, None, None
-    if not (CLUSTERS / f"{stem}.toml").exists() and (match := _PART.fullmatch(name)):
-        stem, copies = match["stem"], int(match["copies"] or 0) or None
-        some = (int(match["some"]), int(match["all"])) if match["some"] else None
+    if stem not in list_clusters() and (match := _PART.fullmatch(name)):
+        try:
+            stem, copies = match["stem"], parse_count(match["copies"] or "0") or None
+            some = (parse_count(match["some"]), parse_count(match["all"])) if match["some"] else None
+        except Unreadable as error:
+            raise ProfileError("clusters", [f"'{shortened(name)}': {error}"]) from None
     if stem not in list_clusters():
         advice = f"{closest(stem, list_clusters())} (most also as -xN; a file ends in .toml or .json)"
-        raise UnknownClusterError(f"unknown cluster '{name}': {advice}")
+        raise UnknownClusterError(f"unknown cluster '{shortened(name)}': {advice}")
     document = read_document(CLUSTERS / f"{stem}.toml")
     scale = document.get("suffix")
     if copies is not None:
@@ -150,9 +163,9 @@ class _Builder:
         if isinstance(value, dict):
             inner = table.table(key)
             return read_link(inner.text("name", "link"), inner, self.curves)
-        if value is not None and value not in self.known_links:
-            hint = closest(str(value), self.known_links)
-            self.failures.add(f"{table.path}.{key}", f"got unknown link {value!r}: {hint}")
+        if value is not None and (not isinstance(value, str) or value not in self.known_links):
+            hint = closest(shown(value), self.known_links)
+            self.failures.add(f"{table.path}.{key}", f"got unknown link {shown(value)}: {hint}")
         return self.known_links.get(value) if isinstance(value, str) else None
 
     def join(self, a: int | str, b: int | str, up: Link | None, down: Link | None) -> None:
@@ -169,15 +182,16 @@ def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool
     if table.has("devices"):
         names = table.take("devices")
         if not isinstance(names, list) or not names:
-            failures.add(f"{path}.devices", f"got {names!r}, expected a list of device names, one per device")
+            failures.add(f"{path}.devices", f"got {shown(names)}, expected a list of device names, one per device")
             names = []
     else:
         names = [table.take("device", expected="the name of a device")] * table.integer("n_devices", 1)
-    for unknown in sorted({str(n) for n in names if n not in builder.known_devices and n is not None}):
+    named = [n if isinstance(n, str) else shown(n) for n in names if n is not None]
+    for unknown in sorted({n for n in named if n not in builder.known_devices})[:MOST_TOLD]:
         failures.add(
-            f"{path}.device", f"got unknown device '{unknown}': {closest(unknown, builder.known_devices)}"
+            f"{path}.device", f"got unknown device '{shortened(unknown)}': {closest(unknown, builder.known_devices)}"
         )
-    devices = [builder.known_devices[n] for n in names if n in builder.known_devices]
+    devices = [builder.known_devices[n] for n in named if n in builder.known_devices]
     processors = table.integer("processors", 0, low=0)
     part = min(1.0, processors / len(devices)) if processors and devices else 1.0
     if part < 1.0:  # processes that share cores each get their part
@@ -221,6 +235,12 @@ def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool
             f"{path}.uplink", "is missing, the cluster has several nodes: add [node.uplink] with a link"
         )
     table.close()
+    total = len(builder.devices) + count * len(devices)
+    wires = count * (len(inner_links) + len(devices) * len(levels))
+    for made, most, what in ((total, MOST_DEVICES, "devices"), (wires, MOST_WIRES, "links")):
+        if made > most:
+            failures.add(f"{path}.count", f"makes {made:,} {what}, expected at most {most:,}: describe a part of it")
+            return
 
     for _ in range(count):
         node, first = f"{name}{builder.n_nodes}", len(builder.devices)

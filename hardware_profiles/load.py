@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .errors import ProfileError
-from .model import COLLECTIVES, OP_KINDS, CollectiveCurve, Device, EfficiencyCurve, Link
+from .model import COLLECTIVES, OP_KINDS, RATES, CollectiveCurve, Device, EfficiencyCurve, Link
 from .reader import ProfileErrors, Table, closest, read_document
 
 DATA = Path(__file__).parent / "data"
@@ -56,6 +56,9 @@ def read_device(name: str, table: Table) -> Device:
     else:
         efficiency = read_efficiency(table.table("efficiency")) if family is not None else {}
     peaks = table.numbers("peak_flops", positive=True)
+    for dtype in peaks:
+        if dtype not in RATES:
+            failures.add(f"{table.path}.peak_flops.{dtype}", f"is no format with a rate: {closest(dtype, RATES)}")
     if not peaks:
         failures.add(f"{table.path}.peak_flops", "is empty, add at least float32")
     device = Device(

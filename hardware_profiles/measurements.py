@@ -23,6 +23,7 @@ from typing import Any
 VERSION = 1
 KEY = "autopar_profile"
 KINDS = ("matmul", "conv", "attention", "pointwise", "reduce", "copy", "none")
+OPTIMIZERS = ("adam", "adamw", "sgd", "sgd_momentum")
 OTHER = "other"
 """The correction of kinds of which nothing was measured."""
 NOT_IN_KEYS = ("seed", "site", "cut", "device")
@@ -131,6 +132,6 @@ def tensor_text(dtype: str, shape: Any, grad: bool) -> str:
 
 
 __all__ = [
-    "KEY", "KINDS", "OTHER", "VERSION", "Correction", "Measured", "MeasuredOp", "OptimizerSeconds", "Overheads",
-    "Points", "op_key", "tensor_text",
+    "KEY", "KINDS", "OPTIMIZERS", "OTHER", "VERSION", "Correction", "Measured", "MeasuredOp", "OptimizerSeconds",
+    "Overheads", "Points", "op_key", "tensor_text",
 ]  # fmt: skip

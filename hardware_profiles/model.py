@@ -15,6 +15,8 @@ from .errors import ProfileError
 from .measurements import Measured
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+RATES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4", "int8")
+"""Formats of which a data sheet gives a rate; ``tf32`` is that of float32 on tensor cores."""
 OP_KINDS = ("matmul", "conv", "attention", "pointwise")
 
 

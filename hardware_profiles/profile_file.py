@@ -10,6 +10,7 @@ from typing import Any
 from .measurements import (
     KEY,
     KINDS,
+    OPTIMIZERS,
     OTHER,
     VERSION,
     Correction,
@@ -20,10 +21,8 @@ from .measurements import (
     Points,
 )
 from .model import COLLECTIVES
-from .reader import Table
-
-PROVENANCE = (
-    "date", "torch", "processor", "threads", "processes", "rounds", "load", "others", "model", "meshes", "left_out")
+from .reader import Table, closest, is_beyond, shown
+from .strict import shortened
 
 
 def read_measured(root: Table) -> Measured:
@@ -31,7 +30,7 @@ def read_measured(root: Table) -> Measured:
     failures = root.failures
     version = root.take(KEY)
     if version != VERSION or isinstance(version, bool):
-        failures.add(KEY, f"got {version!r}, this autopar reads version {VERSION}: make the profile again")
+        failures.add(KEY, f"got {shown(version)}, this autopar reads version {VERSION}: make the profile again")
     ops_table = root.table("ops")
     ops = {key: _op(ops_table.table(key)) for key in ops_table.data}
     kinds = root.table("corrections")
@@ -58,10 +57,18 @@ def read_measured(root: Table) -> Measured:
     optimizers = {}
     for name in table.data:
         inner = table.table(name)
+        if name not in OPTIMIZERS:
+            failures.add(inner.path, f"is no optimizer of plans: {closest(name, OPTIMIZERS)}")
         optimizers[name] = OptimizerSeconds(_seconds(inner, "tensor_seconds"), _seconds(inner, "byte_seconds"))
         inner.close()
     said = root.table("provenance")
-    provenance = {key: said.take(key, expected="where the numbers come from") for key in PROVENANCE}
+    provenance: dict[str, Any] = {key: said.text(key) for key in ("date", "torch", "processor", "model")}
+    provenance |= {key: said.integer(key, low=0) for key in ("threads", "processes", "rounds")}
+    provenance |= {key: said.number(key) for key in ("load", "others")}
+    for key in ("meshes", "left_out"):
+        provenance[key] = value = said.take(key, expected="a list of strings")
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            failures.add(f"provenance.{key}", f"got {shown(value)}, expected a list of strings")
     said.close()
     return Measured(ops, corrections, transfers, accumulate, accumulate_new, overheads, optimizers, provenance)
 
@@ -69,7 +76,7 @@ def read_measured(root: Table) -> Measured:
 def _op(table: Table) -> MeasuredOp:
     kind = table.text("kind")
     if kind not in KINDS:
-        table.failures.add(f"{table.path}.kind", f"got '{kind}': known are {', '.join(KINDS)}")
+        table.failures.add(f"{table.path}.kind", f"got '{shortened(kind)}': known are {', '.join(KINDS)}")
     names = ("forward_seconds", "backward_seconds", "input_seconds", "weight_seconds")
     seconds = MeasuredOp(kind, *(_seconds(table, name) for name in names))
     table.close()
@@ -87,7 +94,8 @@ def _seconds(table: Table, key: str) -> float:
 def _pair(table: Table, key: str) -> tuple[float, float]:
     value = table.take(key, expected="[seconds, factor]")
     if not isinstance(value, list) or len(value) != 2 or not all(map(_is_time, value)):
-        table.failures.add(f"{table.path}.{key}", f"got {value!r}, expected [seconds, factor], both finite and >= 0")
+        wanted = "expected [seconds, factor], both finite and >= 0"
+        table.failures.add(f"{table.path}.{key}", f"got {shown(value)}, {wanted}")
         return 0.0, 1.0
     return float(value[0]), float(value[1])
 
@@ -106,7 +114,9 @@ def _points(table: Table, key: str) -> Points:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and value >= 0 and not is_beyond(value)
 
 
 def is_measured(document: Mapping[str, Any]) -> bool:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .errors import ProfileError
-from .strict import Unreadable, parse_json, parse_toml, read_text
+from .errors import MOST_TOLD, ProfileError
+from .strict import Unreadable, parse_json, parse_toml, read_text, shortened
 
 REQUIRED = object()
 
-MOST_DEVICES = 1_000_000
-"""No count in a profile is larger; the largest clusters of 2026 have a fifth of this."""
+MOST_DEVICES = 65_536
+"""No cluster has more, and no count in a profile is larger: a plan takes a minute for so many."""
+
+
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Seconds, bytes and rates are within; products and quotients of others are infinite."""
+
+
+def is_beyond(value: float) -> bool:
+    """Whether a finite number is so large or small that no price can be computed with it."""
+    return value != 0 and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -30,7 +41,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 def closest(word: str, words: Iterable[str]) -> str:
     """A hint for a mistyped word: the known ones that it begins, else the nearest one, else all of them."""
-    words = sorted(words)
+    words, word = sorted(words), word[:200]
     begun = [name for name in words if word and name.lower().startswith(word.lower())]
     if 1 < len(begun) < len(words):
         return f"did you mean one of {', '.join(begun)}?"
@@ -46,7 +57,10 @@ class ProfileErrors:
         self.lines: list[str] = []
 
     def add(self, path: str, problem: str) -> None:
-        self.lines.append(f"{path}: {problem}")
+        """One failure. Raises all of them once there are more than are told."""
+        self.lines.append(f"{shortened(path, 200)}: {problem}")
+        if len(self.lines) > MOST_TOLD:
+            self.raise_if_any()
 
     def raise_if_any(self) -> None:
         if self.lines:
@@ -96,6 +110,9 @@ class Table:
         if value != value or value < 0 or (positive and value == 0):
             bound = "> 0" if positive else ">= 0"
             self.failures.add(self._at(key), f"got {value}, expected a number {bound}")
+            return 1.0
+        if is_beyond(value):
+            self.failures.add(self._at(key), f"got {value}, expected SI units: from {SMALLEST:g} to {LARGEST:g}")
             return 1.0
         return float(value)
 
@@ -163,5 +180,11 @@ class Table:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    return f"{type(value).__name__} {shown(value)}"
+
+
+def shown(value: Any) -> str:
+    """A value in a message: its beginning, where it is long."""
+    if isinstance(value, (str, list, dict)) and len(value) > 60:  # whose whole text may be long in the making
+        value = value[:60] if not isinstance(value, dict) else dict(islice(value.items(), 20))
+    return shortened(repr(value))

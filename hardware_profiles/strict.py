@@ -15,18 +15,33 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-LARGEST_FILE_BYTES = 512 * 2**20
-"""The largest plans (a stage for each of a hundred groups, every operator named) take a tenth of this."""
+LARGEST_FILE_BYTES = 128 * 2**20
+"""The largest plans (a stage for each of a hundred groups, every operator named) take two fifths of this."""
 
 DEEPEST_NESTING = 64
 """Tables within tables; the files that autopar writes nest 8 deep."""
 
-MOST_VALUES = 20_000_000
-"""Values in one file, which take some gigabytes as Python objects."""
+MOST_VALUES = 5_000_000
+"""Values in one file, which take a gigabyte as Python objects."""
+
+
+MOST_COUNTED = 1 << 24
+"""No count of devices, stages, microbatches, rows or operators is larger."""
+
+LARGEST_WHOLE = 2**63 - 1
+"""The largest whole number of a file, as in TOML; larger ones do not fit a double or torch's integers."""
 
 
 class Unreadable(ValueError):
     """A file that is not read; the text says why and what to do, without the file's name."""
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path is that of a file; of a name that is too long, or holds a NUL, there is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def read_text(path: str | Path) -> str:
@@ -76,11 +91,18 @@ def parse_json(text: str, repeated: list[str] | None = None) -> Any:
 
     def number(digits: str) -> float:
         if not math.isfinite(value := float(digits)):
-            raise Unreadable(f"{digits} is larger than any double: write a finite number")
+            raise Unreadable(f"{shortened(digits)} is larger than any double: write a finite number")
+        return value
+
+    def whole(digits: str) -> int:
+        if len(digits) > 20 or abs(value := int(digits)) > LARGEST_WHOLE:
+            raise Unreadable(f"{shortened(digits)} is larger than {LARGEST_WHOLE:,}: write a smaller whole number")
         return value
 
     try:
-        value = json.loads(text, object_pairs_hook=table, parse_constant=no_number, parse_float=number)
+        value = json.loads(
+            text, object_pairs_hook=table, parse_constant=no_number, parse_float=number, parse_int=whole
+        )
     except RecursionError as error:
         raise Unreadable(f"it is nested deeper than {DEEPEST_NESTING} levels") from error
     except Unreadable:
@@ -89,7 +111,32 @@ def parse_json(text: str, repeated: list[str] | None = None) -> Any:
         raise Unreadable(f"no valid JSON ({error}): correct the syntax there") from error
     if repeated is None and twice:
         raise Unreadable(f"'{twice[0]}' stands twice in one table: keep one of them")
+    if "\\ud" in text.lower():  # an escape of half a character, which is no text and cannot be printed or written
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("unicode_escape").decode()
+            raise Unreadable(f"{half} is half a character: write the whole one") from None
     return _bounded(value)
+
+
+def parse_count(digits: str) -> int:
+    """A whole number from text: of a file's line or of the command line.
+
+    Raises:
+        Unreadable: it is none of the digits 0 to 9 alone (int() also takes others, and str.isdigit() even ones that
+            int() refuses), or larger than any count.
+    """
+    if not digits.isascii() or not digits.isdigit():
+        raise Unreadable(f"'{shortened(digits)}' is no whole number")
+    if len(digits) > 20 or int(digits) > MOST_COUNTED:
+        raise Unreadable(f"{shortened(digits)} is larger than {MOST_COUNTED:,}, the largest count")
+    return int(digits)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """A text for a message: its beginning, where it is long."""
+    return text if len(text) <= most else f"{text[: most - 3]}... ({len(text):,} characters)"
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -122,8 +169,13 @@ def _bounded(value: Any) -> Any:
                 inner.extend(item.values())
             elif isinstance(item, list):
                 inner.extend(item)
+            elif isinstance(item, int) and not -LARGEST_WHOLE <= item <= LARGEST_WHOLE:
+                raise Unreadable(f"a whole number is larger than {LARGEST_WHOLE:,}: write a smaller one")
         level, depth = inner, depth + 1
     return value
 
 
-__all__ = ["Unreadable", "parse_json", "parse_toml", "read_text"]
+__all__ = [
+    "LARGEST_WHOLE", "MOST_COUNTED", "Unreadable", "is_there", "parse_count", "parse_json", "parse_toml", "read_text",
+    "shortened",
+]  # fmt: skip

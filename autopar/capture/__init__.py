@@ -23,6 +23,7 @@ What stands where, in the order in which a model passes through:
 
 ====================== ================================================================================================
 :mod:`.tensor_layouts` sparse and nested tensors are refused
+:mod:`.untraceable_modules` scripted modules and far too many are refused
 :mod:`.recorded`       a trace with what Python code read on the way
 :mod:`.module_hooks`   models with hooks are refused, or the hooks traced
 :mod:`.trace`          ``torch.export``, with operators of autopar's own in it
@@ -63,6 +64,7 @@ from autopar.capture.tensor_layouts import check_dense
 from autopar.capture.trace.python_random import drawn_by_torch
 from autopar.capture.trace.tracing import run_failed
 from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
+from autopar.capture.untraceable_modules import check_modules
 from autopar.errors import AutoparError, CaptureError
 from autopar.garbage_collection import uncollected
 from autopar.torch_private import pytree
@@ -189,6 +191,7 @@ def capture(
     """
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model object itself")
+    check_modules(model)
     if type(model).forward is torch.nn.Module.forward and "forward" not in vars(model):
         raise CaptureError(
             f"{type(model).__name__} has no forward(), which is what is captured and trained\n  write one that calls "

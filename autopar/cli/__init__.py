@@ -9,7 +9,8 @@
 :mod:`.inspect`   ``inspect``, what was captured
 :mod:`.run`       ``run``; :mod:`.simulate`: ``simulate``
 :mod:`.profiling` ``profile``; :mod:`.hardware`: ``devices`` and ``clusters``
-:mod:`.common`    what commands share; :mod:`.terminal`: consoles that no text can steer
+:mod:`.common`    what commands share; :mod:`.terminal`: consoles that no text can steer; :mod:`.output_files`: files
+                  that commands write; :mod:`.stopping`: commands that are ended from outside, or by a model's code
 ================= =====================================================================================================
 """
 
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import io
+import signal
 import sys
 from typing import Annotated
 
@@ -24,6 +27,7 @@ import typer
 
 from autopar.cli import check, explain, hardware, inspect, plan, profiling, report, run, show, simulate, verify
 from autopar.cli.common import err, print_error
+from autopar.cli.stopping import terminated_as_interrupted, to_its_end
 from autopar.errors import AutoparError
 from hardware_profiles.errors import ProfileError
 
@@ -31,7 +35,7 @@ app = typer.Typer(
     name="autopar",
     help="Decide how to spread a PyTorch model over accelerators, look at the decision, check it, run it.\n\n"
     "A MODEL is PATH.py:factory, where factory() returns a model and its example inputs, or hf:PATH/config.json. "
-    "Start with: autopar plan gpt.py:make --cluster dgx-h100 -o plan.json, then: autopar show plan.json",
+    "Start with: autopar plan gpt.py:make --cluster dgx-h100 -o plan.json, then: autopar show plan.json --trust",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -61,21 +65,25 @@ for name, command in (
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run), ("simulate", simulate.simulate),
     ("devices", hardware.devices), ("clusters", hardware.clusters), ("profile", profiling.profile),
 ):  # fmt: skip
-    app.command(name)(command)
+    app.command(name)(to_its_end(command))
 
 
 def main() -> None:
-    """The commands, called from Python: errors that a user can cause are one paragraph and exit code 2."""
+    """The commands, called from Python: errors that a user can cause are one paragraph and exit code 2.
+
+    SIGTERM ends a command as Ctrl-C does: a search with the best plan that it found so far.
+    """
     try:
-        app()
+        with terminated_as_interrupted() as was_terminated:
+            app()
     except (AutoparError, ProfileError) as error:
         print_error(error)
         sys.exit(2)
     except (KeyboardInterrupt, SystemExit) as stop:  # typer makes the one the other
         if isinstance(stop, SystemExit) and stop.code != 130:
             raise
-        err().print("interrupted")
-        sys.exit(130)
+        err().print("terminated" if was_terminated() else "interrupted")
+        sys.exit(128 + signal.SIGTERM if was_terminated() else 130)
 
 
 def start() -> None:
@@ -87,6 +95,9 @@ def start() -> None:
     """
     if sys.argv[1:2] not in (["profile"], ["run"], ["verify"]):
         gc.disable()
+    for stream in (sys.stdout, sys.stderr):  # a terminal or file of another encoding shows escapes
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
     finally:

@@ -9,6 +9,7 @@ import typer
 
 from autopar.cli.common import (
     Json,
+    Trust,
     bound,
     model_of,
     open_plan,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 def check(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Certify a plan: count again, from the program that it emits, what it claims of its seconds and bytes.
@@ -38,10 +40,10 @@ def check(
     little more than the plan says; of a pipeline, without tensors that are on their way between stages. Ends with exit
     code 1 where a claim does not hold, or where that is more than the memory limit.
 
-    Example: autopar check plan.json
+    Example: autopar check plan.json --trust
     """
     document = open_plan(path)
-    _, captured = model_of(document, path, model)
+    _, captured = model_of(document, path, model, trust=trust)
     plan, cluster = bound(document, captured)
     with progress("checking") as say:
         from autopar import certificate

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,14 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from autopar.cli.terminal import err as err
 from autopar.cli.terminal import out as out
 from autopar.cli.terminal import styled as styled
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ModelError
 from autopar.words.texts import show_bytes as show_bytes
 from autopar.words.texts import show_seconds as show_seconds
+from hardware_profiles.strict import MOST_COUNTED, shortened
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -37,17 +40,70 @@ if TYPE_CHECKING:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
-Batch = Annotated[int | None, typer.Option("--batch", help="Batch size of the example inputs (hf: models only).")]
-Seq = Annotated[int | None, typer.Option("--seq", help="Sequence length of the example inputs (hf: models only).")]
 
 
+def within(low: float, high: float = MOST_COUNTED) -> Callable[[typer.CallbackParam, Any], Any]:
+    """The callback of an option whose number is one of a range; it refuses others, and what is no number, as nan is."""
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        if value is not None and not low <= value <= high:
+            given = shortened(f"{value}")
+            raise UsageError(f"{param.opts[0]} is {given}; give a number from {_plain(low)} to {_plain(high)}")
+        return value
+
+    return check
+
+
+def _plain(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+def seconds_within(param: typer.CallbackParam, value: Any) -> Any:
+    """The callback of an option that says a time; what waits counts it in milliseconds of 32 bits."""
+    return within(0.001, MOST_SECONDS)(param, value)
+
+
+def _device(param: typer.CallbackParam, value: str) -> str:
+    if value not in DEVICES:
+        raise UsageError(f"{param.opts[0]} is {shortened(value)}; give {', '.join(DEVICES[:-1])} or {DEVICES[-1]}")
+    return value
+
+
+MOST_SECONDS = 1_000_000
+"""Eleven days."""
+MOST_RANKS_HERE = 256
+"""Processes, or ranks in one process, that a command starts."""
+MOST_LAYOUTS = 1000
+"""That are shown side by side."""
+DEVICES = ("cpu", "cuda", "auto")
+Batch = Annotated[
+    int | None,
+    typer.Option("--batch", help="Batch size of the example inputs (hf: models only).", callback=within(1)),
+]
+Seq = Annotated[
+    int | None,
+    typer.Option("--seq", help="Sequence length of the example inputs (hf: models only).", callback=within(1)),
+]
 DeviceOption = Annotated[
-    str, typer.Option("--device", help="cpu or cuda. Default: GPUs if there is one for each process, else the CPU.")
+    str,
+    typer.Option(
+        "--device", help="cpu, cuda or auto: GPUs if there is one for each process, else the CPU.", callback=_device
+    ),
+]
+
+
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Import the .py file that the plan names, which runs its code; --model names one."),
 ]
 
 
 class UsageError(AutoparError):
     """A word on the command line cannot be understood."""
+
+
+class UntrustedModelError(ModelError):
+    """A plan file names code that nobody said may run."""
 
 
 def print_json(value: Any) -> None:
@@ -69,20 +125,44 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on standard error while something takes its time; nothing where that is no terminal. What it gives is
-    told how far that is."""
+    """A spinner on standard error while something takes its time, or a line now and then where that is no terminal.
+    What it gives is told how far that is."""
     console = err()
     start = time.perf_counter()
+    if not console.is_terminal:
+        is_log = sys.stderr is sys.__stderr__  # whoever calls from Python and reads the errors gets nothing else there
+        yield _lines(console, what, start) if is_log else lambda text: None
+        return
     with console.status(Text(what), spinner="dots") as status:
         yield lambda text: status.update(Text(f"{what}: {text}" if text else what))
     seconds = time.perf_counter() - start
-    if seconds > 1 and console.is_terminal:
+    if seconds > 1:
         console.print(styled("[dim]{}[/dim]", f"{what}: {seconds:.1f} s"))
+
+
+def _lines(console: Console, what: str, start: float) -> Callable[[str], None]:
+    """How far something has come, as lines for a log: the first after some seconds, then ever more seldom."""
+    after = start + FIRST_LINE_SECONDS
+
+    def say(text: str) -> None:
+        nonlocal after
+        now = time.perf_counter()
+        if text and now >= after:
+            after = now + max(FIRST_LINE_SECONDS, (now - start) * LINES_APART)
+            console.print(f"{what}, {now - start:.0f} s: {text}", soft_wrap=True)
+
+    return say
+
+
+FIRST_LINE_SECONDS, LINES_APART = 2.0, 0.1
+"""Until the first line of progress in a log, and between two of them; and the share of all seconds that they are apart
+at least, so that a search of an hour writes some sixty lines."""
 
 
 def print_error(error: BaseException) -> None:
     """One red paragraph."""
-    err().print(styled("[bold red]error:[/bold red] [red]{}[/red]", error), soft_wrap=True)
+    said = re.sub(r"\S{400,}", lambda word: shortened(word[0], 200), str(error))  # what was given may be of any length
+    err().print(styled("[bold red]error:[/bold red] [red]{}[/red]", said), soft_wrap=True)
 
 
 def where_to_run(asked: str, processes: int) -> tuple[str, str]:
@@ -93,12 +173,11 @@ def where_to_run(asked: str, processes: int) -> tuple[str, str]:
         processes: of them on this machine.
 
     Raises:
-        UsageError: there are not as many GPUs, or nothing like that is known.
+        UsageError: there are not as many GPUs, or far too many processes.
     """
     import torch
 
-    if asked not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"--device is {asked}; it is cpu, cuda or auto")
+    check_ranks_here(processes)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and gpus < processes:
         raise UsageError(
@@ -110,6 +189,19 @@ def where_to_run(asked: str, processes: int) -> tuple[str, str]:
         return "cuda", f"{processes} of {gpus} GPUs ({torch.cuda.get_device_name(0)})"
     few = f"; {gpus} GPUs are here, too few" if asked == "auto" and gpus else ""
     return "cpu", f"{processes} processes on the CPU{few}"
+
+
+def check_ranks_here(n: int) -> None:
+    """Refuse more ranks than one machine can run.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    if n > MOST_RANKS_HERE:
+        raise UsageError(
+            f"{n:,} ranks are to run on this machine, at most {MOST_RANKS_HERE} do; take a mesh or a plan of fewer "
+            "devices, or start it under torchrun on machines that have them"
+        )
 
 
 def moved(loaded: Loaded, device: str) -> Loaded:
@@ -203,19 +295,31 @@ def open_plan(path: Path) -> Document:
     return open_(path)
 
 
-def model_of(document: Document, path: Path, model: str | None = None, device: str = "meta") -> tuple[Loaded, Captured]:
+def model_of(
+    document: Document, path: Path, model: str | None = None, device: str = "meta", *, trust: bool
+) -> tuple[Loaded, Captured]:
     """The model that a plan file is for, the one given or the one that the file names, captured as one microbatch.
 
+    Args:
+        trust: a Python file that only the plan names is imported. A plan may come from anyone, and its model would run
+            with all rights of the user who looks at it.
+
     Raises:
+        UntrustedModelError: the file names a Python file, and nobody said that it may be imported.
         ModelError: the file names none, or it cannot be loaded.
     """
-    from autopar.errors import ModelError
+    from autopar.frontends import runs_code
     from autopar.rules.experts.expert_load import with_load
 
     named = document.model or {}
-    spec = model or named.get("spec")
+    spec = model if model is not None else named.get("spec")
     if spec is None:
         raise ModelError(f"{path} does not say which model it is for; give it with --model PATH.py:factory")
+    if model is None and not trust and runs_code(spec):
+        raise UntrustedModelError(
+            f"{path} names the model '{spec}', and importing that file would run its code; if you trust it, give "
+            f"--trust, or name the file yourself: --model {path.parent / spec}"
+        )
     folder = path.parent if model is None else None
     loaded, captured = load_and_capture(
         spec,
@@ -253,10 +357,10 @@ def what_if(captured: Captured, plan: Plan, cluster: Cluster) -> Replanner:
     return Replanner(captured.graph, plan, cluster, wishes_of(plan))
 
 
-def opened(path: Path, model: str | None = None) -> tuple[Captured, Replanner]:
+def opened(path: Path, model: str | None = None, *, trust: bool) -> tuple[Captured, Replanner]:
     """A plan file with its model, to be asked "what if"."""
     document = open_plan(path)
-    _, captured = model_of(document, path, model)
+    _, captured = model_of(document, path, model, trust=trust)
     return captured, what_if(captured, *bound(document, captured))
 
 

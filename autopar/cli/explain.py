@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.common import Json, UsageError, opened, out, print_json, progress, show_bytes, show_seconds, styled
+from autopar.cli.common import (
+    Json,
+    Trust,
+    UsageError,
+    opened,
+    out,
+    print_json,
+    progress,
+    show_bytes,
+    show_seconds,
+    styled,
+    within,
+)
 from autopar.cli.explain_cut import explain_cut
 
 if TYPE_CHECKING:
@@ -37,8 +49,9 @@ def explain(
         str | None,
         typer.Option("--memory-limit", help="For --instead: bytes per device. Default: as the plan was made."),
     ] = None,
-    top: Annotated[int, typer.Option("--top", help="How many strategies to show.")] = 12,
+    top: Annotated[int, typer.Option("--top", help="How many strategies to show.", callback=within(1))] = 12,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Say why an op is cut as it is: the seconds of every way to cut it, its neighbours staying as they are.
@@ -51,8 +64,8 @@ def explain(
     stage:1 says why that stage begins where it does: what the step spends where, and what it would take with the cut
     one block earlier or later, the stages on both sides solved again.
 
-    Examples: autopar explain plan.json layers.3.mlp.up; autopar explain plan.json layers.3.mlp.up --instead tensor=k;
-    autopar explain plan.json stage:1
+    Examples: autopar explain plan.json layers.3.mlp.up --trust; autopar explain plan.json layers.3.mlp.up --instead
+    tensor=k --trust; autopar explain plan.json stage:1 --model gpt.py:make
     """
     from autopar.plans.wishes import parse_choices
     from autopar.words.texts import parse_bytes
@@ -63,7 +76,7 @@ def explain(
         if wanted is None:
             raise UsageError(f"--instead '{instead}' is no axis=factor; write it like tensor=k or tensor=replicate")
     limit = parse_bytes(memory_limit)
-    captured, asked = opened(path, model)
+    captured, asked = opened(path, model, trust=trust)
     stage = re.fullmatch(r"stage:(.*)", op)
     if stage is None:
         _explain_op(asked, op, wanted, limit, top, as_json)

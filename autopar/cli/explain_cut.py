@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.common import UsageError, out, print_json, progress, show_bytes, show_pins, show_seconds, styled
 from autopar.cli.stages import facts_of, memory_table, times_table, why
+from hardware_profiles.strict import Unreadable, parse_count, shortened
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -109,8 +110,13 @@ def _number(plan: Plan, text: str) -> int:
             f"stage:{text}: the plan has 1 stage, so there is no cut to explain; plan with --stages 2 (or auto) for "
             "one with cuts, or explain an operator by its name, as autopar show lists them"
         )
-    if not text.isdecimal() or not 1 <= int(text) <= last:
+    try:
+        number = parse_count(text)
+    except Unreadable:
+        number = 0
+    if not 1 <= number <= last:
         raise UsageError(
-            f"stage:{text} is no stage that begins at a cut; use stage:1" + (f" to stage:{last}" if last > 1 else "")
+            f"stage:{shortened(text)} is no stage that begins at a cut; use stage:1"
+            + (f" to stage:{last}" if last > 1 else "")
         )
-    return int(text)
+    return number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from autopar.cli import layouts
 from autopar.cli.common import (
+    MOST_LAYOUTS,
     Batch,
     Json,
     Seq,
@@ -20,11 +22,14 @@ from autopar.cli.common import (
     load_and_capture,
     out,
     progress,
+    seconds_within,
     show_bytes,
     show_seconds,
     show_solution,
     styled,
+    within,
 )
+from autopar.cli.output_files import PLAN, Force, OutputFile
 from autopar.garbage_collection import uncollected
 from autopar.plans.asked import as_option, asked
 from autopar.plans.wishes import OPTIMIZERS, WISHES
@@ -46,7 +51,9 @@ def plan(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan file.")] = None,
     top: Annotated[
-        int, typer.Option("--top", help="Show so many of the best layouts, with memory, tokens/s and utilisation.")
+        int,
+        typer.Option("--top", help="Show so many of the best layouts, with memory, tokens/s and utilisation.",
+                     callback=within(1, MOST_LAYOUTS)),
     ] = 1,
     like: Annotated[
         str | None,
@@ -64,14 +71,15 @@ def plan(
     profile: Annotated[
         Path | None, typer.Option("--profile", help="What autopar profile measured: stands for --cluster.")
     ] = None,
+    force: Force = False,
     as_json: Json = False,
     **said: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Find the fastest way to spread a model over a cluster, and write it to a plan file.
 
     Without flags everything is searched: meshes of up to three axes, stages, schedules, interleaving, numbers of
     microbatches, recomputation, ways to keep parameters. The example is the batch of a step. Flags restrict:
-    --stages 1, --microbatches 1, --recompute none. Ctrl-C ends the search with the best plan so far.
+    --stages 1, --microbatches 1, --recompute none. Ctrl-C or SIGTERM ends the search with the best plan so far.
 
     Examples:
 
@@ -94,7 +102,7 @@ def plan(
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
     from autopar.capture.microbatches import first_part
-    from autopar.planfile import dumps, save
+    from autopar.planfile import dumps
     from autopar.planner import planning
     from autopar.plans.clusters import profile_of
     from autopar.profiling.measured_load import with_measured_load
@@ -102,14 +110,16 @@ def plan(
     from autopar.rules.experts.expert_load import with_load
     from hardware_profiles import load_cluster
 
-    if top < 1:
-        raise UsageError(f"--top is {top}; it is 1 or more")
     if cluster is None and profile is None:
         raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
     if like_output is not None and like is None:
         raise UsageError("--like-output writes the plan of a layout: give the layout with --like")
     if like_output is not None and output is not None and like_output.resolve() == output.resolve():
         raise UsageError(f"-o and --like-output both write {output}; give each plan a file of its own")
+    files = {option: OutputFile(path, PLAN, option, force)
+             for option, path in (("-o", output), ("--like-output", like_output)) if path is not None}  # fmt: skip
+    for file in files.values():
+        file.check()
     cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
     hardware = load_cluster(cluster)
     wanted = asked(_arguments(said), spelled=as_option)
@@ -123,6 +133,7 @@ def plan(
     parts = wanted.microbatches if wanted.microbatches > 1 else None
     policy = wanted.pins.precision
     loaded, captured = load_and_capture(model, batch, seq, parts=parts, precision=policy, by_default=True)
+    _check_kept(said, captured.graph)
     wanted = with_measured_load(wanted, captured, loaded.model, first_part((loaded.args, loaded.kwargs), parts or 1))
     captured = replace(captured, graph=with_load(captured.graph, wanted.pins.expert_load))
     wanted = replace(wanted, pins=replace(wanted.pins, precision=captured.graph.precision))
@@ -138,15 +149,40 @@ def plan(
     policy_note = "" if policy is not None or loaded.precision is None else _policy_of(loaded.precision)
     outcome, chosen = _noted(outcome, loaded, policy_note), outcome.plan.cluster
     if output is not None:
-        save(output, *_file(outcome, loaded, captured, chosen, output.parent))
+        files["-o"].write(dumps(*_file(outcome, loaded, captured, chosen, output.parent)))
     if pinned is not None and like_output is not None:
-        save(like_output, *_file(_noted(pinned, loaded, policy_note), loaded, captured, cluster, like_output.parent))
+        described = _file(_noted(pinned, loaded, policy_note), loaded, captured, cluster, like_output.parent)
+        files["--like-output"].write(dumps(*described))
     if as_json:
         sys.stdout.write(dumps(*_file(outcome, loaded, captured, chosen, output.parent if output else Path())))
     else:
         _summary(outcome, outcome.cluster or hardware, output, top)
         row = layouts.row_like(pinned, hardware) if pinned is not None else None
         layouts.show(outcome, hardware, top, layout, row, output, like_output)
+
+
+def _check_kept(said: dict[str, Any], graph: Graph) -> None:
+    """Refuse a parameter that ``--keep-replicated`` and ``--pin-param`` both name.
+
+    Later patterns override earlier ones, and which of two options came later is not known here.
+
+    Raises:
+        UsageError: with the parameter and both patterns.
+    """
+    whole = said["keep_replicated"] or []
+    pinned = [text.partition("=")[::2] for text in said["pin_param"] or []]
+    for _, node in graph.of_kind("param"):
+        both = [
+            (a, b, how) for a in whole if fnmatchcase(node.target, a)
+            for b, how in pinned if fnmatchcase(node.target, b)
+        ]  # fmt: skip
+        if both:
+            a, b, how = both[0]
+            raise UsageError(
+                f"parameter '{node.target}' is named by --keep-replicated '{a}' and by --pin-param '{b}={how}'; say "
+                f"both by --pin-param, of which a later one overrides: --pin-param '{b}={how}' --pin-param "
+                f"'{a}=replicate'"
+            )
 
 
 def _noted(outcome: Outcome, loaded: Loaded, policy_note: str) -> Outcome:
@@ -202,7 +238,8 @@ def _with_flags(command: Any) -> Any:
     flags = []
     for flag in (flag for wish in WISHES for flag in wish.flags):
         kind = list[str] | None if flag.repeatable else flag.kind | None
-        annotation = Annotated[kind, typer.Option(*flag.names, help=flag.help)]  # type: ignore[valid-type]
+        option = typer.Option(*flag.names, help=flag.help, callback=seconds_within if flag.kind is float else None)
+        annotation = Annotated[kind, option]  # type: ignore[valid-type]
         flags.append(inspect.Parameter(flag.parameter, inspect.Parameter.KEYWORD_ONLY, default=None,
                                        annotation=annotation))  # fmt: skip
     parameters = [*(p.replace(kind=p.KEYWORD_ONLY) for p in arguments[:2]), *flags,
@@ -229,7 +266,7 @@ def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -
         if profiled := coverage([outcome.captured.graph], plan.stages, hardware):
             console.print("  " + line(profiled), markup=False)
     if path is not None:
-        console.print(f"  written to {path}; look at it with: autopar show {path}")
+        console.print(f"  written to {path}; look at it with: autopar show {path} --trust")
 
 
 def _of_one_stage(plan: Plan) -> None:

@@ -19,10 +19,13 @@ from autopar.cli.common import (
     out,
     print_json,
     progress,
+    seconds_within,
     show_seconds,
     styled,
     where_to_run,
+    within,
 )
+from autopar.cli.output_files import PROFILE, Force, OutputFile
 
 if TYPE_CHECKING:
     from hardware_profiles import Cluster
@@ -41,17 +44,28 @@ def profile(
     batch: Batch = None,
     seq: Seq = None,
     microbatches: Annotated[
-        int, typer.Option("--microbatches", help="That plans will cut the example batch into: ops of one are measured.")
+        int,
+        typer.Option("--microbatches", help="That plans will cut the example batch into: ops of one are measured.",
+                     callback=within(1)),
     ] = 1,
-    seconds: Annotated[float, typer.Option("--seconds", help="For measuring the ops, about.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="For measuring the ops, about.", callback=seconds_within)
+    ] = 60.0,
     processes: Annotated[
-        int | None, typer.Option("--processes", help="That measure at once. Default: 2; 1 on a cluster of one device.")
+        int | None,
+        typer.Option("--processes", help="That measure at once, 1 or 2, between which transfers are measured. Default: "
+                     "2; 1 on a cluster of one device.", callback=within(1, 2)),
     ] = None,
-    most_ops: Annotated[int, typer.Option("--most-ops", help="Distinct ops that are measured, at most.")] = 4000,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for everything.")] = 1800.0,
+    most_ops: Annotated[
+        int, typer.Option("--most-ops", help="Distinct ops that are measured, at most.", callback=within(1))
+    ] = 4000,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds for everything.", callback=seconds_within)
+    ] = 1800.0,
     device: DeviceOption = "auto",
+    force: Force = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Measure on this machine what a model's plans are priced with, and write it to a profile file.
 
     The example batch is that of a step, as for autopar plan. The file is a cluster: wherever a cluster can be
@@ -70,24 +84,18 @@ def profile(
     if hardware.is_profile:
         raise UsageError(f"{cluster} is a profile itself; name the cluster that it is of")
     count = processes or min(2, hardware.n_devices)
-    if processes is not None and not 1 <= processes <= 2:
-        raise UsageError(f"--processes is {processes}; it is 1 or 2: transfers are measured between two")
     measured_on = on_device_of(cluster, hardware, device, count)
-    if microbatches < 1:
-        raise UsageError(f"--microbatches is {microbatches}; it is 1 or more")
-    if seconds <= 0 or most_ops < 1:
-        raise UsageError(f"--seconds is {seconds:g} and --most-ops {most_ops}; both are more than 0")
     if output.suffix != ".json":
         raise UsageError(f"the profile is {output}; give a name that ends in .json, by which it is a cluster")
-    if not output.parent.is_dir():
-        raise UsageError(f"there is no folder {output.parent}; give one that exists")
+    file = OutputFile(output, PROFILE, "--output", force)
+    file.check()
     meshes = tuple(Mesh.parse(text) for text in mesh or ())
     loaded, captured = load_and_capture(model, batch, seq, parts=microbatches)
     cluster = cluster_from(cluster, output.parent)
     asked = documents.ProfilingOptions(seconds, count, meshes, most_ops, timeout=timeout, device=measured_on)
     with progress(f"measuring in {count} processes, about {seconds + 20:.0f} s"):
         measured = documents.profile(captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked)
-    documents.save(output, measured)
+    file.write(documents.dumps(measured))
     report = summary(measured)
     if as_json:
         print_json({"profile": str(output), **report})

@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.common import UsageError, bound, model_of, open_plan, out, progress, show_bytes, what_if
+from autopar.cli.common import (
+    MOST_LAYOUTS,
+    Trust,
+    UsageError,
+    bound,
+    model_of,
+    open_plan,
+    out,
+    progress,
+    show_bytes,
+    what_if,
+    within,
+)
+from autopar.cli.output_files import PAGE, Force, OutputFile
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -24,41 +37,36 @@ def report(
     top: Annotated[
         int,
         typer.Option("--top", help="Search again, and show so many of the best layouts beside the plan: minutes for a "
-                     "large model."),
+                     "large model.", callback=within(1, MOST_LAYOUTS)),
     ] = 1,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    trust: Trust = False,
+    force: Force = False,
 ) -> None:  # fmt: skip
     """Write a plan as one HTML page: the model and how it is cut, the schedule, memory, seconds, links.
 
     The page needs nothing else and loads nothing: send it, open it anywhere. It is drawn from the plan file and the
     model that it names.
 
-    Example: autopar report plan.json -o report.html
+    Example: autopar report plan.json --trust -o report.html
     """
     from autopar.report.page.html_page import Subject, html_page
 
-    if top < 1:
-        raise UsageError(f"--top is {top}; it is 1 or more")
-    if not output.parent.is_dir():
-        raise UsageError(f"--output is {output}, and there is no folder {output.parent}; make it first")
-    if output.is_dir():
-        raise UsageError(f"--output is {output}, which is a folder; give a file, such as {output / 'report.html'}")
+    file = OutputFile(output, PAGE, "--output", force)
+    file.check()
     document = open_plan(path)
-    _, captured = model_of(document, path, model)
+    _, captured = model_of(document, path, model, trust=trust)
     with progress("reading the plan"):
         asked = what_if(captured, *bound(document, captured))
         plan, timeline = asked.simulated()
-    name = model or str((document.model or {}).get("spec", "a model"))
+    name = model if model is not None else str((document.model or {}).get("spec", "a model"))
     folder = path.parent if model is None else None
     layouts: list[LayoutRow] = []
     if top > 1:
         layouts = _layouts(name, folder, document, plan, timeline, captured, asked.cluster, top)
     with progress("drawing"):
         page = html_page(Subject(name, captured.graph, asked.graphs, plan, timeline, asked.cluster, layouts))
-    try:
-        output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the page to {output}: {error.strerror}; choose another file") from None
+    file.write(page)
     out().print(f"written to {output} ({show_bytes(len(page.encode()))}); open it in a browser", markup=False)
 
 

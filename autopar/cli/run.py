@@ -21,11 +21,13 @@ from autopar.cli.common import (
     out,
     print_json,
     progress,
+    seconds_within,
     show_bytes,
     show_seconds,
     styled,
     what_if,
     where_to_run,
+    within,
 )
 from autopar.cli.simulate import check_trace
 from autopar.plans.plan import Plan
@@ -34,10 +36,15 @@ from autopar.plans.prices import bytes_together
 
 def run(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
-    steps: Annotated[int, typer.Option("--steps", help="Training steps.")] = 10,
-    lr: Annotated[float, typer.Option("--lr", help="Learning rate of the optimizer that the plan names.")] = 1e-3,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.", callback=within(1))] = 10,
+    lr: Annotated[
+        float,
+        typer.Option("--lr", help="Learning rate of the optimizer that the plan names.", callback=within(0, 1_000_000)),
+    ] = 1e-3,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds for everything.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds for everything.", callback=seconds_within)
+    ] = 600.0,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the last step's timeline (plans in stages), for Perfetto.")
     ] = None,
@@ -51,8 +58,6 @@ def run(
 
     Examples: autopar run plan.json --steps 20; torchrun --nproc-per-node 4 -m autopar run plan.json
     """
-    if steps < 1:
-        raise UsageError(f"--steps is {steps}; it is 1 or more")
     document = open_plan(path)
     if trace is not None and len(document.meshes) == 1:
         raise UsageError(f"--trace is for plans in stages, {path} has one")
@@ -65,8 +70,8 @@ def run(
         return
     from autopar.frontends import split_spec
 
-    loaded, captured = model_of(document, path, model)
-    spec = model or str((document.model or {})["spec"])
+    loaded, captured = model_of(document, path, model, trust=True)
+    spec = model if model is not None else str((document.model or {})["spec"])
     if not split_spec(spec)[0]:  # what frontends give is made here without values, and by the ranks with them
         check_values(loaded, spec)
     plan, cluster = bound(document, captured)  # all that can be wrong with the plan is said before processes start
@@ -123,8 +128,8 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
 
     document = open_plan(Path(path))
     torch.manual_seed(0)
-    loaded, captured = model_of(document, Path(path), model, device="cpu")
-    check_values(loaded, model or str((document.model or {})["spec"]))
+    loaded, captured = model_of(document, Path(path), model, device="cpu", trust=True)
+    check_values(loaded, model if model is not None else str((document.model or {})["spec"]))
     plan, _ = bound(document, captured)
     ensure_process_group()
     check_size(plan, dist.get_world_size())

@@ -10,6 +10,8 @@ import typer
 
 from autopar.cli.common import (
     Json,
+    Trust,
+    UntrustedModelError,
     UsageError,
     bound,
     err,
@@ -46,6 +48,7 @@ def show(
         int | None, typer.Option("--stage", help="Of a plan in stages: the ops and parameters of this one.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    trust: Trust = False,
     every: Annotated[
         bool, typer.Option("--all", help="Also views, and the ops that do not depend on a parameter.")
     ] = False,
@@ -54,19 +57,20 @@ def show(
     """Show a plan: every op with its cut, placements, collectives, bytes and seconds; parameters; memory.
 
     Equal blocks are shown once. Placements are S<dim> (sharded), R and I (whole; the gradient of R is still to be
-    summed) and P (to be summed), one for each axis. If the model cannot be loaded, what the file itself says is shown.
+    summed) and P (to be summed), one for each axis. Of a model that cannot be loaded, or is not
+    trusted, what the file itself says is shown.
 
     Of a plan in several stages: the stages, their times and memory, and the schedule as a grid (see also autopar
     simulate); --stage shows what is in one of them.
 
-    Examples: autopar show plan.json; autopar show plan.json --code
+    Examples: autopar show plan.json; autopar show plan.json --trust; autopar show plan.json --model gpt.py:make --code
     """
     document = open_plan(path)
     n = len(document.meshes)
     if stage is not None and not 0 <= stage < n:
         raise UsageError(f"--stage is {stage}; the plan has {n} stage{'s' if n > 1 else ''}, which count from 0")
     try:
-        _, captured = model_of(document, path, model)
+        _, captured = model_of(document, path, model, trust=trust)
     except ModelError as error:
         if model is not None or code:
             raise
@@ -187,6 +191,7 @@ def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="A plan file.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another plan file.")],
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the files name.")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Show in what two plans differ: ops, parameters, routes, price.
@@ -195,7 +200,7 @@ def diff(
     matter; else the files are, entry by entry, and a line says so. Of plans in stages also the number of stages, the
     cuts (and by how many blocks they moved), meshes, schedule, microbatches, and times and memory of every stage.
 
-    Example: autopar diff plan.json edited.json
+    Example: autopar diff plan.json edited.json --trust
     """
     from autopar.report.differences import differences, entries
 
@@ -204,9 +209,12 @@ def diff(
     specs = [(document.model or {}).get("spec") for document in (first, second)]
     if first.raw["fingerprint"] == second.raw["fingerprint"] or (specs[0] == specs[1] is not None):
         try:
-            (captured, x), (captured_b, y) = opened(a, model), opened(b, model)
+            (captured, x), (captured_b, y) = opened(a, model, trust=trust), opened(b, model, trust=trust)
             if [n.name for n in captured.graph.nodes] == [n.name for n in captured_b.graph.nodes]:
                 rows = differences(captured.graph, x, y)  # microbatches of another size are graphs of another size
+        except UntrustedModelError as error:
+            note = f"{error}\n  the files are compared entry by entry"
+            err().print(styled("[yellow]note:[/yellow] {}", note), soft_wrap=True)
         except (ModelError, PlanError):
             if model is not None:
                 raise

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autopar.cli.common import Json, UsageError, opened, progress
+from autopar.cli.common import Json, Trust, UsageError, opened, progress
 from autopar.cli.stages import describe
 
 
@@ -17,13 +18,14 @@ def simulate(
         Path | None, typer.Option("--trace", help="Write a timeline that ui.perfetto.dev opens; adds to the file.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Simulate a step of a plan, action by action: makespan, bubble, idle time, microbatches in flight.
 
-    Example: autopar simulate plan.json --trace out.json
+    Example: autopar simulate plan.json --trust --trace out.json
     """
-    captured, asked = opened(path, model)
+    captured, asked = opened(path, model, trust=trust)
     check_trace(trace)
     with progress("simulating"):
         plan, timeline = asked.simulated()
@@ -38,10 +40,12 @@ def check_trace(path: Path | None) -> None:
     """Refuse a trace file that could not be written, before anything takes its time.
 
     Raises:
-        UsageError: there is no such folder, or the file is no trace.
+        UsageError: there is no such folder, the file is no trace, or a link.
     """
     from autopar.report import trace as traces
 
+    if path is not None and os.path.islink(path):
+        raise UsageError(f"--trace {path} is a link, and links are not followed: give the file itself")
     try:
         if path is not None:
             traces.known(path)

@@ -9,6 +9,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from autopar.words.texts import printable
+
 WIDE = 150
 """Columns where the output is no terminal."""
 _HOLE = "\ue000"
@@ -23,13 +25,6 @@ class Terminal(Console):
         """The segments of what is shown; only those that rich itself makes control the terminal."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
-
-
-def printable(text: str) -> str:
-    """``text`` with everything written out that is neither printable nor the end of a line."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def styled(template: str, *values: object) -> Text:
@@ -56,4 +51,4 @@ def err() -> Console:
     return Terminal(file=sys.stderr, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False)
 
 
-__all__ = ["WIDE", "err", "out", "printable", "styled"]
+__all__ = ["WIDE", "err", "out", "styled"]

@@ -14,8 +14,8 @@ from autopar.cli.common import (
     Json,
     Seq,
     UsageError,
+    check_ranks_here,
     check_values,
-    err,
     load_and_capture,
     moved,
     open_plan,
@@ -24,6 +24,7 @@ from autopar.cli.common import (
     progress,
     styled,
     where_to_run,
+    within,
 )
 
 if TYPE_CHECKING:
@@ -48,8 +49,10 @@ def verify(
         str | None, typer.Option("--cluster", "-c", help="Hardware that plans are priced for. Default: this machine.")
     ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Verify this plan file instead of the best plan.")] = None,
-    random_plans: Annotated[int, typer.Option("--random-plans", help="How many random plans to verify as well.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the first random plan.")] = 0,
+    random_plans: Annotated[
+        int, typer.Option("--random-plans", help="How many random plans to verify as well.", callback=within(0))
+    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the first random plan.", callback=within(0, 2**31))] = 0,
     processes: Annotated[
         bool, typer.Option("--processes", help="Real processes instead of many ranks in one process.")
     ] = False,
@@ -71,10 +74,11 @@ def verify(
     from autopar.planfile import bind
     from autopar.words.meshes import Mesh
 
-    if random_plans < 0:
-        raise UsageError(f"--random-plans is {random_plans}; it is 0 or more")
+    if device == "cuda" and not processes:
+        raise UsageError("--device is cuda, and ranks in one process compute on the CPU; give --processes with it")
     document = open_plan(plan) if plan is not None else None
     if document is not None and len(document.meshes) > 1:
+        check_ranks_here(sum(mesh.n_devices for mesh in document.meshes))
         if processes or random_plans or mesh:
             raise UsageError(f"{plan} is a plan in stages: it is verified in one process, without --mesh, --processes "
                              "and --random-plans")  # fmt: skip
@@ -87,6 +91,7 @@ def verify(
         raise UsageError(f"the plan {plan} is for mesh {document.meshes[0].shown()}, --mesh is {shape.shown()}")
     from hardware_profiles import load_cluster
 
+    check_ranks_here(shape.n_devices)
     hardware = load_cluster(cluster or f"local-x{shape.n_devices}")
     from autopar.plans.clusters import check_mesh
 
@@ -141,11 +146,10 @@ def _in_one(
 ) -> list[Difference]:
     from autopar.comparison import program_vs_eager as v
 
-    console = err()
-    with console.status("verifying") as status:
+    with progress("verifying") as say:
         return v.verify(
             captured, loaded.model, loaded.args, loaded.kwargs, mesh, cluster, plan=given, random_plans=random_plans,
-            seed=seed, progress=lambda what: status.update(f"verifying: {what}"),
+            seed=seed, progress=say,
         )  # fmt: skip
 
 

@@ -101,14 +101,20 @@ def split_spec(spec: str) -> tuple[str, str, str]:
     return "", path, factory
 
 
-def cause_in(error: Exception, file: Path) -> str:
+def runs_code(spec: str) -> bool:
+    """Whether loading the model runs a file of its own: frontends only read one."""
+    return not split_spec(spec)[0]
+
+
+def cause_in(error: BaseException, file: Path) -> str:
     """``ValueError: text (file.py:3)``, with the last line of the user's file that was running."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename or file).name}:{error.lineno})"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == file.name]
     text = str(error).strip().splitlines()
-    what = type(error).__name__ + (f": {text[0]}" if text else "")
+    first = " ".join(line.strip() for line in text[: 2 if text and text[0].endswith(":") else 1])
+    what = type(error).__name__ + (f": {first}" if text else "")
     return what + (f" ({file.name}:{lines[-1]})" if lines else "")
 
 
-__all__ = ["FRONTENDS", "Frontend", "Loaded", "cause_in", "forms", "frontend", "split_spec"]
+__all__ = ["FRONTENDS", "Frontend", "Loaded", "cause_in", "forms", "frontend", "runs_code", "split_spec"]

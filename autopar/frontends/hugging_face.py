@@ -5,22 +5,27 @@ Nothing is downloaded, and no code that a config points to is executed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 
+from autopar.capture.untraceable_modules import MOST_MODULES
 from autopar.errors import ModelError
 from autopar.frontends import Loaded, cause_in, frontend
 from autopar.words.precision import PRESETS
-from hardware_profiles.strict import Unreadable, parse_json, read_text
+from hardware_profiles.strict import Unreadable, parse_json, read_text, shortened
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 2048
 TRAINED_IN = {torch.bfloat16: PRESETS["bf16-mixed"], torch.float16: PRESETS["16-mixed"]}
 """By the format of a config: the policy that a plan is for where none is asked for, as such models are trained."""
 
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 SEQ2SEQ = ("ForConditionalGeneration", "ForSpeechSeq2Seq")
 TEXT_LABELS = {"ForMaskedLM": "token", "ForTokenClassification": "token", "ForSequenceClassification": "row"}
@@ -44,22 +49,33 @@ def from_config(spec: str, file: Path, batch: int | None, seq: int | None, devic
     import transformers
 
     kind = values.pop("model_type")
+    if not isinstance(kind, str):
+        raise ModelError(f"model '{spec}': 'model_type' is {_shown(kind)}; give a string such as \"llama\"")
     if kind not in transformers.CONFIG_MAPPING:
-        near = get_close_matches(str(kind), list(transformers.CONFIG_MAPPING.keys()), n=1)
+        near = get_close_matches(kind, list(transformers.CONFIG_MAPPING.keys()), n=1)
         hint = f"did you mean '{near[0]}'?" if near else "use another version of it"
         raise ModelError(
-            f"model '{spec}': transformers {transformers.__version__} does not know model type '{kind}'; {hint}"
+            f"model '{spec}': transformers {transformers.__version__} does not know model type '{shortened(kind)}'; "
+            f"{hint}"
         )
     architectures = values.get("architectures") or []
-    name = architectures[0] if isinstance(architectures, list) and architectures else ""
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ModelError(
+            f"model '{spec}': 'architectures' is {_shown(architectures)}; give a list of strings such as "
+            f'["{_suggest(transformers, kind)}"]'
+        )
+    name = architectures[0] if architectures else ""
     cls = getattr(transformers, name, None) if name else None
-    if cls is None:
-        lacks = f"names '{name}', which transformers {transformers.__version__} does not have" if name else "is missing"
+    if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
+        lacks = (
+            f"names '{shortened(name)}', which is no model of transformers {transformers.__version__}" if name
+            else "is missing"
+        )  # fmt: skip
         raise ModelError(
             f"model '{spec}': 'architectures' {lacks}; write the model class there, such as "
             f'["{_suggest(transformers, kind)}"]'
         )
-    values.pop("auto_map", None)
+    values = _without_code(values)
     try:
         config = transformers.CONFIG_MAPPING[kind](**values)
         config.use_cache = False
@@ -67,8 +83,13 @@ def from_config(spec: str, file: Path, batch: int | None, seq: int | None, devic
             config.decoder_start_token_id = (
                 getattr(config, "pad_token_id", None) or 0
             )  # files often leave it to the task
-        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-        with torch.device(device):
+        dtype = torch.float32 if config.dtype is None else config.dtype
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ModelError(
+                f"model '{spec}': 'dtype' is {_shown(dtype)}; give the name of a floating point format of torch, such "
+                'as "bfloat16"'
+            )
+        with torch.device(device), _few_modules(spec):
             model = cls._from_config(config, dtype=dtype)
         batch = DEFAULT_BATCH if batch is None else batch
         kwargs, seq = _hf_inputs(spec, name, config, batch, seq, dtype, device)
@@ -78,6 +99,42 @@ def from_config(spec: str, file: Path, batch: int | None, seq: int | None, devic
         why = cause_in(error, file)
         raise ModelError(f"model '{spec}': building {name} raised {why}; correct the config") from error
     return Loaded(model.train(), (), kwargs, spec, batch, seq, precision=TRAINED_IN.get(dtype))
+
+
+def _without_code(value: Any) -> Any:
+    """A config without what transformers would fetch and run: classes (``auto_map``) and kernels (``org/name``) from
+    a hub."""
+    if isinstance(value, dict):
+        return {
+            key: _without_code(item) for key, item in value.items()
+            if key != "auto_map" and not (key in KERNELS and "/" in str(item))
+        }  # fmt: skip
+    return [_without_code(item) for item in value] if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def _few_modules(spec: str) -> Iterator[None]:
+    """Refuse a config that makes more modules than are captured, before they fill the memory."""
+    count = 0
+
+    def counted(module: torch.nn.Module, name: str, submodule: torch.nn.Module) -> None:
+        nonlocal count
+        count += 1
+        if count > MOST_MODULES:
+            raise ModelError(
+                f"model '{spec}': the config makes more than {MOST_MODULES:,} modules, the most that are captured; "
+                "check its numbers of layers and experts"
+            )
+
+    handle = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _shown(value: Any) -> str:
+    return shortened(repr(value))
 
 
 def _suggest(transformers: Any, kind: str) -> str:

@@ -13,6 +13,7 @@ its ``architectures`` names, on the meta device, with example inputs of the give
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import sys
@@ -26,6 +27,7 @@ import torch
 import autopar.frontends.hugging_face  # noqa: F401  (registers its prefix)
 from autopar.errors import ModelError
 from autopar.frontends import FRONTENDS, Loaded, cause_in, forms, split_spec
+from hardware_profiles.strict import MOST_COUNTED, is_there
 
 
 def load_model(
@@ -43,13 +45,15 @@ def load_model(
     """
     prefix, path, factory = split_spec(spec)
     file = (folder or Path()) / path
-    if not file.is_file():
-        what = "is a folder" if file.is_dir() else "does not exist"
+    if not is_there(file):
+        what = "does not exist"
+        with contextlib.suppress(OSError, ValueError):  # a name that is too long, or holds a NUL
+            what = "is a folder" if file.is_dir() else what
         raise ModelError(f"model '{spec}': {path} {what}; give {forms()}")
     if prefix:
         for name, value in (("--batch", batch), ("--seq", seq)):
-            if value is not None and value < 1:
-                raise ModelError(f"model '{spec}': {name} is {value}; it must be 1 or more")
+            if value is not None and not 1 <= value <= MOST_COUNTED:
+                raise ModelError(f"model '{spec}': {name} is {value}; give a number from 1 to {MOST_COUNTED:,}")
         return FRONTENDS[prefix].load(spec, file, batch, seq, device)
     for name, value in (("--batch", batch), ("--seq", seq)):
         if value is not None:
@@ -77,7 +81,7 @@ def _from_factory(spec: str, file: Path, factory: str) -> Loaded:
         )
     try:
         returned = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself is no model, and no end of autopar
         raise ModelError(f"model '{spec}': '{factory}' raised {cause_in(error, file)}; correct it there") from error
     return _checked(spec, factory, returned)
 
@@ -94,7 +98,7 @@ def _import(spec: str, file: Path) -> Any:
         sys.path.insert(0, folder)  # as if the file were run as a script
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ModelError(
             f"model '{spec}': importing {file.name} raised {cause_in(error, file)}; correct it there"

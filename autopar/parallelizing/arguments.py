@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import Captured
 from autopar.capture.module_hooks import check_hooks
 from autopar.capture.tensor_layouts import check_not_packed
+from autopar.capture.untraceable_modules import check_modules
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.plans.plan import Plan
 from autopar.plans.wishes import OPTIMIZERS, WISHES, is_number, is_table, is_whole, optional
@@ -108,7 +109,7 @@ def check_ranks(mesh: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no module, is spread over ranks already, or was compiled.
+    """Refuse what is no module, is spread over ranks already, or was compiled or scripted.
 
     Raises:
         CaptureError: with the path of the module inside that is.
@@ -122,13 +123,9 @@ def check_model(model: Any) -> None:
                 f"{where} is a {own_name(module)} already, made by parallelize; parallelize the whole model once, "
                 "before any part of it"
             )
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-            raise CaptureError(
-                f"{where} was compiled by torch.compile or its compile(), and what is traced is the model itself: pass "
-                "that, and compile what parallelize gives, by parallelize(..., compile=True) or torch.compile of it"
-            )
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise CaptureError(f"{where} is a DistributedDataParallel; pass the model inside it, .module")
+    check_modules(model)
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise CaptureError(

@@ -32,7 +32,8 @@ have the factor). An axis that is not named is ``replicate``. Ops that no entry 
 depend on a parameter; the others follow what their readers want.
 
 The checksums cover the decisions, not the text. After an edit by hand they do not match: routes that no longer fit are
-found anew, and the price is computed anew, so a file never shows the price of another plan. Loading executes nothing.
+found anew, and the price is computed anew, so a file never shows the price of another plan. Loading executes nothing;
+the commands that look at a plan import the model that it names only where the user says so (``--trust``).
 
 ===================== =================================================================================================
 :mod:`.reading`       text and graph become a plan; :mod:`.writing`: a plan becomes text

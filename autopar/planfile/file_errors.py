@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from typing import Any
 
 from autopar.errors import PlanError, closest
+from hardware_profiles.strict import MOST_COUNTED, shortened
 
 TYPES = {
     dict: "a table", list: "a list", str: "a string", int: "a whole number", float: "a number", bool: "true or false",
 }  # fmt: skip
 """What a reader calls the types of a file."""
 
+MOST_TOLD = 40
+"""Failures of one file that the message has."""
+MOST_ENTRIES = 100_000
+"""Of one table or list."""
+MOST_OF_LINE, MOST_OF_VALUE = 1000, 120
+"""Characters of one failure, and of the value in it."""
+
 
 class FileErrors:
     """What is wrong with a file, or with a part of it, whose paths then begin with that of the part."""
 
-    def __init__(self, where: str, part: str = "", lines: list[str] | None = None) -> None:
+    def __init__(self, where: str, part: str = "", lines: dict[str, None] | None = None) -> None:
         self.where, self.part = where, part
-        self.lines = [] if lines is None else lines
+        self.lines = {} if lines is None else lines
 
     def within(self, part: str) -> FileErrors:
         """Failures of a part of the file, kept with those of the whole."""
@@ -29,9 +38,10 @@ class FileErrors:
         self.say(f"{self.part}{path}: {problem}")
 
     def say(self, line: str) -> None:
-        """One failure in words of its own."""
-        if line not in self.lines:
-            self.lines.append(line)
+        """One failure in words of its own. Raises all of them once there are more than are told."""
+        self.lines.setdefault(line)
+        if len(self.lines) > MOST_TOLD:
+            self.raise_if_any()
 
     def unknown(self, path: str, key: str, known_keys: Any) -> None:
         """A key that means nothing."""
@@ -41,15 +51,21 @@ class FileErrors:
         """Whether a value has the type; if not, that is a failure."""
         fine = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
         if not fine:
-            self.add(path, f"got {json.dumps(value)}; expected {TYPES[kind]}")
+            self.add(path, f"got {_json(value)}; expected {TYPES[kind]}")
+        elif kind in (dict, list) and len(value) > MOST_ENTRIES:
+            self.add(path, f"has {len(value):,} entries, at most {MOST_ENTRIES:,} are read; join some by patterns")
+            return False
         return fine
 
-    def count(self, path: str, value: Any) -> bool:
-        """Whether a value is a whole number of at least 1."""
-        fine = self.type(path, value, int)
-        if fine and value < 1:
+    def count(self, path: str, value: Any, most: int = MOST_COUNTED) -> bool:
+        """Whether a value is a whole number of at least 1, and no larger than anything that is counted."""
+        if not self.type(path, value, int):
+            return False
+        if value < 1:
             self.add(path, f"got {value}; expected a whole number of 1 or more")
-        return fine and value >= 1
+        elif value > most:
+            self.add(path, f"got {value}; expected at most {most:,}")
+        return bool(1 <= value <= most)
 
     def texts(self, path: str, value: Any) -> bool:
         """Whether a value is a list of strings."""
@@ -61,7 +77,17 @@ class FileErrors:
         """Raise all of them as one PlanError."""
         if self.lines:
             count = "1 problem" if len(self.lines) == 1 else f"{len(self.lines)} problems"
-            raise PlanError(f"{self.where}: {count} in this plan\n" + "\n".join(f"  - {line}" for line in self.lines))
+            if len(self.lines) > MOST_TOLD:
+                count = f"more than {MOST_TOLD} problems"
+            told = [f"  - {shortened(line, MOST_OF_LINE)}" for line in islice(self.lines, MOST_TOLD)]
+            raise PlanError(f"{self.where}: {count} in this plan\n" + "\n".join(told))
+
+
+def _json(value: Any) -> str:
+    """A value in a message: its beginning, where it is long."""
+    if isinstance(value, (str, list, dict)) and len(value) > MOST_OF_LINE:  # which would take long to write out
+        value = value[:MOST_OF_LINE] if not isinstance(value, dict) else dict(islice(value.items(), MOST_OF_LINE))
+    return shortened(json.dumps(value), MOST_OF_VALUE)
 
 
 __all__ = ["FileErrors"]

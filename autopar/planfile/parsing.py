@@ -22,7 +22,7 @@ from autopar.words.precision import Precision, parse_precision
 from cost_models.schedules import Schedule, simulate, times
 from cost_models.schedules import parse as parse_schedule
 from hardware_profiles import Cluster
-from hardware_profiles.strict import Unreadable, parse_json
+from hardware_profiles.strict import Unreadable, is_there, parse_count, parse_json, shortened
 
 KEYS: dict[str, type] = {
     "autopar_plan": int, "model": dict, "fingerprint": str, "cluster": str, "optimizer": str, "seconds": float,
@@ -88,7 +88,7 @@ def cluster_named(name: str, folder: Path) -> Cluster:
     Raises:
         ClusterError: there is none, or it is malformed.
     """
-    return get_cluster(in_file(name, lambda path: str(folder / path if (folder / path).is_file() else path)))
+    return get_cluster(in_file(name, lambda path: str(folder / path if is_there(folder / path) else path)))
 
 
 def parse(text: str, where: str = "plan", folder: Path | None = None) -> Document:
@@ -110,15 +110,15 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
     if not isinstance(raw, dict) or not ("autopar_plan" in raw or previous.is_one(raw)):
         raise PlanError(f"{where}: no plan file (it has no 'autopar_plan'); make one with 'autopar plan'")
     bad = FileErrors(where)
-    for key in twice:
+    for key in dict.fromkeys(twice):
         bad.add(key, "stands twice in one table; remove one of them")
     bad.raise_if_any()
     if previous.is_one(raw):
         raw = previous.converted(raw, where)
     if raw["autopar_plan"] != VERSION:
         raise PlanError(
-            f"{where}: autopar_plan: the file has version {raw['autopar_plan']!r}, this autopar reads version "
-            f"{VERSION}; plan again, or use the autopar that wrote it"
+            f"{where}: autopar_plan: the file has version {shortened(repr(raw['autopar_plan']))}, this autopar reads "
+            f"version {VERSION}; plan again, or use the autopar that wrote it"
         )
     _check_keys(raw, KEYS, [key for key in KEYS if key not in OPTIONAL], bad)
     model = raw.get("model")
@@ -127,10 +127,13 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
             kind = {"spec": str, "batch": int, "seq": int, "parts": int}.get(key)
             if kind is None:
                 bad.unknown(f"model.{key}", key, ("spec", "batch", "seq", "parts"))
-            elif value is not None and bad.type(f"model.{key}", value, kind) and key == "parts":
-                bad.count("model.parts", value)
+            elif value is not None and kind is int:
+                bad.count(f"model.{key}", value)
+            elif value is not None:
+                bad.type(f"model.{key}", value, kind)
     if isinstance(raw.get("optimizer"), str) and raw["optimizer"] not in OPTIMIZERS:
-        bad.add("optimizer", f"unknown optimizer '{raw['optimizer']}'; {closest(raw['optimizer'], OPTIMIZERS)}")
+        hint = closest(raw["optimizer"], OPTIMIZERS)
+        bad.add("optimizer", f"unknown optimizer '{shortened(raw['optimizer'])}'; {hint}")
     for key in ("schedule", "notes"):
         if isinstance(raw.get(key), list):
             bad.texts(key, raw[key])
@@ -165,7 +168,7 @@ def _schedule(lines: list[str], n_stages: int, where: str) -> Schedule:
     try:
         head = lines[0].split() if len(lines) == 1 else []
         if head[:4] == ["schedule", "none", "stages", "1"] and head[4:5] == ["microbatches"]:
-            schedule = one_stage(int(head[5])).validate()
+            schedule = one_stage(parse_count(head[5])).validate()
         else:
             schedule = parse_schedule("\n".join(lines))
             simulate(schedule, times(schedule.n_stages))

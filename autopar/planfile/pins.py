@@ -25,6 +25,7 @@ from autopar.words.load_shares import parse_load
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
 from autopar.words.precision import parse_precision
+from hardware_profiles.strict import LARGEST_WHOLE, Unreadable, parse_count
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,10 @@ def _check_ops(at: str, value: Any, bad: FileErrors) -> None:
 
 def _check_outputs(at: str, value: Any, bad: FileErrors) -> None:
     for number in value if _check_table(at, value, bad) else ():
-        if not number.isdecimal():
-            bad.add(f"{at}[{json.dumps(number)}]", f"'{number}' is no output number; outputs count from 0")
+        try:
+            parse_count(number)
+        except Unreadable as error:
+            bad.add(f"{at}[{json.dumps(number)}]", f"{error}: no output number; outputs count from 0")
 
 
 def _read_ops(at: str, value: Mapping[str, Any], model: Model) -> dict[str, dict[str, str]]:
@@ -165,6 +168,9 @@ def _read_texts(at: str, value: list[str], model: Model) -> tuple[str, ...]:
 
 FORMS: dict[str, Form] = {
     "count": Form(lambda at, value, bad: bad.count(at, value), lambda at, value, model: value, lambda n: n),
+    "bytes": Form(
+        lambda at, value, bad: bad.count(at, value, LARGEST_WHOLE), lambda at, value, model: value, lambda n: n
+    ),
     "texts": Form(lambda at, value, bad: bad.texts(at, value), _read_texts, list),
     "mesh": Form(_check_mesh, lambda at, value, model: Mesh.parse(value), lambda mesh: mesh.text),
     "ops": Form(_check_ops, _read_ops, lambda ops: {pattern: dict(axes) for pattern, axes in ops.items()}),

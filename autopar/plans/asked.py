@@ -15,6 +15,7 @@ from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATE, State
 from autopar.words.precision import parse_precision
 from autopar.words.texts import mesh_of, parse_bytes
+from cost_models.schedules.actions import check_size
 
 NOTHING = "none"
 """What is recomputed where nothing may be."""
@@ -143,6 +144,7 @@ def _microbatches(given: Any, spelled: Spelled) -> tuple[int, tuple[int, ...] | 
     if isinstance(given, int):
         if given < 1:
             raise AutoparError(f"{spelled('microbatches')} is {given}; give a whole number of 1 or more")
+        _check_most(given, spelled)
         return given, None
     several = isinstance(given, (list, tuple)) and given and all(isinstance(m, int) and m > 0 for m in given)
     if given != "auto" and not several:
@@ -150,7 +152,16 @@ def _microbatches(given: Any, spelled: Spelled) -> tuple[int, tuple[int, ...] | 
             f"{spelled('microbatches')} is {given!r}; give a whole number of 1 or more, several to choose from, or "
             "'auto'"
         )
+    for number in () if given == "auto" else given:
+        _check_most(number, spelled)
     return 1, () if given == "auto" else tuple(given)
+
+
+def _check_most(microbatches: int, spelled: Spelled) -> None:
+    try:
+        check_size(1, microbatches)
+    except ValueError as error:
+        raise AutoparError(f"{spelled('microbatches')} is {microbatches}: {error}") from None
 
 
 def _check_tables(wish: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from autopar.words.load_shares import Load
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, whole_state
 from autopar.words.precision import Precision
-from cost_models.schedules.actions import Action, Schedule
+from cost_models.schedules.actions import Action, Schedule, check_size
 
 VERSION = 2
 """Of plan files (:mod:`autopar.planfile`)."""
@@ -388,7 +388,8 @@ class Plan:
 
 
 def one_stage(microbatches: int) -> Schedule:
-    """No pipeline: forward and backward of each microbatch in turn."""
+    """No pipeline: forward and backward of each microbatch in turn. Raises ValueError for too many of them."""
+    check_size(1, microbatches)
     row = tuple(Action(0, kind, k) for k in range(microbatches) for kind in "FB")
     return Schedule("none", 1, microbatches, ((0,),), (row,))
 

@@ -18,6 +18,7 @@ from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, Step
+from hardware_profiles.strict import Unreadable, parse_count
 
 Route = Sequence[tuple[State, State]]
 
@@ -107,8 +108,13 @@ def waiting(graph: Graph, memory: Memory, segment_of: Mapping[int, int]) -> dict
 
 def ref_of(graph: Graph, key: str) -> Ref | None:
     """The tensor that a plan names so (:func:`autopar.plans.plan.route_key`); None if there is none."""
-    name, _, number = key.partition("#")
-    return Ref(graph.index[name], int(number or 0)) if name in graph.index else None
+    name, _, text = key.partition("#")
+    try:
+        number = parse_count(text or "0")
+    except Unreadable:
+        return None
+    is_there = name in graph.index and number < len(graph.nodes[graph.index[name]].outs)
+    return Ref(graph.index[name], number) if is_there else None
 
 
 def can_make_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:

@@ -21,10 +21,9 @@ from autopar.plans.plan import Pins
 from autopar.words.load_shares import MEASURED, UNIFORM
 from autopar.words.precision import PRESETS, Precision
 from autopar.words.texts import show_bytes
+from hardware_profiles.strict import MOST_COUNTED, Unreadable, parse_count, shortened
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
-MOST = 1 << 24
-"""No count of ranks, stages or microbatches is larger: it would only take time."""
 MOST_AXES = 3
 """Axes of the mesh shapes that are tried, at most, unless told otherwise."""
 MEMORY_FRACTION = 0.9
@@ -67,7 +66,7 @@ class Pin:
     """
 
     name: str
-    form: Literal["count", "texts", "mesh", "ops", "kept", "inputs", "outputs", "precision", "loads"]
+    form: Literal["count", "bytes", "texts", "mesh", "ops", "kept", "inputs", "outputs", "precision", "loads"]
     stages: Literal["pipeline", "same", "part"]
     words: Callable[[Any], list[str]]
 
@@ -101,7 +100,7 @@ class Wish:
 
 def is_whole(value: Any) -> bool:
     """A whole number that counts something."""
-    return isinstance(value, int) and not isinstance(value, bool) and value <= MOST
+    return isinstance(value, int) and not isinstance(value, bool) and value <= MOST_COUNTED
 
 
 def is_number(value: Any) -> bool:
@@ -164,31 +163,57 @@ def _pins_of_ops(texts: list[str]) -> dict[str, dict[str, str]]:
         wanted = parse_choices(rest) if colon and pattern else None
         if wanted is None:
             raise AutoparError(f"pin '{text}' is no PATTERN:axis=factor; write it like 'layers.*.mlp.up:tensor=n'")
-        table.setdefault(pattern, {}).update(wanted)
+        entry = table.setdefault(pattern, {})
+        for axis, factor in wanted.items():
+            if axis in entry:
+                raise AutoparError(
+                    f"--pin '{pattern}' is given twice for axis '{axis}': {entry[axis]} and {factor}; keep one of them"
+                )
+            entry[axis] = factor
     return table
+
+
+def _replicated(texts: list[str]) -> dict[str, str]:
+    """Patterns of parameters -> each of them replicated."""
+    for k, pattern in enumerate(texts):
+        if pattern in texts[:k]:
+            raise AutoparError(f"--keep-replicated '{pattern}' is given twice; keep one of them")
+    return dict.fromkeys(texts, "replicate")
 
 
 def _named(option: str, example: str) -> Callable[[list[str]], dict[str, str]]:
     """``NAME=VALUE`` -> name and value."""
 
     def read(texts: list[str]) -> dict[str, str]:
-        table = {}
+        table: dict[str, str] = {}
         for text in texts:
             name, equals, value = text.partition("=")
             if not equals or not name:
                 raise AutoparError(f"{option} '{text}' is no {example.partition(' ')[0]}; write it like {option} "
                                    f"{example.partition(' ')[2]}")  # fmt: skip
+            if name in table:
+                raise AutoparError(
+                    f"{option} '{name}' is given twice: {table[name]} and {value}; keep one of them"
+                )
             table[name] = value
         return table
 
     return read
 
 
+def _count(text: str) -> int | None:
+    """A whole number; None where the text is none, or none that counts anything."""
+    try:
+        return parse_count(text)
+    except Unreadable:
+        return None
+
+
 def _numbered(option: str, example: str) -> Callable[[list[str]], dict[int, str]]:
     def read(texts: list[str]) -> dict[int, str]:
         table = _named(option, example)(texts)
         for name in table:
-            if not name.isdigit():
+            if _count(name) is None:
                 raise AutoparError(f"{option} '{name}={table[name]}': '{name}' is no output number; outputs count from "
                                    "0")  # fmt: skip
         return {int(name): value for name, value in table.items()}
@@ -197,19 +222,27 @@ def _numbered(option: str, example: str) -> Callable[[list[str]], dict[int, str]
 
 
 def _counts(text: str) -> int | str | list[int]:
-    parts = [part.strip() for part in text.split(",")]
     if text == "auto":
         return text
-    if not all(part.isdigit() for part in parts):
-        raise AutoparError(f"--microbatches is '{text}'; give a number, several such as 4,8,16, or auto")
-    numbers = list(dict.fromkeys(map(int, parts)))
+    parts = [_count(part.strip()) for part in text.split(",")]
+    numbers = list(dict.fromkeys(part for part in parts if part is not None))
+    if None in parts:
+        raise AutoparError(
+            f"--microbatches is '{shortened(text)}'; give a number, several such as 4,8,16, or auto, each at most "
+            f"{MOST_COUNTED:,}"
+        )
     return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _groups(text: str) -> int | str:
-    if text != "auto" and not text.isdigit():
-        raise AutoparError(f"--stages is '{text}'; give a number of groups of devices, or auto")
-    return text if text == "auto" else int(text)
+    if text == "auto":
+        return text
+    number = _count(text)
+    if number is None:
+        raise AutoparError(
+            f"--stages is '{shortened(text)}'; give a number of groups of devices, at most {MOST_COUNTED:,}, or auto"
+        )
+    return number
 
 
 # --- the wishes ------------------------------------------------------------------------------------------------------
@@ -241,7 +274,7 @@ WISHES: tuple[Wish, ...] = (
         '``{parameter pattern: how}`` pins how parameters are stored: ``"replicate"``, placements ``"S0,I"``, or '
         'placements with the lifetime of the gathered copy, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).',
         (Flag(("--keep-replicated",), "Pattern of parameters that stay whole on every rank. Repeatable.",
-              lambda texts: dict.fromkeys(texts, "replicate"), True),
+              _replicated, True),
          Flag(("--pin-param",), "How parameters are stored: 'PATTERN=S0,I', with 'S0,I step' (gathered once a step) or "
               "'S0,I use' (gathered again for the backward). Repeatable.",
               _named("--pin-param", "PATTERN=PLACEMENT '*.weight=S0,I use'"), True)),
@@ -275,7 +308,7 @@ WISHES: tuple[Wish, ...] = (
         "bytes, or such as '40GiB'",
         'per device, in bytes or as ``"40GiB"``; None for nine tenths of the device\'s memory.',
         (Flag(("--memory-limit",), f"Bytes per device: 70GiB. Default: {MEMORY_FRACTION:g} of its memory."),),
-        (Pin("memory_limit_bytes", "count", "same", lambda n: [f"at most {show_bytes(n)} per device"]),),
+        (Pin("memory_limit_bytes", "bytes", "same", lambda n: [f"at most {show_bytes(n)} per device"]),),
     ),
     Wish(
         "optimizer", "adamw", lambda v: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",

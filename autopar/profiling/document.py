@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from autopar.errors import PlanError
 from autopar.profiling.ops import LocalOp, Passes, passes_of
 from autopar.runtime.ranks.launch import backend_of, run_local
 from autopar.words.graph import Graph
@@ -224,16 +223,4 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def save(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a profile file.
-
-    Raises:
-        PlanError: the folder is not there, or cannot be written to.
-    """
-    try:
-        path.write_text(dumps(document), encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot write the profile to {path}: {error.strerror}; choose a folder that exists") from error
-
-
-__all__ = ["ProfilingOptions", "dumps", "measure_rank", "processor", "profile", "save"]
+__all__ = ["ProfilingOptions", "dumps", "measure_rank", "processor", "profile"]

@@ -12,9 +12,13 @@ from collections.abc import Collection, Sequence
 from math import prod
 
 from autopar.errors import MeshError
+from hardware_profiles.strict import Unreadable, parse_count, shortened
 
 AXIS_NAMES = ("data", "tensor", "context", "expert")
 """Names of the axes of a mesh whose shape autopar chooses."""
+
+MOST_AXES = 16
+"""Of a mesh that is given."""
 
 
 class Mesh(tuple[tuple[str, int], ...]):
@@ -44,11 +48,17 @@ class Mesh(tuple[tuple[str, int], ...]):
         """
         mesh = []
         for part in text.split(","):
-            match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*", part)
+            match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-?)(\d+)\s*", part)
             if match is None:
                 raise MeshError(f"mesh '{text}': '{part.strip()}' is no axis=size; write it like data=2,tensor=4")
-            mesh.append((match[1], int(match[2])))
+            try:
+                size = parse_count(match[3])
+            except Unreadable as error:
+                raise MeshError(f"mesh '{shortened(text)}': axis '{match[1]}': {error}") from None
+            mesh.append((match[1], -size if match[2] else size))
         names = [name for name, _ in mesh]
+        if len(names) > MOST_AXES:
+            raise MeshError(f"mesh '{shortened(text)}' has {len(names):,} axes, at most {MOST_AXES} are planned")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise MeshError(f"mesh '{text}' names axis '{twice[0]}' twice; give each axis its own name")

@@ -1,4 +1,4 @@
-"""Meshes, bytes and seconds as people write and read them."""
+"""Meshes, bytes, seconds and texts as people write and read them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, MeshError
 from autopar.words.meshes import Mesh
+from hardware_profiles.strict import LARGEST_WHOLE, shortened
 
 
 def mesh_of(given: Any) -> Mesh | None:
@@ -39,7 +40,18 @@ def parse_bytes(given: float | str | None) -> float | None:
     if not match:
         raise AutoparError(f"memory limit '{given}' is no size; write bytes, or such as '40GiB' or '16GB'")
     base = 1024 if match[3] else 1000
-    return float(match[1]) * base ** ("kmgt".index(match[2]) + 1 if match[2] else 0)
+    n_bytes = float(match[1]) * base ** ("kmgt".index(match[2]) + 1 if match[2] else 0)
+    if n_bytes > LARGEST_WHOLE:
+        most = f"{LARGEST_WHOLE:,} bytes, the most that can be"
+        raise AutoparError(f"memory limit '{shortened(given)}' is more than {most}; write a smaller one")
+    return n_bytes
+
+
+def printable(text: str) -> str:
+    """``text`` with everything written out that is neither printable nor the end of a line."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def show_bytes(n: float) -> str:
@@ -60,4 +72,4 @@ def show_seconds(s: float) -> str:
     return f"{s / 1e-6:.3g} us" if s else "0"
 
 
-__all__ = ["mesh_of", "parse_bytes", "show_bytes", "show_seconds"]
+__all__ = ["mesh_of", "parse_bytes", "printable", "show_bytes", "show_seconds"]

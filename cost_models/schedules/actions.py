@@ -18,8 +18,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from hardware_profiles.strict import parse_count
+
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 MAX_LISTED = 12  # failures named in one error; the rest is counted
+MOST_FORWARDS = 1 << 18
+"""Of all stages together in one step: a schedule of so many is built and simulated in seconds, and takes 1 GB."""
 
 
 class Action(NamedTuple):
@@ -104,6 +108,16 @@ class Schedule:
         return self
 
 
+def check_size(n_stages: int, n_microbatches: int) -> None:
+    """Refuse a schedule with too many actions to build and simulate within seconds. Raises ValueError."""
+    if n_stages * n_microbatches > MOST_FORWARDS:
+        stages = "1 stage" if n_stages == 1 else f"{n_stages:,} stages"
+        raise ValueError(
+            f"{n_microbatches:,} microbatches of {stages} are {n_stages * n_microbatches:,} forwards a step, at most "
+            f"{MOST_FORWARDS:,} are planned: use fewer"
+        )
+
+
 def _wrong(schedule: Schedule) -> list[str]:
     wrong: list[str] = []
     n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
@@ -163,7 +177,7 @@ _OVERLAP = re.compile(r"\((\d+[FBIW]\d+);(\d+[FBIW]\d+)\)OVERLAP_F_B")
 def parse_step(text: str) -> Step:
     """`2F0` or `(0F4;7B1)OVERLAP_F_B`. Raises ValueError for anything else."""
     if match := _ACTION.fullmatch(text):
-        return Action(int(match[1]), match[2], int(match[3]))
+        return Action(parse_count(match[1]), match[2], parse_count(match[3]))
     if match := _OVERLAP.fullmatch(text):
         forward, backward = parse_step(match[1]), parse_step(match[2])
         assert isinstance(forward, Action) and isinstance(backward, Action)
@@ -184,13 +198,15 @@ def parse(text: str) -> Schedule:
     head = _HEAD.fullmatch(first)
     if head is None:
         raise ValueError(f"line {number}: '{first}' should read 'schedule NAME stages N microbatches N [forward-only]'")
+    n_stages, n_microbatches = parse_count(head[2]), parse_count(head[3])
+    check_size(n_stages, n_microbatches)
     stages_of_rank: list[tuple[int, ...]] = []
     rows: list[tuple[Step, ...]] = []
     for number, line in lines[1:]:
         match = _ROW.fullmatch(line)
         if match is None:
             raise ValueError(f"line {number}: '{line[:40]}' should read 'rank R holds STAGE ...: ACTION ...'")
-        if int(match[1]) != len(rows):
+        if parse_count(match[1]) != len(rows):
             raise ValueError(f"line {number}: rank {match[1]} where rank {len(rows)} should stand")
         row = []
         for place, word in enumerate(match[3].split()):
@@ -198,10 +214,10 @@ def parse(text: str) -> Schedule:
                 row.append(parse_step(word))
             except ValueError as error:
                 raise ValueError(f"line {number}, rank {len(rows)}, action {place}: {error}") from None
-        stages_of_rank.append(tuple(int(s) for s in match[2].split()))
+        stages_of_rank.append(tuple(map(parse_count, match[2].split())))
         rows.append(tuple(row))
     if not rows:
         raise ValueError(f"line {number}: schedule '{head[1]}' has no rows of ranks")
     forward_only = head[4] is not None
-    schedule = Schedule(head[1], int(head[2]), int(head[3]), tuple(stages_of_rank), tuple(rows), forward_only)
+    schedule = Schedule(head[1], n_stages, n_microbatches, tuple(stages_of_rank), tuple(rows), forward_only)
     return schedule.validate()

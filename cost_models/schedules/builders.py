@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .actions import Action, Overlap, Schedule, Step
+from .actions import Action, Overlap, Schedule, Step, check_size
 from .stage_placement import loop_placement, v_placement
 
 
@@ -238,6 +238,7 @@ def _counts(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None
         raise ValueError(
             f"{name} of {n_stages} stages on {n_ranks} ranks with {n_microbatches} microbatches: all must be at least 1"
         )
+    check_size(n_stages, n_microbatches)
 
 
 def one_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:

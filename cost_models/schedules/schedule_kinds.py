@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hardware_profiles.strict import parse_count, shortened
+
 from . import builders
 from .actions import Schedule
 from .stage_placement import loop_placement, v_placement
@@ -198,12 +200,14 @@ def parse_kind(text: str) -> tuple[ScheduleKind, int | None]:
     """
     name, colon, degree = text.partition(":")
     if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule '{name}', known: {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown schedule '{shortened(name)}', known: {', '.join(SCHEDULES)}")
     if not colon:
         return SCHEDULES[name], None
-    if not degree.isdigit():
-        raise ValueError(f"schedule '{text}': '{degree}' is no number of stages a group; write {name}:4")
-    return SCHEDULES[name].at(int(degree)).kind, int(degree)
+    try:
+        number = parse_count(degree)
+    except ValueError as error:
+        raise ValueError(f"schedule '{shortened(text)}': {error} of stages a group; write {name}:4") from None
+    return SCHEDULES[name].at(number).kind, number
 
 
 def fill_of(schedule: str | Fill) -> Fill:

@@ -108,6 +108,27 @@ def only_model():
 
 def not_a_model():
     return {"model": MLP()}, (torch.zeros(8, 12),)
+
+
+class Ends(MLP):
+    def forward(self, x, y):
+        raise SystemExit(0)
+
+
+def ends():
+    raise SystemExit(0)
+
+
+def ends_later():
+    return Ends(), (torch.zeros(8, 12), torch.zeros(8, 12))
+
+
+def scripted():
+    return torch.jit.script(MLP()), (torch.zeros(8, 12), torch.zeros(8, 12))
+
+
+def deep():
+    return nn.Sequential(*[nn.ReLU()] * 5000), (torch.zeros(8, 12),)
 """
 PLAN = "autopar plan models.py:make --cluster dgx-h100 --mesh data=2,tensor=2"
 SIXTEEN = PLAN.replace("dgx-h100", "dgx-h100-x2").replace("data=2,tensor=2", "data=1,tensor=16")
@@ -132,12 +153,16 @@ def files() -> None:
     Path("text.toml").write_text("[[node]\n")
     Path("mine.toml").write_text(CLUSTER + DEVICE.replace("memory_bytes = 80e9\n", ""))
     Path("other.toml").write_text(CLUSTER)
+    Path("format.toml").write_text(
+        CLUSTER + DEVICE.replace("-3e12", "3e12").replace('colour = "green"\n', "").replace("float32 =", "floot32 =")
+    )
     llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4,
              "num_key_value_heads": 4, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64,
              "max_position_embeddings": 128}  # fmt: skip
     configs = {
         "llama": llama, "typeless": {"hidden_size": 64}, "typo": {**llama, "model_type": "lama"},
         "bare": {k: v for k, v in llama.items() if k != "architectures"},
+        "listed": {**llama, "model_type": []}, "numbered": {**llama, "architectures": [5]},
     }  # fmt: skip
     for name, config in configs.items():
         Path(f"{name}.json").write_text(json.dumps(config))
@@ -163,7 +188,7 @@ def on_plan(change: Callable[[dict], object], name: str) -> str:
     document = json.loads(Path(name).read_text())
     change(document)
     Path("edited.json").write_text(json.dumps(document))
-    return cli("autopar show edited.json")
+    return cli("autopar show edited.json --trust")
 
 
 def python(code: str) -> str:
@@ -217,6 +242,8 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("cluster file with a syntax error", "cli", PLAN.replace("dgx-h100", "text.toml")),
         ("device with a missing number, a negative one and an unknown key", "cli", PLAN.replace("dgx-h100", "mine.toml")),
         ("cluster of an unknown device", "cli", PLAN.replace("dgx-h100", "other.toml")),
+        ("more devices than are planned for", "cli", PLAN.replace("dgx-h100", "dgx-h100-x16384")),
+        ("device with a misspelt format", "cli", PLAN.replace("dgx-h100", "format.toml")),
         ("unknown cluster to describe", "cli", "autopar clusters dgx-h100 laptop"),
     ]),
     ("Models", [
@@ -235,6 +262,12 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("config without a model type", "cli", PLAN.replace("models.py:make", "hf:typeless.json")),
         ("config of an unknown model type", "cli", PLAN.replace("models.py:make", "hf:typo.json")),
         ("config without architectures", "cli", PLAN.replace("models.py:make", "hf:bare.json")),
+        ("config whose model type is a list", "cli", PLAN.replace("models.py:make", "hf:listed.json")),
+        ("config whose architecture is a number", "cli", PLAN.replace("models.py:make", "hf:numbered.json")),
+        ("factory that ends the process", "cli", PLAN.replace(":make", ":ends")),
+        ("forward that ends the process", "cli", PLAN.replace(":make", ":ends_later")),
+        ("model of torch.jit", "cli", PLAN.replace(":make", ":scripted")),
+        ("model of too many layers", "cli", PLAN.replace(":make", ":deep")),
         ("sequence longer than the model allows", "cli", PLAN.replace("models.py:make", "hf:llama.json") + " --seq 256"),
     ]),
     ("Capture", [
@@ -252,6 +285,9 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("pin that matches no op", "cli", PLAN + " --pin layers.*.up:tensor=n"),
         ("pin to a factor that the op lacks", "cli", PLAN + " --pin up:tensor=h"),
         ("pin to a factor that has too little", "cli", SIXTEEN + " --pin up:tensor=k"),
+        ("pin that is given twice", "cli", PLAN + " --pin up:tensor=n --pin up:tensor=k"),
+        ("parameter that two options name", "cli", PLAN + " --keep-replicated up.* --pin-param '*.weight=S0,I'"),
+        ("output file that is a model", "cli", PLAN + " -o models.py"),
         ("pattern that matches no parameter", "cli", PLAN + " --keep-replicated *.gamma"),
         ("lifetime that does not exist", "cli", PLAN + " --pin-param 'up.weight=S0,I zig'"),
         ("pin of a parameter without a placement", "cli", PLAN + " --pin-param up.weight"),
@@ -299,6 +335,8 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("several mistakes at once", "put", [(("optimizer",), "lion"), (("stages", 0, "mesh"), "data=2,data=2"), (("colour",), "green")]),
     ]),
     ("Pipelines", [
+        ("a digit that is none for the number of stages", "cli", PIPE.replace("--stages 2", "--stages ²")),
+        ("more microbatches than are simulated", "cli", PIPE.replace("--microbatches 4", "--microbatches 1000000")),
         ("a word for the number of stages", "cli", PIPE.replace("--stages 2", "--stages two")),
         ("more stages than devices", "cli", PIPE.replace("--stages 2 --mesh data=2", "--stages 9")),
         ("stages and a mesh that need more devices", "cli", PIPE.replace("data=2", "data=4")),
@@ -324,6 +362,8 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("pipelined plan of a version that is no more", "text", '{"autopar_pipeline": 7}'),
         ("pipelined plan for another model", "pipe", [(("fingerprint",), "fedcba9876543210")]),
         ("schedule that is none", "pipe", [(("schedule",), ["rank 0 holds 0: 0F0 0B0"])]),
+        ("schedule of a billion microbatches", "pipe", [(("schedule", 0), "schedule 1f1b stages 2 microbatches 1000000000")]),
+        ("number that is larger than any", "pipe", [(("seconds",), 10**70)]),
         ("schedule that lacks an action", "pipe", [(("schedule", 1), "rank 0 holds 0: 0F0 0F1 0B0 0F2 0B1 0F3 0B2")]),
         ("schedule that waits for itself", "pipe", [(("schedule", 1), "rank 0 holds 0: 0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3"), (("schedule", 2), "rank 1 holds 1: 1F3 1B3 1F2 1B2 1F1 1B1 1F0 1B0")]),
         ("schedule of more stages", "pipe", [(("schedule",), ["schedule mine stages 3 microbatches 1", "rank 0 holds 0: 0F0 0B0", "rank 1 holds 1: 1F0 1B0", "rank 2 holds 2: 2F0 2B0"])]),
@@ -335,25 +375,31 @@ TABLE: list[tuple[str, list[tuple[str, str, Any]]]] = [
         ("stage that counts nothing", "pipe", [(("stages", 1, "in_flight"), 0)]),
         ("stage that the plan does not have", "cli", "autopar show pipe.json --stage 2"),
         ("op that is not in the stage", "pipe", [(("stages", 1, "ops", "up:linear"), {"data": "b"})]),
-        ("explaining an op that no stage has", "cli", "autopar explain pipe.json uq"),
-        ("an alternative that the op of a stage lacks", "cli", "autopar explain pipe.json up --instead data=h"),
-        ("an alternative on an axis that the stage lacks", "cli", "autopar explain pipe.json up --instead tensor=n"),
-        ("explaining the cut of the first stage", "cli", "autopar explain pipe.json stage:0"),
-        ("an alternative for a cut", "cli", "autopar explain pipe.json stage:1 --instead data=b"),
-        ("explaining a cut of a plan without pipeline", "cli", "autopar explain plan.json stage:1"),
+        ("explaining an op that no stage has", "cli", "autopar explain pipe.json uq --trust"),
+        ("an alternative that the op of a stage lacks", "cli", "autopar explain pipe.json up --instead data=h --trust"),
+        ("an alternative on an axis that the stage lacks", "cli", "autopar explain pipe.json up --instead tensor=n --trust"),
+        ("explaining the cut of the first stage", "cli", "autopar explain pipe.json stage:0 --trust"),
+        ("an alternative for a cut", "cli", "autopar explain pipe.json stage:1 --instead data=b --trust"),
+        ("explaining a cut of a plan without pipeline", "cli", "autopar explain plan.json stage:1 --trust"),
         ("comparing with a plan that is not there", "cli", "autopar diff pipe.json absent.json"),
         ("simulating a plan that is not there", "cli", "autopar simulate absent.json"),
-        ("timeline into a folder that does not exist", "cli", "autopar simulate pipe.json --trace absent/trace.json"),
+        ("timeline into a folder that does not exist", "cli", "autopar simulate pipe.json --trace absent/trace.json --trust"),
         ("timeline into a file that is none", "cli", "autopar run pipe.json --trace models.py"),
         ("timeline of a plan without pipeline", "cli", "autopar run plan.json --trace trace.json"),
         ("random plans for a pipelined plan", "cli", "autopar verify models.py:make --plan pipe.json --random-plans 3"),
     ]),
     ("Other commands", [
-        ("explaining an op that is not there", "cli", "autopar explain plan.json uq"),
-        ("an alternative that is none", "cli", "autopar explain plan.json up --instead k"),
-        ("an alternative that the op lacks", "cli", "autopar explain plan.json up --instead tensor=h"),
+        ("explaining an op that is not there", "cli", "autopar explain plan.json uq --trust"),
+        ("an alternative that is none", "cli", "autopar explain plan.json up --instead k --trust"),
+        ("an alternative that the op lacks", "cli", "autopar explain plan.json up --instead tensor=h --trust"),
         ("verifying a plan on another mesh", "cli", "autopar verify models.py:make --mesh data=4 --plan plan.json"),
         ("verifying a model without a loss", "cli", "autopar verify models.py:no_loss --mesh data=2"),
+        ("looking at a model that only the plan names", "cli", "autopar check plan.json"),
+        ("page that would be written over a plan", "cli", "autopar report plan.json -o plan.json --trust"),
+        ("negative learning rate", "cli", "autopar run plan.json --lr -1"),
+        ("time-out that is no number", "cli", "autopar run plan.json --timeout nan"),
+        ("device that torch has, and autopar not", "cli", "autopar run plan.json --device tpu"),
+        ("more ranks than one machine runs", "cli", "autopar verify models.py:make --mesh data=4096"),
         ("running no steps", "cli", "autopar run plan.json --steps 0"),
     ]),
     ("Running", [
@@ -385,7 +431,7 @@ def message(kind: str, how: Any) -> str:
         text = one_rank(how)
     elif kind == "text":
         Path("edited.json").write_text(how)
-        text = cli("autopar show edited.json")
+        text = cli("autopar show edited.json --trust")
     else:
 
         def change(document: dict) -> None:

@@ -135,7 +135,7 @@ def test_plan_chooses_a_mesh() -> None:
         "plan", "net.py:make", "-c", "local", "--like", "pp=2,m=2", "-o", "searched.json", "--like-output", "ours.json"
     )
     assert len(json.loads(Path("ours.json").read_text())["stages"]) == 2
-    assert "certified" in autopar("check", "ours.json").lower()
+    assert "certified" in autopar("check", "--trust", "ours.json").lower()
     autopar("plan", "net.py:make", "-c", "local", "--like-output", "ours.json", code=2)
     same = ("-o", "ours.json", "--like-output", "./ours.json")
     autopar("plan", "net.py:make", "-c", "local", "--like", "pp=2,m=2", *same, code=2)
@@ -148,7 +148,7 @@ def test_plan_obeys_pins() -> None:
 
 
 def test_show() -> None:
-    text = autopar("show", "plan.json")
+    text = autopar("show", "--trust", "plan.json")
     for part in ("up:linear", "parameters", "activations", "gap 0.00%"):
         assert part in text
     assert re.search(r"layers\.\d \.\. layers\.2 \(x \d\)", text), "equal layers share a table"
@@ -156,7 +156,7 @@ def test_show() -> None:
 
 def test_show_sums_up() -> None:
     """Seconds of the rows are those of the price."""
-    shown = json.loads(autopar("show", "cut.json", "--json", "--all"))
+    shown = json.loads(autopar("show", "--trust", "cut.json", "--json", "--all"))
     rows = sum(
         b["count"] * sum(o["compute_seconds"] + o["collective_seconds"] for o in b["ops"]) for b in shown["blocks"]
     )
@@ -174,16 +174,16 @@ def test_recompute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     segments = [[f"layers.{i}.norm:layer_norm", f"layers.{i}.mix:linear"] for i in range(3)]
     assert document["stages"][0]["memory"]["recompute"] == segments
     assert document["pins"]["recompute"] == ["layers.*"]
-    text = autopar("show", file)
+    text = autopar("show", "--trust", file)
     assert "recomputed in the backward" in text and "layers.*: recompute" in text
-    shown = json.loads(autopar("show", file, "--json", "--all"))
+    shown = json.loads(autopar("show", "--trust", file, "--json", "--all"))
     rows = sum(
         b["count"] * sum(o["compute_seconds"] + o["collective_seconds"] for o in b["ops"]) for b in shown["blocks"]
     )
     priced = shown["seconds"]["compute"] + shown["seconds"]["activation collectives"]
     assert shown["recompute"]["seconds"] > 0.01 * rows
     assert rows + shown["recompute"]["seconds"] == pytest.approx(priced)
-    assert "recompute" in autopar("diff", "cut.json", file)
+    assert "recompute" in autopar("diff", "--trust", "cut.json", file)
     autopar("plan", "net.py:make", *MESH, "--recompute", "blocks.*", code=2)
     assert "recompute 'blocks.*' matches no module; modules are first, layers" in capsys.readouterr().err
     autopar("plan", "net.py:make", "-c", "local-x2", "--stages", "2", "--recompute", "blocks.*", code=2)
@@ -191,7 +191,7 @@ def test_recompute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_show_code_is_python() -> None:
-    text = autopar("show", "cut.json", "--code")
+    text = autopar("show", "--trust", "cut.json", "--code")
     compile(text, "program.py", "exec")
     assert "collectives." in text
     assert "layers_0_up_weight,  # float32[32 16]" in text
@@ -199,7 +199,7 @@ def test_show_code_is_python() -> None:
 
 def test_show_without_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy("cut.json", tmp_path / "alone.json")
-    text = autopar("show", str(tmp_path / "alone.json"))
+    text = autopar("show", "--trust", str(tmp_path / "alone.json"))
     assert "layers.*.up:linear" in text
     assert "net.py does not exist" in capsys.readouterr().err
     assert json.loads(autopar("show", str(tmp_path / "alone.json"), "--json"))["warning"]
@@ -207,7 +207,7 @@ def test_show_without_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_explain() -> None:
-    found = json.loads(autopar("explain", "plan.json", "layers.1.up", "--instead", "tensor=n", "--json"))
+    found = json.loads(autopar("explain", "--trust", "plan.json", "layers.1.up", "--instead", "tensor=n", "--json"))
     rows = found["ops"][0]["strategies"]
     assert sum(r["chosen"] for r in rows) == 1
     assert [r["seconds"] for r in rows if r["seconds"] is not None] == sorted(
@@ -217,7 +217,7 @@ def test_explain() -> None:
     assert found["instead"]["ops"] == 3  # the op and its copies
     assert found["instead"]["stages"][0]["price"] == {**pinned, "again_bytes": 0}
     assert found["instead"]["seconds"] >= found["instead"]["plan_seconds"]
-    assert "chosen" in autopar("explain", "plan.json", "layers.*.up")
+    assert "chosen" in autopar("explain", "--trust", "plan.json", "layers.*.up")
 
 
 def test_a_plan_remembers_what_was_asked() -> None:
@@ -231,7 +231,7 @@ def test_a_plan_remembers_what_was_asked() -> None:
         "outputs": {"0": "I,I"}, "memory_limit_bytes": 98304, "mesh": "data=2,tensor=2",
     }  # fmt: skip
     assert document["stages"][0]["params"]["first.weight"]["stored"] == "S0,I"
-    text = " ".join(autopar("show", "asked.json").split())
+    text = " ".join(autopar("show", "--trust", "asked.json").split())
     assert "asked for: mesh data=2 x tensor=2; layers.*.down: tensor=k; first.weight: S0,I use; " in text
     assert "input x: S0,R; output 0: I,I;" in text
     assert "at most 96.00 KiB per device" in text
@@ -243,7 +243,7 @@ def test_a_plan_remembers_what_was_asked() -> None:
 
 
 def instead(op: str, wish: str, *more: str) -> dict[str, Any]:
-    return json.loads(autopar("explain", "asked.json", op, "--instead", wish, "--json", *more))["instead"]
+    return json.loads(autopar("explain", "--trust", "asked.json", op, "--instead", wish, "--json", *more))["instead"]
 
 
 @pytest.mark.slow
@@ -254,9 +254,9 @@ def test_a_wish_overrides_a_pin_and_not_the_limit() -> None:
 
 
 def test_check_counts_the_peak() -> None:
-    facts = json.loads(autopar("check", "plan.json", "--json"))
+    facts = json.loads(autopar("check", "--trust", "plan.json", "--json"))
     assert facts["certified"] and facts["peak_bytes"] > facts["stages"][0]["kept_bytes"]
-    assert "most at once: " in autopar("check", "plan.json")
+    assert "most at once: " in autopar("check", "--trust", "plan.json")
 
 
 def test_a_certificate_of_more_than_the_memory_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,16 +264,16 @@ def test_a_certificate_of_more_than_the_memory_limit_says_so(monkeypatch: pytest
     from autopar import certificate
 
     autopar("plan", "net.py:make", *MESH, "--memory-limit", "96KiB", "-o", "tight.json")
-    assert json.loads(autopar("check", "tight.json", "--json"))["certified"]
+    assert json.loads(autopar("check", "--trust", "tight.json", "--json"))["certified"]
     monkeypatch.setattr(certificate, "peak_of", lambda plan, graph: certificate.Peak(98993, "forward: aten.mm"))
-    said = autopar("check", "tight.json", code=1)
+    said = autopar("check", "--trust", "tight.json", code=1)
     assert "96.67 KiB at once (forward: aten.mm), 0.7% more than the memory limit that was asked for, 96.00 KiB" in said
     assert "memory limit of 97619 bytes or less" in said
 
 
 def test_diff() -> None:
-    assert "the same" in autopar("diff", "plan.json", "plan.json")
-    rows = {r["what"]: r for r in json.loads(autopar("diff", "plan.json", "cut.json", "--json"))}
+    assert "the same" in autopar("diff", "--trust", "plan.json", "plan.json")
+    rows = {r["what"]: r for r in json.loads(autopar("diff", "--trust", "plan.json", "cut.json", "--json"))}
     assert rows["op layers.*.up:linear"]["b"].endswith("tensor=n")
     assert "price.seconds" in rows
 
@@ -285,7 +285,7 @@ def test_diff_of_plans_for_different_models(tmp_path: Path) -> None:
     other = json.loads(path.read_text(encoding="utf-8"))
     other["fingerprint"], other["model"] = "0" * 16, {"spec": "other.py:make"}
     path.write_text(json.dumps(other), encoding="utf-8")
-    said = autopar("diff", "plan.json", str(path))
+    said = autopar("diff", "--trust", "plan.json", str(path))
     assert "the plans are for different models; their files are compared entry by entry" in said
     assert " entries: " in said and "{" not in said
 
@@ -370,7 +370,7 @@ def test_losses_that_microbatches_change_are_noted() -> None:
     said = "it is no mean over rows"
     told = autopar(*plan, "--microbatches", "2", "-o", "contrast.json")
     assert said in " ".join(told.split())
-    assert said in " ".join(autopar("show", "contrast.json").split())
+    assert said in " ".join(autopar("show", "--trust", "contrast.json").split())
     result = json.loads(autopar("run", "contrast.json", "--steps", "1", "--json"))
     assert any(said in note for note in result["notes"])
     assert said not in " ".join(autopar(*plan, "--microbatches", "1").split())
@@ -400,7 +400,7 @@ def test_hugging_face_config() -> None:
     made = json.loads(Path("mixed.json").read_text())
     assert "note: precision bf16-mixed, as the config is in bfloat16" in " ".join(mixed.split())
     assert made["pins"]["precision"] == "bf16-mixed" and low["pins"]["precision"] == "bf16-true"
-    assert autopar("check", "mixed.json")
+    assert autopar("check", "--trust", "mixed.json")
 
 
 def test_version() -> None:

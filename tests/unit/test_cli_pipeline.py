@@ -52,36 +52,36 @@ def test_the_file_is_the_same_again(folder: Path) -> None:
 
 
 def test_show(folder: Path) -> None:
-    _, out, _ = autopar("show", folder / "plan.json")
+    _, out, _ = autopar("show", "--trust", folder / "plan.json")
     assert "1B3" in out and "in flight" in out
-    _, out, _ = autopar("show", folder / "plan.json", "--json")
+    _, out, _ = autopar("show", "--trust", folder / "plan.json", "--json")
     facts: dict[str, Any] = json.loads(out)
     assert [s["in_flight"] for s in facts["stages"]] == [2, 1]
     assert facts["transfers"][0]["source"] == 0 and facts["transfers"][0]["forward_seconds"] > 0
-    _, out, _ = autopar("show", folder / "plan.json", "--code")
+    _, out, _ = autopar("show", "--trust", folder / "plan.json", "--code")
     assert out.count("def forward") == 2 and "# stage 1" in out
 
 
 def test_certificate(folder: Path) -> None:
-    code, out, err = autopar("check", folder / "plan.json")
+    code, out, err = autopar("check", "--trust", folder / "plan.json")
     assert code == 0 and "certified" in out, err
-    code, out, _ = autopar("check", folder / "plan.json", "--json")
+    code, out, _ = autopar("check", "--trust", folder / "plan.json", "--json")
     facts = json.loads(out)
     stages, said = facts["stages"], json.loads((folder / "plan.json").read_text())["stages"]
     assert [s["failures"] for s in stages] == [[], []] and all(s["seconds"] > 0 for s in stages)
     fullest = max(sum(n for name, n in s["price"].items() if name.endswith("_bytes")) for s in said)
     assert 0.95 < facts["peak_bytes"] / fullest <= 1.02  # without what is on its way
     with mock.patch("autopar.certificate.peak_of", lambda *_: Peak(2**40, "backward: aten.mm")):
-        code, out, _ = autopar("check", folder / "plan.json")
+        code, out, _ = autopar("check", "--trust", folder / "plan.json")
     assert code == 1 and "1.00 TiB at once (backward: aten.mm)" in out
     with mock.patch("autopar.certificate.recount.optimizer_state_bytes", lambda *_: 1):
-        code, out, _ = autopar("check", folder / "plan.json")
+        code, out, _ = autopar("check", "--trust", folder / "plan.json")
     assert code == 1 and "stage 1: optimizer_bytes: the plan says" in out and "certified" not in out
 
 
 def test_simulate_and_run_write_one_trace(folder: Path) -> None:
     trace = folder / "trace.json"
-    code, out, err = autopar("simulate", folder / "plan.json", "--trace", trace, "--json")
+    code, out, err = autopar("simulate", "--trust", folder / "plan.json", "--trace", trace, "--json")
     assert code == 0, err
     facts = json.loads(out)
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
@@ -100,7 +100,7 @@ def test_simulate_and_run_write_one_trace(folder: Path) -> None:
 
 def test_why_the_cut(folder: Path) -> None:
     """The parts of a step and of a device's memory add up, and are in the tables."""
-    _, out, _ = autopar("show", folder / "plan.json", "--json")
+    _, out, _ = autopar("show", "--trust", folder / "plan.json", "--json")
     facts: dict[str, Any] = json.loads(out)
     step = facts["step"]
     parts = [step[f"{part}_seconds"] for part in ("even", "uneven", "waiting", "once")]
@@ -111,7 +111,7 @@ def test_why_the_cut(folder: Path) -> None:
         assert s["memory_bytes"] == sum(s[f"{part}_bytes"] for part in kept) <= s["limit_bytes"]
         assert s["activation_bytes"] == s["in_flight"] * s["microbatch_bytes"]
     assert facts["pins"]["stages"] == 2 and facts["pins"]["schedules"] == ["1f1b"]
-    _, out, _ = autopar("show", folder / "plan.json")
+    _, out, _ = autopar("show", "--trust", folder / "plan.json")
     for part in ("asked for: 2 groups; schedule 1f1b; 4 microbatches", "slowest: group", "fullest: stage", "2 x "):
         assert part in out
 
@@ -124,13 +124,13 @@ def test_plan_with_cuts(folder: Path) -> None:
     _, out, _ = autopar("plan", folder / "net.py:make", "-c", "local-x2", "--microbatches", 4, "--stages", 2)
     assert "tried:" in out
     _, out, _ = autopar(*words, "--stages", "auto", "-o", folder / "auto.json")
-    _, out, _ = autopar("show", folder / "auto.json")
+    _, out, _ = autopar("show", "--trust", folder / "auto.json")
     assert "next best: " in out
 
 
 def test_explain_an_op(folder: Path) -> None:
     """Its own stage is solved again, and the step simulated with it: that is what planning with the pin gives."""
-    words = ("explain", folder / "wide.json", "layers.0.up", "--instead", "data=n")
+    words = ("explain", "--trust", folder / "wide.json", "layers.0.up", "--instead", "data=n")
     four = ("-c", "local-x4", "--stages", 2, "--microbatches", 4, "--schedule", "1f1b", "--cut", "layers.1")
     autopar("plan", folder / "net.py:make", *four, "--mesh", "data=2", "-o", folder / "wide.json")
     _, out, _ = autopar(*words)
@@ -144,13 +144,14 @@ def test_explain_an_op(folder: Path) -> None:
     pin = ("--mesh", "data=2", "--pin", "layers.0.up:data=n", "-o", folder / "other.json")
     autopar("plan", folder / "net.py:make", *four, *pin)
     assert json.loads((folder / "other.json").read_text())["seconds"] == pytest.approx(found["seconds"], rel=1e-9)
-    _, out, _ = autopar("explain", folder / "other.json", "layers.0.up", "--instead", "data=replicate", "--json")
+    words = ("layers.0.up", "--instead", "data=replicate", "--json")
+    _, out, _ = autopar("explain", "--trust", folder / "other.json", *words)
     assert json.loads(out)["instead"]["seconds"] == pytest.approx(found["plan_seconds"], rel=1e-9), "overrides a pin"
 
 
 def test_explain_a_cut(folder: Path) -> None:
     """What moving it costs is what planning with that cut gives."""
-    code, out, err = autopar("explain", folder / "plan.json", "stage:1", "--json")
+    code, out, err = autopar("explain", "--trust", folder / "plan.json", "stage:1", "--json")
     assert code == 0, err
     cut = json.loads(out)["cut"]
     assert [o["blocks"] for o in cut["instead"]] == [-1, 1] and cut["arriving_bytes"] > 0
@@ -160,16 +161,16 @@ def test_explain_a_cut(folder: Path) -> None:
             _, out, _ = autopar(*words, "--stages", 2, "--cut", other["begins_at"])
             assert json.loads(out)["seconds"] == pytest.approx(other["seconds"], rel=1e-9)
     assert any(o["seconds"] is not None for o in cut["instead"])
-    _, out, _ = autopar("explain", folder / "plan.json", "stage:1")
+    _, out, _ = autopar("explain", "--trust", folder / "plan.json", "stage:1")
     assert f"stage 1 begins at {cut['begins_at']}" in out and "with the cut one block earlier" in out
 
 
 def test_diff(folder: Path) -> None:
     plan = folder / "plan.json"
-    assert "the plans are the same" in autopar("diff", plan, plan)[1]
+    assert "the plans are the same" in autopar("diff", "--trust", plan, plan)[1]
     words = ("plan", folder / "net.py:make", "-c", "local-x2", "--microbatches", 8, "--schedule", "zb-h1")
     autopar(*words, "--stages", 2, "--cut", "layers.0", "-o", folder / "b.json")
-    code, out, err = autopar("diff", plan, folder / "b.json", "--json")
+    code, out, err = autopar("diff", "--trust", plan, folder / "b.json", "--json")
     assert code == 0, err
     rows = {r["what"]: (r["a"], r["b"]) for r in json.loads(out)}
     assert rows["schedule"] == ("1f1b", "zb-h1") and rows["microbatches"] == (4, 8)
@@ -177,10 +178,11 @@ def test_diff(folder: Path) -> None:
     assert rows["price.seconds"][0] == pytest.approx(json.loads(plan.read_text())["seconds"])
     assert "stage 0 memory_bytes" in rows and "stages" not in rows
     autopar("plan", folder / "net.py:make", "-c", "local-x2", "--mesh", "tensor=2", "-o", folder / "mesh2.json")
-    rows = {r["what"]: (r["a"], r["b"]) for r in json.loads(autopar("diff", plan, folder / "mesh2.json", "--json")[1])}
+    _, out, _ = autopar("diff", "--trust", plan, folder / "mesh2.json", "--json")
+    rows = {r["what"]: (r["a"], r["b"]) for r in json.loads(out)}
     assert rows["stages"] == (2, 1) and rows["stage 0 mesh"] == ("data=1", "tensor=2")
     assert rows["price.seconds"][1] == pytest.approx(_seconds(folder / "mesh2.json"))
-    assert "price.bubble_fraction" in autopar("diff", plan, folder / "b.json")[1]
+    assert "price.bubble_fraction" in autopar("diff", "--trust", plan, folder / "b.json")[1]
 
 
 def _seconds(path: Path) -> float:
@@ -195,7 +197,7 @@ def test_a_cluster_file_beside_the_plan(folder: Path) -> None:
     code, _, err = autopar(*words, "--schedule", "1f1b", "-o", folder / "own.json")
     assert code == 0, err
     assert json.loads((folder / "own.json").read_text())["cluster"] == "mine.toml"
-    code, _, err = autopar("simulate", folder / "own.json")
+    code, _, err = autopar("simulate", "--trust", folder / "own.json")
     assert code == 0, err
 
 
@@ -209,7 +211,7 @@ def test_verify(folder: Path) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--stages", "three"], "--stages is 'three'; give a number of groups of devices, or auto"),
+        (["--stages", "three"], "--stages is 'three'; give a number of groups of devices, at most"),
         (["--stages", "3"], "2 devices cannot be cut into 3 groups; use 1 to 2"),
         (["--stages", "2", "--schedule", "fifo"], "no schedule 'fifo'; use gpipe, 1f1b"),
         (["--stages", "2", "--mesh", "data=2"], "2 stages on a mesh of 2 devices each need 4 devices, there are 2"),
@@ -226,7 +228,7 @@ def test_a_plan_of_one_stage(folder: Path) -> None:
     """Every command takes it as it takes plans in stages; a measured timeline is what only these have."""
     other = folder / "mesh.json"
     autopar("plan", folder / "net.py:make", "--cluster", "local-x2", "--mesh", "data=2", "-o", other)
-    code, out, err = autopar("simulate", other, "--json")
+    code, out, err = autopar("simulate", "--trust", other, "--json")
     assert code == 0, err
     facts = json.loads(out)
     assert facts["schedule"] == "none" and facts["bubble_fraction"] == 0.0
@@ -237,10 +239,10 @@ def test_a_plan_of_one_stage(folder: Path) -> None:
 
 def test_show_one_stage(folder: Path) -> None:
     """The ops of a stage, as those of a plan that is not cut are shown."""
-    code, out, err = autopar("show", folder / "plan.json", "--stage", 1, "--json")
+    code, out, err = autopar("show", "--trust", folder / "plan.json", "--stage", 1, "--json")
     assert code == 0, err
     shown, raw = json.loads(out), json.loads((folder / "plan.json").read_text())["stages"][1]
     assert shown["stage"] == 1 and shown["bytes"]["parameters"] == raw["price"]["parameter_bytes"]
     assert sum(row["count"] for row in shown["parameters"]) > 0
-    code, _, err = autopar("show", folder / "plan.json", "--stage", 2)
+    code, _, err = autopar("show", "--trust", folder / "plan.json", "--stage", 2)
     assert code == 2 and "--stage is 2; the plan has 2 stages" in err

@@ -156,7 +156,7 @@ def test_the_command_measures(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     said = [f"{tmp_path / 'moe.py'}:make", "-c", "local-x2", "-m", "expert=2", "--pin", "*:expert_block*:expert=travel"]
     printed = io.StringIO()
-    for words in (["plan", *said, "--expert-load", "measured", "-o", str(out)], ["show", str(out)]):
+    for words in (["plan", *said, "--expert-load", "measured", "-o", str(out)], ["show", str(out), "--trust"]):
         with mock.patch.object(sys, "argv", ["autopar", *words]), pytest.raises(SystemExit) as end:
             with contextlib.redirect_stdout(printed):
                 main()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ from torch import Tensor, nn
 
 from autopar import progress
 from autopar.capture import capture
-from autopar.cli import main
+from autopar.cli import common, main
+from autopar.planner.inter_op.incumbents import Incumbents
+from autopar.planner.inter_op.stage_search import INTERRUPTED
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +87,74 @@ def test_a_command_ends_with_a_line(
     said = capsys.readouterr()
     assert said.err.strip() == "interrupted"
     assert not said.out
+
+
+@pytest.fixture
+def _sigterm_ends_by_default() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "it is as it was before the command"
+    signal.signal(signal.SIGTERM, before)
+
+
+def _planned(folder: Path, monkeypatch: pytest.MonkeyPatch, forward: str) -> int:
+    """The exit code of a search over everything for a model with this line in its forward."""
+    (folder / "net.py").write_text(
+        "import signal, torch\n"
+        "class Net(torch.nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        f"        {forward}\n"
+        "        return super().forward(x).mean()\n"
+        "def make():\n"
+        "    return Net(*[torch.nn.Linear(8, 8) for _ in range(4)]), (torch.zeros(8, 8),)\n"
+    )
+    argv = ["autopar", "plan", f"{folder}/net.py:make", "--cluster", "local-x4", "-o", f"{folder}/plan.json"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.usefixtures("_sigterm_ends_by_default")
+def test_sigterm_ends_a_command_as_ctrl_c_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _planned(tmp_path, monkeypatch, "signal.raise_signal(signal.SIGTERM)") == 128 + signal.SIGTERM
+    assert capsys.readouterr().err.strip() == "terminated" and not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.usefixtures("_sigterm_ends_by_default")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_best_plan_so_far_is_kept(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add, ended = Incumbents.add, []
+
+    def add_and_stop(self: Incumbents, *args: Any, **kwargs: Any) -> float:
+        seconds = add(self, *args, **kwargs)
+        if self.plans and not ended:
+            ended.append(number)
+            signal.raise_signal(number)
+        return seconds
+
+    monkeypatch.setattr(Incumbents, "add", add_and_stop)
+    assert _planned(tmp_path, monkeypatch, "pass") == 0
+    assert ended and any(INTERRUPTED in note for note in json.loads((tmp_path / "plan.json").read_text())["notes"])
+
+
+def test_a_log_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first after seconds, then ever more seldom, and none where there is nothing to say."""
+    now, stream = [0.0], io.StringIO()
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "__stderr__", stream)
+    with common.progress("planning") as say:
+        for second in range(3600):
+            now[0] = float(second)
+            say(f"layout {second}" if second % 2 else "")
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("planning, 3 s: layout 3") and 20 < len(lines) < 80
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with common.progress("planning") as say:
+        say("layout")
+    assert not sys.stderr.getvalue(), "whoever reads the errors of a call gets no lines"  # type: ignore[attr-defined]

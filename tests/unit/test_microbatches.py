@@ -187,7 +187,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert code == 0, err
     parts = json.loads(plan.read_text())["model"]["parts"]
     assert parts in (3, 6) and f"{parts} microbatches" in out
-    code, out, _ = command("show", plan, "--json")
+    code, out, _ = command("show", plan, "--json", "--trust")
     assert code == 0 and json.loads(out)["microbatches"] == parts
     code, out, _ = command("verify", model, "--plan", plan, "--json")
     assert code == 0 and json.loads(out)[0]["worst"] < 1e-9

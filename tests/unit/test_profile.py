@@ -333,7 +333,7 @@ def test_profile_then_plan(tmp_path: Path) -> None:
     assert json.loads(plan.read_text())["cluster"] == "profile.json"
     seconds = json.loads(plan.read_text())["seconds"]
     for what in ("show", "simulate"):
-        code, out, err = command(what, plan, "--json")
+        code, out, err = command(what, plan, "--json", "--trust")
         assert code == 0 and json.loads(out)["seconds"] == pytest.approx(seconds), err
         assert json.loads(out)["profile"]["computed_seconds"] == 0
     code, _, err = command("plan", tmp_path / "net.py:make", "--profile", profile, "--cluster", "local-x4")
@@ -346,8 +346,8 @@ def test_mistakes(tmp_path: Path) -> None:
     for words, said in (
         (("-o", tmp_path / "p.toml"), "ends in .json"),
         (("-o", tmp_path / "no" / "p.json"), "there is no folder"),
-        (("-o", tmp_path / "p.json", "--processes", 3), "it is 1 or 2"),
-        (("-o", tmp_path / "p.json", "--seconds", 0), "both are more than 0"),
+        (("-o", tmp_path / "p.json", "--processes", 3), "--processes is 3; give a number from 1 to 2"),
+        (("-o", tmp_path / "p.json", "--seconds", 0), "--seconds is 0.0; give a number from 0.001"),
         (("-o", tmp_path / "p.json", "--cluster", "dgx-h100"), "name a cluster of this machine's devices"),
         (("-o", tmp_path / "p.json", "--device", "cuda"), "local-x2 has processors"),
     ):

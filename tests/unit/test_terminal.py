@@ -49,7 +49,7 @@ def test_names_of_modules_and_files_are_no_markup(tmp_path: Path, monkeypatch: p
     plan = f"plan {model}:make --cluster local-x2 --mesh data=2 -o plan.json"
     seen = {
         f"inspect {model}:make": "layers.[red].weight", plan: "written to plan.json", "show plan.json": model,
-        "show plan.json --all": "layers.[/bold]", "explain plan.json *linear*": "layers.[red]",
+        "show plan.json --all --trust": "layers.[/bold]", "explain plan.json *linear* --trust": "layers.[red]",
         plan.replace("make", "absent"): model,
     }  # fmt: skip
     for line, expected in seen.items():

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.fx.experimental.proxy_tensor
 
+from autopar.capture.untraceable_modules import check_operators
 from autopar.torch_private import EXPORT_INSIDE, TRACEBACK_OF_NODES, DisableTorchFunction, lazy_graph_modules
 
 
@@ -57,6 +58,7 @@ class _CapturedCalls:
 
     def __init__(self) -> None:
         self._described: dict[tuple[int, int], tuple[CodeType, traceback.FrameSummary]] = {}
+        self._nodes = 0
 
     def extract(self) -> _CapturedCalls:
         """The calls that are open when :meth:`summary` is called."""
@@ -64,6 +66,8 @@ class _CapturedCalls:
 
     def summary(self) -> traceback.StackSummary:
         """The open calls, the outermost first."""
+        self._nodes += 1
+        check_operators(self._nodes)  # a loop that is traced turn by turn may have no end
         calls = []
         frame = sys._getframe(1)
         while frame is not None:

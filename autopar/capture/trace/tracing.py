@@ -53,12 +53,14 @@ from autopar.capture.trace.tensor_hooks import as_in_eager
 from autopar.capture.trace.trace_progress import told
 from autopar.capture.trace.unread_strings import are_hidden, strings_hidden
 from autopar.capture.trace.value_origins import constant_value
+from autopar.capture.untraceable_modules import check_operators
 from autopar.capture.without_values import with_strides
 from autopar.errors import AutoparError, CaptureError
 from autopar.torch_private import (
     EXPORT_BUFFER_HOOK,
     arguments_of_to,
     modules_found_by_name,
+    scripted_functions_run_in_python,
     some_rows,
 )
 from autopar.words.autocasting import autocast_now
@@ -98,6 +100,7 @@ def _like_eager(module: torch.nn.Module) -> Iterator[None]:
         stack.enter_context(with_strides())
         stack.enter_context(strings_hidden(module))
         stack.enter_context(modules_found_by_name())
+        stack.enter_context(scripted_functions_run_in_python())
         yield
 
 
@@ -136,6 +139,7 @@ def export(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     except KeptInside:
         with in_plain_operators():
             exported = _with_repeats(module, args, kwargs) or _export(module, args, kwargs, None)
+    check_operators(len(exported.graph.nodes))
     write_casts(exported, module, autocast_now())
     exported.recording.tell()
     exported.left = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ from autopar.torch_private import (
     unset_fake_temporarily,
 )
 
+MOST_ELEMENTS = 1 << 26
+"""Of a tensor whose value is computed while tracing: half a gigabyte of indices."""
+
 
 def constant_value(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
     """``read(value)`` of a traced tensor that depends on no input, parameter, buffer or random number; None for any
-    other."""
+    other, and for one that is too large to be computed while tracing."""
     asked, proxy_mode = node_of(tensor), get_proxy_mode()
     if asked is None or proxy_mode is None:
         return None
@@ -40,6 +44,9 @@ def constant_value(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: 
             if "device" in k:
                 k["device"] = torch.device("cpu")
             assert callable(node.target)  # an operator, or the choice of one of its results
+            shape = getattr(node.meta.get("val"), "shape", ())
+            if prod(shape) > MOST_ELEMENTS:
+                raise LookupError
             values[node] = node.target(*a, **k)
         return values[asked]
 

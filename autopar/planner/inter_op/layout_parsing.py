@@ -21,11 +21,12 @@ from math import lcm
 from autopar.errors import PlanError, closest
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.simulating.order import check_name
-from autopar.plans.wishes import MOST
 from autopar.rules.experts.expert_block import BLOCK, TRAVEL
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
+from cost_models.schedules.actions import check_size
+from hardware_profiles.strict import Unreadable, parse_count, shortened
 
 AXES = {"dp": "data", "tp": "tensor", "cp": "context"}
 EXPERT_AXIS = "expert"
@@ -85,6 +86,10 @@ class Layout:
         if count < 1 or rows % count or (self.microbatches is None and rows % each):
             asked = f"m={count}" if self.microbatches else f"dp={self.sizes['dp']} with mbs={self.rows}"
             raise PlanError(f"--like {self.text}: a batch of {rows} rows cannot be cut by {asked}; use what divides it")
+        try:
+            check_size(self.groups, count)
+        except ValueError as error:
+            raise PlanError(f"--like {self.text}: {error}; mbs=2 and more make fewer microbatches") from None
         return count
 
     def asked(self, graph: Graph, base: PipelineOptions, n_devices: int, rows: int) -> PipelineOptions:
@@ -141,9 +146,15 @@ def parse_layout(text: str) -> Layout:
         if word in numbers or word in others or word in free:
             raise PlanError(f"--like {text}: '{word}' stands there twice")
         if word in NUMBERS:
-            if not value.isdigit() or not 1 <= int(value) <= MOST:
-                raise PlanError(f"--like {text}: {word} is '{value}'; give a whole number of 1 or more: {word}=8")
-            numbers[word] = int(value)
+            try:
+                numbers[word] = parse_count(value)
+            except Unreadable:
+                numbers[word] = 0
+            if not numbers[word]:
+                raise PlanError(
+                    f"--like {shortened(text)}: {word} is '{shortened(value)}'; give a whole number of 1 or more: "
+                    f"{word}=8"
+                )
         elif (word == "sp" and not equals) or (word == "zero" and value in ("0", "1", "2", "3")):
             free.append(part.strip())
         elif word in ("zero", "sp"):

@@ -40,7 +40,7 @@ from autopar.report.page.seconds_spent import (
 from autopar.report.page.tradeoff import alternatives_section
 from autopar.report.stages import share_filled, stage_rows
 from autopar.words.graph import Graph
-from autopar.words.texts import show_bytes, show_seconds
+from autopar.words.texts import printable, show_bytes, show_seconds
 from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 from hardware_profiles.strict import read_text
@@ -81,7 +81,7 @@ def html_page(subject: Subject) -> str:
     layout = layout_row("", plan, timeline, subject.graph, cluster)
     links = link_kinds(subject.graphs, plan, cluster, of_stages)
     style, script = _text("page.css"), _text("page.js")
-    return _template().render(
+    page = _template().render(
         name=subject.name, plan=plan, cluster=cluster, style=Markup(style), script=Markup(script),
         style_hash=_hash(style), script_hash=_hash(script),
         numbers=_numbers(subject, layout), pins=pin_words(plan.pins),
@@ -94,6 +94,7 @@ def html_page(subject: Subject) -> str:
         abstract=bool(cluster.abstract),
         alternatives=alternatives_section(subject.alternatives) if len(subject.alternatives) > 1 else None,
     )  # fmt: skip
+    return printable(page)  # HTML has no way to write an escape character, and an editor or terminal would obey it
 
 
 def _numbers(subject: Subject, layout: LayoutRow) -> list[tuple[str, str, str, Any]]:

@@ -119,7 +119,8 @@ def _child(fn: Callable[[], Any], reader: int, writer: int) -> None:
 
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for ending in (signal.SIGINT, signal.SIGTERM):  # the caller hears them, and ends this process
+            signal.signal(ending, signal.SIG_IGN)
         os.close(reader)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):

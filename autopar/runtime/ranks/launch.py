@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -74,7 +75,7 @@ def run_local(
     """
     if n < 1:
         raise RunError(f"cannot start {n} ranks; give 1 or more")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _loopback_store()
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(threads),
@@ -107,6 +108,19 @@ def run_local(
         for pipe in pipes:
             pipe.close()
         del store
+
+
+def _loopback_store() -> dist.TCPStore:
+    """A store that only processes of this machine reach; torch's own socket listens on all interfaces.
+
+    Whoever can write into the store of a process group can have its ranks connect elsewhere.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1024)
+        port = listening.getsockname()[1]
+        descriptor = listening.detach()  # the store's from now on
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def backend_of(device: str) -> str:

@@ -1,0 +1,118 @@
+"""Files that commands write: never over a file of another kind without ``--force``, and through no link.
+
+A name on the command line is easily one too many: ``-o models.py`` for ``-o plan.json``, a plan for its page. What is
+there is written over where it is what the command writes anyway, so that a plan can be made again under its name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli.common import UsageError
+from hardware_profiles.strict import Unreadable, read_text
+
+Force = Annotated[bool, typer.Option("--force", help="Write the output even over a file of another kind, or a link.")]
+
+
+@dataclass(frozen=True)
+class OutputKind:
+    """What a command writes.
+
+    Attributes:
+        name: with its article, for messages.
+        recognizes: whether a text is of this kind; a plan that was edited, and has a mistake, still is one.
+    """
+
+    name: str
+    recognizes: Callable[[str], object]
+
+
+def _json_with(key: str) -> Callable[[str], object]:
+    return re.compile(rf'\s*\{{.*"{key}"\s*:', re.DOTALL).match
+
+
+PLAN = OutputKind("a plan", _json_with("autopar_(?:plan|pipeline)"))
+PROFILE = OutputKind("a profile", _json_with("autopar_profile"))
+PAGE = OutputKind("a page of autopar report", re.compile("<!doctype html>.*: an autopar plan</title>", re.DOTALL).match)
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file that a command will write.
+
+    Attributes:
+        option: which names it, for messages.
+        force: whatever is there is written over; a link is replaced by the file.
+    """
+
+    path: Path
+    kind: OutputKind
+    option: str
+    force: bool = False
+
+    def check(self) -> None:
+        """Refuse a path that could not be written, or must not be, before anything takes its time.
+
+        Raises:
+            UsageError: there is no such folder; it is a folder, a link, or a file of another kind.
+        """
+        said = f"{self.option} is {self.path}"
+        try:
+            has_folder = self.path.parent.is_dir()
+            mode = self.path.lstat().st_mode if os.path.lexists(self.path) else None
+        except (OSError, ValueError) as error:  # too long, not permitted, a NUL
+            raise UsageError(f"{said}: {getattr(error, 'strerror', None) or error}; choose another file") from None
+        if not has_folder:
+            raise UsageError(f"{said}, and there is no folder {self.path.parent}; make it first, or choose another")
+        if mode is None:
+            return
+        if stat.S_ISDIR(mode):
+            raise UsageError(f"{said}, which is a folder; give a file in it")
+        if self.force:
+            return
+        if stat.S_ISLNK(mode):
+            raise UsageError(
+                f"{said}, a link to {os.readlink(self.path)}; links are not followed: give the file itself, or --force "
+                "to put a file in the link's place"
+            )
+        if stat.S_ISREG(mode) and not self._is_of_kind():
+            raise UsageError(
+                f"{said}, which is there and is not {self.kind.name}; give another name, or --force to write over it"
+            )
+
+    def _is_of_kind(self) -> bool:
+        """Whether the file that is there is of this kind; an empty one may become anything."""
+        try:
+            text = read_text(self.path)
+        except Unreadable:
+            return False
+        return not text or bool(self.kind.recognizes(text))
+
+    def write(self, text: str) -> None:
+        """Write the file; what is there by now is checked once more.
+
+        Raises:
+            UsageError: it cannot be written, or must not be.
+        """
+        self.check()
+        try:
+            if self.force and self.path.is_symlink():
+                self.path.unlink()
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write {self.kind.name} to {self.path}: {error.strerror}; choose another file"
+            ) from None
+
+
+__all__ = ["PAGE", "PLAN", "PROFILE", "Force", "OutputFile", "OutputKind"]
