@@ -17,6 +17,7 @@ import torch
 from autopar.capture.batch_factor import FollowedRows, Scaling, Trouble, followed, inputs_with_rows, is_of_model
 from autopar.capture.batch_totals import with_totals
 from autopar.capture.microbatches import as_whole, first_part, have_rows, leaves_of_call, rows_of
+from autopar.capture.rows_of_draws import with_rows_of_draws
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph, Ref
@@ -48,7 +49,8 @@ class InParts:
 
     def of(self, captured: Any) -> Any:
         """A captured microbatch with its inputs that are computed ahead of a step."""
-        graph: Graph = captured.graph
+        graph: Graph = with_rows_of_draws(captured.graph, _rows_among(captured, self.whole))
+        captured = replace(captured, graph=graph)
         if not self.of_several or graph.loss is None:
             return replace(captured, example=replace(captured.example, in_parts=self))
         found = self.found

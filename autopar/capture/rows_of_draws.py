@@ -11,10 +11,11 @@ from the inputs is drawn for the row, and so is what is drawn with a first dim o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+from autopar.capture.batch_factor import inputs_with_rows, may_have_rows
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.terms import Term
@@ -31,14 +32,21 @@ _PERMUTATION = "aten.randperm.default"
 """Draws each element from all others: rows of one microbatch are not exchanged with those of another."""
 
 
-def with_rows_of_draws(graph: Graph) -> Graph:
-    """The graph, of which each random operator says where the rows of the batch are (``Node.rows``)."""
+def with_rows_of_draws(graph: Graph, with_rows: Collection[int] | None = None) -> Graph:
+    """Have each random operator of a graph say where the rows of the batch are (``Node.rows``).
+
+    Args:
+        with_rows: the inputs that have rows, by node number, where they are known; else they are found.
+    """
     rules = rules_of(graph, graph.alike)
     draws = [i for i, rule in enumerate(rules) if rule is not None and rule.random]
-    rows = _rows_of_batch(graph)
+    rows = _rows_of_batch(graph, with_rows)
     if not draws or rows is None:
         return graph
-    dims = _dims(graph, rules, rows)
+    if with_rows is None:
+        among = may_have_rows(graph, rows)
+        with_rows = inputs_with_rows(graph, rows).rows if len(among) > 1 else among
+    dims = _dims(graph, rules, rows, with_rows)
     nodes = list(graph.nodes)
     for i in draws:
         nodes[i] = replace(nodes[i], rows=_rows_of(graph, i, dims.get(Ref(i), ()), rows))
@@ -49,9 +57,9 @@ def with_rows_of_draws(graph: Graph) -> Graph:
     return with_rows
 
 
-def _rows_of_batch(graph: Graph) -> int | None:
-    """The first dim of the first input that has one."""
-    shapes = (node.out.shape for _, node in graph.of_kind("input"))
+def _rows_of_batch(graph: Graph, with_rows: Collection[int] | None) -> int | None:
+    """The first dim of the first input that has one, among those with rows."""
+    shapes = (node.out.shape for i, node in graph.of_kind("input") if with_rows is None or i in with_rows)
     return next((shape[0] for shape in shapes if shape and shape[0]), None)
 
 
@@ -90,8 +98,10 @@ def _reads_state(graph: Graph, i: int) -> bool:
     return False
 
 
-def _dims(graph: Graph, rules: Sequence[Rule | None], rows: int) -> dict[Ref, list[_Digits | None]]:
-    """How each dim of each tensor counts; None where it is not known."""
+def _dims(
+    graph: Graph, rules: Sequence[Rule | None], rows: int, with_rows: Collection[int]
+) -> dict[Ref, list[_Digits | None]]:
+    """How each dim of each tensor counts; None where it is not known. ``with_rows`` are the inputs that have rows."""
     dims: dict[Ref, list[_Digits | None]] = {}
     for i, node in enumerate(graph.nodes):
         for out, spec in enumerate(node.outs):
@@ -100,7 +110,7 @@ def _dims(graph: Graph, rules: Sequence[Rule | None], rows: int) -> dict[Ref, li
             known: list[_Digits | None] = [None] * len(spec.shape)
             if node.kind != "op":
                 known = [_WITHOUT] * len(spec.shape)
-                if node.kind == "input" and spec.shape[:1] == (rows,) and rows > 1:
+                if i in with_rows and rows > 1:
                     known[0] = (1, rows, 1)
             dims[Ref(i, out)] = known
     order = [(node, rule, i) for i, (node, rule) in enumerate(zip(graph.nodes, rules, strict=True)) if rule is not None]

@@ -119,3 +119,26 @@ def test_a_row_inside_of_a_dim(shape: tuple[int, ...]) -> None:
     together = torch.cat([part.unflatten(d, (2, 2, 3)) for part in parts], d + 1).flatten(d, d + 2)
     assert torch.equal(together, whole)
     assert 0.2 < whole.double().mean() < 0.8
+
+
+class BesideATable(nn.Module):
+    """Drops elements of a table that is as long as the batch: its rows are not those of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:  # [b 4], [t 4] -> []
+        return (self.dropout(self.linear(x)) @ self.dropout(table).t()).square().mean()
+
+
+def test_a_table_as_long_as_the_batch_is_drawn_for_once() -> None:
+    torch.manual_seed(1)
+    batch = tuple(torch.randn(8, 4, dtype=torch.float64) for _ in range(2))
+    losses = []
+    for microbatches in (1, 2, 4):
+        torch.manual_seed(0)
+        pm = autopar.parallelize(BesideATable().double(), 1, batch, microbatches=microbatches)
+        torch.manual_seed(5)
+        losses.append(float(pm.train_step(*batch)))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
