@@ -76,3 +76,14 @@ def test_experts_of_other_ranks_are_not_counted() -> None:
     report = check(plan.stages[0], captured.graph, cluster)
     assert report.ok, report.failures
     assert report.price.compute_seconds == pytest.approx(plan.stages[0].price.compute_seconds, rel=1e-3)
+
+
+def test_widths_that_the_grouped_product_of_gpus_takes() -> None:
+    """It reads 16 bytes at once: eight elements of bfloat16, in rows or in columns."""
+    from autopar.rules.experts.experts import _is_aligned
+
+    for shape, fits in (((4, 16), True), ((4, 12), False), ((3, 8, 24), True), ((3, 8, 20), False)):
+        matrix = torch.zeros(shape, dtype=torch.bfloat16)
+        assert _is_aligned(matrix) == fits, shape
+    assert _is_aligned(torch.zeros(16, 5, dtype=torch.bfloat16).t()) is False
+    assert _is_aligned(torch.zeros(5, 16, dtype=torch.bfloat16).t()) is True
