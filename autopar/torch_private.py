@@ -461,6 +461,7 @@ def reached(node: Any) -> bool:
 
 
 _attempt = ""
+"""What the ranks of this world call their attempt."""
 
 
 def uses_store_of_agent() -> bool:

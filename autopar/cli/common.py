@@ -177,6 +177,8 @@ def where_to_run(asked: str, processes: int) -> tuple[str, str]:
     """
     import torch
 
+    if asked not in ("cpu", "cuda", "auto"):
+        raise UsageError(f"--device is {asked}; it is cpu, cuda or auto")
     check_ranks_here(processes)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and gpus < processes:

@@ -86,13 +86,16 @@ def on(device: str, model: nn.Module, batch: Batch, options: Mapping[str, Any], 
     """
     real = all_ranks.spread
 
-    def spread(model: nn.Module, captured: Any, plan: Any, group: Any, *, device_mesh: Any, init: Any) -> Any:
+    def spread(
+        model: nn.Module, captured: Any, plan: Any, group: Any, *, device_mesh: Any, init: Any, random: str
+    ) -> Any:
         if device == NAME:
             stack.enter_context(Accelerator())
         if device_mesh is not None:
             names, shape = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.shape)
             device_mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-        return real(copy.deepcopy(model).to(device), captured, plan, group, device_mesh=device_mesh, init=init)
+        there = copy.deepcopy(model).to(device)
+        return real(there, captured, plan, group, device_mesh=device_mesh, init=init, random=random)
 
     where = 2 if "stages" in options else init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
     with mock.patch.object(all_ranks, "spread", spread):

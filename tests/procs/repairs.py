@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from autopar.errors import RunError
 from autopar.runtime.parameters.dtensor_fixes import REPAIRS, correct
+from autopar.runtime.parameters.mixed import mix_on
 
 RIGHT = "right"
 
@@ -82,6 +84,14 @@ def addresses(mesh: DeviceMesh, n: int) -> bool:
     return first.data_ptr() != second.data_ptr()
 
 
+def files(mesh: DeviceMesh, n: int) -> bool:
+    mix_on(mesh)  # as on those of parallel modules
+    file = io.BytesIO()
+    torch.save(distribute_tensor(_values(n), mesh, [Replicate()]), file)
+    file.seek(0)
+    return type(torch.load(file, weights_only=False)) is torch.Tensor
+
+
 def data(mesh: DeviceMesh, n: int) -> bool:
     mine = _piece(mesh, _values(n))
     mine.data = _piece(mesh, 5 * _values(n))
@@ -93,7 +103,7 @@ CASES: dict[str, tuple[Callable[[DeviceMesh, int], bool], bool]] = {
     "collectives": (collectives, True), "collectives of lists": (collectives_of_lists, False),
     "sums of norms": (sums_of_norms, True), "any": (anys, True), "reductions over no dims": (no_dims, True),
     "formats": (formats, True), "tolist": (tolist, True), "numpy": (numpy, True), "addresses": (addresses, True),
-    "assignments to data": (data, True),
+    "files": (files, True), "assignments to data": (data, True),
 }  # fmt: skip
 """By repair, its case, and whether the case may be run without the repair: a collective would read missing memory."""
 

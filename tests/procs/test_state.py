@@ -142,7 +142,7 @@ def _children(parent: int) -> list[int]:
         ),
         ("train", r"RunError: this program was captured in eval mode; for training mode call model.train\(\)"),
         ("half", r"RunError: the program was made for cpu and its dtypes"),
-        ("uneven microbatches", r"RunError: train_step: inputs must be the same number of times as long"),
+        ("uneven microbatches", r"RunError: input args\[0\] has 4 rows and input args\[1\] 6, and both have the rows"),
         ("wrong microbatches", r"RunError: train_step: inputs must be 3 times as long[^;]*; found args\[0\]: 2"),
         ("too few ranks", r"MeshError: the plan is for 2 ranks \(data=2\), 1 is running; start them with torchrun"),
     ],

@@ -864,14 +864,6 @@ class GradientThroughAFunction(Net):
         return force.pow(2).mean()
 
 
-@refused(r"cannot capture torch.autograd.grad inside a forward: .* needs a value of shape \[4, 8\] that an operator")
-class GradientThroughDropout(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        (force,) = torch.autograd.grad(self.b(F.dropout(self.a(x).tanh(), 0.5)).sum(), x, create_graph=True)
-        return force.pow(2).mean()
-
-
 @refused(r"cannot capture backward\(\) inside a forward in '<model>' at test_gradients.py:\d+")
 class BackwardInside(Net):
     def between(self, h: Tensor) -> Tensor:

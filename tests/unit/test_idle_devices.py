@@ -147,5 +147,5 @@ def test_some_devices_of_a_cluster(tmp_path: Path) -> None:
         load_cluster("dgx-h100@0,8")
     with pytest.raises(ProfileError, match="each device once"):
         load_cluster("dgx-h100@0,0-1")
-    with pytest.raises(ProfileError, match="no cluster has ranks 0-99999999999"):
+    with pytest.raises(ProfileError, match="99999999999 is larger than"):
         load_cluster("dgx-h100@0-99999999999")

@@ -25,6 +25,10 @@ ALLOWED = {
     # once, when a module or its groups are made
     "runtime/stages/compiled_order.py": {"__init__"},
     "runtime/ranks/groups.py": {"*"},
+    # an order of rows, on the CPU
+    "runtime/batches/row_sampler.py": {"_order"},
+    # Python's own generators draw on the CPU, by a seed that may be a tensor's
+    "rules/families/seeded_number.py": {"number_drawn", "_seeded_number"},
     "runtime/ranks/agree.py": {"*"},
     # a branch on data that went another way: read when it has come
     "runtime/stages/async_host_reads.py": {"sent"},

@@ -324,7 +324,7 @@ def test_profile_then_plan(tmp_path: Path) -> None:
     )
     assert code == 0, err
     said = json.loads(out)
-    assert said["ops"] == 5 and said["kinds"]["matmul"]["ops"] == 3 and said["provenance"]["processes"] == 2
+    assert said["ops"] == 6 and said["kinds"]["matmul"]["ops"] == 3 and said["provenance"]["processes"] == 2
     assert dumps(json.loads(profile.read_text())) == profile.read_text()
     words = ("--stages", 2, "--microbatches", 2, "--schedule", "1f1b", "-o", plan)
     code, out, err = command("plan", tmp_path / "net.py:make", "--cluster", profile, *words)

@@ -16,7 +16,7 @@ from autopar.capture.microbatches import attention_between_rows, taken_of_batch
 from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
 from autopar.comparison import program_vs_eager as V
 from autopar.comparison.parts_of_loss import difference_by_parts
-from autopar.errors import CaptureError, PlanError
+from autopar.errors import CaptureError
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.plan_notes import notes_on
 from autopar.words.meshes import Mesh
@@ -181,23 +181,6 @@ def test_rows_that_go_together_with_heads_are_followed(rows_first: bool, length:
 
     graph = capture(Model(), (torch.randn(8, length, 16),)).graph
     assert attention_between_rows(graph) == ([] if rows_first else ["layer.self_attn"])
-
-
-def test_a_ring_over_an_odd_length_says_why_not() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project = nn.Linear(8, 24)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
-
-    graph = capture(Model(), (torch.randn(2, 7, 8),)).graph
-    cluster = load_cluster("local-x2")
-    options = Options(constraints={"*:scaled_dot*": {"data": "ring"}})
-    with pytest.raises(PlanError, match=r"has factor 'ring' \(its sequence has 7 places, and a causal ring cuts two"):
-        plan_graph(graph, cluster, Mesh.of(data=2), options)
 
 
 def test_masks_are_booleans_and_told_of_where_they_are_large() -> None:

@@ -40,12 +40,14 @@ class RowSampler(DistributedSampler[Any]):
         self._began = self._drawn = 0
         self._loads: Any = None
         """The iterator of the loader that draws here, if it has workers, which ask for rows ahead."""
+        self._at_load: torch.Tensor | None = None
+        """The state of torch's generator from which the iteration goes on that a checkpoint was in."""
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of this epoch; of the one that a checkpoint was in, it goes on where that ended."""
         if epoch != self.epoch:
             self._begins = self._began = self._drawn = 0
-            self._loads = None
+            self._loads = self._at_load = None
         super().set_epoch(epoch)
 
     def _order(self, begin: int) -> list[int]:
@@ -66,9 +68,30 @@ class RowSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         begin, self._begins = self._begins, 0
         self._began, self._drawn = begin, 0
+        self._undraw_seed_of_loader()
         loads = caller_that_loads()
         self._loads = loads if loads is not None and loads._num_workers else None
         return self._rows(self._order(begin))
+
+    def _undraw_seed_of_loader(self) -> None:
+        """Put torch's generator back to where a checkpoint had it, if a loader's own seed is all that was drawn since.
+
+        A ``DataLoader`` draws a seed for its workers where an iteration begins. The iteration that a checkpoint was in
+        had begun before it was saved, so the run that goes on would draw once more, and have other noise from there on.
+        """
+        before, self._at_load = self._at_load, None
+        if before is None:
+            return
+        generator = torch.Generator()
+        generator.set_state(before)
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        if torch.equal(generator.get_state(), torch.get_rng_state()):
+            torch.set_rng_state(before)
+
+    def goes_on_from_here(self) -> None:
+        """Remember that the generators are as the checkpoint has them, whose position was loaded before."""
+        if self._at_load is not None:
+            self._at_load = torch.get_rng_state()
 
     def _rows(self, order: list[int]) -> Iterator[int]:
         batch = self.together * self.num_replicas
@@ -117,7 +140,7 @@ class RowSampler(DistributedSampler[Any]):
                 )
         self.epoch, self._begins = int(state["epoch"]), int(state["rows"])
         self._began = self._drawn = 0
-        self._loads = None
+        self._loads, self._at_load = None, torch.get_rng_state()
 
 
 class Samplers:
@@ -150,6 +173,12 @@ class Samplers:
         for ref, of_one in zip(self.made, self.loaded, strict=False):
             if (sampler := ref()) is not None and of_one is not None:
                 sampler.load_state_dict(of_one)
+
+    def go_on_from_here(self) -> None:
+        """Call :meth:`RowSampler.goes_on_from_here` of each, when a checkpoint is loaded."""
+        for ref in self.made:
+            if (sampler := ref()) is not None:
+                sampler.goes_on_from_here()
 
 
 __all__ = ["RowSampler", "Samplers"]

@@ -31,6 +31,7 @@ from autopar.runtime.ranks.ended import ended, say
 from autopar.runtime.ranks.store_meeting import looks, received, sent
 from autopar.runtime.ranks.threads import before_end
 from autopar.torch_private import default_store, default_timeout_seconds
+from hardware_profiles.strict import parse_json
 
 LOST_STATUS = 1
 """Exit status of a script that ended without :meth:`Saving.join`, and whose save could not be written."""
@@ -103,7 +104,7 @@ class Saving:
                 with contextlib.suppress(dist.DistError, RuntimeError):  # the process group may have been ended
                     how_ended = ended([self.ranks[rank]]).get(self.ranks[rank], "")
             if (text := received(self.store, str(rank))) is not None:
-                told = json.loads(text)
+                told = parse_json(text)
                 return results_of_rows(told["results"]), {name: Sum(*sum_) for name, sum_ in told["sums"].items()}
             if self.store.check(["failed"]):
                 raise RunError(self.store.get("failed").decode())

@@ -41,6 +41,7 @@ from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.parallel_state_dict import EXTRA
 from autopar.runtime.batches.own_rows import samplers_of
+from autopar.runtime.batches.row_sampler import Samplers
 from autopar.runtime.checkpoints.durable_files import Sum, summed
 from autopar.runtime.checkpoints.folder_owner import OWNER, Ownership, own
 from autopar.runtime.checkpoints.generator_states import generators, set_generators
@@ -359,6 +360,8 @@ class Checkpoint:
                         value.load_state_dict(of_rank["others"][name])
                 if self.random_state and "random" in of_rank:
                     set_generators(of_rank["random"])
+                if isinstance(samplers := self.others.get(SAMPLERS), Samplers):
+                    samplers.go_on_from_here()
         except BaseException as error:
             lost = before.put_back()
             if lost and isinstance(error, RunError):

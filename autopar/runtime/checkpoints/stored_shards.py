@@ -67,7 +67,8 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        metadata = _Names(io.BytesIO(path.read_bytes())).load()
+        with path.open("rb") as file:
+            metadata = _Names(file).load()
     except OSError:
         raise
     except Exception as error:  # of bytes that are no pickle anything may come

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from autopar.errors import InfeasibleError, MeshError, PlanError
+from hardware_profiles.strict import read_text
 
 FOLDER = "AUTOPAR_ELASTIC_FOLDER"
 SAVED, REFUSED = "saved", "refused"
@@ -32,7 +33,7 @@ def tell_agent(name: str, text: str) -> None:
 def heard(folder: Path, name: str) -> str | None:
     """What some rank has said; None if nothing."""
     path = folder / name
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    return read_text(path) if path.exists() else None
 
 
 def tell_of_refusal() -> None:
