@@ -335,4 +335,4 @@ def members_of_other_groups(folder: str) -> tuple[float, list[str]]:
         group = group_of_members([0, 1, 2], "gloo")
         dist.all_reduce(number, group=group)
         dist.destroy_process_group(group)
-    return number.item(), sorted(path.name for path in Path(folder).iterdir())
+    return number.item(), sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith("."))

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from accelerator import NAME, Accelerator, register
 from emulated_nccl import BACKEND
 from procs import cases, pipelines
-from procs.cases import cut
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 from zoo import ZOO, Case, loss_of
@@ -100,7 +99,7 @@ def planned(config: Config) -> tuple[Any, Any, Any]:
     """A model of the zoo, what is captured of it, and its plan."""
     torch.manual_seed(0)
     case = ANY[config.name](**config.zoo)
-    captured = capture(case.model, *cut(case.batch, config.microbatches, 0))
+    captured = pipelines.part_of(case, config.microbatches)
     if isinstance(config, pipelines.Config):
         return case, captured, pipelines.make_plan(captured, config)
     return case, captured, cases.make_plan(captured, config)

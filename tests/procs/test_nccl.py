@@ -125,7 +125,7 @@ def test_a_mesh_of_a_part_of_the_world_leaves_the_count_of_groups_alone() -> Non
 
 def test_members_that_are_in_different_numbers_of_groups_find_each_other(tmp_path: Path) -> None:
     """torch names such a group by how many its members are in: where these are not as many, it is made for ever."""
-    assert run_local(members_of_other_groups, 3, str(tmp_path), timeout=60) == [(9.0, [".owner", "step-00000001"])] * 3
+    assert run_local(members_of_other_groups, 3, str(tmp_path), timeout=60) == [(9.0, ["step-00000001"])] * 3
 
 
 def sweep(name: str, meshes: tuple[Mesh, ...]) -> list[Config]:

@@ -22,6 +22,7 @@ from autopar.errors import RunError
 from autopar.rules.families.sharded_random import seed_at
 from autopar.rules.families.torch_draws import TorchDraws, draws_in_order
 from autopar.runtime.ranks.agree import seeded_alike
+from autopar.torch_private import no_dispatch_modes
 from autopar.words.graph import Graph
 
 _LIMIT = 1 << 62
@@ -30,8 +31,9 @@ MODES = ("sharded", "torch")
 
 
 def next_seed() -> int:
-    """Take a seed from torch's default generator."""
-    return int(torch.randint(_LIMIT, (), dtype=torch.int64, device="cpu"))
+    """Take a seed from torch's default generator, on the CPU; modes that watch what a model computes do not see it."""
+    with no_dispatch_modes():
+        return int(torch.randint(_LIMIT, (), dtype=torch.int64, device="cpu"))
 
 
 def coming_seed() -> int:
