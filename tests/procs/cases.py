@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from zoo import ZOO, Case, as_float64, loss_of
@@ -229,6 +230,27 @@ def model_differs() -> str:
     case = ZOO["mlp"](layers=6 if dist.get_rank() == 0 else 4)
     try:
         autopar.parallelize(case.model, dist.get_world_size(), case.args)
+    except autopar.CaptureError as error:
+        return str(error)
+    return "no error"
+
+
+class Selected(nn.Module):
+    """A loss of the rows that have a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.linear(x)[y != -100], y[y != -100])
+
+
+def rows_differ() -> str:
+    """Ranks whose own batches have other numbers of labels, on which sizes depend."""
+    y = torch.tensor([0, 1, 2, -100 if dist.get_rank() == 0 else 1])
+    try:
+        autopar.parallelize(Selected(), dist.get_world_size(), (torch.ones(4, 4), y), batch="local")
     except autopar.CaptureError as error:
         return str(error)
     return "no error"

@@ -40,7 +40,8 @@ def two(path: str) -> list[dict[str, Any]]:
     return run_local(several, 2, "cases", {
         "meta": ("meta_state", "gpt2", TWO, 2), "losses": ("losses", *DROPOUT, TWO, 7),
         "save": ("save", path, "gpt2", TWO, 4), "round trip": ("full_round_trip", "gpt2", TWO, 4),
-        "infeasible": ("plan_fails_on_rank_0",), "differs": ("model_differs",), "build": ("build_fails_on_rank_1",),
+        "infeasible": ("plan_fails_on_rank_0",), "differs": ("model_differs",),
+        "rows differ": ("rows_differ",), "build": ("build_fails_on_rank_1",),
     })  # fmt: skip
 
 
@@ -85,6 +86,14 @@ def test_rank_0_fails_to_plan_and_all_ranks_hear_it(two: list[dict[str, Any]]) -
 def test_ranks_with_different_models_are_refused(two: list[dict[str, Any]]) -> None:
     for results in two:
         assert "captured another model than rank 0: fingerprint" in results["differs"]
+        assert "; build the same model" in results["differs"] and "meta device" not in results["differs"]
+
+
+def test_ranks_whose_rows_make_other_programs_hear_of_the_line(two: list[dict[str, Any]]) -> None:
+    for results in two:
+        text = results["rows differ"]
+        assert "captured another model than rank 0: fingerprint" in text and "meta device" not in text
+        assert re.search(r"the model's code in '<model>' at cases\.py:\d+ reads numbers or a mask that depend", text)
 
 
 @pytest.mark.parametrize("when", ["first", "on the way", "last parameter", "after all", "initial values"])

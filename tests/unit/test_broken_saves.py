@@ -26,6 +26,7 @@ import autopar
 from autopar import RunError
 from autopar.runtime.checkpoints import folder_owner
 from autopar.runtime.checkpoints.durable_files import SummedFile
+from autopar.runtime.checkpoints.saves_in_folder import read_on
 from autopar.runtime.checkpoints.stored_shards import ShardsToWrite
 from autopar.runtime.ranks.threads import end_rank
 
@@ -245,6 +246,20 @@ def test_readers_leave_a_save_alone_and_have_one_to_read(tmp_path: Path) -> None
     assert reader.exitcode == 0 and run.checkpoint.steps()[-1] == 60 and len(run.checkpoint.steps()) < 4
     run.checkpoint.save(61)
     assert run.checkpoint.steps() == [61]
+
+
+def test_a_step_that_is_saved_again_takes_no_room_of_its_own(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for value in (1, 2, 3):
+        run.fill(value)
+        run.checkpoint.save(7)
+        assert entries(tmp_path) == ["step-00000007"]
+    with read_on(tmp_path / "step-00000007"):  # this one is not removed while somebody reads it
+        run.fill(4)
+        run.checkpoint.save(7)
+        earlier, _ = entries(tmp_path)
+        assert earlier.startswith(".removed-step-00000007") and (tmp_path / earlier / "checkpoint.json").exists()
+    assert run.checkpoint.load() == 7 and run.value() == 4
 
 
 def test_one_job_at_a_time_saves_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,15 +199,21 @@ def which(folder: Path, step: int | None) -> tuple[int, Path] | None:
 
 
 def give_name(unnamed: Path, owner: Ownership, number: str) -> Path:
-    """A whole save gets its name, in place of an earlier one of that step."""
+    """A whole save gets its name, in place of an earlier one of that step, which is removed then.
+
+    An earlier one that is being read stays, under another name, until :func:`remove_left`.
+    """
     match = UNNAMED.fullmatch(unnamed.name)
     assert match is not None
     target = unnamed.parent / name_of_step(int(match[1]))
-    if target.exists():
-        target.rename(target.parent / f".removed-{target.name}-{number}")
+    earlier = target.parent / f".removed-{target.name}-{number}" if target.exists() else None
+    if earlier is not None:
+        target.rename(earlier)
     unnamed.rename(target)
     sync_folder(target.parent)
     owner.busy.discard(unnamed.name)
+    if earlier is not None and not _is_read(earlier):
+        shutil.rmtree(earlier, ignore_errors=True)
     return target
 
 
