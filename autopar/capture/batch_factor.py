@@ -143,7 +143,7 @@ class FollowedRows:
     @property
     def is_proved(self) -> bool:
         """Whether microbatches of these rows add up to the loss of the batch."""
-        return not self.troubles and self.loss in (MEAN, SUM)
+        return not self.troubles and not self.open_literals and self.loss in (MEAN, SUM)
 
 
 def followed(
@@ -208,6 +208,8 @@ class _Following:
         loss = None if graph.loss is None else graph.outputs[graph.loss]
         self.loss = loss if isinstance(loss, Ref) else None
         self.wanted = _ancestors(graph, self.loss)
+        self.drawn: set[int] = set()
+        """Nodes that follow from random numbers, which nobody knows ahead of a step."""
 
     def run(self) -> FollowedRows:
         graph = self.graph
@@ -224,6 +226,8 @@ class _Following:
                             PER_ROW if is_row else FIXED, dims, bit if is_row else 0, bit, power or 0
                         )  # fmt: skip
             elif rule is not None:
+                if rule.random or any(ref.node in self.drawn for ref in node.refs):
+                    self.drawn.add(i)
                 self._operator(i, node, rule)
         if self.loss is not None:
             self.found.loss = self.flows[self.loss].kind
@@ -382,8 +386,8 @@ class _Following:
                 weight = _argument(node, 2, "weight", None)
                 if not self.flows[target].inputs:
                     return MEAN  # labels that forward makes are as many in each microbatch
-                read = [self.graph.nodes[ref.node].hot for ref in (target, weight) if isinstance(ref, Ref)]
-                if not any(read):
+                read = [ref.node for ref in (target, weight) if isinstance(ref, Ref)]
+                if not any(self.graph.nodes[n].hot or n in self.drawn for n in read):
                     self.found.ratios.append(i)
                     return MEAN
                 self._trouble("statistic", i, flows[0].rows_from)
@@ -460,7 +464,7 @@ class _Following:
             ref = Ref(i, out)
             if this in (SUM, MEAN):
                 this, power = self._scaled_kind(i, this, power, rows_from), 0
-            if this in (SUM, MEAN) and not node.hot:
+            if this in (SUM, MEAN) and not node.hot and i not in self.drawn:
                 if i in self.wanted and i not in self.found.ratios:
                     self.found.totals[ref] = this == MEAN
                 self.flows[ref] = Flow(FIXED, dims, 0, inputs)

@@ -17,7 +17,7 @@ import torch
 from autopar.capture.batch_factor import FollowedRows, Scaling, Trouble, followed, inputs_with_rows, is_of_model
 from autopar.capture.batch_totals import with_totals
 from autopar.capture.microbatches import as_whole, first_part, have_rows, leaves_of_call, rows_of
-from autopar.capture.rows_of_draws import with_rows_of_draws
+from autopar.capture.rows_of_draws import Draws, rows_of_draws, with_rows_of_draws
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph, Ref
@@ -40,16 +40,19 @@ class InParts:
         operators: of the graph that was followed, and their names.
         found: what was found there.
         of_several: whether it is one of several microbatches, which reads totals of its batch.
+        draws: where the rows are in what random operators draw, in a graph of several rows; that of one row (a last,
+            smaller microbatch) does not tell.
     """
 
     whole: frozenset[str]
     operators: tuple[str, ...]
     found: FollowedRows
     of_several: bool = True
+    draws: Draws = ()
 
     def of(self, captured: Any) -> Any:
         """A captured microbatch with its inputs that are computed ahead of a step."""
-        graph: Graph = with_rows_of_draws(captured.graph, _rows_among(captured, self.whole))
+        graph: Graph = with_rows_of_draws(captured.graph, _rows_among(captured, self.whole), self.draws)
         captured = replace(captured, graph=graph)
         if not self.of_several or graph.loss is None:
             return replace(captured, example=replace(captured.example, in_parts=self))
@@ -91,7 +94,7 @@ class InParts:
         )  # fmt: skip
 
     def settled(self, captured: Any, take: Callable[[Any], Any]) -> InParts:
-        """The same where numbers of the graph may follow from how many rows there are: twice as many show it.
+        """The same where numbers of the graph may follow from how many rows there are: other numbers of rows show it.
 
         Args:
             captured: a microbatch, as it is.
@@ -100,10 +103,9 @@ class InParts:
         if not self.found.open_literals:
             return self
         example = captured.example
-        twice = take(as_whole((example.args, dict(example.kwargs), example.targets), 2, self.whole))
-        found = followed(
-            captured.graph, _rows_among(captured, self.whole), _scaling(twice, captured, 2, 1), numbers_in(captured)
-        )
+        batch = example.args, dict(example.kwargs), example.targets
+        scaling = _scaling_nearby(captured, batch, take, self.whole)
+        found = followed(captured.graph, _rows_among(captured, self.whole), scaling, numbers_in(captured))
         return replace(self, operators=_operators(captured.graph), found=found)
 
     @property
@@ -135,18 +137,26 @@ def captured_in_parts(
         return take(example) if at_once is None else at_once
     signature = inspect.signature(model.forward)
 
+    def example_of_part(whole: frozenset[str]) -> Any:
+        return first_part(as_whole(example, ranks, whole) if ranks > 1 else example, parts, whole)
+
     def part(whole: frozenset[str]) -> Any:
-        return take(first_part(as_whole(example, ranks, whole) if ranks > 1 else example, parts, whole))
+        return take(example_of_part(whole))
 
     def decided(captured: Any, found: FollowedRows | None, whole: frozenset[str]) -> Any:
+        rows = _rows_among(captured, whole)
         if found is None:
-            found = followed(captured.graph, _rows_among(captured, whole), None, numbers_in(captured))
-        return InParts(whole, _operators(captured.graph), found, parts > 1).of(captured)
+            found = followed(captured.graph, rows, None, numbers_in(captured))
+        is_one_row = all(captured.graph.nodes[n].out.shape[0] == 1 for n in rows)
+        several = at_once if is_one_row and at_once is not None else captured
+        draws = rows_of_draws(several.graph, _rows_among(several, whole))
+        return InParts(whole, _operators(captured.graph), found, parts > 1, draws).of(captured)
 
     if rows is not None:
         whole = _others(example, rows, signature)
         return decided(part(whole), None, whole)
     n = rows_of(example, without)
+    without = without | _as_spelt(_of_other_lengths(example, n), signature)
     each = n * ranks // parts
     first: Any = None
     failure: CaptureError | None = None
@@ -181,6 +191,8 @@ def captured_in_parts(
     if parts == 1:
         return decided(first, None, whole)
     scaling = _scaling(at_once, first, n, each)
+    if scaling is None:
+        scaling = _scaling_nearby(first, example_of_part(whole), take, whole)
     if each > 1 or _operators(first.graph) != _operators(at_once.graph):
         return decided(first, followed(first.graph, _rows_among(first, whole), scaling, numbers_in(first)), whole)
     return decided(first, followed(at_once.graph, found.rows, scaling, numbers_in(at_once)), whole)
@@ -312,7 +324,38 @@ def _others(example: Any, rows: Collection[str | int], signature: inspect.Signat
     return _as_spelt([name for name in tensors if not any(is_of(name, top) for top in said)], signature)
 
 
-def _scaling(whole: Any, part: Any, rows: int, of_part: int) -> Scaling | None:
+def _of_other_lengths(example: Any, rows: int) -> list[str]:
+    """The tensors that are neither as long as the batch nor have a first dim of one, by name: they have no rows, though
+    a microbatch, or the batch of all ranks, may be as long."""
+    return [
+        name for name, leaf in leaves_of_call(example)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] not in (1, rows)
+    ]  # fmt: skip
+
+
+def _scaling_nearby(
+    captured: Any, batch: Any, take: Callable[[Any], Any], whole: Collection[str]
+) -> Scaling | None:
+    """:func:`_scaling` of a microbatch, by one of twice as many rows, or else of fewer; None where both are other
+    graphs.
+
+    Args:
+        batch: what it was captured with.
+        take: captures another call.
+    """
+    rows = rows_of(batch, whole)
+    parts = next((k for k in range(2, rows + 1) if rows % k == 0), 1)
+    for other, times in ((as_whole(batch, 2, whole), 2.0), (first_part(batch, parts, whole), 1 / parts)):
+        try:
+            scaling = _scaling(take(other), captured, times, 1) if times != 1 else None
+        except CaptureError:  # of a model that takes no such batch
+            continue
+        if scaling is not None:
+            return scaling
+    return None
+
+
+def _scaling(whole: Any, part: Any, rows: float, of_part: float) -> Scaling | None:
     """Of nodes with numbers that are others in a part of the batch, how these follow from the number of rows; None
     where the graphs differ in more."""
     if _operators(whole.graph) != _operators(part.graph) or rows == of_part:

@@ -32,14 +32,29 @@ _PERMUTATION = "aten.randperm.default"
 """Draws each element from all others: rows of one microbatch are not exchanged with those of another."""
 
 
-def with_rows_of_draws(graph: Graph, with_rows: Collection[int] | None = None) -> Graph:
+Draws = Sequence[tuple[str, tuple[RowsAt, ...] | None]]
+"""The random operators of a graph, in order, and where the rows are in what each draws."""
+
+
+def rows_of_draws(graph: Graph, with_rows: Collection[int]) -> Draws:
+    """Where the rows are in what the random operators of a batch of several rows draw; nothing of one of one row."""
+    if _rows_of_batch(graph, with_rows) in (None, 1):
+        return ()
+    nodes = with_rows_of_draws(graph, with_rows).nodes
+    return tuple((nodes[i].target, nodes[i].rows) for i in _random(graph))
+
+
+def with_rows_of_draws(
+    graph: Graph, with_rows: Collection[int] | None = None, of_several: Draws = ()
+) -> Graph:
     """Have each random operator of a graph say where the rows of the batch are (``Node.rows``).
 
     Args:
         with_rows: the inputs that have rows, by node number, where they are known; else they are found.
+        of_several: :func:`rows_of_draws` of a batch of several rows, which holds for one of one row.
     """
     rules = rules_of(graph, graph.alike)
-    draws = [i for i, rule in enumerate(rules) if rule is not None and rule.random]
+    draws = _random(graph)
     rows = _rows_of_batch(graph, with_rows)
     if not draws or rows is None:
         return graph
@@ -48,13 +63,25 @@ def with_rows_of_draws(graph: Graph, with_rows: Collection[int] | None = None) -
         with_rows = inputs_with_rows(graph, rows).rows if len(among) > 1 else among
     dims = _dims(graph, rules, rows, with_rows)
     nodes = list(graph.nodes)
-    for i in draws:
-        nodes[i] = replace(nodes[i], rows=_rows_of(graph, i, dims.get(Ref(i), ()), rows))
+    if rows > 1 or [target for target, _ in of_several] != [nodes[i].target for i in draws]:
+        of_several = [("", None)] * len(draws)
+    for i, (_, place) in zip(draws, of_several, strict=True):
+        shape = nodes[i].out.shape
+        if place is None or any(shape[d : d + 1] != (outer * inner,) for d, outer, _, inner in place):
+            place = _rows_of(graph, i, dims.get(Ref(i), ()), rows)
+        else:
+            place = tuple((d, outer, 1, inner) for d, outer, _, inner in place)
+        nodes[i] = replace(nodes[i], rows=place)
     with_rows = replace(graph, nodes=tuple(nodes))
     for known in ("fingerprint", "alike", "consumers"):
         if known in graph.__dict__:
             with_rows.__dict__[known] = graph.__dict__[known]
     return with_rows
+
+
+def _random(graph: Graph) -> list[int]:
+    """The random operators of a graph."""
+    return [i for i, rule in enumerate(rules_of(graph, graph.alike)) if rule is not None and rule.random]
 
 
 def _rows_of_batch(graph: Graph, with_rows: Collection[int] | None) -> int | None:
@@ -171,4 +198,4 @@ def _joined(term: Term, rule: Rule, of_factor: dict[str, _Digits], known: list[_
     return changed
 
 
-__all__ = ["with_rows_of_draws"]
+__all__ = ["Draws", "rows_of_draws", "with_rows_of_draws"]

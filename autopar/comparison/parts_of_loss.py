@@ -84,7 +84,7 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
             whole = loss_of(example)
             torch.manual_seed(1)
             if loss_of(example) != whole:
-                return ""
+                return _of_random_loss(captured, parts)
             mean = _by_parts(captured, model, loss_fn, [
                 part_of_batch(example, parts, k, no_rows_in(captured)) for k in range(parts)
             ])  # fmt: skip
@@ -126,6 +126,22 @@ def _of_statistics(captured: Captured, parts: int) -> str:
         f"the loss of the example batch is the same in {parts} microbatches, but that of others need not be: "
         f"{decided.statistics[0].where} reads a sum over the batch that depends on the parameters, and a microbatch "
         "has one of its own\n  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
+    )
+
+
+def _of_random_loss(captured: Captured, parts: int) -> str:
+    """That rows come together in a loss that cannot be compared, since it is another one in each call. Batch norms have
+    a warning of their own."""
+    decided = captured.example.in_parts if captured.example is not None else None
+    places = [] if decided is None else [
+        t.where for t in decided.found.troubles if not decided.operators[t.node].startswith("aten.batch_norm")
+    ]  # fmt: skip
+    if not places:
+        return ""
+    return (
+        f"the loss of {parts} microbatches, by whose mean a step trains, need not be that of the batch at once; it is "
+        f"random, so the two are not compared: it is no mean over rows (rows come together at {places[0]})\n"
+        "  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
     )
 
 
