@@ -50,12 +50,13 @@ def run(version: str, smoke: bool) -> bool:
     """Run the slice, or the smoke; return whether all passed."""
     python = environment(version)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    print(f"torch {version}, Python {sys.version.split()[0]}", flush=True)
-    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal"]
+    said = "import sys, torch; print(f'torch {torch.__version__}, Python {sys.version.split()[0]}')"
+    subprocess.run([python, "-c", said], env=env)
+    tests: list[str | Path] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal"]
     passed = subprocess.run([*tests, *(SMOKE if smoke else SLICE)], cwd=ROOT, env=env).returncode == 0
     output = ROOT / "build" / f"first_hour_{version}.json"
-    hour = [python, "benchmarks/first_hour.py", "--ranks", "1", "--device", "cpu", "--quick", "--output", output]
-    return subprocess.run(hour, cwd=ROOT, env=env).returncode == 0 and passed
+    hour: list[str | Path] = [python, "benchmarks/first_hour.py", "--ranks", "1", "--device", "cpu", "--quick"]
+    return subprocess.run([*hour, "--output", output], cwd=ROOT, env=env).returncode == 0 and passed
 
 
 def main() -> int:
