@@ -45,6 +45,8 @@ class Trainer(transformers.Trainer):
     _given: Any = None
     """The model that was passed."""
     _shows_prepared: bool | None = None
+    _handler: Any
+    """What calls the callbacks, once it is there."""
 
     def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._parallel = dict(parallel or {})
@@ -81,6 +83,16 @@ class Trainer(transformers.Trainer):
     def model(self, model: Any) -> None:
         if model is not self._prepared:
             self._given = model
+
+    @property
+    def callback_handler(self) -> Any:
+        """Gives callbacks the model of now: transformers keeps the one that there was when the trainer was made."""
+        self._handler.model = self.model
+        return self._handler
+
+    @callback_handler.setter
+    def callback_handler(self, handler: Any) -> None:
+        self._handler = handler
 
     @contextlib.contextmanager
     def _showing(self, prepared: bool) -> Iterator[None]:

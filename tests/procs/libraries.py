@@ -59,6 +59,18 @@ def small(dropout: float = 0.0) -> Any:
     return transformers.GPT2LMHeadModel(config).double()
 
 
+class Average(transformers.TrainerCallback):
+    """An average of the weights that each step of the optimizer moves, from what callbacks get as the model."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.average = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for name, p in model.named_parameters():
+            if name in self.average:
+                self.average[name].lerp_(p.detach(), 0.5)
+
+
 def mesh() -> Any:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -100,18 +112,22 @@ def trainer(folder: str, adapt: bool = False) -> dict[str, float]:
 
     best = {"load_best_model_at_end": True} if adapt else {}
     args = arguments(place / "two", **best)
-    mine = Trainer(model=(trained := model()), args=args, parallel={"mesh": mesh(), **CUTS}, **data)
+    averages: list[Any] = [Average(), Average()]
+    seen = averages[:1]
+    mine = Trainer(model=(trained := model()), args=args, parallel={"mesh": mesh(), **CUTS}, callbacks=seen, **data)
     mine.train()
     alone = place / f"one{dist.get_rank()}"
     args = arguments(alone, **best)
     arguments_of_one_process(args)  # for transformers' own
-    plain = transformers.Trainer(model=(expected := model()), args=args, **data)
+    plain = transformers.Trainer(model=(expected := model()), args=args, callbacks=averages[1:], **data)
     plain.train()
     ours, theirs = curve(mine), curve(plain)
     assert len(ours) == len(theirs) > 6
     worst["losses"] = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
     state = trained.state_dict()
     worst["weights"] = max(difference(state[key], value) for key, value in expected.state_dict().items())
+    kept, wanted = (callback.average for callback in averages)
+    worst["an average of a callback"] = max(difference(kept[key], value) for key, value in wanted.items())
     worst["evaluation"] = abs(mine.evaluate()["eval_loss"] / plain.evaluate()["eval_loss"] - 1)
     predicted, wanted = (t.predict(Lines(5, equal=True)).predictions for t in (mine, plain))
     worst["predictions"] = difference(torch.as_tensor(predicted), torch.as_tensor(wanted))

@@ -26,7 +26,7 @@ import autopar
 from autopar import RunError
 from autopar.runtime.checkpoints import folder_owner
 from autopar.runtime.checkpoints.durable_files import SummedFile
-from autopar.runtime.checkpoints.saves_in_folder import read_on
+from autopar.runtime.checkpoints.saves_in_folder import MANIFEST, read_on
 from autopar.runtime.checkpoints.stored_shards import ShardsToWrite
 from autopar.runtime.ranks.threads import end_rank
 
@@ -402,3 +402,39 @@ def test_a_last_save_that_fails_is_an_error_of_a_local_rank(tmp_path: Path) -> N
         run.checkpoint.wait()
     assert entries(tmp_path) == ["step-00000001"]
     end_rank()
+
+
+def test_a_run_that_went_back_goes_on_where_it_saved_last(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=3)
+    for step in (2, 4, 6):
+        run.fill(step)
+        run.checkpoint.save(step)
+    assert run.checkpoint.load(2) == 2
+    run.fill(30)
+    run.checkpoint.save(3)
+    assert run.checkpoint.steps() == [4, 6, 3]
+    again = Run(tmp_path, keep=3)
+    assert again.checkpoint.load() == 3 and again.value() == 30, "not the line that was left"
+    for step in (4, 5, 6):
+        again.fill(10 * step)
+        again.checkpoint.save(step)
+    assert again.checkpoint.steps() == [4, 5, 6]
+    assert run.checkpoint.load() == 6 and run.value() == 60
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_new_run_in_the_folder_of_a_longer_one_keeps_what_it_saves(tmp_path: Path, wait: bool) -> None:
+    earlier = Run(tmp_path, keep=3)
+    for step in (100, 200, 300):
+        earlier.checkpoint.save(step)
+    del earlier
+    run = Run(tmp_path, keep=3)
+    run.fill(1)
+    path = run.checkpoint.save(10, wait=wait)
+    run.checkpoint.wait()
+    assert path.is_dir() and run.checkpoint.steps() == [200, 300, 10]
+    assert run.checkpoint.load() == 10 and run.value() == 1
+    (path / MANIFEST).write_text("{")
+    with pytest.raises(RunError, match="is damaged"):
+        run.checkpoint.load()
+    assert run.checkpoint.load(300) == 300

@@ -50,6 +50,7 @@ class Manifest:
         others: names of what was saved beside model and optimizer.
         optimizer: whether there was one; None where that was not written down.
         sums: of all other files; None where there are none.
+        order: which save of its folder it is, as they were written; 0 where that was not written down.
     """
 
     step: int
@@ -57,13 +58,15 @@ class Manifest:
     others: tuple[str, ...]
     optimizer: bool | None = None
     sums: Mapping[str, Sum] | None = None
+    order: int = 0
 
     def write(self, folder: Path) -> None:
         """Write it, as the last file of a folder: it is on the disk, with all names, at the end."""
         assert self.sums is not None
         table: dict[str, Any] = {
             "format": FORMAT, "step": self.step, "ranks": self.ranks, "others": list(self.others),
-            "optimizer": self.optimizer, "files": {name: list(sum_) for name, sum_ in sorted(self.sums.items())},
+            "optimizer": self.optimizer, "order": self.order,
+            "files": {name: list(sum_) for name, sum_ in sorted(self.sums.items())},
         }  # fmt: skip
         with on_disk(folder / MANIFEST) as file:
             file.write(json.dumps({**table, "checksum": _checksum(table)}).encode())
@@ -93,12 +96,13 @@ class Manifest:
         try:
             sums = {str(name): Sum(*map(int, sum_)) for name, sum_ in table["files"].items()} if found != 1 else None
             step, ranks, others = int(table["step"]), int(table["ranks"]), tuple(map(str, table["others"]))
+            order = int(table.get("order", 0))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(f"{folder / MANIFEST} is damaged: {type(error).__name__}: {error}; {AGAIN}") from error
         match = STEP.fullmatch(folder.name) or UNNAMED.fullmatch(folder.name)
         if match and int(match[1]) != step:
             raise RunError(f"{folder.name} is a save of step {step} by its {MANIFEST}: give it the name that it had")
-        return Manifest(step, ranks, others, table.get("optimizer"), sums)
+        return Manifest(step, ranks, others, table.get("optimizer"), sums, order)
 
     def check(self, folder: Path, share: int, shares: int) -> None:
         """Read a share of the files, and see whether they are what was written.
@@ -150,14 +154,44 @@ def _is_read(folder: Path) -> bool:
 
 
 def saves_in(folder: Path) -> dict[int, Path]:
-    """The whole saves, by step, the newest last; of those that were ended before they had their names, too."""
+    """The whole saves, as they were written, the newest last.
+
+    They include those that were ended before they had their names. One whose order cannot be read stands behind those
+    of earlier steps, and those that were written before it.
+    """
     found: dict[int, Path] = {}
     entries = [entry for entry in (folder.iterdir() if folder.is_dir() else ()) if (entry / MANIFEST).is_file()]
     for pattern in (UNNAMED, STEP):
         for entry in sorted(entries, key=_when):
             if match := pattern.fullmatch(entry.name):
                 found[int(match[1])] = entry
-    return dict(sorted(found.items()))
+    orders = {step: _order(entry) for step, entry in found.items()}
+
+    def place(step: int) -> tuple[float, int]:
+        if (order := orders[step]) is not None:
+            return order, step
+        when = _when(found[step])
+        before = (order for other, order in orders.items() if other < step or _when(found[other]) <= when)
+        return 0.5 + max((order for order in before if order is not None), default=0), step
+
+    return {step: found[step] for step in sorted(found, key=place)}
+
+
+def _order(folder: Path) -> int | None:
+    """Which save of its folder it is; None where that cannot be read."""
+    try:
+        table = parse_json(read_text(folder / MANIFEST))
+        checksum = table.pop("checksum", None)
+        if checksum != _checksum(table) and not (checksum is None and table.get("format") == 1):
+            return None
+        return int(table.get("order", 0))
+    except (Unreadable, TypeError, ValueError, AttributeError):
+        return None
+
+
+def next_order(folder: Path) -> int:
+    """That of a save which is now written."""
+    return 1 + max((_order(entry) or 0 for entry in saves_in(folder).values()), default=0)
 
 
 def _when(folder: Path) -> float:
@@ -182,7 +216,12 @@ def which(folder: Path, step: int | None) -> tuple[int, Path] | None:
     """
     for tries in range(MOST_LOOKS):  # a job that saves there may name and remove some between two looks
         newest, saves = newest_folder(folder), saves_in(folder)
-        wanted = max((*saves, *([] if newest is None else [newest])), default=None) if step is None else step
+        if step is not None:
+            wanted = step
+        elif newest is not None and newest > max(saves, default=-1):
+            wanted = newest  # which is not whole
+        else:
+            wanted = next(reversed(saves), None)
         if wanted is None:
             return None
         if wanted in saves:
@@ -245,6 +284,6 @@ def remove_left(folder: Path, owner: Ownership, number: str) -> None:
 
 
 __all__ = [
-    "FORMAT", "MANIFEST", "Manifest", "give_name", "name_of_step", "read_on", "remove_left", "remove_old",
+    "FORMAT", "MANIFEST", "Manifest", "give_name", "name_of_step", "next_order", "read_on", "remove_left", "remove_old",
     "saves_in", "which",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from autopar.runtime.checkpoints.saves_in_folder import (
     Manifest,
     give_name,
     name_of_step,
+    next_order,
     read_on,
     remove_left,
     remove_old,
@@ -95,7 +97,7 @@ class Checkpoint:
         folder: made if it is not there.
         model: a parallel module, a pipeline, or any module of one process.
         optimizer: of the model's parameters; saved by their names.
-        keep: how many saves stay, the newest; None for all.
+        keep: how many saves stay, those that were written last; None for all.
         others: what else has ``state_dict()`` and ``load_state_dict()``: a scheduler, a GradScaler, a data loader that
             knows its position. Each rank saves its own.
         random_state: save the states of the generators of Python, numpy and torch, too.
@@ -272,7 +274,7 @@ class Checkpoint:
     def _name(self, unnamed: Path, manifest: Manifest) -> None:
         """Everything is written on all ranks: rank 0 gives the save its name."""
         assert self.owner is not None
-        manifest.write(unnamed)
+        replace(manifest, order=next_order(self.folder)).write(unnamed)
         if not self.owner.holds():
             raise RunError(f"the folder was given to another job: somebody removed {self.folder / OWNER}")
         give_name(unnamed, self.owner, _number())
@@ -299,7 +301,7 @@ class Checkpoint:
     # -- loading
 
     def steps(self) -> list[int]:
-        """The numbers of the whole saves, the newest last."""
+        """The steps of the whole saves, as they were written, the newest last."""
         return list(saves_in(self.folder))
 
     def load(self, step: int | None = None, *, strict: bool = True) -> int | None:
@@ -309,7 +311,7 @@ class Checkpoint:
         ranks than saved it, what each rank saved of its own is taken from the first.
 
         Args:
-            step: of which save; by default the newest.
+            step: of which save; by default the one that was written last.
             strict: tensors that only the save has, or only the model or the optimizer, are an error. Else those that
                 both have are loaded.
 
