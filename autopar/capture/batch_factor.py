@@ -25,15 +25,15 @@ from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph, Node, Ref
 
 PLAIN, ROWS, ALIKE, OWN = "plain", "rows", "alike", "own"
-"""What a part of a dim is: any values; rows of the batch; values that are the same all along it; the numbers 0, 1, 2,
+"""Kinds of a part of a dim: any values; rows of the batch; values that are the same all along it; the numbers 0, 1, 2,
 ..., which as indices into rows name each row itself."""
 FIXED, PER_ROW, SUM, MEAN = "fixed", "per row", "sum", "mean"
-"""What a tensor has in a microbatch: what it has in the batch; its rows; a term of a sum; one of a mean over rows."""
+"""Kinds of a tensor in a microbatch: the same as in the batch; its rows; a term of a sum; one of a mean over rows."""
 REDUCTION_MEAN = 1
 MOST_TRIED = 24
 """Sets of inputs that are tried at most to find those with rows."""
 IGNORED = -100
-"""What labels are ignored where nothing is said."""
+"""Label that a loss ignores by default."""
 LABELLED = (
     "aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default",
 )  # fmt: skip
@@ -70,7 +70,7 @@ Dims = tuple[tuple[Part, ...], ...]
 
 @dataclass(frozen=True)
 class Flow:
-    """What a tensor is to the batch.
+    """The relation of a tensor to the batch.
 
     Attributes:
         kind: one of FIXED, PER_ROW, SUM and MEAN.
@@ -111,7 +111,7 @@ class Trouble:
 
     @property
     def is_of_inputs(self) -> bool:
-        """Whether it comes from what an input means, not from what the model computes of it."""
+        """Return whether it comes from what an input means, not from what the model computes of it."""
         return self.kind == "index" or (self.kind == "beside" and bool(self.others))
 
 

@@ -10,11 +10,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-try:
-    import highspy
-except ImportError:  # CBC solves then
-    highspy = None  # type: ignore[assignment]
-
 _one_at_a_time = threading.Lock()
 
 
@@ -24,6 +19,8 @@ def silent_engine() -> Any:
     From HiGHS 1.16 on the constructor itself prints a banner, before any option can be set, which would stand in front
     of what ``autopar plan --json`` prints. So the standard output of the process leads nowhere for that moment.
     """
+    import highspy  # which may be missing: CBC solves then, and nobody asks for an engine
+
     with _stdout_nowhere() if hasattr(os, "dup2") else contextlib.nullcontext():
         engine = highspy.Highs()
     engine.setOptionValue("output_flag", False)
