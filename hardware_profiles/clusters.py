@@ -17,6 +17,7 @@ from .load import DATA, builtin_curves, builtin_devices, builtin_links, read_cur
 from .model import Cluster, Device, Link
 from .profile_file import is_measured, read_measured
 from .reader import MOST_DEVICES, ProfileErrors, Table, closest, read_document, shown
+from .software import AS, software_named, split_software
 from .strict import Unreadable, is_there, parse_count, shortened
 
 CLUSTERS = DATA / "clusters"
@@ -36,11 +37,16 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     `dgx-h100-4of8-x2` is two machines of which four GPUs each are used, `dgx-h100-x2+dgx-a100` three machines of two
     kinds on one fabric. ``mixed.toml@0-3,6`` are five of the devices of a cluster, numbered anew from 0.
 
+    ``dgx-h100 as megatron-2023`` is a cluster on which that software trains (:mod:`hardware_profiles.software`).
+
     The same name gives the same object. Raises ProfileError with every failure found.
     """
     if len(str(name_or_path)) > LONGEST_NAME:
         raise UnknownClusterError(f"unknown cluster '{shortened(str(name_or_path))}': no name or path is so long")
-    text, ranks = split_subset(str(name_or_path))
+    text, trainer = split_software(str(name_or_path))
+    if trainer is not None:
+        return _run_by(load_cluster(text), trainer)
+    text, ranks = split_subset(text)
     if ranks:
         return load_cluster(text).only(ranks)
     if text.endswith((".toml", ".json")):
@@ -50,6 +56,12 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
             return _measured_cluster(document, path)
         return build_cluster(document, str(path), default_name=path.stem)
     return _builtin_cluster(text)
+
+
+@functools.lru_cache(maxsize=64)
+def _run_by(cluster: Cluster, trainer: str) -> Cluster:
+    name = f"{cluster.name}{AS}{trainer}"
+    return dataclasses.replace(cluster, name=name, software=software_named(trainer))
 
 
 _SUBSET = re.compile(r"(?P<cluster>.+)@(?P<ranks>\d+(-\d+)?(,\d+(-\d+)?)*)")

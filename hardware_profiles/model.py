@@ -13,6 +13,7 @@ import networkx as nx
 
 from .errors import ProfileError
 from .measurements import Measured
+from .software import OWN, Software, software_named
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 RATES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4", "int8")
@@ -110,6 +111,7 @@ class Cluster:
     before they leave it. `curves[link.curve][collective]` prices traffic. `overlap` is False where
     collectives use the computing cores. `abstract` lists the axes of an abstract mesh; the graph then has no
     edges and compute is free. `measured` holds the tables of a profile file, where the cluster came from one.
+    `software` is what trains on it.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Cluster:
     abstract: tuple[AbstractAxis, ...] = ()
     description: str = ""
     measured: Measured | None = None
+    software: Software = field(default_factory=lambda: software_named(OWN))
 
     @property
     def n_devices(self) -> int:

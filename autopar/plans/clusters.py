@@ -7,7 +7,8 @@ from pathlib import Path
 
 from autopar.errors import ClusterError, MeshError
 from autopar.words.meshes import Mesh
-from hardware_profiles import Cluster, ProfileError, load_cluster, split_subset, subset_suffix
+from hardware_profiles import Cluster, ProfileError, load_cluster, split_software, split_subset, subset_suffix
+from hardware_profiles.software import AS
 
 FILES = (".toml", ".json")
 
@@ -40,10 +41,14 @@ def reference(cluster: str | Path | Cluster) -> str:
 
 
 def in_file(cluster: str, change: Callable[[Path], str]) -> str:
-    """A cluster's name with the path of its file, if it has one, as ``change`` gives it; the devices that it ends with
-    stay."""
-    whole, ranks = split_subset(cluster)
-    return change(Path(whole)) + (subset_suffix(ranks) if ranks else "") if whole.endswith(FILES) else cluster
+    """A cluster's name with the path of its file, if it has one, as ``change`` gives it; the devices and the software
+    that it ends with stay."""
+    named, trainer = split_software(cluster)
+    whole, ranks = split_subset(named)
+    if not whole.endswith(FILES):
+        return cluster
+    changed = change(Path(whole)) + (subset_suffix(ranks) if ranks else "")
+    return changed if trainer is None else f"{changed}{AS}{trainer}"
 
 
 def profile_of(profile: str | Path, cluster: str | Path | Cluster | None = None) -> str:
