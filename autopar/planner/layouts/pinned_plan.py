@@ -7,8 +7,8 @@ much.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.errors import PlanError
@@ -22,7 +22,7 @@ from autopar.planner.intra_op.memory.recompute import patterns_in
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.layouts.dim_classes import DimClasses
-from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, TENSOR, OperatorCuts, strategy_of
+from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, OperatorCuts, strategy_of
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
 from autopar.plans.memory_decisions import GATHER_AGAIN
 from autopar.plans.plan import ParamChoice, Plan, StagePlan, one_stage, route_key
@@ -119,7 +119,6 @@ class _Pinned:
     cluster: Cluster
     said: Said
     rows: frozenset[int]
-    _planned: dict[object, tuple[Graph, StagePlan]] = field(default_factory=dict, init=False)
 
     @cached_property
     def _cuts(self) -> OperatorCuts:
@@ -140,11 +139,13 @@ class _Pinned:
         schedule = self._schedule(n_stages)
         size = said.mesh.n_devices
         devices = [tuple(range(g * size, (g + 1) * size)) for g in range(said.groups)]
-        stages = [self._stage(g, devices[schedule.rank_of_stage[g.number]]) for g in graphs]
+        stages, alike = self._stages(graphs, [devices[schedule.rank_of_stage[g.number]] for g in graphs])
         live = live_at_peak(schedule, [stage.kept_bytes for stage in stages])
         stages = [stage.with_in_flight(n) for stage, n in zip(stages, live, strict=True)]
+        before = stages
         stages = with_agreed_buffers(graphs, stages, schedule, self.cluster)
-        timing, step = timing_of(graphs, stages, schedule, self.cluster)
+        alike = alike if all(a is b for a, b in zip(before, stages, strict=True)) else ()
+        timing, step = timing_of(graphs, stages, schedule, self.cluster, alike)
         timeline = simulate(schedule, timing)
         seconds = timeline.makespan_seconds + step
         limits = [device_limit(self.cluster, of, said.options.memory_limit_bytes) for of in devices]
@@ -167,23 +168,41 @@ class _Pinned:
 
     # -- one stage
 
-    def _stage(self, stage: StageGraph, devices: tuple[int, ...]) -> StagePlan:
-        """Return the plan of a stage; stages alike in all but names, on devices alike, share one."""
-        graph, said = stage.graph, self.said
-        kinds = tuple(self.cluster.device(d).name for d in devices)
-        hot = [node.name for _, node in graph.of_kind("op") if node.hot]
-        key = structure(graph), kinds, tuple(self._names[name] for name in hot)
-        if key in self._planned:
-            first, plan = self._planned[key]
-            return replace(transplant(plan, first, graph), devices=devices)
+    def _stages(
+        self, graphs: Sequence[StageGraph], devices: Sequence[tuple[int, ...]]
+    ) -> tuple[list[StagePlan], list[int]]:
+        """Return the plans of all stages, and for each the first one with the same plan: stages alike in all but names,
+        on devices alike, share one."""
+        first: dict[object, int] = {}
+        kinds = {of: self._kind(of) for of in dict.fromkeys(devices)}
+        plans: list[StagePlan] = []
+        alike: list[int] = []
+        for number, (stage, of) in enumerate(zip(graphs, devices, strict=True)):
+            graph = stage.graph
+            hot = [node.name for _, node in graph.of_kind("op") if node.hot]
+            same = first.setdefault((structure(graph), kinds[of], tuple(self._names[name] for name in hot)), number)
+            alike.append(same)
+            if same < number:
+                plans.append(replace(transplant(plans[same], graphs[same].graph, graph), devices=of))
+            else:
+                plans.append(self._stage(graph, of))
+        return plans, alike
+
+    def _kind(self, devices: tuple[int, ...]) -> object:
+        """Return what is equal for groups of devices on which a plan has one price: their makes, and which of them
+        share a machine."""
+        nodes = self.cluster.node_of
+        return tuple((self.cluster.device(d).name, nodes[d] - nodes[devices[0]]) for d in devices)
+
+    def _stage(self, graph: Graph, devices: tuple[int, ...]) -> StagePlan:
+        """Return the plan of a stage."""
+        said = self.said
         options = replace(
             said.options, microbatches=said.microbatches, recompute=patterns_in(graph, said.options.recompute),
             may_recompute=False, fold=True, in_flight=1,
         )  # fmt: skip
         setting = MeshProblem(graph, self.cluster, said.mesh, options, devices)
-        plan = setting.realise(self._decided(graph, setting))
-        self._planned[key] = graph, plan
-        return plan
+        return setting.realise(self._decided(graph, setting))
 
     def _decided(self, graph: Graph, setting: MeshProblem) -> Decided:
         mesh, text = self.said.mesh, self.said.text
@@ -260,5 +279,3 @@ def label(schedule: Schedule, groups: int) -> str:
 
 
 __all__ = ["PinnedPlan", "Said", "label", "pinned_plan"]
-
-_ = (Mapping, TENSOR)
