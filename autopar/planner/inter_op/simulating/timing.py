@@ -19,13 +19,20 @@ from hardware_profiles import Cluster
 
 
 def timing_of(
-    graphs: Sequence[StageGraph], stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster
-) -> tuple[Times, float]:
-    """What a schedule is simulated with, and the seconds that follow it once a step (gradients, gathers)."""
-    of_stage = [
-        phases(graph.graph, stage, pricer(cluster, stage.mesh, stage.devices))
-        for graph, stage in zip(graphs, stages, strict=True)
-    ]
+    graphs: Sequence[StageGraph], stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster,
+    alike: Sequence[int] = (),
+) -> tuple[Times, float]:  # fmt: skip
+    """What a schedule is simulated with, and the seconds that follow it once a step (gradients, gathers).
+
+    Args:
+        alike: for each stage the first one with the same plan of the same operators, on devices alike, where that is
+            known: its phases are found once.
+    """
+    first = list(alike) or list(range(len(stages)))
+    by_first = {
+        k: phases(graphs[k].graph, stages[k], pricer(cluster, stages[k].mesh, stages[k].devices)) for k in set(first)
+    }
+    of_stage = [by_first[k] for k in first]
     edges: dict[tuple[int, int], list[float]] = {}
     group = schedule.rank_of_stage
     ways = [(crossing, graph.number) for graph in graphs for crossing in graph.takes]
