@@ -70,18 +70,12 @@ def _config(t: Any, shape: Shape, dropout: float) -> tuple[Any, Any]:
             **common,
         )  # fmt: skip
         return config, t.Qwen3MoeForCausalLM
-    if shape.family == "mixtral":
+    if shape.family in ("mixtral", "gpt-oss"):  # GPT-OSS has learned sinks and windows beside the same sizes
         config = t.MixtralConfig(
             intermediate_size=shape.moe_ffn or shape.ffn, num_local_experts=shape.experts,
             num_experts_per_tok=shape.topk, head_dim=shape.head_dim, **common,
         )  # fmt: skip
         return config, t.MixtralForCausalLM
-    if shape.family == "gpt-oss":
-        config = t.GptOssConfig(
-            intermediate_size=shape.moe_ffn or shape.ffn, num_local_experts=shape.experts,
-            num_experts_per_tok=shape.topk, head_dim=shape.head_dim, **common,
-        )  # fmt: skip
-        return config, t.GptOssForCausalLM
     if shape.family == "deepseek":
         groups = 8 if shape.experts % 8 == 0 and shape.experts == 256 else 1
         first = 3 if shape.layers > 30 and shape.experts == 256 else 1

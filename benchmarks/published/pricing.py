@@ -18,8 +18,8 @@ from published.built_clusters import cluster_of
 from published.built_models import attention_of, batch_of, build, dropout_of
 from published.rows import GIB, Run, UnpricedError
 
-UNLIMITED = 1e15
-"""Bytes of a limit that no plan reaches: a published layout is priced whether it fits or not."""
+INPUTS = ("input_ids", "labels")
+"""Inputs of the models, all of which have the rows of the batch."""
 ROWS = (4, 2)
 """Rows of the two batches that are captured, from which a graph of any number of rows is made."""
 
@@ -160,13 +160,29 @@ def layout_of(run: Run) -> str:
     s = run.sizes
     words = [f"{word}={n}" for word, n in (("tp", s.tp), ("pp", s.pp), ("dp", s.dp), ("cp", s.cp), ("ep", s.ep)) if n > 1]
     words += [f"vp={s.vp}"] * (s.vp > 1) + [f"mbs={s.micro}", f"zero={s.zero}"] + ["sp"] * s.is_sequence_parallel
-    if "full" in (s.recompute or ""):
-        words.append("recompute=full")
-    elif s.recompute in ("none", "no", "false"):
-        words.append("recompute=none")
-    else:
-        words.append("recompute=selective")
+    words.append(f"recompute={_recomputed(run)}")
     return ",".join(words)
+
+
+_FEED_FORWARD = {"gpt": "mlp", "mixtral": "block_sparse_moe"}
+
+
+def _recomputed(run: Run) -> str:
+    """What runs again, in autopar's words.
+
+    Megatron's selective recomputation is that of attention's inside, which flash attention never keeps. FSDP's is that
+    of every second block.
+    """
+    said, modules = (run.sizes.recompute or "none").lower(), run.sizes.modules.lower()
+    if "full" in said or "uniform" in modules:
+        return "full"
+    if "selective" not in said:
+        return "none"
+    if "mlp" in modules:
+        return "selective:" + _FEED_FORWARD.get(run.shape.family, "mlp")
+    if run.software in ("fms-fsdp", "torchtitan", "llm-foundry"):
+        return "every:2"
+    return "none" if attention_of(run) == "sdpa" else "selective:attn"
 
 
 class _TooLong(Exception):
@@ -215,24 +231,21 @@ def _short(text: str) -> str:
 
 def _price(run: Run, graphs: Graphs, priced: Priced) -> None:
     import autopar.rules  # noqa: F401
-    from autopar.planner.inter_op.layout_parsing import parse_layout
-    from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
-    from autopar.planner.intra_op.mesh_plan import Options
-    from autopar.planner.intra_op.pins.options import device_limit
+    from autopar.planner.intra_op.pins.options import Options
+    from autopar.planner.layouts.pinned_plan import pinned_plan
+    from autopar.planner.layouts.words import parse_layout
 
     s, cluster = run.sizes, cluster_of(run)
     graph = graphs.of(run, s.dp * s.micro)
     chosen, wanted = _policy_of(run)[1], policies_of(run)[0]
     priced.standin = f"{run.precision} priced as {chosen}" if chosen != wanted else ""
-    layout = parse_layout(layout_of(run))
-    base = PipelineOptions(1, options=Options(memory_limit_bytes=UNLIMITED))
-    asked = layout.asked(graph, base, run.n_gpus, s.batch)
-    plan = plan_pipeline(graph, cluster, run.n_gpus, asked).plan
-    priced.seconds, priced.factor = plan.seconds, cluster.software.factor
-    priced.gib = plan.memory_bytes / GIB
-    limit = device_limit(cluster, range(min(run.n_gpus, 1)), None)
-    priced.limit_gib, priced.fits = limit / GIB, plan.memory_bytes <= limit
-    priced.parts = parts_of(plan)
+    said = parse_layout(layout_of(run)).said(graph, Options(), run.n_gpus, s.batch)
+    with_rows = frozenset(i for i, node in graph.of_kind("input") if node.target in INPUTS)
+    found = pinned_plan(graph, cluster, said, with_rows)
+    priced.seconds, priced.factor = found.seconds, cluster.software.factor
+    priced.gib = found.memory_bytes / GIB
+    priced.limit_gib, priced.fits = found.limit_bytes / GIB, found.fits
+    priced.parts = parts_of(found.plan)
 
 
 def parts_of(plan: Any) -> dict[str, float]:
