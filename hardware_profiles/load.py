@@ -69,6 +69,7 @@ def read_device(name: str, table: Table) -> Device:
         table.number("launch_seconds"),
         efficiency,
         table.texts("sources", {}),
+        table.number("power_watts", positive=True) if table.has("power_watts") else None,
     )
     table.close()
     return device
