@@ -22,7 +22,7 @@ from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import INVARIANT, REPLICATED, Placement
 
-DATA, CONTEXT, TENSOR = "data", "context", "tensor"
+DATA, CONTEXT, TENSOR, EXPERT = "data", "context", "tensor", "expert"
 RING, ALLGATHER, ULYSSES = "ring", "allgather", "ulysses"
 WAYS = (RING, ALLGATHER, ULYSSES)
 """Ways of an attention whose sequence is cut: keys and values travel round a ring, are gathered, or heads are exchanged
@@ -337,4 +337,4 @@ def _factors(terms: Sequence[Sequence[Sequence[str]]]) -> set[str]:
     return {f for term in terms for dim in term for f in dim}
 
 
-__all__ = ["ALLGATHER", "CONTEXT", "DATA", "RING", "TENSOR", "ULYSSES", "WAYS", "OperatorCuts", "strategy_of"]
+__all__ = ["ALLGATHER", "CONTEXT", "DATA", "EXPERT", "RING", "TENSOR", "ULYSSES", "WAYS", "OperatorCuts", "strategy_of"]
