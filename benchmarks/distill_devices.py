@@ -2,8 +2,7 @@
 
     python benchmarks/distill_devices.py gpus.csv
 
-Columns: gpu, mem_gb, hbm_gbs, <dtype>_tflops, tdp_w, source, notes. Data-sheet gigabytes are taken as 1e9 bytes; what
-the driver shows to programs stands in USABLE_MIB. Rates that the table lacks (float64, tf32 of PCIe boards) are filled
+Columns: gpu, mem_gb, hbm_gbs, <dtype>_tflops, tdp_w, source, notes. Data-sheet gigabytes are taken as 1e9 bytes. Rates that the table lacks (float64, tf32 of PCIe boards) are filled
 from FILLED, which names its own source. All rates are dense.
 """
 
@@ -117,16 +116,6 @@ PCIE = {
     "RTX-A6000": "pcie4", "RTX-PRO": "pcie5", "A": "pcie4", "H": "pcie5", "GH": "pcie5", "B": "pcie5", "GB": "pcie5",
     "MI250X": "pcie4", "MI3": "pcie5", "TPU": "pcie4", "Trainium": "pcie5",
 }  # fmt: skip
-USABLE_MIB = {  # of all memory, as the driver shows it to programs (CUDA's totalGlobalMem)
-    "V100-SXM2-16GB": 16160, "V100-SXM2-32GB": 32510, "V100-SXM3-32GB": 32510, "T4": 15102, "L4": 22563,
-    "L40S": 45467, "RTX-4090": 24210, "RTX-PRO-6000-Blackwell-Server": 97251, "A30": 24062, "A100-SXM-40GB": 40441,
-    "A100-SXM-80GB": 81151, "A100-PCIe-40GB": 40326, "A100-PCIe-80GB": 81154, "A800-SXM-80GB": 81251, "A10G": 22563,
-    "RTX-A6000": 48650, "RTX-3090": 24253, "RTX-5090": 32607, "H100-SXM-80GB": 81105, "H100-PCIe-80GB": 81008,
-    "H100-NVL-94GB": 95830, "H100-SXM-96GB-HBM2e-500W": 95000, "H800-SXM-80GB": 81105, "H20-SXM-96GB": 97871,
-    "H200-SXM-141GB": 143156, "GH200-96GB": 97000, "GH200-144GB": 146831, "B200": 182642, "B300": 275040,
-    "GB200": 189471, "GB300": 284208, "MI250X-GCD": 65520, "MI300X": 196592, "MI325X": 262128, "MI355X": 294896,
-}  # fmt: skip
-USABLE = "what the driver shows to programs, from public logs"
 
 
 def best_prefix(table: dict[str, Any], name: str) -> Any:
@@ -160,8 +149,6 @@ def main(path: str) -> None:
         family = best_prefix(FAMILY, sheet.family)
         lines += [f'["{name}"]', *([f"# {sheet.notes}"] if sheet.notes else [])]
         lines += [f"memory_bytes = {sheet.gb * 1e9:.6g}"]
-        if name in USABLE_MIB:
-            lines += [f"usable_bytes = {USABLE_MIB[name] * 2**20}"]
         lines += [f"memory_bytes_per_second = {sheet.gbs * 1e9:.6g}", "launch_seconds = 4e-6"]
         if sheet.watts:
             lines += [f"power_watts = {sheet.watts:g}"]
@@ -174,8 +161,6 @@ def main(path: str) -> None:
         lines += [f'["{name}".sources]', f'memory_bytes = "{sheet.source}"']
         lines += [f'memory_bytes_per_second = "{sheet.source}"']
         lines += ['launch_seconds = "estimate: eager CUDA kernels leave gaps of 3 to 10 us, not measured"']
-        if name in USABLE_MIB:
-            lines += [f'usable_bytes = "{USABLE}"']
         if name not in MEASURED:
             caveat = next((text for key, text in CAVEATS.items() if sheet.family == key), "")
             lines += [f'efficiency = "not measured on this device: inherits from {family}{caveat}"']

@@ -365,7 +365,6 @@ def _share(device: Device, part: float) -> Device:
     return dataclasses.replace(
         device,
         memory_bytes=device.memory_bytes * part,
-        usable_bytes=None if device.usable_bytes is None else device.usable_bytes * part,
         memory_bytes_per_second=device.memory_bytes_per_second * part,
         peak_flops={dtype: rate * part for dtype, rate in device.peak_flops.items()},
         launch_seconds=device.launch_seconds / part,

@@ -73,10 +73,9 @@ def read_device(name: str, table: Table) -> Device:
         efficiency,
         table.texts("sources", {}),
         table.number("power_watts", positive=True) if table.has("power_watts") else None,
-        table.number("usable_bytes", positive=True) if table.has("usable_bytes") else None,
-        table.text("link", ""),
-        table.integer("domain", 1),
-        table.text("host_link", ""),
+        link=table.text("link", ""),
+        domain=table.integer("domain", 1),
+        host_link=table.text("host_link", ""),
     )
     table.close()
     return device
