@@ -2,8 +2,9 @@
 
     python benchmarks/distill_devices.py gpus.csv
 
-Columns: gpu, mem_gb, hbm_gbs, <dtype>_tflops, tdp_w, source, notes. Data-sheet gigabytes are taken as 1e9 bytes. Rates that the table lacks (float64, tf32 of PCIe boards) are filled
-from FILLED, which names its own source. All rates are dense.
+Columns: gpu, mem_gb, hbm_gbs, <dtype>_tflops, tdp_w, source, notes. Data-sheet gigabytes are taken as 1e9 bytes.
+Rates that the table lacks (float64, tf32 of PCIe boards) are filled from FILLED, which names its own source. All rates
+are dense.
 """
 
 from __future__ import annotations
