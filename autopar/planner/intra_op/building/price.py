@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from math import prod
 
+from autopar.rules.kernels import CPU, Kernels, kernels_of
 from autopar.rules.local_calls import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import In, call_of
@@ -36,6 +37,7 @@ class Pricer:
         costs: where seconds come from.
         axes: collective costs by axis name.
         device: the slowest device of the mesh stands for all.
+        kernels: which run on these devices.
     """
 
     mesh: Mesh
@@ -43,6 +45,7 @@ class Pricer:
     costs: Costs
     axes: Mapping[str, Axis]
     device: Device
+    kernels: Kernels = CPU
     _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
     _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
 
@@ -254,4 +257,6 @@ def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -
 
 @lru_cache(maxsize=4096)
 def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...], costs: Costs) -> Pricer:
-    return Pricer(mesh, devices, costs, costs.axes(mesh.size_of, devices), cluster.slowest(devices))
+    axes = costs.axes(mesh.size_of, devices)
+    device = cluster.slowest(devices)
+    return Pricer(mesh, devices, costs, axes, device, kernels_of(cluster, device))
