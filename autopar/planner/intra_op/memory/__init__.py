@@ -2,7 +2,8 @@
 
 ====================== ================================================================================================
 :mod:`.ledger`         what is held from the forward to the backward, why, and how that was decided;
-                       :mod:`.memory_walk`: found out, operator by operator
+                       :mod:`.memory_walk`: found out, operator by operator; :mod:`.fused_chains`: what of it
+                       fused kernels never write
 :mod:`.memory_choices` what may be done about it, as strategies of the program; :mod:`.recompute_choices`: which
                        operators may run again in the backward; :mod:`.recompute`: the segments of those that do
 :mod:`.moments`        what lives at each moment of a microbatch; :mod:`.reshard_needs`: and beside a reshard's step

@@ -168,7 +168,7 @@ class MomentRows:
         """Of the whole tensors, nothing run again."""
         params = {i: ParamChoice(State(), State()) for i, _ in self.graph.of_kind("param")}
         outputs = [State() if isinstance(out, Ref) else None for out in self.graph.outputs]
-        walk = Walk(self.graph, self.kept.rules, Mesh(), None, {}, {})
+        walk = Walk(self.graph, self.kept.rules, Mesh(), None, {}, {}, kernels=self.pricer.kernels)
         holds = walk.ledger()
         return StepMoments(walk, holds, params, outputs, self.accumulates)
 
@@ -335,10 +335,11 @@ class MomentRows:
             for ref, state in zip(node.refs, strategy.ins, strict=True)
         ]
         layouts = Walk(graph, self.kept.rules, mesh, {}, {}, {}).layouts(node, strategy, strides)
-        needs = needs_of(call_of(node, graph.spec), rule, strategy.options, mesh, layouts)
+        gpu = self.pricer.kernels.gpu
+        needs = needs_of(call_of(node, graph.spec), rule, strategy.options, mesh, layouts, gpu=gpu)
         if backward:
             return needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
-        saved = saved_of(graph, i, rule, strategy, mesh)
+        saved = saved_of(graph, i, rule, strategy, mesh, gpu)
         return max(0, needs.forward_bytes - saved.inside_bytes - sum(n_bytes for n_bytes, _ in saved.memories))
 
 

@@ -129,6 +129,8 @@ class StepMoments:
 
     def _forward(self) -> None:
         for at, what in enumerate(self.order):
+            if isinstance(what, int) and self.walk.is_fused(what):
+                continue
             if isinstance(what, int):
                 self.beside[at] = max(0, self.walk.needs(what).forward_bytes - self.walk.makes.get(what, 0))
             else:
@@ -311,16 +313,23 @@ class StepMoments:
             return
         needs = walk.needs(i, self._arriving(values))
         read_at = {g.memory: k for k, g in enumerate(needs.gradients) if g is not None and g.source is None}
-        mine = [self._new(n_bytes, at, i, read_at.get(k, MADE)) for k, n_bytes in enumerate(needs.memories)]
-        self.beside[at] += needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
+        read = list(zip(node.refs, strategy.ins, strict=True))
+        inside = {k for k, position in read_at.items() if walk.is_inside(read[position])}
+        mine = [
+            self._new(0 if k in inside else n_bytes, at, i, read_at.get(k, MADE))
+            for k, n_bytes in enumerate(needs.memories)
+        ]
+        if not walk.is_fused(i):
+            self.beside[at] += needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
         deposits: list[tuple[Value, int, Strides]] = []
-        for position, (ref, state, gradient) in enumerate(zip(node.refs, strategy.ins, needs.gradients, strict=True)):
+        for position, ((ref, state), gradient) in enumerate(zip(read, needs.gradients, strict=True)):
             if gradient is None:
                 continue
             passed_on = arrived[gradient.source] if gradient.source is not None else mine[gradient.memory]
             memory = passed_on
             if memory is None:
-                memory = self._new(walk.local_bytes(ref, state), at, i, position)
+                n_bytes = 0 if walk.is_inside((ref, state)) else walk.local_bytes(ref, state)
+                memory = self._new(n_bytes, at, i, position)
             self.gradients[memory][1] += passed_on is not None
             deposits.append(((ref, state), memory, gradient.strides))
         for memory in (*mine, *(gradient for gradient in arrived if gradient is not None)):

@@ -1,0 +1,84 @@
+"""Chains of operators that are one kernel: what lies inside of a chain is never written to memory.
+
+With :attr:`hardware_profiles.software.Software.fused`, pointwise operators, norms and softmax that follow each other run as one
+kernel. Its backward computes again what it needs of the inside from what the kernel read or wrote, as the fused norms,
+GELU, SwiGLU and softmax of Megatron and Transformer Engine do and as the partitioner of ``torch.compile`` chooses
+(torch/_functorch/partitioners.py). So of memory inside of a chain nothing is kept, and what would keep it keeps what it
+follows from: a norm its input and a scale for every row, SwiGLU the gate and the other half, and not their product.
+
+A tensor is inside of a chain if an operator that can be fused makes it and all that read it can be fused with that one:
+they are on the same *level*, which counts the operators on the way there that cannot be fused (products, attention,
+collectives, losses). So the sum of a residual is no part of a chain: an operator behind the next product reads it, too.
+"""
+
+from __future__ import annotations
+
+from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph, Node
+
+FUSED_KINDS = ("pointwise", "reduce", "norm", "softmax")
+"""Kinds of rules whose operators run as parts of a fused kernel."""
+LOSSES = ("loss", "nll", "cross_entropy")
+"""Parts of the names of operators that are kernels of their own: torch's losses keep the logarithms of all classes, as
+the cross-entropy of Megatron does, whose vocabulary is cut (megatron/core/tensor_parallel/cross_entropy.py)."""
+SCALE_SHARE = 1 / 16
+"""A reduction that leaves at most this share of its input's bytes is kept as it is: the scale of a row."""
+
+
+def may_fuse(node: Node, rule: Rule, strategy: Strategy) -> bool:
+    """Return whether an operator may be a part of a fused kernel: it draws nothing, is no loss and communicates with no
+    other rank inside."""
+    if rule.kind not in FUSED_KINDS or rule.random or any(word in node.target for word in LOSSES):
+        return False
+    across = {factor for lowering in rule.lowerings for factor in lowering.factors}
+    return across.isdisjoint(strategy.names)
+
+
+class FusedChains:
+    """What a walk over a graph finds of chains, operator by operator in the order of the graph.
+
+    Attributes:
+        fused: operators that may be parts of fused kernels.
+        inside: by memory that is inside of a chain, as far as is known, the operator that makes it.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.levels = [0] * len(graph.nodes)
+        self.fused: set[int] = set()
+        self.inside: dict[int, int] = {}
+
+    def read(self, memory: int, reader: int, segment: int, made_in: int) -> None:
+        """An operator reads some memory; ``made_in`` is the segment in which that is made."""
+        maker = self.inside.get(memory)
+        if maker is None:
+            return
+        is_part = reader in self.fused and self.levels[reader] == self.levels[maker]
+        if not is_part or segment != made_in:
+            del self.inside[memory]
+
+    def op(self, i: int, rule: Rule, strategy: Strategy, is_view: bool) -> None:
+        """Note what an operator is, before what it reads.
+
+        Args:
+            is_view: all of its results lie in what it reads.
+        """
+        node = self.graph.nodes[i]
+        may = not is_view and may_fuse(node, rule, strategy)
+        before = max((self.levels[ref.node] for ref in node.refs), default=0)
+        self.levels[i] = before + (not is_view and not may)
+        if may:
+            self.fused.add(i)
+
+    def made(self, memory: int, i: int, n_bytes: int, most_read: int) -> None:
+        """An operator makes some memory; the largest that it reads has ``most_read`` bytes."""
+        if i in self.fused and n_bytes > SCALE_SHARE * most_read:
+            self.inside[memory] = i
+
+    def written(self, memory: int) -> None:
+        """Some memory is written, whoever reads it: an output, what is sent or gathered or given up by a decision."""
+        self.inside.pop(memory, None)
+
+
+__all__ = ["FUSED_KINDS", "SCALE_SHARE", "FusedChains", "may_fuse"]
