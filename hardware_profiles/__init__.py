@@ -16,6 +16,8 @@ from .errors import ProfileError
 from .load import list_devices, load_device
 from .model import (
     COLLECTIVES,
+    CURVES,
+    MOVING_KINDS,
     OP_KINDS,
     AbstractAxis,
     Cluster,
@@ -30,8 +32,8 @@ from .product_names import Named, device_named
 from .software import Software, software_named, split_software
 
 __all__ = [
-    "COLLECTIVES", "OP_KINDS", "AbstractAxis", "Cluster", "CollectiveCurve", "Device", "EfficiencyCurve",
-    "Link", "Named", "ProfileError", "Software", "abstract_cluster", "build_cluster", "device_named", "list_clusters",
-    "list_devices", "load_cluster", "load_device", "software_named", "speed_of", "split_software", "split_subset",
-    "subset_suffix",
+    "COLLECTIVES", "CURVES", "MOVING_KINDS", "OP_KINDS", "AbstractAxis", "Cluster", "CollectiveCurve", "Device",
+    "EfficiencyCurve", "Link", "Named", "ProfileError", "Software", "abstract_cluster", "build_cluster",
+    "device_named", "list_clusters", "list_devices", "load_cluster", "load_device", "software_named", "speed_of",
+    "split_software", "split_subset", "subset_suffix",
 ]  # fmt: skip
