@@ -79,6 +79,9 @@ class Device:
     limit; None where a data sheet does not say it. `kernel_seconds` is what a kernel takes at least, where the host
     launches ahead of the device: an op then takes the longer of launch and kernel. None where the processor that
     launches computes, too: both add up.
+
+    `link` names the link into its domain: the `domain` devices that reach each other by it (8 behind the switches
+    of a machine, 72 of an NVL72, 2 with a bridge; 1: none). `host_link` names the PCIe of its machines.
     """
 
     name: str
@@ -90,6 +93,9 @@ class Device:
     sources: Mapping[str, str] = field(default_factory=dict)
     power_watts: float | None = None
     kernel_seconds: float | None = None
+    link: str = ""
+    domain: int = 1
+    host_link: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,12 @@ from autopar.plans.plan import Pins
 from autopar.words.load_shares import MEASURED, UNIFORM
 from autopar.words.precision import PRESETS, Precision
 from autopar.words.texts import show_bytes
+from hardware_profiles import COUNT_MARGIN, UNKNOWN_FRACTION
 from hardware_profiles.strict import MOST_COUNTED, Unreadable, parse_count, shortened
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
 MOST_AXES = 3
 """Axes of the mesh shapes that are tried, at most, unless told otherwise."""
-MEMORY_FRACTION = 0.9
-"""Of a device's memory a plan may fill, unless told otherwise: the rest is for the allocator's gaps, the libraries'
-buffers and what prices do not count."""
 
 
 @dataclass(frozen=True)
@@ -306,8 +304,11 @@ WISHES: tuple[Wish, ...] = (
     Wish(
         "memory_limit", None, optional(lambda v: isinstance(v, str) or (is_number(v) and v < math.inf)),
         "bytes, or such as '40GiB'",
-        'per device, in bytes or as ``"40GiB"``; None for nine tenths of the device\'s memory.',
-        (Flag(("--memory-limit",), f"Bytes per device: 70GiB. Default: {MEMORY_FRACTION:g} of its memory."),),
+        'per device, in bytes or as ``"40GiB"``; None for what the driver gives of the device, less '
+        f"the context, the software's buffers and a margin of {COUNT_MARGIN:.0%} or what the allocator's gaps take, "
+        f"{UNKNOWN_FRACTION:.0%} of the data sheet's where that is not known.",
+        (Flag(("--memory-limit",), "Bytes per device: 70GiB. Default: what the driver gives of it, less context, "
+              f"buffers and a margin of {COUNT_MARGIN:.0%} or more; {UNKNOWN_FRACTION:.0%} of unknown devices."),),
         (Pin("memory_limit_bytes", "bytes", "same", lambda n: [f"at most {show_bytes(n)} per device"]),),
     ),
     Wish(

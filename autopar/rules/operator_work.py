@@ -74,7 +74,7 @@ def attention_shape(flops: float, first: Sequence[int], out: Sequence[int]) -> t
 
 
 def is_aligned(rule: Rule, dtype: str, pieces: Mapping[str, int | Fraction]) -> bool:
-    """Check that the inner sizes of a product, whole and on one rank, are multiples of what tensor cores read at once."""
+    """Check that inner sizes of a product, whole and on one rank, are multiples of what tensor cores read at once."""
     if rule.kind != "matmul" or len(rule.inputs) < 2 or dtype not in ("bfloat16", "float16"):
         return True
     elements = ALIGNMENT_BYTES // 2

@@ -7,6 +7,7 @@ import copy
 import json
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import hardware_profiles
 from hardware_profiles import (
     ProfileError,
     abstract_cluster,
+    budget_of,
     build_cluster,
     list_clusters,
     list_devices,
@@ -194,7 +196,7 @@ def test_unknown_names_and_unreadable_files(tmp_path):
         load_cluster("dgx-h10O")
     with pytest.raises(ProfileError, match="unknown cluster 'dgx-h100-x0'"):
         load_cluster("dgx-h100-x0")
-    with pytest.raises(ProfileError, match="'H100': did you mean one of H100-PCIe-80GB, H100-SXM-80GB"):
+    with pytest.raises(ProfileError, match="'H100': did you mean one of H100-NVL-94GB, H100-PCIe-80GB, H100-SXM-80GB"):
         load_device("H100")
     with pytest.raises(ProfileError, match="cannot be read"):
         load_cluster(tmp_path / "absent.toml")
@@ -240,3 +242,21 @@ def test_floors(package):
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]
             assert {name.split(".")[0] for name in names} <= allowed, path.name
+
+
+def test_a_plan_may_fill_what_the_driver_gives_less_what_others_take() -> None:
+    cluster = load_cluster("dgx-h100")
+    own = budget_of(cluster, cluster.device(0))
+    assert own.is_known and own.usable_bytes == 79.1 * 2**30
+    assert 74 * 2**30 < own.limit_bytes == pytest.approx((own.usable_bytes - own.reserved_bytes) / (1 + own.margin))
+    trainer = replace(cluster.software, reserved_bytes=2 * 2**30, fragmentation=0.05)
+    other = budget_of(replace(cluster, software=trainer), cluster.device(0))
+    assert other.limit_bytes == pytest.approx((79.1 - 2) / 1.05 * 2**30)
+    with pytest.raises(ProfileError, match=r"reserves 90.00 GiB of a device, and H100-SXM-80GB has 79.10 GiB"):
+        budget_of(replace(cluster, software=replace(trainer, reserved_bytes=90 * 2**30)), cluster.device(0))
+
+
+def test_a_device_that_is_not_known_may_be_filled_by_a_share() -> None:
+    cluster = load_cluster("local")
+    budget = budget_of(cluster, cluster.device(0))
+    assert not budget.is_known and budget.limit_bytes == 0.9 * cluster.device(0).memory_bytes

@@ -38,7 +38,7 @@ from autopar.words.meshes import Mesh
 from autopar.words.pieces import local_shape
 from autopar.words.placements import State, Step
 from cost_models.schedules.actions import Action
-from hardware_profiles import Cluster, load_cluster
+from hardware_profiles import Cluster, budget_of, load_cluster
 
 CLUSTER = """
 name = "two-kinds"
@@ -337,7 +337,7 @@ def test_one_split_of_a_groups_memory(graph: Graph, shares: dict[str, set[float]
         planned = plan_pipeline(graph, cluster, 2, wish)
         plan, asked = planned.plan, replace(planned.plan.pins, memory_limit_bytes=limit)
         plan = replace(plan, pins=asked)
-        device = limit if limit is not None else 0.9 * cluster.device(0).memory_bytes
+        device = limit if limit is not None else budget_of(cluster, cluster.device(0)).limit_bytes
         rows = stage_rows(graph, plan, planned.timeline, cluster)
         again = Replanner(graph, plan, cluster, wish.options)
         for own in plan.schedule.stages_of_rank:

@@ -33,7 +33,7 @@ def limit_of_stage(plan: Plan, number: int, cluster: Cluster, asked: float | Non
     share was, and whatever one stage grows to within it, the group fits.
 
     Args:
-        asked: the limit that was asked for; None for nine tenths of the device.
+        asked: the limit that was asked for; None for what a plan may fill of the device.
     """
     limit = device_limit(cluster, plan.stages[number].devices, asked)
     of_group = plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[number]]

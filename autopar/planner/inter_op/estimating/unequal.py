@@ -18,7 +18,6 @@ from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.estimating.block_costs import WAYS, Way
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, crossing_seconds, estimated
 from autopar.planner.inter_op.estimating.filling import Fillers
-from autopar.plans.wishes import MEMORY_FRACTION
 from autopar.words.meshes import Mesh
 from cost_models.costs import costs_of
 from cost_models.schedules import Fill, fill_of
@@ -46,7 +45,7 @@ class Unequal:
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
         """Devices by type, each type's in order of rank."""
-        pools = pools_of(self.cluster, MEMORY_FRACTION)
+        pools = pools_of(self.cluster, 1.0)
         return tuple(replace(pool, memory_bytes=self.limit(self.ranks[pool.device_type])) for pool in pools)
 
     @cached_property

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import inf
 
 from autopar.planner.intra_op.solving.effort import PATIENT, Effort, asked_seconds
-from autopar.plans.wishes import MEMORY_FRACTION
 from autopar.words.placements import State
-from hardware_profiles import Cluster
+from hardware_profiles import Cluster, budget_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Options:
         params: ``{pattern: "replicate"}`` keeps parameters whole on every rank; or a stored placement ``"S0,I"``; or
             one with a lifetime, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).
         inputs, outputs: pinned placements by input name and output position.
-        memory_limit_bytes: per device; None for nine tenths of the device's memory.
+        memory_limit_bytes: per device; None for what a plan may fill of the device.
         optimizer: ``adamw``, ``sgd`` or ``sgd_momentum``: decides the bytes of optimizer state.
         microbatches: pieces that ``train_step`` cuts the batch into.
         time_limit_seconds: for one run of the solver, by the clock; None counts its work, as :meth:`effort` says.
@@ -69,8 +68,12 @@ class Options:
 
 
 def device_limit(cluster: Cluster, devices: Iterable[int], asked: float | None) -> float:
-    """Bytes that may be filled of each of these devices: what was asked for, or nine tenths of the smallest."""
-    return MEMORY_FRACTION * min(cluster.device(d).memory_bytes for d in devices) if asked is None else asked
+    """Return the bytes that the counted peak of a step may be on each of these devices: what was asked for, or what the
+    smallest may fill (:func:`hardware_profiles.budget_of`)."""
+    if asked is not None:
+        return asked
+    of_kinds = {device.name: device for device in map(cluster.device, devices)}
+    return min(budget_of(cluster, device).limit_bytes for device in of_kinds.values())
 
 
 __all__ = ["Options", "device_limit"]
