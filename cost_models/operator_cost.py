@@ -27,8 +27,9 @@ STAND_INS = {
 def peak_flops(device: Device, dtype: str) -> float:
     """The data-sheet rate of a dtype in flop/s, or of the dtype that stands in for it (others: float32)."""
     rates = device.peak_flops
-    if dtype.startswith("float8"):  # float8_e4m3fn, float8_e5m2: one rate
-        dtype = "float8"
+    for narrow in ("float8", "float4"):  # float8_e4m3fn, float8_e5m2: one rate
+        if dtype.startswith(narrow):
+            dtype = narrow
     for name in (dtype, *STAND_INS.get(dtype, ()), "float32"):
         if name in rates:
             return rates[name]
@@ -44,7 +45,7 @@ def _rates(device: Device, kind: str, dtype: str) -> tuple[float, ...]:
     per_byte = 1.0 / (device.memory_bytes_per_second * memory.fraction)
     if kind in COMPUTE_KINDS:
         narrow = f"{kind}_float8"
-        is_narrow = dtype.startswith("float8") and narrow in device.efficiency
+        is_narrow = dtype.startswith(("float8", "float4")) and narrow in device.efficiency
         curve = device.efficiency[narrow if is_narrow else kind]
         per_flop = 1.0 / (peak_flops(device, dtype) * curve.fraction)
         halves = curve.half_m, curve.half_n, curve.half_k, curve.half_mn, curve.half_work

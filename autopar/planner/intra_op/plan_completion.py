@@ -288,12 +288,12 @@ def _price(
     totals = [0] * 4
     parameter_seconds = 0.0
     peak = 0
-    cost_of: dict[tuple[Spec, bool, ParamChoice], P.ParamCost] = {}  # repeated blocks have the same parameters
+    cost_of: dict[tuple[Spec, bool, ParamChoice, bool], P.ParamCost] = {}  # repeated blocks have the same parameters
     for i, choice in owned.items():
-        key = nodes[i].out, nodes[i].needs_grad, choice
+        key = nodes[i].out, nodes[i].needs_grad, choice, nodes[i].narrow is not None
         cost = cost_of.get(key)
         if cost is None:
-            cost = cost_of[key] = P.cost(*key, pricer, optimizer, microbatches, graph.precision)
+            cost = cost_of[key] = P.cost(*key[:3], pricer, optimizer, microbatches, graph.policy_of(nodes[i]))
         parameter_seconds += cost.seconds
         for k, n in enumerate((cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.gathered_bytes)):
             totals[k] += n

@@ -245,7 +245,7 @@ class Builder:
             if self.allowed_params is not None and not self.allowed_params(node, choice):
                 continue
             cost = P.cost(
-                spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches, self.graph.precision
+                spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches, self.graph.policy_of(node)
             )  # fmt: skip
             row = (choice, cost.seconds * count, cost.n_bytes * count, cost.peak_bytes)
             by_use.setdefault(choice.used, []).append(row)

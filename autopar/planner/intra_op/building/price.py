@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from math import prod
 
+from autopar.planner.intra_op.building.narrow_prices import LocalProduct, product_seconds
 from autopar.rules.local_calls import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import In, call_of
@@ -136,7 +137,13 @@ class Pricer:
             rule.kind, flops, n_bytes, outs[0].dtype if outs else "float32", gemm, *_backward_of(graph, node, rule),
             partial(key_of, graph, node, rule, strategy, self.mesh),
         )  # fmt: skip
-        return self.costs.op(self.device, work)
+        if node.narrow is None:
+            return self.costs.op(self.device, work)
+        read = zip(node.refs, strategy.ins, strict=True)
+        sizes = [self._local_elements(graph.spec(ref).shape, state) for ref, state in read]
+        wide = graph.spec(node.refs[node.narrow.activations[0]]).item_bytes
+        local = LocalProduct(sizes, self._local_elements(outs[0].shape, strategy.outs[0]), wide)
+        return product_seconds(self.costs, self.device, work, node.narrow, local)
 
     def waits(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> dict[str, tuple[float, float]]:
         """Seconds of the collectives with which an op begins and ends, forward and backward, by
