@@ -14,6 +14,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from gpu_rows.models import MODELS
+from gpu_rows.op_kinds import kind_of
 
 from autopar.api import capture
 from autopar.planner.inter_op.estimating.block_costs import ALONE
@@ -22,8 +24,6 @@ from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
-from gpu_rows.models import MODELS
-from gpu_rows.op_kinds import kind_of
 from hardware_profiles import load_cluster
 
 MEASURED = Path(__file__).parent.parent / "hardware_profiles" / "measured" / "h200"

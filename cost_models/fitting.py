@@ -132,8 +132,8 @@ def fit_gemm(
     shapes [row, (m, n, k)], seconds [row]; rates are numbers, or one per row where several devices share a
     curve; `memory_bytes_per_second` is what memory really gives. The model is `gemm_seconds`; the launch time
     is given, not fitted, because op_seconds adds that of the device. `casts`: the seconds contain a cast of the first
-    factor, whose bytes for each element are fitted too and are no part of the curve. They look like a large `half_n`, which is
-    therefore that of m: products are alike in both.
+    factor, whose bytes for each element are fitted too and are no part of the curve. They look like a large `half_n`,
+    which is therefore that of m: products are alike in both.
     """
     log_seconds = np.log(seconds)
 

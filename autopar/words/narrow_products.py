@@ -1,11 +1,11 @@
 """Products in eight or four bits: formats, what casting to them moves, and how a node takes part.
 
 Under a policy such as ``fp8-mixed`` the linear layers of a model's blocks multiply narrow copies of their activations,
-weights and gradients; embeddings, logits, norms, attention and all that is added up stay as they are. A node that takes
-part says so (:attr:`autopar.words.graph.Node.narrow`), for prices and bytes alone: programs do not multiply so.
+weights and gradients; embeddings, logits, norms, attention and all that is added up stay as they are. A node that
+takes part says so (:attr:`autopar.words.graph.Node.narrow`), for prices and bytes alone: programs do not multiply so.
 
-Numbers of passes follow NVIDIA's Transformer Engine, which casts into two copies, one for the product and one transposed
-for the gradient, and keeps of the activations only the second for the backward.
+Numbers of passes follow NVIDIA's Transformer Engine, which casts into two copies, one for the product and one
+transposed for the gradient, and keeps of the activations only the second for the backward.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ FORMATS = {
     "mxfp8": NarrowFormat("float8", "float4", 1 + 1 / 32, 1),
     "nvfp4": NarrowFormat("float4", "float4", 0.5 + 1 / 16, 2),
 }
-"""``fp8``: one scale a tensor, of its present values; ``fp8-delayed``: of earlier steps' values, so that tensors are read
-once; ``mxfp8``: a scale for each 32 elements; ``nvfp4``: of 4 bits, one for each 16, with a transform of the rows before.
-The cores that know the last two are those with a rate for float4."""
+"""``fp8``: one scale a tensor, of its present values; ``fp8-delayed``: of earlier steps' values, so that tensors are
+read once; ``mxfp8``: a scale for each 32 elements; ``nvfp4``: of 4 bits, one for each 16, with a transform of the rows
+before. The cores that know the last two are those with a rate for float4."""
 
 class NarrowUse(NamedTuple):
     """How a node takes part in narrow products.

@@ -124,8 +124,8 @@ class Precision:
         """
         if self.products:
             raise AutoparError(
-                f"precision {self}: products in {self.products} can be planned and priced, and programs do not multiply "
-                f"so yet: run precision='{self.wide}', whose plan takes more seconds and bytes, or plan only"
+                f"precision {self}: products in {self.products} can be planned and priced, and programs do not "
+                f"multiply so yet: run precision='{self.wide}', whose plan takes other seconds and bytes, or plan only"
             )
 
     def _refuse_more_than_own(self) -> None:

@@ -1,8 +1,9 @@
 """Seconds and bytes of products that a policy makes narrow: their rate, and the casts around them.
 
 A narrow product runs at the device's rate for its format. Before it, its activations are cast, once for all products
-that read them; in the backward the gradient of its result is. Weights are cast once a step where a rank keeps the copies,
-and at every use where they are gathered anew (:mod:`autopar.words.narrow_products` has the bytes and their source).
+that read them; in the backward the gradient of its result is. Weights are cast once a step where a rank keeps the
+copies, and at every use where they are gathered anew (:mod:`autopar.words.narrow_products` has the bytes and their
+source).
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def check_device(device: Device, name: str, numbers: NarrowFormat) -> None:
     if numbers.needs not in device.peak_flops:
         has = ", ".join(device.peak_flops)
         raise PlanError(
-            f"products in {name} need cores with a rate for {numbers.needs}, and {device.name} has rates for {has}: take "
-            "another precision, such as bf16-mixed, or other devices"
+            f"products in {name} need cores with a rate for {numbers.needs}, and {device.name} has rates for {has}: "
+            "take another precision, such as bf16-mixed, or other devices"
         )
 
 
