@@ -41,7 +41,7 @@ OF_BANDWIDTH = 0.9
 """What additions and copies reach of an H200's bandwidth; kernels that stay below this are bound by their cores."""
 WIDTHS = {"bfloat16": 2, "float32": 4}
 COUNTED = {
-    "loss": 1 / 2, "loss_backward": 1 / 2, "norm_backward": 3 / 5, "batch_norm": 2 / 3, "batch_norm_backward": 3 / 5,
+    "loss": 1 / 2, "loss_backward": 1 / 2, "norm_backward": 3 / 5, "rms_norm_backward": 3 / 5, "batch_norm": 2 / 3, "batch_norm_backward": 3 / 5,
 }  # fmt: skip
 """Of the passes over memory those that the planner counts: a loss writes its log-softmax, its backward clears and reads
 one more tensor, gradients of a norm's weights and statistics of a batch read theirs once more."""
@@ -52,11 +52,11 @@ HOST_SECONDS = {False: 20e-6, True: 100e-6}
 CORES = {  # (multiprocessors, GHz, float32 flop/s) of the device that a family is named for: vendors' data sheets
     "volta": (80, 1.53, 15.7e12), "turing": (40, 1.59, 8.1e12), "ampere": (108, 1.41, 19.5e12),
     "ada": (142, 2.52, 91.6e12), "hopper": (132, 1.755, 67e12), "blackwell": (148, 1.85, 80e12),
-    "blackwell-ultra": (148, 1.85, 80e12), "blackwell-pcie": (188, 2.43, 117e12),
+    "blackwell-ultra": (148, 1.85, 80e12), "blackwell-pcie": (188, 2.43, 117e12), "cdna": (304, 2.1, 163.4e12),
 }  # fmt: skip
 TENSOR = {  # 16-bit peak of the same device
     "volta": 125e12, "turing": 65e12, "ampere": 312e12, "ada": 362e12, "hopper": 989e12, "blackwell": 2250e12,
-    "blackwell-ultra": 2250e12, "blackwell-pcie": 468e12,
+    "blackwell-ultra": 2250e12, "blackwell-pcie": 468e12, "cdna": 1307e12,
 }  # fmt: skip
 HALVES = ("half_m", "half_n", "half_k", "half_mn", "half_work", "half_row")
 FLASH_2 = "FlashAttention-2 (arXiv:2307.08691) on A100: up to 73% of the peak forward, 63% backward"
@@ -65,10 +65,11 @@ UNALIGNED = {"hopper": 0.157, "blackwell": 0.157, "blackwell-ultra": 0.157}
 ms on an H200 where 50,264 take 2.54."""
 UNALIGNED_ELSEWHERE = 0.4
 """Estimate: padding these words makes a step of GPT-2 a quarter faster on an A100 (nanoGPT)."""
-OLD_PRODUCTS = {
-    "volta": (0.76, "estimate: cuBLAS 9 reaches 83 of 125 TFLOP/s (arXiv:1803.04014), later ones 0.7 to 0.75; halves "
-                    "of Ampere by the peak; not measured"),
-    "turing": (0.42, "estimate: 70 W hold about 25 TFLOP/s; halves of Ampere by the peak; not measured"),
+NOT_SWEPT = {  # family: the one whose halves it takes, the part of the peak, the source
+    "volta": ("ampere", 0.76, "estimate: cuBLAS 9 reaches 83 of 125 TFLOP/s (arXiv:1803.04014), later ones 0.7 to 0.75; "
+              "halves of Ampere; not measured"),
+    "turing": ("ampere", 0.42, "estimate: 70 W hold about 25 TFLOP/s; halves of Ampere; not measured"),
+    "cdna": ("hopper", 0.55, "estimate: public sweeps of MI300X reach about half of the peak; not measured"),
 }  # fmt: skip
 OLDER = "estimate: no FlashAttention-2 for these cores, memory-efficient attention; not measured"
 
@@ -95,7 +96,7 @@ class Time:
 MOVED = {  # operator: kind, passes of the forward and of the backward over its tensor, as the planner counts them
     "add": ("pointwise", 3, 0), "gelu": ("pointwise", 2, 3), "silu": ("pointwise", 2, 3), "mul": ("pointwise", 3, 5),
     "dropout": ("pointwise", 2.5, 2.5), "clone": ("pointwise", 2, 0), "copy": ("pointwise", 2, 0),
-    "layer_norm": ("norm", 2, 3), "rms_norm": ("norm", 2, 3), "softmax": ("softmax", 2, 3),
+    "layer_norm": ("norm", 2, 3), "rms_norm": ("rms_norm", 2, 3), "softmax": ("softmax", 2, 3),
     "add bias": ("broadcast", 2, 0), "sum": ("reduce", 1, 0), "batch_norm": ("batch_norm", 2, 3),
     "cross_entropy": ("loss", 1, 2),
 }  # fmt: skip
@@ -126,7 +127,7 @@ def _time(name: str, dtype: str, shape: Sequence[int], backward: bool, seconds: 
         m, k = images * height * width, channels * kernel**2
         flops = 2.0 * m * outputs * k * (2 if backward else 1)
         n_bytes = WIDTHS[dtype] * m * (channels + outputs)
-        if dtype == "bfloat16" and kernel < 7:  # of three channels no kernel for tensor cores is there
+        if dtype == "bfloat16" and kernel < 7 and not backward:  # for three channels there is no kernel of tensor cores
             yield Time(name, "conv", backward, flops, n_bytes, dtype, (m, outputs, k), 0, seconds)
     elif name == "cast":
         widens = dtype == "bfloat16"
@@ -138,7 +139,7 @@ def _time(name: str, dtype: str, shape: Sequence[int], backward: bool, seconds: 
     elif name == "adamw fused":
         yield Time(name, "optimizer", False, 0.0, 7 * n_bytes, dtype, None, 0, seconds)
     elif name in MOVED and (passes := MOVED[name][1 + backward]):
-        row = shape[-1] if MOVED[name][0] in ("norm", "softmax") else 0
+        row = shape[-1] if MOVED[name][0] in ("norm", "rms_norm", "softmax") else 0
         yield Time(name, MOVED[name][0], backward, 0.0, passes * n_bytes, dtype, None, row, seconds)
 
 
@@ -151,8 +152,8 @@ def predicted(device: Device, time: Time) -> float:
 
 FITTED = {  # the halves that a curve has beside its fraction; item_bytes given where bytes are not what counts
     "attention": ("half_m", "half_n", "half_k"), "attention_backward": ("half_m", "half_n", "half_k"),
-    "conv": ("half_n", "half_k"), "conv_backward": ("half_n", "half_k"), "norm": ("half_row",),
-    "norm_backward": ("half_row",), "reduce": ("half_work",), "pointwise": ("half_work",),
+    "conv": ("half_n", "half_k"), "norm": ("half_row",), "norm_backward": ("half_row",),
+    "rms_norm": ("half_row",), "rms_norm_backward": ("half_row",), "reduce": ("half_work",), "pointwise": ("half_work",),
 }  # fmt: skip
 ITEM_BYTES = {"softmax": 4, "batch_norm": 4, "batch_norm_backward": 4, "broadcast": 4}
 
@@ -243,19 +244,11 @@ def main() -> None:
         return
     fitted.setdefault("lookup_backward", replace(fitted["pointwise"]))  # rows as so many bytes: cost_models.costs
     families = read()
-    for family, (fraction, source) in OLD_PRODUCTS.items():
-        curve = scaled(families["ampere"]["matmul"], family)
-        families[family]["matmul"] = replace(curve, fraction=fraction, source=source)
+    for family, (like, fraction, source) in NOT_SWEPT.items():
+        families[family]["matmul"] = replace(families[like]["matmul"], fraction=fraction, source=source)
     for family, curves in families.items():
         curves |= {name: carried(family, name, curve) for name, curve in fitted.items()}
     write(families)
-
-
-def scaled(curve: EfficiencyCurve, family: str) -> EfficiencyCurve:
-    """The halves of Ampere's curve, in proportion to the peak."""
-    ratio = TENSOR[family] / TENSOR["ampere"]
-    return replace(curve, half_m=ratio * curve.half_m, half_n=ratio * curve.half_n, half_k=ratio * curve.half_k,
-                   half_mn=ratio * curve.half_mn)  # fmt: skip
 
 
 def read() -> dict[str, dict[str, EfficiencyCurve]]:

@@ -37,6 +37,8 @@ STEPS = {
 """Rows of the measurements, and the file that each stands in."""
 NO_KIND = "Command Buffer Full"
 """A wait of the profiler's, not an operator."""
+OWN_KINDS = (("to.dtype", "copy"), ("expert_block", "matmul"))
+"""Operators of the graph that are other ones where they were measured."""
 CLUSTER = "dgx-h200"
 
 
@@ -68,7 +70,7 @@ def priced(name: str, cluster_name: str = CLUSTER) -> tuple[dict[str, float], fl
     for node, rule in zip(graph.nodes, rules, strict=True):
         if node.kind == "op" and rule is not None:
             strategy = strategy_named(graph, node, rule, plan.ops[node.name])
-            kind = "copy" if "to.dtype" in node.target else kind_of(node.target)
+            kind = next((k for part, k in OWN_KINDS if part in node.target), kind_of(node.target))
             seconds[kind] += prices.compute(graph, node, rule, strategy).total
     extra = prices.costs.stage(lambda: beside_ops(graph, rules, plan))
     if extra is not None:

@@ -45,6 +45,7 @@ class OpWork(NamedTuple):
         row: elements of the last dim of what it reads.
         aligned: the inner sizes of a product are multiples of 16 bytes.
         joins: it runs in the kernel of the operator that made its input.
+        scores_bytes: of attention that fused kernels cannot compute, the scores in float32; 0 where they can.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class OpWork(NamedTuple):
     row: int = 0
     aligned: bool = True
     joins: bool = False
+    scores_bytes: float = 0.0
 
 
 class OpSeconds(NamedTuple):

@@ -24,6 +24,9 @@ from .operator_cost import COMPUTE_KINDS, op_seconds
 
 ATTENTION_BACKWARD = 2.5
 """Forwards of attention that its backward costs."""
+SCORES_PASSES, SCORES_PASSES_BACK = 12, 12
+"""How often attention in torch's plain operators reads or writes its scores, forward and backward: products, the mask's
+addition, softmax, and what keeps rows of nothing but -inf from being no numbers."""
 BUCKET_BYTES = 25 * 2**20
 """The bucket in which torch's DistributedDataParallel reduces gradients, its default."""
 STEP_PASSES = {"adamw": 7, "adam": 7, "sgd": 3, "sgd_momentum": 5}
@@ -71,6 +74,8 @@ class Roofline:
     def op(self, device: Device, work: OpWork) -> OpSeconds:
         """By the roofline of the device."""
         factor, device = self.software.factor, self._as_launched(device)
+        if work.scores_bytes and _knows_backwards(device):
+            return self._unfused_attention(device, work)
         kind, gemm = work.curve or work.kind, work.gemm
         forward = factor * op_seconds(
             device, kind, work.flops, work.n_bytes, work.dtype, gemm, row=work.row, aligned=work.aligned,
@@ -92,6 +97,19 @@ class Roofline:
             more = factor * op_seconds(device, "reduce", 0.0, work.backward_bytes, work.dtype, backward=True)
             weights, total = weights + more, total + more
         return OpSeconds(forward, total, weights)
+
+    def _unfused_attention(self, device: Device, work: OpWork) -> OpSeconds:
+        """Of attention whose scores are written out in float32: products outside the tensor cores, and passes over the
+        scores."""
+        products = op_seconds(device, "matmul", work.flops, 0.0, "float32", work.gemm)
+
+        def passes(times: int) -> float:
+            return op_seconds(device, "pointwise", 0.0, times * work.scores_bytes, "float32", joins=True)
+
+        forward = self.software.factor * (products + passes(SCORES_PASSES))
+        if not work.differentiable:
+            return OpSeconds(forward, forward)
+        return OpSeconds(forward, forward + self.software.factor * (2 * products + passes(SCORES_PASSES_BACK)))
 
     def _moving_backward(self, device: Device, kind: str, work: OpWork, forward: float) -> float:
         """Seconds of the backward of an operator that is bound by memory."""

@@ -21,8 +21,8 @@ RATES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4"
 OP_KINDS = ("matmul", "conv", "attention", "pointwise")
 """Kinds of which every device has a curve."""
 MOVING_KINDS = (
-    "pointwise", "broadcast", "widen", "narrow", "reduce", "norm", "batch_norm", "softmax", "loss", "lookup",
-    "optimizer",
+    "pointwise", "broadcast", "widen", "narrow", "reduce", "norm", "rms_norm", "batch_norm", "softmax", "loss",
+    "lookup", "optimizer",
 )  # fmt: skip
 """Kinds that are bound by memory bandwidth and may have curves of their own; `pointwise` stands for one that has none.
 
@@ -30,7 +30,7 @@ MOVING_KINDS = (
     widen       a cast to a wider type                              loss      cross entropy and its like
     narrow      a cast to a narrower one                            lookup    rows read by number: embeddings, gathers
 """
-CURVES = (*OP_KINDS, "matmul_float8", "conv_backward", "attention_backward", *MOVING_KINDS[1:],
+CURVES = (*OP_KINDS, "matmul_float8", "attention_backward", *MOVING_KINDS[1:],
           *(f"{kind}_backward" for kind in MOVING_KINDS))  # fmt: skip
 """All curves that a device may have. Where `<kind>_backward` is there, that of `pointwise` for one that lacks its own,
 backwards are priced by the bytes that they move, else by those of the forward."""

@@ -73,6 +73,17 @@ def attention_shape(flops: float, first: Sequence[int], out: Sequence[int]) -> t
     return queries, max(1, round(flops / (4 * rows * size))), size
 
 
+def unfused_scores_bytes(
+    rule: Rule, gradients: Sequence[bool], pieces: Mapping[str, int | Fraction]
+) -> float:  # fmt: skip
+    """Return the bytes on one rank of the scores of attention whose mask gets a gradient, which torch's fused kernels
+    do not give: it runs in plain operators, in float32. 0 for others."""
+    if rule.kind != "attention" or not any(gradients[3:]):
+        return 0.0
+    (queries,), (keys,) = rule.inputs[0][-2:-1], rule.inputs[1][-2:-1]
+    return 4.0 * prod(rule.size_at(f, pieces) for dim in (*rule.inputs[0][:-2], queries, keys) for f in dim)
+
+
 def is_aligned(rule: Rule, dtype: str, pieces: Mapping[str, int | Fraction]) -> bool:
     """Check that inner sizes of a product, whole and on one rank, are multiples of what tensor cores read at once."""
     if rule.kind != "matmul" or len(rule.inputs) < 2 or dtype not in ("bfloat16", "float16"):
@@ -102,7 +113,7 @@ def moved_bytes(
     ins = [n * c for n, c in zip(read, counted, strict=False)]
     outs = [n * c for n, c in zip(written, counted[len(read) :], strict=True)]
     forward = sum(ins) + sum(outs)
-    if rule.kind in ("matmul", "conv"):
+    if rule.kind in COMPUTE_KINDS:
         biased = any(grad and i in rule.additive for i, grad in enumerate(gradients))
         return forward, sum(written) if biased else 0.0
     if not any(gradients) or rule.curve == ADD:

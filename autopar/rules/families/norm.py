@@ -84,7 +84,7 @@ def _normalized(call: Call, distributed: Any, n_stats: int) -> Rule:
             for _ in range(n_stats)
         ), uneven=True),),
         kind="reduce",
-        curve="norm",
+        curve="rms_norm" if "rms" in call.target else "norm",
         saves=(0, 1) if len(call.ins) > 1 else (0,),
     )  # fmt: skip
 

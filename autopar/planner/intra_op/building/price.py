@@ -16,7 +16,14 @@ from autopar.planner.intra_op.building.narrow_prices import LocalProduct, produc
 from autopar.rules.local_calls import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import In, call_of
-from autopar.rules.operator_work import curve_of, gemm_of, is_aligned, moved_bytes, through_memory
+from autopar.rules.operator_work import (
+    curve_of,
+    gemm_of,
+    is_aligned,
+    moved_bytes,
+    through_memory,
+    unfused_scores_bytes,
+)
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
 from autopar.words.graph import Graph, Node, Spec
@@ -145,6 +152,7 @@ class Pricer:
             rule.kind, flops, n_bytes, dtype, gemm_of(rule, pieces, flops, first, of_first_out), differentiable,
             gradients, weights, key, curve_of(rule), backward_bytes, first[-1] if first else 0,
             is_aligned(rule, dtype, pieces), not all(counted[: len(read)]),
+            unfused_scores_bytes(rule, grads_of(graph, node)[0], pieces),
         )  # fmt: skip
         if node.narrow is None:
             return self.costs.op(self.device, work)
