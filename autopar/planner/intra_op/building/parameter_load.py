@@ -75,13 +75,13 @@ def parameter_load(
     nodes, alike = graph.nodes, graph.alike
     first_read = P.first_read(graph, pricer.costs.bucket_bytes)
     costs: list[P.ParamCost] = []
-    cost_of: dict[tuple[Spec, bool, ParamChoice], P.ParamCost] = {}  # repeated blocks have the same parameters
+    cost_of: dict[tuple[Spec, bool, ParamChoice, bool], P.ParamCost] = {}  # repeated blocks have the same parameters
     collectives = may_hide = first = ParameterSeconds()
     for i, choice in owned.items():
-        key = nodes[i].out, nodes[i].needs_grad, choice
+        key = nodes[i].out, nodes[i].needs_grad, choice, nodes[i].narrow is not None
         cost = cost_of.get(key)
         if cost is None:
-            cost = cost_of[key] = P.cost(*key, pricer, optimizer, microbatches, graph.precision)
+            cost = cost_of[key] = P.cost(*key[:3], pricer, optimizer, microbatches, graph.policy_of(nodes[i]))
         costs.append(cost)
         if cost.seconds:
             collectives, may_hide = collectives.plus(cost.collectives), may_hide.plus(cost.may_hide)

@@ -13,6 +13,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from autopar.planner.intra_op.building.narrow_prices import weight_copies
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.words.graph import ITEM_BYTES, Graph, Spec
@@ -130,7 +131,10 @@ def passages(
         if size == 1:
             continue
         moved = elements_moved(spec.shape, src, dst, mesh)
-        whole = moved * spec.item_bytes
+        item_bytes: float = spec.item_bytes
+        if precision is not None and precision.narrow is not None and precision.narrow_gathers:
+            item_bytes = precision.narrow.item_bytes
+        whole = round(moved * item_bytes)
         back = whole if precision is None else moved * ITEM_BYTES[precision.summed(spec.dtype)]
         forward, backward = step_collectives(src[axis], dst[axis])
         if forward:
@@ -206,8 +210,15 @@ def cost(
     of_moments = spec.item_bytes if precision is None else ITEM_BYTES[precision.kept(spec.dtype)]
     used_elements = prod(local_shape(spec.shape, choice.used, mesh))
     stored, used = elements * of_master, used_elements * spec.item_bytes
+    is_narrow = precision is not None and precision.narrow is not None
+    if precision is not None and precision.narrow is not None:
+        casts = 1 if choice.lifetime == "step" else (2 if grad else 1) * microbatches
+        copies = weight_copies(
+            pricer.costs, pricer.device, precision, used_elements, spec.item_bytes, spec.dtype, casts
+        )  # fmt: skip
+        seconds, used = seconds + copies.seconds, copies.copy_bytes
     gathered = 0
-    if (used_elements != elements or of_master != spec.item_bytes) and choice.lifetime == "step":
+    if (used_elements != elements or of_master != spec.item_bytes or is_narrow) and choice.lifetime == "step":
         gathered = used
         if grad and microbatches > 1 and used_elements != elements:
             gathered += used_elements * of_sum
@@ -247,7 +258,7 @@ def peak_bytes(graph: Graph, plan: StagePlan, pricer: Pricer) -> int:
                 pricer,
                 plan.optimizer,
                 plan.microbatches,
-                graph.precision,
+                graph.policy_of(nodes[name]),
             ).peak_bytes
             for name, choice in plan.params.items()
         ),

@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from math import prod
 
+from autopar.planner.intra_op.building.narrow_prices import LocalProduct, product_seconds
 from autopar.rules.kernels import CPU, Kernels, kernels_of
 from autopar.rules.local_calls import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import Rule
@@ -160,7 +161,12 @@ class Pricer:
             is_aligned(rule, dtype, pieces), not all(counted[: len(read)]),
             unfused_scores_bytes(rule, grads_of(graph, node)[0], pieces),
         )  # fmt: skip
-        return self.costs.op(self.device, work)
+        if node.narrow is None:
+            return self.costs.op(self.device, work)
+        sizes = [self._local_elements(spec.shape, state) for spec, state in zip(ins, strategy.ins, strict=True)]
+        wide = graph.spec(node.refs[node.narrow.activations[0]]).item_bytes
+        local = LocalProduct(sizes, self._local_elements(outs[0].shape, strategy.outs[0]), wide)
+        return product_seconds(self.costs, self.device, work, node.narrow, local)
 
     def waits(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> dict[str, tuple[float, float]]:
         """Seconds of the collectives with which an op begins and ends, forward and backward, by
