@@ -16,9 +16,10 @@ from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import Ledger
 from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.moments import SLOTS, StepMoments
+from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import StagePlan
-from autopar.plans.prices import Fullest, Moment
+from autopar.plans.prices import Fullest, Moment, StagePeaks
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.words.graph import Graph, Ref
@@ -48,13 +49,13 @@ class Held(NamedTuple):
     Attributes:
         category: one of :data:`CATEGORIES`.
         node: number of the operator or parameter that it belongs to; None for what belongs to none.
-        n_bytes: on one rank, of all ``count`` microbatches that have it.
+        n_bytes: on one rank, of all ``microbatches`` that have it.
     """
 
     category: str
     node: int | None
     n_bytes: int
-    count: int = 1
+    microbatches: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,16 @@ class StageContents:
     @cached_property
     def fullest(self) -> Fullest:
         """The fullest moment."""
-        assert self.plan.peaks is not None, "a plan that is priced knows its peaks"
-        return self.plan.peaks.at_fullest(self.plan.in_flight)
+        return self.peaks.at_fullest(self.plan.in_flight)
+
+    @cached_property
+    def peaks(self) -> StagePeaks:
+        """What the peak of the stage follows from, which plan files do not have."""
+        plan, (walk, holds) = self.plan, self._walked
+        params = {i: plan.params[node.target] for i, node in self.graph.of_kind("param")}
+        return with_working_bytes(
+            plan.price, walk, holds, params, plan.outputs, plan.optimizer, plan.microbatches, plan.in_flight
+        )[1]
 
     @cached_property
     def _walked(self) -> tuple[Walk, Ledger]:
@@ -178,9 +187,7 @@ class StageContents:
 
     def _at(self, moments: StepMoments, moment: Moment) -> int:
         """Return the number of the fullest moment: that of an operator, or of a step on the way to one."""
-        peaks = self.plan.peaks
-        assert peaks is not None
-        side = peaks.first if self.fullest.is_first else peaks.later
+        side = self.peaks.first if self.fullest.is_first else self.peaks.later
         assert side is not None
         totals = moments.totals()
         wanted = side.backward_bytes if moment.backward else side.forward_bytes

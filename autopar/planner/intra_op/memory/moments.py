@@ -424,22 +424,28 @@ class StepMoments:
         self._drop(gradient, at + 1)
 
     def _parameter(self, value: Value, at: int) -> None:
-        """All of a parameter's gradient is there: it is reduced to where the parameter is stored, and stays."""
+        """All of a parameter's gradient is there: it is reduced to where the parameter is stored, and stays; under a
+        policy in the format of the master, which it is cast to."""
         ref, used = value
         gradient, choice = self.of_value.pop(value), self.params[ref.node]
-        stored_bytes = self.walk.local_bytes(ref, choice.stored)
+        spec, stored = self.graph.spec(ref), self.graph.stored(self.graph.nodes[ref.node])
+        is_cast = stored.dtype != spec.dtype
+        reduced_bytes = self.walk.local_bytes(ref, choice.stored)
+        stored_bytes = reduced_bytes // spec.item_bytes * stored.item_bytes
         steps = [(src, dst) for axis, src, dst in path(choice.stored, used) or () if self.mesh.size(axis) > 1]
-        taken = not steps and not self.accumulates and self.gradients[gradient][1] == 1
+        taken = not steps and not self.accumulates and not is_cast and self.gradients[gradient][1] == 1
         strides = self.strides_of.pop(value, None)
         if taken and (strides is None or is_contiguous(self._shape(value), strides)):
             self.stays(self.gradients[gradient][0], self.gradients[gradient][2], ref.node)
             self.gradients[gradient][1] = 0
             return
         self._drop(gradient, at)
-        needs = reduction_needs(self.graph.spec(ref), choice, self.mesh, self.accumulates)
+        needs = reduction_needs(spec, choice, self.mesh, self.accumulates)
         if not self.accumulates:
             self.stays(stored_bytes, at, ref.node)
-            needs -= stored_bytes
+            needs -= 0 if is_cast and steps else reduced_bytes
+        elif is_cast:
+            needs += stored_bytes  # what is added to the sum
         self.beside[at] += max(0, needs)
 
 
