@@ -116,6 +116,8 @@ def fit_between(rows: list[dict], inside: dict, kind: str) -> tuple[CollectiveCu
 ESTIMATE = "estimate: "
 IB = ESTIMATE + "fraction: at best 96 of 100 GB/s, 3 DGX A100 with 4 HDR (GitHub issue); latency typical"
 TCP = ESTIMATE + "kernel TCP, typical"
+XGMI = ESTIMATE + "public all_reduce runs on 8 MI300X reach 310 to 330 of 448 GB/s; latency typical"
+ICI = ESTIMATE + "rings on wires between neighbours; latency of a hop about 1 us (scaling-book)"
 GIVEN = {
     "infiniband": {
         "all_reduce": CollectiveCurve(15e-6, 6e-6, 0.92, 0.0, 0.7, IB),
@@ -127,6 +129,8 @@ GIVEN = {
     "ethernet": {
         kind: CollectiveCurve(60e-6, 40e-6, 0.8, 0.0, 0.7, TCP) for kind in (*FITTED, "send_recv")
     },
+    "xgmi": {kind: CollectiveCurve(10e-6, 1.5e-6, 0.72, 0.0, 0.8, XGMI) for kind in (*FITTED, "send_recv")},
+    "ici": {kind: CollectiveCurve(2e-6, 1e-6, 0.9, 0.0, 1.0, ICI) for kind in (*FITTED, "send_recv")},
 }  # fmt: skip
 
 

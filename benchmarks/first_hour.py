@@ -26,6 +26,7 @@ from gpu_rows.kernels import kernels
 from gpu_rows.profiled import profiled
 from gpu_rows.programs import program
 from gpu_rows.ranks import beside_others, on_ranks
+from gpu_rows.rates import rates
 from gpu_rows.rules import rules
 from gpu_rows.steps import steps
 from gpu_rows.table import Result, Row, Table
@@ -98,6 +99,7 @@ def rows(n: int, device: str, quick: bool, output: Path) -> Iterator[Asked]:
     if not quick:
         yield ranks("a step as a CUDA graph", "cuda_graph")
     yield Asked("kernels", kernels, (device, quick, 2.0 if quick else 60.0), 90.0)
+    yield Asked("rates under load", rates, (device, quick, 2.0 if quick else 80.0), 120.0)
     if not quick:
         file = output.with_name(f"profile_{output.stem}.json")
         yield Asked("autopar profile", profiled, (device, quick, 40.0, str(file)), 110.0)

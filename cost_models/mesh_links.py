@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import networkx as nx
 import numpy as np
 
 from hardware_profiles import Cluster, Link
@@ -242,18 +243,17 @@ def _followed_nodes(cluster: Cluster, groups: np.ndarray) -> set[int] | None:
 
 
 def _inside_hops(cluster: Cluster, local: list[int]) -> list[tuple[int, int, float]]:
-    """(from, to, part of v) for the ring inside a node. A member with direct links spreads v over them."""
-    hops = []
+    """(from, to, part of v) for the ring inside a node. A member with direct links spreads v over them, where these
+    alone join all members; bridges between pairs do not."""
     places = {rank: place for place, rank in enumerate(local)}
-    for i, rank in enumerate(local):
-        edges = cluster.graph.succ[rank]
-        peers = sorted((peer for peer in edges if peer in places), key=places.__getitem__)
-        direct = [(peer, edges[peer]["link"].bandwidth_bytes_per_second) for peer in peers]
-        if direct:
-            total = sum(bandwidth for _, bandwidth in direct)
-            hops += [(rank, peer, bandwidth / total) for peer, bandwidth in direct]
-        else:
-            hops.append((rank, local[(i + 1) % len(local)], 1.0))
+    peers = [sorted((p for p in cluster.graph.succ[r] if p in places), key=places.__getitem__) for r in local]
+    if not all(peers) or not nx.is_connected(cluster.graph.subgraph(local).to_undirected(as_view=True)):
+        return [(rank, local[(i + 1) % len(local)], 1.0) for i, rank in enumerate(local)]
+    hops = []
+    for rank, reached in zip(local, peers, strict=True):
+        direct = [(peer, cluster.graph.succ[rank][peer]["link"].bandwidth_bytes_per_second) for peer in reached]
+        total = sum(bandwidth for _, bandwidth in direct)
+        hops += [(rank, peer, bandwidth / total) for peer, bandwidth in direct]
     return hops
 
 

@@ -3,6 +3,7 @@
 ===================== =================================================================================================
 :mod:`.model`         the nouns; :mod:`.abstract`: meshes without devices
 :mod:`.load`          names become devices, links and curves; :mod:`.clusters`: files become clusters
+:mod:`.composed`      clusters of a few words (so many GPUs, so many to a machine)
 :mod:`.software`      what trains on a cluster, one record for each trainer
 :mod:`.usable_memory` what a process may fill of a device's memory
 :mod:`.profile_file`  files of what was measured; :mod:`.measurements`: the same as values
@@ -12,7 +13,7 @@
 """
 
 from .abstract import abstract_cluster
-from .clusters import build_cluster, list_clusters, load_cluster, split_subset
+from .clusters import build_cluster, cluster_from, list_clusters, load_cluster, split_subset
 from .errors import ProfileError
 from .load import list_devices, load_device
 from .model import (
@@ -34,6 +35,6 @@ from .usable_memory import COUNT_MARGIN, UNKNOWN_FRACTION, Budget, budget_of, is
 __all__ = [
     "COLLECTIVES", "COUNT_MARGIN", "OP_KINDS", "UNKNOWN_FRACTION", "AbstractAxis", "Budget", "Cluster",
     "CollectiveCurve", "Device", "EfficiencyCurve", "Link", "Named", "ProfileError", "Software", "abstract_cluster",
-    "budget_of", "build_cluster", "device_named", "is_gpu", "list_clusters", "list_devices", "load_cluster",
-    "load_device", "software_named", "speed_of", "split_software", "split_subset", "subset_suffix",
+    "budget_of", "build_cluster", "cluster_from", "device_named", "is_gpu", "list_clusters", "list_devices",
+    "load_cluster", "load_device", "software_named", "speed_of", "split_software", "split_subset", "subset_suffix",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,18 @@ from typing import Any
 import networkx as nx
 
 from .abstract import read_abstract
+from .composed import document_named, name_of
 from .errors import MOST_TOLD, ProfileError, UnknownClusterError
-from .load import DATA, builtin_curves, builtin_devices, builtin_links, read_curves, read_device, read_link
+from .load import (
+    DATA,
+    builtin_curves,
+    builtin_devices,
+    builtin_links,
+    read_curves,
+    read_device,
+    read_link,
+    unknown_device,
+)  # fmt: skip
 from .model import Cluster, Device, Link
 from .profile_file import is_measured, read_measured
 from .reader import MOST_DEVICES, ProfileErrors, Table, closest, read_document, shown
@@ -103,11 +114,35 @@ def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:
     return dataclasses.replace(base, name=path.stem, measured=measured)
 
 
+def cluster_from(
+    gpu: str, n_devices: int, per_node: int | None = None, *, inside: str = "", between: str = ""
+) -> Cluster:
+    """A cluster of one kind of device, with the links that such machines usually have.
+
+    Args:
+        gpu: a device of data/devices.toml, in any spelling (``h100-sxm-80gb``, ``T4-16GB``).
+        n_devices: in all machines.
+        per_node: devices in a machine; the device's domain (8, 72 of an NVL72) where it is not said.
+        inside: the link in a machine, by name or in words (``nvlink4``, ``PCIe Gen3``); the device's own where empty.
+            Words with ``NVL72`` make one domain of up to 72 devices, whatever ``per_node`` says.
+        between: the network, by the name of a link for each device (``ib-ndr``) or in words with the rate of a whole
+            machine (``4x HDR``, ``RoCE 1600Gb/s per node``, ``50Gb/s Ethernet``); empty: an adapter for each device of
+            the generation of its PCIe.
+
+    Raises:
+        ProfileError: a name or number makes no sense.
+    """
+    return load_cluster(name_of(gpu, n_devices, per_node, inside, between))
+
+
 _PART = re.compile(r"(?P<stem>.+?)(-(?P<some>[1-9]\d*)of(?P<all>[1-9]\d*))?(-x(?P<copies>[1-9]\d*))?")
 
 
 @functools.lru_cache(maxsize=64)
 def _builtin_cluster(name: str) -> Cluster:
+    composed = document_named(name)
+    if composed is not None:
+        return build_cluster(composed, name, default_name=name)
     parts = [_builtin_document(part) for part in name.split("+")]
     document = parts[0]
     for part in parts[1:]:
@@ -201,7 +236,7 @@ def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool
     named = [n if isinstance(n, str) else shown(n) for n in names if n is not None]
     for unknown in sorted({n for n in named if n not in builder.known_devices})[:MOST_TOLD]:
         failures.add(
-            f"{path}.device", f"got unknown device '{shortened(unknown)}': {closest(unknown, builder.known_devices)}"
+            f"{path}.device", f"got {unknown_device(unknown, builder.known_devices)}"
         )
     devices = [builder.known_devices[n] for n in named if n in builder.known_devices]
     processors = table.integer("processors", 0, low=0)
@@ -227,7 +262,7 @@ def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool
         levels.append((size, up, down))
         level.close()
         below = size
-    inner_links = []
+    inner_links = _torus_links(table, builder, len(devices)) + _pair_links(table, builder, len(devices))
     for item in table.tables("link", []):
         ends = item.integer("from", low=0), item.integer("to", low=0)
         if max(ends) >= max(len(devices), 1):
@@ -278,6 +313,51 @@ def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool
                 nic = f"{node}/nic{local // sharing}"
                 builder.join(rank, nic, up, down)
                 builder.join(nic, fabric, up, down)
+
+
+_InnerLinks = list[tuple[int, int, Link | None, Link | None]]
+
+
+def _torus_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks:
+    """The links of ``torus = { shape = [4, 4, 4], link = "ici-v5p" }``: each device to its neighbours along every
+    axis, rings closed where an axis has more than two."""
+    if not table.has("torus"):
+        return []
+    inner = table.table("torus")
+    shape, link = inner.take("shape", expected="the sizes of its axes"), builder.link(inner, "link")
+    inner.close()
+    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape) or (
+        math.prod(shape) != n_devices
+    ):
+        builder.failures.add(f"{inner.path}.shape", f"got {shown(shape)}, expected sizes that make {n_devices} devices")
+        return []
+    found: _InnerLinks = []
+    stride = n_devices
+    for size in shape:
+        stride //= size
+        for device in range(n_devices):
+            at = device // stride % size
+            if at + 1 < size or size > 2:
+                found.append((device, device + ((at + 1) % size - at) * stride, link, link))
+    return found
+
+
+def _pair_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks:
+    """The links of ``pairs = { link = "xgmi3", of = 8 }``: between all devices of each group of that many."""
+    if not table.has("pairs"):
+        return []
+    inner = table.table("pairs")
+    link, size = builder.link(inner, "link"), inner.integer("of", n_devices, low=2)
+    inner.close()
+    if n_devices % size:
+        builder.failures.add(f"{inner.path}.of", f"got {size}, expected a divisor of {n_devices} devices")
+        return []
+    return [
+        (first + a, first + b, link, link)
+        for first in range(0, n_devices, size)
+        for a in range(size)
+        for b in range(a + 1, size)
+    ]
 
 
 def _share(device: Device, part: float) -> Device:

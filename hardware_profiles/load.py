@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from .errors import ProfileError
 from .model import COLLECTIVES, OP_KINDS, RATES, CollectiveCurve, Device, EfficiencyCurve, Link
 from .reader import ProfileErrors, Table, closest, read_document
+from .strict import shortened
 
 DATA = Path(__file__).parent / "data"
 
@@ -69,6 +72,10 @@ def read_device(name: str, table: Table) -> Device:
         table.number("launch_seconds"),
         efficiency,
         table.texts("sources", {}),
+        table.number("power_watts", positive=True) if table.has("power_watts") else None,
+        link=table.text("link", ""),
+        domain=table.integer("domain", 1),
+        host_link=table.text("host_link", ""),
     )
     table.close()
     return device
@@ -157,8 +164,49 @@ def list_devices() -> list[str]:
 
 
 def load_device(name: str) -> Device:
-    """A built-in device by name. Raises ProfileError naming the closest one when there is none."""
+    """A built-in device by name. Raises ProfileError naming the closest one, or what a file must say, when there is
+    none."""
     devices = builtin_devices()
     if name not in devices:
-        raise ProfileError("devices", [f"unknown device '{name}': {closest(name, devices)}"])
+        raise ProfileError("devices", [unknown_device(name, devices)])
     return devices[name]
+
+
+def unknown_device(name: str, known: Mapping[str, Device]) -> str:
+    """What to say of a device that nobody knows: names that are close, or what a file has to say of a new one.
+
+    Close is a name that shares the word of a chip (``H100``) or differs by a sign: ``TPU-v7`` is not a mistyped
+    ``TPU-v4``, and a ``B100`` is no B300.
+    """
+    low = {each.lower(): each for each in known}
+    near = {low[each] for each in difflib.get_close_matches(name.lower(), low, n=1, cutoff=CLOSE_NAME)}
+    near = near or {each for each in known if _chips(name) & _chips(each)}
+    near |= {each for each in known if name and each.lower().startswith(name.lower())}
+    if near:
+        hint = f"'{near.pop()}'" if len(near) == 1 else f"one of {', '.join(sorted(near)[:MOST_NAMES])}"
+        return f"unknown device '{shortened(name)}': did you mean {hint}?"
+    return f"unknown device '{shortened(name)}', and none has a name like it: {NEW_DEVICE}"
+
+
+def _chips(name: str) -> set[str]:
+    """The words of a device's name that say which chip it is: those with a digit that are no size of a memory."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    digits = {word for word in words if any(c.isdigit() for c in word)}
+    return {word for word in digits if not re.fullmatch(r"v?\d+|\d+gb|v\d[a-z]", word)}
+
+
+CLOSE_NAME = 0.9
+"""From this similarity on a name is taken for a mistyped one."""
+MOST_NAMES = 6
+NEW_DEVICE = """say what it is in a cluster's file, from its data sheet in SI units:
+    [devices.NAME]
+    memory_bytes = 80e9                  # and its rate:
+    memory_bytes_per_second = 3.35e12
+    peak_flops = { bfloat16 = 989e12, float32 = 67e12 }   # dense, by type
+    launch_seconds = 4e-6
+    efficiency = "hopper"                # the nearest family of data/efficiency.toml, or curves
+    [[node]]
+    device = "NAME"
+    n_devices = 8
+    level = [{ devices = 8, link = "nvlink4" }]            # a link of data/links.toml, or a table with its rate
+    uplink = { link = "ib-ndr" }                           # where there are several machines"""

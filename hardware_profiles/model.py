@@ -48,7 +48,11 @@ class Device:
     `peak_flops` maps a dtype name to dense flop/s; for GPUs `float32` is the rate *without* tensor cores and
     `tf32` the one with them. `launch_seconds` is paid once per op. `efficiency` maps an op kind of OP_KINDS
     to its curve; for `pointwise` the rate is `memory_bytes_per_second`, for the others `peak_flops`. The
-    optional `matmul_float8` stands in for `matmul` where 8-bit types are multiplied.
+    optional `matmul_float8` stands in for `matmul` where 8-bit types are multiplied. `power_watts` is the board's
+    limit; None where a data sheet does not say it.
+
+    `link` names the link into its domain: the `domain` devices that reach each other by it (8 behind the switches
+    of a machine, 72 of an NVL72, 2 with a bridge; 1: none). `host_link` names the PCIe of its machines.
     """
 
     name: str
@@ -58,6 +62,10 @@ class Device:
     launch_seconds: float
     efficiency: Mapping[str, EfficiencyCurve]
     sources: Mapping[str, str] = field(default_factory=dict)
+    power_watts: float | None = None
+    link: str = ""
+    domain: int = 1
+    host_link: str = ""
 
 
 @dataclass(frozen=True)

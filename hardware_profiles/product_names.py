@@ -17,7 +17,7 @@ from .load import load_device
 MEMORY_MAY_DIFFER = 0.12
 """Part of a profile's memory by which a device's own number may differ: data sheets count in other units, and the
 driver keeps something for itself."""
-MAKERS = frozenset({"nvidia", "tesla", "geforce", "graphics", "device"})
+MAKERS = frozenset({"nvidia", "tesla", "geforce", "graphics", "device", "amd", "instinct", "google", "aws"})
 
 
 class Product(NamedTuple):
@@ -31,27 +31,50 @@ class Product(NamedTuple):
 PRODUCTS = (
     Product("V100-SXM2-16GB", "v100 sxm2 16gb"),
     Product("V100-SXM2-32GB", "v100 sxm2 32gb", "ls"),
+    Product("V100-SXM3-32GB", "v100 sxm3 32gb", "h"),
     Product("T4", "t4"),
     Product("L4", "l4"),
     Product("L40S", "l40s"),
     Product("RTX-4090", "rtx 4090"),
     Product("RTX-PRO-6000-Blackwell-Server", "rtx pro 6000 blackwell server", "edition"),
+    Product("RTX-3090", "rtx 3090"),
+    Product("RTX-5090", "rtx 5090"),
+    Product("RTX-A6000", "rtx a6000"),
+    Product("A10G", "a10g"),
     Product("A30", "a30", "24gb pcie"),
     Product("A100-SXM-40GB", "a100 sxm4 40gb"),
     Product("A100-SXM-80GB", "a100 sxm4 80gb"),
     Product("A100-PCIe-80GB", "a100 pcie 80gb"),
+    Product("A100-PCIe-40GB", "a100 pcie 40gb"),
     Product("A800-SXM-80GB", "a800 sxm4 80gb"),
     Product("H100-SXM-80GB", "h100 hbm3", "80gb sxm5"),
     Product("H100-SXM-80GB", "h100 sxm5", "80gb"),
     Product("H100-SXM-96GB-HBM2e-500W", "h100 96gb hbm2e", "sxm5"),
     Product("H100-PCIe-80GB", "h100 pcie", "80gb"),
+    Product("H100-NVL-94GB", "h100 nvl", "94gb"),
+    Product("H20-SXM-96GB", "h20", "96gb hbm3 sxm5"),
     Product("H800-SXM-80GB", "h800", "80gb hbm3 sxm5"),
     Product("H200-SXM-141GB", "h200", "141gb hbm3e sxm5"),
     Product("GH200-96GB", "gh200", "480gb 96gb hbm3"),
+    Product("GH200-144GB", "gh200 144g hbm3e"),
     Product("B200", "b200", "180gb hbm3e sxm6"),
     Product("B300", "b300", "sxm6 ac"),
     Product("GB200", "gb200", "nvl"),
     Product("GB300", "gb300", "nvl"),
+    Product("MI250X-GCD", "mi250x", "mi200 mi250"),
+    Product("MI250X-GCD", "mi250", "mi200 mi250x"),
+    Product("MI300X", "mi300x", "oam vf hf"),
+    Product("MI325X", "mi325x", "oam vf"),
+    Product("MI355X", "mi355x", "oam vf"),
+    Product("TPU-v4", "tpu v4"),
+    Product("TPU-v5e", "tpu v5 lite"),
+    Product("TPU-v5e", "tpu v5e"),
+    Product("TPU-v5p", "tpu v5"),
+    Product("TPU-v5p", "tpu v5p"),
+    Product("TPU-v6e", "tpu v6 lite"),
+    Product("TPU-v6e", "tpu v6e"),
+    Product("Trainium2", "trainium2"),
+    Product("Trainium2", "trn2"),
 )
 
 

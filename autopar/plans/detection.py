@@ -20,7 +20,7 @@ from autopar.errors import MeshError
 from hardware_profiles import Cluster, device_named, list_clusters, load_cluster
 from hardware_profiles.strict import parse_json
 
-ACROSS_HOSTS = frozenset({"nvl72-gb200"})
+ACROSS_HOSTS = frozenset({"nvl72-gb200", "nvl72-gb300"})
 """Clusters whose fast links join devices of several hosts."""
 
 

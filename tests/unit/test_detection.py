@@ -74,7 +74,7 @@ def test_mixed_devices_are_each_at_their_ranks() -> None:
         ([*on("a", H100, 2, 4), *on("b", H100, 4, 4), *on("a", H100, 2, 4)], "ranks 0-1, 6-7 of the mesh are on"),
         (on("a", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", 2), "is a slice (MIG) of a GPU"),
         (on("a", "NVIDIA H200 NVL", 2), "it is not H200-SXM-141GB"),
-        (on("a", "NVIDIA A30", 2), "no built-in cluster is of A30; pass cluster= with a name (aws-p5, dgx-a100, "),
+        (on("a", "NVIDIA A30", 2), "no built-in cluster is of A30; pass cluster= with a name (alps-gh200, aws-g4dn, "),
         ([*on("a", H100, 4), *on("a", A100, 4)], "machine 'a' has GPUs of several kinds, H100-SXM-80GB (rank 3) and"),
         (on("a", H100, 16), "16 ranks with H100-SXM-80GB are on one machine, and those of cluster 'dgx-h100' have 8"),
         ([*on("a", H100, 7), RankRecord("a", H100, 40e9)], "has 40 GB of memory, the profile H100-SXM-80GB 80 GB"),

@@ -196,7 +196,7 @@ def test_unknown_names_and_unreadable_files(tmp_path):
         load_cluster("dgx-h10O")
     with pytest.raises(ProfileError, match="unknown cluster 'dgx-h100-x0'"):
         load_cluster("dgx-h100-x0")
-    with pytest.raises(ProfileError, match="'H100': did you mean one of H100-PCIe-80GB, H100-SXM-80GB"):
+    with pytest.raises(ProfileError, match="'H100': did you mean one of H100-NVL-94GB, H100-PCIe-80GB, H100-SXM-80GB"):
         load_device("H100")
     with pytest.raises(ProfileError, match="cannot be read"):
         load_cluster(tmp_path / "absent.toml")

@@ -98,7 +98,8 @@ def _with_statistics_backward(
     z, grad = _precise(x), _precise(grad)
     if not x.numel():
         return torch.zeros_like(z), z.new_zeros(2, x.shape[1])
-    weight = None if weight is None else weight.to(mean.dtype)
+    # on GPUs torch's kernel asks the weight for its device, so a norm without one gets ones
+    weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
     unsaved = mean.new_empty(0)  # on GPUs torch wants statistics of the forward to be there, if only without elements
     of_x, of_weight, of_bias = _aten.native_batch_norm_backward(
         grad, z, weight, mean, var, unsaved, unsaved, False, eps, [True, True, True]
