@@ -25,7 +25,7 @@ from autopar.planner.layouts.dim_classes import DimClasses
 from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, OperatorCuts, strategy_of
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
 from autopar.plans.memory_decisions import GATHER_AGAIN
-from autopar.plans.plan import ParamChoice, Plan, StagePlan, one_stage, route_key
+from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, route_key
 from autopar.plans.prices import bytes_together
 from autopar.plans.stage_graphs import StageGraph, crossings_of, cut
 from autopar.rules.registry import rules_of
@@ -153,9 +153,21 @@ class _Pinned:
         fullest = max(range(said.groups), key=lambda g: needed[g] / limits[g])
         plan = Plan(
             self.graph.fingerprint, cluster_name, tuple(stages), schedule, crossings_of(graphs), seconds,
+            pins=self._pins,
         ).validate()  # fmt: skip
         notes = tuple(filter(None, [described(sizes_of(len(blocks_of(self.graph)), n_stages)) if n_stages > 1 else ""]))
         return PinnedPlan(plan, timeline, needed[fullest], limits[fullest], notes)
+
+    @property
+    def _pins(self) -> Pins:
+        """What the plan remembers of the words."""
+        said, options = self.said, self.said.options
+        limit = options.memory_limit_bytes
+        return Pins(
+            said.groups, schedules=(said.schedule,) if said.groups > 1 else (), microbatches=said.microbatches,
+            mesh=said.mesh, memory_limit_bytes=None if limit is None else int(limit),
+            recompute=tuple(options.recompute), precision=self.graph.precision, expert_load=self.graph.expert_load,
+        )  # fmt: skip
 
     def _schedule(self, n_stages: int) -> Schedule:
         said = self.said

@@ -3,13 +3,16 @@
 ::
 
     layouts = PricedLayouts(model, captured, (args, kwargs))          captured: of the batch of a step
-    row = layouts.price(load_cluster("dgx-h100-x8"), "tp=8,dp=8,sp,zero=1")
+    row = layouts.price("dgx-h100-x8 as megatron-2023", "tp=8,dp=8,sp,zero=1")
     row.seconds, row.memory_bytes, row.limit_bytes, row.fits, row.plan
+
+``autopar.layouts(model, inputs)`` gives one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +21,16 @@ from autopar.capture import Captured, capture
 from autopar.capture.batch_factor import inputs_with_rows
 from autopar.capture.in_parts import InputRows
 from autopar.capture.microbatches import rows_of
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.layouts.pinned_plan import PinnedPlan, pinned_plan
 from autopar.planner.layouts.words import Layout, parse_layout
 from autopar.planner.microbatch_graphs import MicrobatchGraphs
+from autopar.plans.clusters import get_cluster, reference
+from autopar.plans.plan import Plan
 from autopar.words.graph import Graph
 from autopar.words.precision import Precision
+from autopar.words.texts import show_bytes
 from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
@@ -42,7 +48,7 @@ class PricedLayout:
     captured: Captured
 
     @property
-    def plan(self) -> Any:
+    def plan(self) -> Plan:
         """The plan, whether it fits or not."""
         return self.pinned.plan
 
@@ -71,6 +77,18 @@ class PricedLayout:
         """Whether every device has the memory."""
         return self.pinned.fits
 
+    def check_fits(self) -> None:
+        """Refuse a layout that does not fit.
+
+        Raises:
+            InfeasibleError: with both numbers, and what needs less.
+        """
+        if not self.fits:
+            raise InfeasibleError(
+                f"{self.layout.written} needs {show_bytes(self.memory_bytes)} on its fullest device, which may fill "
+                f"{show_bytes(self.limit_bytes)}; use a smaller mbs, recompute=full, zero=1 or zero=3, or more devices"
+            )
+
 
 @dataclass(eq=False)
 class PricedLayouts:
@@ -90,26 +108,28 @@ class PricedLayouts:
     input_rows: InputRows = None
     _by_policy: dict[Precision | None, MicrobatchGraphs] = field(default_factory=dict, init=False, repr=False)
 
-    def price(self, cluster: Cluster, text: str | Layout, cluster_name: str = "") -> PricedLayout:
+    def price(self, cluster: str | Path | Cluster, text: str | Layout) -> PricedLayout:
         """Return a layout's plan, price and memory, whether it fits or not.
 
         Args:
-            text: its words (:mod:`autopar.planner.layouts.words`).
-            cluster_name: by which the plan finds the cluster again.
+            cluster: its name, the path of its file, or the cluster itself.
+            text: the words of the layout (:mod:`autopar.planner.layouts.words`).
 
         Raises:
             PlanError, InfeasibleError: the words cannot be honoured for this model on this cluster.
+            ClusterError: there is no such cluster.
         """
+        where = get_cluster(cluster)
         layout = parse_layout(text) if isinstance(text, str) else text
         graphs = self._graphs(layout.precision)
         rows = rows_of(self.example)
-        said = layout.said(graphs.captured.graph, self.options, cluster.n_devices, rows)
+        said = layout.said(graphs.captured.graph, self.options, where.n_devices, rows)
         graph = graphs.graph(said.microbatches)
         if graph.loss is None:
             raise PlanError(f"{said.text}: a layout is of a model that returns its loss; give loss_fn= and targets=")
         names = names_with_rows(graphs.captured.graph, rows)
         with_rows = frozenset(i for i, node in graph.of_kind("input") if node.target in names)
-        pinned = pinned_plan(graph, cluster, said, with_rows, cluster_name)
+        pinned = pinned_plan(graph, where, said, with_rows, reference(cluster))
         return PricedLayout(layout, pinned, graphs.captured_of(said.microbatches))
 
     def _graphs(self, precision: Precision | None) -> MicrobatchGraphs:
