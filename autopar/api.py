@@ -150,8 +150,8 @@ def plan(
         profile: what ``autopar profile`` measured; ``cluster`` may then be None, or is checked to be the one measured.
         input_rows: as for :func:`parallelize`.
         like: a layout in people's words, such as ``"tp=8,dp=8,sp,zero=1"``: its plan, with nothing searched
-            (:mod:`autopar.planner.layouts.words`). The words say all but ``memory_limit``, ``optimizer``, ``precision``
-            and ``expert_load``. :func:`layouts` prices layouts that do not fit, too.
+            (:mod:`autopar.planner.layouts.layout_words`). The words say all but ``memory_limit``, ``optimizer``,
+            ``precision`` and ``expert_load``. :func:`layouts` prices layouts that do not fit, too.
 
     Returns:
         The fastest plan that fits, by its price (``plan.seconds`` of a step, ``plan.memory_bytes`` of the fullest
@@ -222,7 +222,7 @@ def layouts(
 
     Returns:
         :class:`~autopar.planner.layouts.pricing.PricedLayouts`, whose ``price(cluster, words)`` takes at most some
-        seconds. Words are listed in :mod:`autopar.planner.layouts.words`.
+        seconds. Words are listed in :mod:`autopar.planner.layouts.layout_words`.
 
     Raises:
         CaptureError: the model cannot be traced.

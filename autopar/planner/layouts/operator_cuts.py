@@ -95,7 +95,8 @@ class OperatorCuts:
         for term in (*rule.outputs, *rule.inputs):
             for dim in term:
                 for f in dim:
-                    if f in rule.cuttable and self.classes.root((i, f)) in among and not why_not_cut(rule, f, [(size, 0)]):
+                    may = f in rule.cuttable and not why_not_cut(rule, f, [(size, 0)])
+                    if may and self.classes.root((i, f)) in among:
                         return f
         return None
 
@@ -147,10 +148,14 @@ class OperatorCuts:
             if heads is not None and heads in rule.cuttable and not why_not_cut(rule, heads, [(size, 0)]):
                 return heads
             n = rule.sizes[heads] if heads is not None else 1
-            raise PlanError(f"{self.text}: cp={size}:{ULYSSES} exchanges heads, of which {node.where} has {n}; use a cp "
-                            f"that divides them, or cp={size}:{RING}")  # fmt: skip
+            raise PlanError(
+                f"{self.text}: cp={size}:{ULYSSES} exchanges heads, of which {node.where} has {n}; use a cp that "
+                f"divides them, or cp={size}:{RING}"
+            )
         if wanted == RING:
-            raise PlanError(f"{self.text}: cp={size}:{RING}: {node.where} cannot be cut so; write cp={size}:{ALLGATHER}")
+            raise PlanError(
+                f"{self.text}: cp={size}:{RING}: {node.where} cannot be cut so; write cp={size}:{ALLGATHER}"
+            )
         return None
 
     # -- features

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from autopar.capture.in_parts import InputRows
 from autopar.capture.microbatches import rows_of
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.intra_op.pins.options import Options
+from autopar.planner.layouts.layout_words import Layout, parse_layout
 from autopar.planner.layouts.pinned_plan import PinnedPlan, pinned_plan
-from autopar.planner.layouts.words import Layout, parse_layout
 from autopar.planner.microbatch_graphs import MicrobatchGraphs
 from autopar.plans.clusters import get_cluster, reference
 from autopar.plans.plan import Plan
@@ -113,7 +114,7 @@ class PricedLayouts:
 
         Args:
             cluster: its name, the path of its file, or the cluster itself.
-            text: the words of the layout (:mod:`autopar.planner.layouts.words`).
+            text: the words of the layout (:mod:`autopar.planner.layouts.layout_words`).
 
         Raises:
             PlanError, InfeasibleError: the words cannot be honoured for this model on this cluster.
@@ -152,12 +153,35 @@ class PricedLayouts:
         return replace(again, graph=replace(again.graph, expert_load=self.captured.graph.expert_load))
 
 
+def pinned_layout(
+    graph_of: Callable[[int], Graph], cluster: Cluster, text: str | Layout, rows: int,
+    options: Options | None = None, n_devices: int | None = None,
+) -> PinnedPlan:  # fmt: skip
+    """Return the plan of a layout of graphs that were captured elsewhere.
+
+    Args:
+        graph_of: the graph of one of so many microbatches of a step.
+        text: the words of the layout.
+        rows: of the batch of a step.
+        n_devices: the first so many of the cluster; None for all.
+
+    Raises:
+        PlanError, InfeasibleError: the words cannot be honoured for this model on these devices.
+    """
+    layout = parse_layout(text) if isinstance(text, str) else text
+    m = layout.microbatches_of(rows)
+    graph = graph_of(m)
+    said = layout.said(graph, options or Options(), n_devices or cluster.n_devices, rows)
+    names = names_with_rows(graph, rows // m)
+    with_rows = frozenset(i for i, node in graph.of_kind("input") if node.target in names)
+    return pinned_plan(graph, cluster, said, with_rows)
+
+
 def names_with_rows(graph: Graph, rows: int) -> frozenset[str]:
     """Return the names of the inputs that have the rows of the batch.
 
     Args:
-        graph: of the whole batch.
-        rows: of the batch.
+        graph: of a batch of so many rows.
     """
     key = "inputs with rows", rows
     names: frozenset[str] | None = graph.derived.get(key)
@@ -167,4 +191,4 @@ def names_with_rows(graph: Graph, rows: int) -> frozenset[str]:
     return names
 
 
-__all__ = ["PricedLayout", "PricedLayouts", "names_with_rows"]
+__all__ = ["PricedLayout", "PricedLayouts", "names_with_rows", "pinned_layout"]

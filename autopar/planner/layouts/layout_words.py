@@ -165,8 +165,8 @@ class Layout:
             )
         if self.zero == 2 and m > 1:
             raise PlanError(
-                f"{self.written}: with {m} microbatches gradients are whole until the step ends, as under ZeRO-1; write "
-                "zero=1, zero=3 or m=1"
+                f"{self.written}: with {m} microbatches gradients are whole until the step ends, as under ZeRO-1; "
+                "write zero=1, zero=3 or m=1"
             )
         options = replace(
             options, recompute=self._recomputed(graph), optimizer=self.optimizer or options.optimizer, microbatches=m,
