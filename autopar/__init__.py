@@ -158,6 +158,7 @@ _separate_attempts()
 __all__ = [
     "AutoparError", "CaptureError", "Checkpoint", "ClusterError", "GraphedStep", "InfeasibleError", "MeshError",
     "ParallelModule", "Plan", "PlanError", "Precision", "RuleError", "RunError", "capture", "full_optimizer_state_dict",
-    "full_state_dict", "function_rule", "layouts", "load_full_optimizer_state_dict", "load_full_state_dict", "load_safetensors",
+    "full_state_dict", "function_rule", "layouts", "load_full_optimizer_state_dict", "load_full_state_dict",
+    "load_safetensors",
     "parallelize", "plan", "run_local", "save", "save_safetensors",
 ]  # fmt: skip

@@ -75,14 +75,18 @@ class PinnedPlan:
 
     Attributes:
         memory_bytes: of the fullest device; ``limit_bytes`` of that one.
+        graph: of the microbatch that the plan is for.
         notes: what a reader should know of how the words were followed.
+        runs: the plan is one of the module as it is; else it is one for comparison alone.
     """
 
     plan: Plan
     timeline: Timeline
     memory_bytes: float
     limit_bytes: float
+    graph: Graph
     notes: tuple[str, ...] = ()
+    runs: bool = True
 
     @property
     def seconds(self) -> float:
@@ -156,7 +160,7 @@ class _Pinned:
             pins=self._pins,
         ).validate()  # fmt: skip
         notes = tuple(filter(None, [described(sizes_of(len(blocks_of(self.graph)), n_stages)) if n_stages > 1 else ""]))
-        return PinnedPlan(plan, timeline, needed[fullest], limits[fullest], notes)
+        return PinnedPlan(plan, timeline, needed[fullest], limits[fullest], self.graph, notes)
 
     @property
     def _pins(self) -> Pins:

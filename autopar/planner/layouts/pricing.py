@@ -22,10 +22,12 @@ from autopar.capture import Captured, capture
 from autopar.capture.batch_factor import inputs_with_rows
 from autopar.capture.in_parts import InputRows
 from autopar.capture.microbatches import rows_of
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, PlanError, first_few
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.layouts.layout_words import Layout, parse_layout
-from autopar.planner.layouts.pinned_plan import PinnedPlan, pinned_plan
+from autopar.planner.layouts.operator_cuts import TENSOR
+from autopar.planner.layouts.pinned_plan import PinnedPlan, Said, pinned_plan
+from autopar.planner.layouts.separate_products import separated
 from autopar.planner.microbatch_graphs import MicrobatchGraphs
 from autopar.plans.clusters import get_cluster, reference
 from autopar.plans.plan import Plan
@@ -79,11 +81,14 @@ class PricedLayout:
         return self.pinned.fits
 
     def check_fits(self) -> None:
-        """Refuse a layout that does not fit.
+        """Refuse a layout that does not fit, or cannot be run.
 
         Raises:
             InfeasibleError: with both numbers, and what needs less.
+            PlanError: the module has to be written in another way for it.
         """
+        if not self.pinned.runs:
+            raise PlanError(f"{self.layout.written}: {self.pinned.notes[0]}")
         if not self.fits:
             raise InfeasibleError(
                 f"{self.layout.written} needs {show_bytes(self.memory_bytes)} on its fullest device, which may fill "
@@ -129,9 +134,9 @@ class PricedLayouts:
         if graph.loss is None:
             raise PlanError(f"{said.text}: a layout is of a model that returns its loss; give loss_fn= and targets=")
         names = names_with_rows(graphs.captured.graph, rows)
-        with_rows = frozenset(i for i, node in graph.of_kind("input") if node.target in names)
-        pinned = pinned_plan(graph, where, said, with_rows, reference(cluster))
-        return PricedLayout(layout, pinned, graphs.captured_of(said.microbatches))
+        pinned = _pinned(graph, where, said, names, reference(cluster))
+        part = graphs.captured_of(said.microbatches)
+        return PricedLayout(layout, pinned, part if pinned.runs else replace(part, graph=pinned.graph, example=None))
 
     def _graphs(self, precision: Precision | None) -> MicrobatchGraphs:
         """The graphs of microbatches under a policy; None: under that of the capture."""
@@ -172,9 +177,29 @@ def pinned_layout(
     m = layout.microbatches_of(rows)
     graph = graph_of(m)
     said = layout.said(graph, options or Options(), n_devices or cluster.n_devices, rows)
-    names = names_with_rows(graph, rows // m)
-    with_rows = frozenset(i for i, node in graph.of_kind("input") if node.target in names)
-    return pinned_plan(graph, cluster, said, with_rows)
+    return _pinned(graph, cluster, said, names_with_rows(graph, rows // m))
+
+
+def _pinned(
+    graph: Graph, cluster: Cluster, said: Said, with_rows: frozenset[str], cluster_name: str = ""
+) -> PinnedPlan:
+    """The plan of a layout; where it has tensor parallelism, with products for each of what one product makes.
+
+    Args:
+        with_rows: names of the inputs that have the rows of the batch.
+    """
+    apart: tuple[str, ...] = ()
+    if said.mesh.size_of.get(TENSOR, 1) > 1:
+        graph, apart = separated(graph)
+    rows = frozenset(i for i, node in graph.of_kind("input") if node.target in with_rows)
+    plan = pinned_plan(graph, cluster, said, rows, cluster_name)
+    if not apart:
+        return plan
+    note = (
+        f"priced with one matrix for each of what {first_few(apart, 2)} makes at once (q, k and v), as frameworks store "
+        "them under tensor parallelism; the module as it is cannot run so: write one Linear for each"
+    )
+    return replace(plan, notes=(note, *plan.notes), graph=graph, runs=False)
 
 
 def names_with_rows(graph: Graph, rows: int) -> frozenset[str]:
