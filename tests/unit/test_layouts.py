@@ -59,7 +59,7 @@ def test_words() -> None:
         ("recompute=selective", "name the modules of a block that run again"),
         ("dp=4,sp", "sp cuts the residual over the ranks of tp, which is 1"),
         ("cp=2:rings", "after the number stands ring, allgather, ulysses"),
-        ("dp=2,etp=2", "experts are cut by features as tp says"),
+        ("dp=2,etp=2", "etp=2 is neither 1 nor tp=1"),
         ("zero=3,fsdp", "fsdp is zero=3; give one of them"),
         ("vp=2", "vp=2 needs a pipeline"),
         ("dp=8,ep=3", "ep=3 does not divide dp=8; rows travel to experts among ranks of dp, so dp counts them, too: "

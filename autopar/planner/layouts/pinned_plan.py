@@ -22,7 +22,7 @@ from autopar.planner.intra_op.memory.recompute import patterns_in
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.layouts.dim_classes import DimClasses
-from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, OperatorCuts, strategy_of
+from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, OperatorCuts, strategy_of
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
 from autopar.plans.memory_decisions import GATHER_AGAIN
 from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, route_key
@@ -54,6 +54,7 @@ class Said:
             3: gathered for every use.
         sequence_parallel: norms and the residual are cut by sequence on ``tensor``.
         way: of attention on ``context``.
+        experts_travel: rows travel to routed experts over ``tensor``, too.
         options: of every stage: what is recomputed, the optimizer, the memory limit.
     """
 
@@ -66,6 +67,7 @@ class Said:
     zero: int
     sequence_parallel: bool
     way: str
+    experts_travel: bool
     options: Options
 
 
@@ -127,7 +129,8 @@ class _Pinned:
     @cached_property
     def _cuts(self) -> OperatorCuts:
         classes = DimClasses(self.graph, rules_of(self.graph), self.rows)
-        return OperatorCuts(classes, self.said.text, self.said.sequence_parallel, self.said.way)
+        said = self.said
+        return OperatorCuts(classes, said.text, said.sequence_parallel, said.way, said.experts_travel)
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, ...]]:
@@ -273,7 +276,10 @@ class _Pinned:
         mesh, grad, zero = self.said.mesh, node.needs_grad, self.said.zero
         used = self._used(uses, grad)
         offered = choices(node.out, grad, [used], mesh)
-        sharded = {a for a, (axis, n) in enumerate(mesh) if axis in (DATA, CONTEXT) and n > 1} if zero else set()
+        replicas = (DATA, EXPERT, CONTEXT)
+        sharded = {
+            a for a, (axis, n) in enumerate(mesh) if zero and axis in replicas and n > 1 and not used[a].is_shard
+        }  # fmt: skip
         lifetime = USE if zero == 3 else STEP
 
         def rank(choice: ParamChoice) -> tuple[int, bool]:

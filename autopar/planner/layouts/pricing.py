@@ -188,18 +188,28 @@ def _pinned(
     Args:
         with_rows: names of the inputs that have the rows of the batch.
     """
-    apart: tuple[str, ...] = ()
-    if said.mesh.size_of.get(TENSOR, 1) > 1:
-        graph, apart = separated(graph)
-    rows = frozenset(i for i, node in graph.of_kind("input") if node.target in with_rows)
-    plan = pinned_plan(graph, cluster, said, rows, cluster_name)
-    if not apart:
-        return plan
+    def planned(graph: Graph) -> PinnedPlan:
+        rows = frozenset(i for i, node in graph.of_kind("input") if node.target in with_rows)
+        return pinned_plan(graph, cluster, said, rows, cluster_name)
+
+    if said.mesh.size_of.get(TENSOR, 1) == 1 or not graph.derived.get(APART):
+        try:
+            return planned(graph)
+        except PlanError:
+            if said.mesh.size_of.get(TENSOR, 1) == 1 or not separated(graph)[1]:
+                raise
+    apart, modules = separated(graph)
+    plan = planned(apart)
+    graph.derived[APART] = True
     note = (
-        f"priced with one matrix for each of what {first_few(apart, 2)} makes at once (q, k and v), as frameworks store "
-        "them under tensor parallelism; the module as it is cannot run so: write one Linear for each"
+        f"priced with one matrix for each of what {first_few(modules, 2)} makes at once (q, k and v), as frameworks "
+        "store them under tensor parallelism; the module as it is cannot run so: write one Linear for each"
     )
-    return replace(plan, notes=(note, *plan.notes), graph=graph, runs=False)
+    return replace(plan, notes=(note, *plan.notes), runs=False)
+
+
+APART = "products have to be taken apart"
+"""What is remembered of a graph whose products have to be (:mod:`.separate_products`)."""
 
 
 def names_with_rows(graph: Graph, rows: int) -> frozenset[str]:
