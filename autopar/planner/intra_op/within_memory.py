@@ -122,7 +122,7 @@ class WithinMemory:
                 if attempt == 0:
                     bound = program.least()
                     if bound >= self.setting.options.worth_seconds:
-                        raise Beaten
+                        raise Beaten(bound)
                 if best is None and gap > 0.0:
                     best = self._mixed(program, gap, bound)
                     tried += [best] if best is not None else []
