@@ -122,7 +122,7 @@ class WithinMemory:
                 if attempt == 0:
                     bound = program.least()
                     if bound >= self.setting.options.worth_seconds:
-                        raise Beaten
+                        raise Beaten(bound)
                 if best is None and gap > 0.0:
                     best = self._mixed(program, gap, bound)
                     tried += [best] if best is not None else []
@@ -293,7 +293,7 @@ class WithinMemory:
         rows = self.decoder.moments
         if limit == float("inf") or rows is None:
             return self._program(self.problem)
-        first = rows.at_the_end_of_the_forward(), rows.stepping()
+        first = rows.first()
         program = self._program(replace(self.problem, limit_bytes=limit, moments=first))
         least = max(sum(map(min, moment.items)) for moment in first)
         fewest = program.fewest_bytes() if least > TIGHT * limit else None
@@ -368,7 +368,7 @@ class WithinMemory:
         such a plan is fuller, that becomes a row, too."""
         rows = self.decoder.moments
         assert rows is not None
-        first = rows.at_the_end_of_the_forward(), rows.stepping(), *map(rows.at, self.moments)
+        first = *rows.first(), *map(rows.at, self.moments)
         program = self._program(replace(self.problem, moments=first, smallest=True))
         plans: list[StagePlan] = []
         with suppress(InfeasibleError):  # not solved in time

@@ -20,7 +20,7 @@ from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOption
 from autopar.planner.inter_op.estimating.simulated_estimate import simulated
 from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
-from autopar.planner.inter_op.exact.stage_plans import StagePlans, is_pinned, pace_of, rounded
+from autopar.planner.inter_op.exact.stage_plans import StagePlans, pace_of, rounded
 from autopar.planner.inter_op.simulating.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.inter_op.simulating.timing import OnceAStep, timing_of
@@ -350,7 +350,7 @@ class ExactPlans:
             better = False
             for s in slowest:
                 graph, choice = graphs[s], choices[s]
-                if is_pinned(asked[s]) or rounded(asked[s].in_flight) == asked[s].in_flight:
+                if rounded(asked[s].in_flight) == asked[s].in_flight:
                     continue  # planned for just these
                 if any(owners[n.target] > 1 for _, n in graph.graph.of_kind("param")):
                     continue  # stages that share a parameter store it alike

@@ -184,7 +184,7 @@ class HighsProgram(Relaxation):
             return whole
         if self.problem.limit_bytes is None:
             if self.least() >= worth_seconds:
-                raise Beaten
+                raise Beaten(self.least())
             return self.choice(self.best(gap if self.lp.fullest is not None else 0.0))
         start: Point | None = None
         if gap > 0.0 and self._relaxed is not None:
