@@ -24,7 +24,7 @@ from pathlib import Path
 from published.errors import Table, loaded, saved, tables, text_of
 from published.page import write_errors, write_page
 from published.pricing import Graphs, Priced, in_order, price
-from published.rows import Run, UnpricedError, read, run_of
+from published.rows import Run, UnpricedError, alike_but_apart, read, run_of
 
 
 def sampled(runs: Sequence[Run], n: int, seed: int) -> list[Run]:
@@ -90,15 +90,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not given.files and not given.before:
         parser.error("give tables of published runs (.csv), or rows of an earlier run with --from")
-    rows, by_id = read(given.files)
+    rows = read(given.files)
     runs, refused = [], Counter[tuple[str, str]]()
     for row in rows:
         if given.only and not any(word.lower() in row.get("source", "").lower() for word in given.only):
             continue
         try:
-            runs.append(run_of(row, by_id))
+            runs.append(run_of(row))
         except UnpricedError as error:
             refused[row.get("source", ""), str(error)] += 1
+    apart = alike_but_apart(runs)
+    refused.update((run.source, apart[run.id]) for run in runs if run.id in apart)
+    runs = [run for run in runs if run.id not in apart]
     if given.sample:
         runs = sampled(runs, given.sample, given.seed)
     priced = [p for path in given.before for p in loaded(path.read_text(encoding="utf-8"))]

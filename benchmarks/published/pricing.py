@@ -112,7 +112,7 @@ class Graphs:
             UnpricedError: the model cannot be built, or not be traced.
         """
         policy, text = _policy_of(run)
-        key = repr((run.shape, attention_of(run), dropout_of(run), text))
+        key = repr((2, run.shape, attention_of(run), dropout_of(run), text))
         if key not in self._pairs:
             self._pairs = {key: self._captured(run, policy, key)}  # rows of one model follow each other
             self._sized.cache_clear()
@@ -164,7 +164,7 @@ def layout_of(run: Run) -> str:
     return ",".join(words)
 
 
-_FEED_FORWARD = {"gpt": "mlp", "mixtral": "block_sparse_moe"}
+_FEED_FORWARD = {"gpt": "up", "mixtral": "block_sparse_moe"}
 
 
 def _recomputed(run: Run) -> str:
@@ -226,7 +226,7 @@ def price(run: Run, graphs: Graphs, most_seconds: float = 60.0) -> Priced:
 
 
 def _short(text: str) -> str:
-    return (text.splitlines() or [""])[0][:160]
+    return " ".join(text.split())[:400]
 
 
 def _price(run: Run, graphs: Graphs, priced: Priced) -> None:
