@@ -371,7 +371,7 @@ def alike_but_apart(runs: Sequence[Run]) -> dict[str, str]:
     """Rows that say the same as others and measured something else: what differed is in no column. The reason by id."""
     groups: dict[object, list[Run]] = {}
     for run in runs:
-        same = replace(run, id="", notes="", seconds=None, gib=None, quality="", assumed=(), date="")
+        same = replace(run, id="", notes="", seconds=None, gib=None, quality="", assumed=())
         groups.setdefault(same, []).append(run)
     apart: dict[str, str] = {}
     for group in groups.values():
