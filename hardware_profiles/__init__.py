@@ -18,6 +18,8 @@ from .errors import ProfileError
 from .load import list_devices, load_device
 from .model import (
     COLLECTIVES,
+    CURVES,
+    MOVING_KINDS,
     OP_KINDS,
     AbstractAxis,
     Cluster,
@@ -33,8 +35,9 @@ from .software import Software, software_named, split_software
 from .usable_memory import COUNT_MARGIN, UNKNOWN_FRACTION, Budget, budget_of, is_gpu
 
 __all__ = [
-    "COLLECTIVES", "COUNT_MARGIN", "OP_KINDS", "UNKNOWN_FRACTION", "AbstractAxis", "Budget", "Cluster",
-    "CollectiveCurve", "Device", "EfficiencyCurve", "Link", "Named", "ProfileError", "Software", "abstract_cluster",
-    "budget_of", "build_cluster", "cluster_from", "device_named", "is_gpu", "list_clusters", "list_devices",
-    "load_cluster", "load_device", "software_named", "speed_of", "split_software", "split_subset", "subset_suffix",
+    "COLLECTIVES", "COUNT_MARGIN", "CURVES", "MOVING_KINDS", "OP_KINDS", "UNKNOWN_FRACTION", "AbstractAxis",
+    "Budget", "Cluster", "CollectiveCurve", "Device", "EfficiencyCurve", "Link", "Named", "ProfileError",
+    "Software", "abstract_cluster", "budget_of", "build_cluster", "cluster_from", "device_named", "is_gpu",
+    "list_clusters", "list_devices", "load_cluster", "load_device", "software_named", "speed_of", "split_software",
+    "split_subset", "subset_suffix",
 ]  # fmt: skip
