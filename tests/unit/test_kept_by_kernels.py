@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.certificate import check
-from autopar.plans.plan import StagePlan
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
+from autopar.plans.plan import StagePlan
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster, load_cluster
@@ -110,7 +110,7 @@ def clusters() -> dict[str, Cluster]:
 
 
 FUSED_LLAMA = 2 * (2 + 2) + 2 + 1 + 1 + 2 + 3 * 2 * FFN / H
-OF_LAYERS = {
+OF_LAYERS: dict[str, tuple[Callable[[], nn.Module], dict[str, float]]] = {
     "gpt, flash": (lambda: GptLayer(True), {"cpu": 34, "gpu": 34, "fused": 34}),
     "gpt": (lambda: GptLayer(False), dict.fromkeys(("cpu", "gpu", "fused"), 34 + 5 * A * S / H)),
     "llama": (  # a norm keeps 4 bytes of the cast and 2 more of what the weight scales; SiLU's result is kept, too

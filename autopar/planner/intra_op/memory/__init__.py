@@ -10,6 +10,7 @@
 :mod:`.stage_peaks`    the peak of a step, with others in flight: working memory
 :mod:`.kept`           in the program: bytes of what autograd keeps; :mod:`.moment_rows`: of what is there at one
                        moment of a step, the rows of the memory limit
+:mod:`.contents`       what is in memory tensor by tensor, at the fullest moment and over a microbatch
 :mod:`.memory_errors`  what an error says of a plan that does not fit
 ====================== ================================================================================================
 """

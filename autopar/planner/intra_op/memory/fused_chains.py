@@ -1,10 +1,11 @@
 """Chains of operators that are one kernel: what lies inside of a chain is never written to memory.
 
-With :attr:`hardware_profiles.software.Software.fused`, pointwise operators, norms and softmax that follow each other run as one
-kernel. Its backward computes again what it needs of the inside from what the kernel read or wrote, as the fused norms,
-GELU, SwiGLU and softmax of Megatron and Transformer Engine do and as the partitioner of ``torch.compile`` chooses
-(torch/_functorch/partitioners.py). So of memory inside of a chain nothing is kept, and what would keep it keeps what it
-follows from: a norm its input and a scale for every row, SwiGLU the gate and the other half, and not their product.
+With :attr:`hardware_profiles.software.Software.fused`, pointwise operators, norms and softmax that follow each other
+run as one kernel. Its backward computes again what it needs of the inside from what the kernel read or wrote, as the
+fused norms, GELU, SwiGLU and softmax of Megatron and Transformer Engine do and as the partitioner of ``torch.compile``
+chooses (torch/_functorch/partitioners.py). So of memory inside of a chain nothing is kept, and what would keep it keeps
+what it follows from: a norm its input and a scale for every row, SwiGLU the gate and the other half and not SiLU's
+result.
 
 A tensor is inside of a chain if an operator that can be fused makes it and all that read it can be fused with that one:
 they are on the same *level*, which counts the operators on the way there that cannot be fused (products, attention,
