@@ -46,8 +46,7 @@ DEEPSEEK = (
 )
 
 CASES: dict[str, tuple[str, dict[str, Any], str, int, int, str, str]] = {
-    # name: (family, shape, cluster, rows, sequence, layout, where it is published); what autopar has no words for
-    # (zero=1, sp) is left to the planner; so is recomputation where a run did not fit without it
+    # name: (family, shape, cluster, rows, sequence, layout, where it is published)
     "llama-8b-8": ("llama", LLAMA_8B, "dgx-h100", 16, 8192, "dp=8", TORCHTITAN),
     "llama-8b-64": ("llama", LLAMA_8B, "dgx-h100-x8", 128, 8192, "dp=64", TORCHTITAN),
     "llama-70b-64": ("llama", LLAMA_70B, "dgx-h100-x8", 128, 8192, "tp=4,pp=4,dp=4,vp=5,sp", NEMO),
@@ -169,8 +168,8 @@ def measure(case: str, precision: str | None = None) -> dict[str, Any]:
     import autopar.rules  # noqa: F401
     from autopar.capture.microbatches import numbers_of_parts
     from autopar.errors import AutoparError
-    from autopar.planner.inter_op.layout_parsing import parse_layout
     from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
+    from autopar.planner.layouts.pricing import pinned_layout
     from hardware_profiles import load_cluster
 
     _, _, cluster, rows, _, text, source = CASES[case]
@@ -186,13 +185,14 @@ def measure(case: str, precision: str | None = None) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for layout in (text, *([f"{text},recompute=full"] if "recompute" not in text else [])):
         try:
-            asked = parse_layout(layout).asked(graph_of(1), base, n, rows)
-            pinned = plan_pipeline(graph_of(asked.microbatches), hardware, n, asked).plan.seconds
+            pinned = pinned_layout(graph_of, hardware, layout, rows)
         except (AutoparError, ValueError) as error:
             said.setdefault("published s", str(error).splitlines()[0][:80])
             continue
-        said |= {"as": layout, "its s": round(pinned, 4), "search / published": round(seconds / pinned, 4)}
-        break
+        said |= {"as": layout, "its s": round(pinned.seconds, 4), "its GiB": round(pinned.memory_bytes / 2**30, 1)}
+        said |= {"search / published": round(seconds / pinned.seconds, 4)}
+        if pinned.fits:
+            break
     row["pinned CPU s"] = round(time.process_time() - searched, 1)
     return row | {"source": source, "published": text} | said
 
