@@ -233,7 +233,7 @@ def _price(run: Run, graphs: Graphs, priced: Priced) -> None:
     import autopar.rules  # noqa: F401
     from autopar.planner.intra_op.pins.options import Options
     from autopar.planner.layouts.pinned_plan import pinned_plan
-    from autopar.planner.layouts.words import parse_layout
+    from autopar.planner.layouts.layout_words import parse_layout
 
     s, cluster = run.sizes, cluster_of(run)
     graph = graphs.of(run, s.dp * s.micro)
