@@ -5,8 +5,8 @@
     python benchmarks/accuracy.py *.csv --json rows.json --page docs/accuracy.md
 
 Each row's model is built from its sizes on the meta device, its cluster from its GPU and links, its precision is a
-policy, and its layout is pinned in the words of ``autopar plan --like``. A row that cannot be priced is counted with the
-reason. ``--json`` keeps every row; ``--from rows.json`` prints the tables of such a file again without pricing.
+policy, and its layout is pinned in the words of ``autopar plan --like``. A row that cannot be priced is counted with
+the reason. ``--json`` keeps every row; ``--from rows.json`` prints the tables of such a file again without pricing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, help="folder that keeps captured graphs, for the next time")
     parser.add_argument("--row-seconds", type=float, default=60.0, help="a row that takes longer is given up")
     parser.add_argument("--json", type=Path, help="where to write every row")
-    parser.add_argument("--from", dest="before", action="append", default=[], type=Path, help="rows of an earlier --json")
+    parser.add_argument("--from", dest="before", action="append", default=[], type=Path,
+                        help="rows of an earlier --json")  # fmt: skip
     parser.add_argument("--page", type=Path, help="where to write the page of docs, with its picture beside it")
     parser.add_argument("--errors", type=Path, help="where to write the table of error bands (.toml)")
     parser.add_argument("--rows", action="store_true", help="print every row, too")

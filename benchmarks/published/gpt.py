@@ -11,7 +11,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class GptSizes:
-    """Sizes of a :class:`Gpt`; ``makes_scores``: attention's scores are a tensor in memory, as before flash attention."""
+    """Sizes of a :class:`Gpt`; ``makes_scores``: attention's scores are a tensor in memory (before flash attention)."""
 
     vocab: int
     seq: int

@@ -1,7 +1,8 @@
 """A row of a table of published runs: what ran, and what was measured.
 
-The columns are those of ``published_throughput.csv`` and ``published_memory.csv``: an empty cell was not published. What
-a row leaves out and a price needs is taken from what the row's software does by default; :attr:`Run.assumed` names it.
+The columns are those of ``published_throughput.csv`` and ``published_memory.csv``: an empty cell was not published.
+What a row leaves out and a price needs is taken from what the row's software does by default; :attr:`Run.assumed` names
+it.
 """
 
 from __future__ import annotations
@@ -354,7 +355,7 @@ def _sizes(cells: Mapping[str, str], assumed: list[str], software: str) -> tuple
     sp = cells.get("sp", "")
     if not sp and one["tp"] > 1:
         assumed.append("sp")
-    is_sp = one["tp"] > 1 and (sp == "yes" or (not sp and software in ("nemo", "mlperf", "nanotron", "nanotron-ddp", "torchtitan")))
+    is_sp = one["tp"] > 1 and (sp == "yes" or (not sp and software in ("nemo", "mlperf", "torchtitan")))
     if software.startswith("nanotron"):  # its tensor parallelism was REDUCE_SCATTER in all rows
         is_sp = one["tp"] > 1
     return Sizes(
