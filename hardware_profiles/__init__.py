@@ -37,9 +37,9 @@ from .software import Software, software_named, split_software
 from .usable_memory import COUNT_MARGIN, UNKNOWN_FRACTION, Budget, budget_of, is_gpu
 
 __all__ = [
-    "COLLECTIVES", "COUNT_MARGIN", "CURVES", "MOVING_KINDS", "OP_KINDS", "UNKNOWN_FRACTION", "AbstractAxis",
-    "Budget", "Cluster", "CollectiveCurve", "Device", "EfficiencyCurve", "ErrorBand", "Link", "Named", "ProfileError",
+    "COLLECTIVES", "COUNT_MARGIN", "CURVES", "MOVING_KINDS", "OP_KINDS", "UNKNOWN_FRACTION", "AbstractAxis", "Budget",
+    "Cluster", "CollectiveCurve", "Device", "EfficiencyCurve", "ErrorBand", "Link", "Named", "ProfileError",
     "Software", "abstract_cluster", "budget_of", "build_cluster", "cluster_from", "device_named", "error_band",
-    "is_gpu", "list_clusters", "list_devices", "load_cluster", "load_device", "software_named", "speed_of", "split_software",
-    "split_subset", "subset_suffix",
+    "is_gpu", "list_clusters", "list_devices", "load_cluster", "load_device", "software_named", "speed_of",
+    "split_software", "split_subset", "subset_suffix",
 ]  # fmt: skip

@@ -98,7 +98,7 @@ def write_errors(path: Path, priced: Sequence[Priced]) -> None:
             groups[p.run.software, "any"].append(p)
     lines = [
         "# Errors of prices against published runs, as fractions without their sign, by software and device; written",
-        "# by benchmarks/accuracy.py --errors. Nine runs of ten were nearer than *_90; docs/accuracy.md has the tables.",
+        "# by benchmarks/accuracy.py --errors. Nine of ten runs were nearer than *_90; docs/accuracy.md has tables.",
     ]
     for (software, device), some in sorted(groups.items()):
         time = [abs(e) for p in some if (e := time_error(p)) is not None]
