@@ -152,7 +152,7 @@ def predicted(device: Device, time: Time) -> float:
 
 
 FITTED = {  # the halves that a curve has beside its fraction; item_bytes given where bytes are not what counts
-    "attention": ("half_m", "half_n", "half_k"), "attention_backward": ("half_m", "half_n", "half_k"),
+    "attention": ("half_n", "half_k"), "attention_backward": ("half_n", "half_k"),
     "conv": ("half_n", "half_k"), "norm": ("half_row",), "norm_backward": ("half_row",),
     "rms_norm": ("half_row",), "rms_norm_backward": ("half_row",), "reduce": ("half_work",),
     "pointwise": ("half_work",),
