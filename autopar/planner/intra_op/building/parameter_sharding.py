@@ -209,9 +209,12 @@ def cost(
     gathered = 0
     if (used_elements != elements or of_master != spec.item_bytes) and choice.lifetime == "step":
         gathered = used
-        if grad and microbatches > 1 and used_elements != elements:
+        if grad and (microbatches > 1 or pricer.kernels.keeps_gradients) and used_elements != elements:
             gathered += used_elements * of_sum
+            gathered -= stored * pricer.kernels.keeps_gradients  # the stored gradient is a part of the buffer
     step_seconds = pricer.parameter_step(used, stored, microbatches, optimizer) if grad else 0.0
+    if pricer.kernels.buckets_gradients and any(not p.is_gather for p in passages(spec, grad, choice, mesh)):
+        gathered += used
     return ParamCost(
         by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, stored, stored if grad else 0,
         optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0, gathered,

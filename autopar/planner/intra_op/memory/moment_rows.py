@@ -61,10 +61,11 @@ class MomentRows:
     ) -> None:  # fmt: skip
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
         self.optimizer, self.microbatches = optimizer, microbatches
-        self.accumulates = microbatches > max(1, kept.in_flight)  # when it is fullest
         self.at_once = True
         self.graph: Graph = kept.rows.graph
         self.pricer: Pricer = kept.rows.pricer
+        stay = self.pricer.kernels.keeps_gradients
+        self.accumulates = stay or microbatches > max(1, kept.in_flight)  # when it is fullest
 
     def stepping(self) -> MomentBytes:
         """When the optimizer steps: all state, all gradients, and what it makes of the largest parameter."""
