@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from autopar.words.graph import Graph
     from hardware_profiles import Cluster
 
-INPUTS = ("input_ids", "labels")
-"""Inputs of the models, all of which have the rows of the batch."""
 CAPTURE_SECONDS = 240.0
 """CPU-seconds that the captures of one model may take; it is not tried again for its other rows."""
 ROWS = (4, 2)
@@ -252,15 +250,11 @@ def _short(text: str) -> str:
 
 def _price(run: Run, cluster: Cluster, graph: Graph, priced: Priced) -> None:
     import autopar.rules  # noqa: F401
-    from autopar.planner.intra_op.pins.options import Options
-    from autopar.planner.layouts.layout_words import parse_layout
-    from autopar.planner.layouts.pinned_plan import pinned_plan
+    from autopar.planner.layouts.pricing import pinned_layout
 
     chosen, wanted = _policy_of(run)[1], policies_of(run)[0]
     priced.standin = f"{run.precision} priced as {chosen}" if chosen != wanted else ""
-    said = parse_layout(layout_of(run)).said(graph, Options(), run.n_gpus, run.sizes.batch)
-    with_rows = frozenset(i for i, node in graph.of_kind("input") if node.target in INPUTS)
-    found = pinned_plan(graph, cluster, said, with_rows)
+    found = pinned_layout(lambda _: graph, cluster, layout_of(run), run.sizes.batch)
     priced.seconds, priced.factor = found.seconds, cluster.software.factor
     priced.gib = found.memory_bytes / GIB
     priced.limit_gib, priced.fits = found.limit_bytes / GIB, found.fits

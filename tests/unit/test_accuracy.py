@@ -86,7 +86,7 @@ def test_clusters_are_those_of_the_row(published: ModuleType) -> None:
     from published.built_clusters import cluster_of, device_of
     from published.rows import UnpricedError
 
-    assert device_of("A100-PCIE-80GB") == "A100-PCIe-80GB" and device_of("V100-SXM3-32GB") == "V100-SXM2-32GB"
+    assert device_of("A100-PCIE-80GB") == "A100-PCIe-80GB" and device_of("T4-16GB") == "T4"
     assert device_of("NVIDIA H100 SXM 80GB") == "H100-SXM-80GB"
     with pytest.raises(UnpricedError, match="unknown GPU"):
         device_of("Gaudi 9")
@@ -141,7 +141,7 @@ def test_one_factor_is_found_from_one_half_of_the_models(published: ModuleType) 
     assert fit.factor == 1.25 and fit.second == pytest.approx(0) and fit.rows == (10, 10)
     text = '[megatron-2021]\nfused = true\n[megatron-2021.sources]\nfused = "seen"\n\n[autopar]\nfused = false\n'
     once = written(text, [fit])
-    assert "[megatron-2021]\nfactor = 1.25\n" in once and once.count("factor") == 3 and written(once, [fit]) == once
+    assert "[megatron-2021]\nfactor = 1.25\n" in once and once.count("factor =") == 2 and written(once, [fit]) == once
     assert factors_of([replace(fit, software="nanotron")])["nanotron-ddp"] == 1.25
 
 
@@ -153,11 +153,11 @@ def test_the_price_is_that_of_the_public_api(published: ModuleType) -> None:
 
     import autopar
 
-    one = run(published)
+    one = run(published, global_batch="4")
     found = price(one, Graphs())
     assert found.why == "" and found.seconds is not None
     model = build(one.shape, attention_of(one), dropout_of(one))
-    ids = torch.zeros(8, 128, dtype=torch.long, device="meta")
+    ids = torch.zeros(4, 128, dtype=torch.long, device="meta")
     layouts = autopar.layouts(model, {"input_ids": ids, "labels": ids}, precision=policies_of(one)[0])
     same = layouts.price(cluster_of(one), layout_of(one))
     assert (same.seconds, same.memory_bytes / 2**30) == (found.seconds, found.gib)
