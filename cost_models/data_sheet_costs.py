@@ -173,8 +173,7 @@ def _knows_backwards(device: Device) -> bool:
 
 def _longer(axis: AxisCost, factor: float) -> AxisCost:
     """The axis whose collectives take so many times as long."""
-    terms = {kind: (factor * latency, factor * per_byte, p) for kind, (latency, per_byte, p) in axis.terms.items()}
-    return replace(axis, terms=terms)
+    return axis.times(factor)
 
 
 cost_source(Roofline)
