@@ -157,8 +157,12 @@ RING_FACTOR = 1.6
 H100 with 400 Gb/s each: 360, 345, 320, 300, 280 and 260 GB/s (NVIDIA/nccl issue 1229, taken as 8 GB, the largest size of
 its tests); within 9% of all six. NCCL's own factor for rings over several machines is 1.4 to 1.9 by version."""
 HOP_SECONDS = float(f"{RING_FACTOR * NCCL_HOP:.3g}")
-IB = ESTIMATE + "fraction: at best 96 of 100 GB/s, 3 DGX A100 with 4 HDR (GitHub issue); a level of a tree as in NCCL's model"
-IB_RING = "NVIDIA/nccl issue 1229: reduce_scatter on 4 to 128 machines of 8 H100, 360 to 260 GB/s; hops in proportion to NCCL's"
+IB = ESTIMATE + (
+    "fraction: at best 96 of 100 GB/s, 3 DGX A100 with 4 HDR (GitHub issue); a level of a tree as in NCCL's model"
+)
+IB_RING = (
+    "NVIDIA/nccl issue 1229: reduce_scatter on 4 to 128 machines of 8 H100, 360 to 260 GB/s; hops in proportion to NCCL's"
+)
 IB_PAIRS = ESTIMATE + "latency typical"
 IB_GATHER = CollectiveCurve(
     20e-6, float(f"{RING_FACTOR * NCCL_NET_HOP:.3g}"), 0.92, 0.0, 0.8, IB_RING, inside_step_seconds=HOP_SECONDS
@@ -223,9 +227,8 @@ def main(path: str) -> None:
             else:
                 curves["efa"][kind], error = fit_ring_between(own, kind)
             print(f"| efa | {kind} | {len(own)} | {error:.1%} |")
-    curves["efa"]["all_to_all"] = CollectiveCurve(
-        60e-6, 30e-6, 0.85, 0.0, 0.8, ESTIMATE + "every rank sends to all at once: no ring whose hops follow each other"
-    )
+    at_once = ESTIMATE + "every rank sends to all at once: no ring whose hops follow each other"
+    curves["efa"]["all_to_all"] = CollectiveCurve(60e-6, 30e-6, 0.85, 0.0, 0.8, at_once)
     curves["efa"]["send_recv"] = CollectiveCurve(
         25e-6, 10e-6, 0.85, 0.0, 0.8, ESTIMATE + "typical EFA latency"
     )
