@@ -160,7 +160,7 @@ def main(path: str) -> None:
         lines += [f'host_link = "{best_prefix(PCIE, name)}"']
         lines += [f'["{name}".sources]', f'memory_bytes = "{sheet.source}"']
         lines += [f'memory_bytes_per_second = "{sheet.source}"']
-        lines += ['launch_seconds = "estimate: torch in eager mode on a fast host; beside an H200 on a slow one 7 to 18 us were measured"']
+        lines += ['launch_seconds = "estimate: torch in eager mode on a fast host; 7 to 18 us measured on a slow one"']
         if name not in MEASURED:
             caveat = next((text for key, text in CAVEATS.items() if sheet.family == key), "")
             lines += [f'efficiency = "not measured on this device: inherits from {family}{caveat}"']

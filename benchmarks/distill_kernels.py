@@ -41,7 +41,8 @@ OF_BANDWIDTH = 0.9
 """What additions and copies reach of an H200's bandwidth; kernels that stay below this are bound by their cores."""
 WIDTHS = {"bfloat16": 2, "float32": 4}
 COUNTED = {
-    "loss": 1 / 2, "loss_backward": 1 / 2, "norm_backward": 3 / 5, "rms_norm_backward": 3 / 5, "batch_norm": 2 / 3, "batch_norm_backward": 3 / 5,
+    "loss": 1 / 2, "loss_backward": 1 / 2, "norm_backward": 3 / 5, "rms_norm_backward": 3 / 5, "batch_norm": 2 / 3,
+    "batch_norm_backward": 3 / 5,
 }  # fmt: skip
 """Of the passes over memory those that the planner counts: a loss writes its log-softmax, its backward clears and reads
 one more tensor, gradients of a norm's weights and statistics of a batch read theirs once more."""
@@ -66,8 +67,8 @@ ms on an H200 where 50,264 take 2.54."""
 UNALIGNED_ELSEWHERE = 0.4
 """Estimate: padding these words makes a step of GPT-2 a quarter faster on an A100 (nanoGPT)."""
 NOT_SWEPT = {  # family: the one whose halves it takes, the part of the peak, the source
-    "volta": ("ampere", 0.76, "estimate: cuBLAS 9 reaches 83 of 125 TFLOP/s (arXiv:1803.04014), later ones 0.7 to 0.75; "
-              "halves of Ampere; not measured"),
+    "volta": ("ampere", 0.76, "estimate: cuBLAS 9 reaches 83 of 125 TFLOP/s (arXiv:1803.04014), later ones 0.7 to "
+              "0.75; halves of Ampere; not measured"),
     "turing": ("ampere", 0.42, "estimate: 70 W hold about 25 TFLOP/s; halves of Ampere; not measured"),
     "cdna": ("hopper", 0.55, "estimate: public sweeps of MI300X reach about half of the peak; not measured"),
 }  # fmt: skip
@@ -151,9 +152,10 @@ def predicted(device: Device, time: Time) -> float:
 
 
 FITTED = {  # the halves that a curve has beside its fraction; item_bytes given where bytes are not what counts
-    "attention": ("half_m", "half_n", "half_k"), "attention_backward": ("half_m", "half_n", "half_k"),
+    "attention": ("half_n", "half_k"), "attention_backward": ("half_n", "half_k"),
     "conv": ("half_n", "half_k"), "norm": ("half_row",), "norm_backward": ("half_row",),
-    "rms_norm": ("half_row",), "rms_norm_backward": ("half_row",), "reduce": ("half_work",), "pointwise": ("half_work",),
+    "rms_norm": ("half_row",), "rms_norm_backward": ("half_row",), "reduce": ("half_work",),
+    "pointwise": ("half_work",),
 }  # fmt: skip
 ITEM_BYTES = {"softmax": 4, "batch_norm": 4, "batch_norm_backward": 4, "broadcast": 4}
 

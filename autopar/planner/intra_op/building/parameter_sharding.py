@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
-from autopar.planner.intra_op.building.narrow_prices import weight_copies
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.words.graph import ITEM_BYTES, Graph, Spec
@@ -22,17 +22,26 @@ from autopar.words.placements import Placement, State, path, shard, step_collect
 from autopar.words.precision import Precision
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis
+from cost_models.parameter_overlap import ParameterSeconds
 
 
 @dataclass(frozen=True)
 class ParamCost:
     """Seconds per step, and bytes on one rank, of a :class:`ParamChoice`.
 
-    ``peak_bytes`` is what copies gathered for one use take while they live: this one and the next, which is fetched
-    ahead. Of all parameters the largest counts.
+    Attributes:
+        seconds: of its collectives, by themselves.
+        collectives: the same, by when they run.
+        may_hide: of these, what may run beside computing.
+        step_seconds: of the optimizer, and of adding its gradients up over microbatches.
+        peak_bytes: what copies gathered for one use take while they live: this one and the next, which is fetched
+            ahead. Of all parameters the largest counts.
     """
 
     seconds: float
+    collectives: ParameterSeconds
+    may_hide: ParameterSeconds
+    step_seconds: float
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -99,14 +108,23 @@ def bucketed_seconds(cost: Axis, kind: str, n_bytes: float, bucket_bytes: float)
     return cost.seconds(kind, bucket_bytes) * n_bytes / bucket_bytes
 
 
-def collectives(
-    spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int, precision: Precision | None = None
-) -> list[tuple[str, str, int, int]]:
-    """``(axis, kind, bytes, times)`` of the collectives that a parameter costs per step, by its lifetime."""
-    result: list[tuple[str, str, int, int]] = []
+class Passage(NamedTuple):
+    """A collective that a parameter makes, once or in every microbatch: a gather on the way to its use, or a reduction
+    of its gradient on the way back. Bytes as collectives count them."""
+
+    axis: str
+    kind: str
+    n_bytes: int
+    is_gather: bool
+
+
+def passages(
+    spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, precision: Precision | None = None
+) -> list[Passage]:
+    """Return the collectives between the stored and the used placement of a parameter."""
+    result: list[Passage] = []
     steps = path(choice.stored, choice.used)
     assert steps is not None
-    per_use = choice.lifetime == "use"
     for axis, src, dst in steps:
         name, size = mesh[axis]
         if size == 1:
@@ -119,10 +137,58 @@ def collectives(
         back = whole if precision is None else moved * ITEM_BYTES[precision.summed(spec.dtype)]
         forward, backward = step_collectives(src[axis], dst[axis])
         if forward:
-            result.append((name, forward, whole, 2 * microbatches if per_use and grad else 1))
+            result.append(Passage(name, forward, whole, True))
         if backward and grad:
-            result.append((name, backward, back, microbatches if per_use else 1))
+            result.append(Passage(name, backward, back, False))
     return result
+
+
+def collectives(
+    spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int, precision: Precision | None = None
+) -> list[tuple[str, str, int, int]]:
+    """``(axis, kind, bytes, times)`` of the collectives that a parameter costs per step, by its lifetime."""
+    per_use = choice.lifetime == "use"
+    return [
+        (axis, kind, n_bytes, 1 if not per_use else microbatches * (2 if is_gather and grad else 1))
+        for axis, kind, n_bytes, is_gather in passages(spec, grad, choice, mesh, precision)
+    ]
+
+
+def seconds_of(
+    spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, precision: Precision | None = None
+) -> tuple[ParameterSeconds, ParameterSeconds]:
+    """Return the seconds of a parameter's collectives by when they run, and of those that may run beside computing."""
+    seconds, may_hide = [0.0] * 4, [0.0] * 4  # in the order of ParameterSeconds
+    for axis, kind, n_bytes, is_gather in passages(spec, grad, choice, pricer.mesh, precision):
+        one = bucketed_seconds(pricer.axes[axis], kind, n_bytes, pricer.costs.bucket_bytes)
+        if choice.lifetime == "step":
+            places: tuple[int, ...] = (0,) if is_gather else (1,)
+        else:
+            places = (2, 3) if is_gather and grad else (2,) if is_gather else (3,)
+        for place in places:
+            seconds[place] += one
+            if (pricer.shares.gathers if is_gather else pricer.shares.reductions) > 0:
+                may_hide[place] += one
+    return ParameterSeconds(*seconds), ParameterSeconds(*may_hide)
+
+
+def first_read(graph: Graph, bucket_bytes: float) -> frozenset[int]:
+    """Return the parameters that are read first, up to a bucket of them.
+
+    Nothing is computed before they are there, and nothing after their gradients: these collectives are waited for.
+    """
+    key = "first read", bucket_bytes
+    found: frozenset[int] | None = graph.derived.get(key)
+    if found is None:
+        numbers: dict[int, None] = {}
+        n_bytes = 0
+        for node in graph.nodes:
+            for ref in node.refs if node.kind == "op" and (not numbers or n_bytes < bucket_bytes) else ():
+                if graph.nodes[ref.node].kind == "param" and ref.node not in numbers:
+                    numbers[ref.node] = None
+                    n_bytes += graph.spec(ref).n_bytes
+        found = graph.derived[key] = frozenset(numbers)
+    return found
 
 
 def cost(
@@ -136,10 +202,7 @@ def cost(
         precision: a policy, under which it is stored, and its gradient added up, in other formats.
     """
     mesh = pricer.mesh
-    seconds = sum(
-        times * bucketed_seconds(pricer.axes[axis], kind, n, pricer.costs.bucket_bytes)
-        for axis, kind, n, times in collectives(spec, grad, choice, mesh, microbatches, precision)
-    )
+    by_itself, may_hide = seconds_of(spec, grad, choice, pricer, precision)
     elements = prod(local_shape(spec.shape, choice.stored, mesh))
     of_master = spec.item_bytes if precision is None else ITEM_BYTES[precision.stored(spec.dtype)]
     of_sum = spec.item_bytes if precision is None else ITEM_BYTES[precision.accumulated(spec.dtype)]
@@ -147,35 +210,60 @@ def cost(
     used_elements = prod(local_shape(spec.shape, choice.used, mesh))
     stored, used = elements * of_master, used_elements * spec.item_bytes
     is_narrow = precision is not None and precision.narrow is not None
-    if precision is not None and precision.narrow is not None:
-        casts = 1 if choice.lifetime == "step" else (2 if grad else 1) * microbatches
-        copies = weight_copies(
-            pricer.costs, pricer.device, precision, used_elements, spec.item_bytes, spec.dtype, casts
-        )  # fmt: skip
-        seconds, used = seconds + copies.seconds, copies.copy_bytes
+    step_seconds = 0.0
+    if grad:
+        cast = cast_bytes(spec, choice, used_elements, microbatches, precision)
+        step_seconds = pricer.parameter_step(used, stored, microbatches, optimizer, cast)
+    if precision is not None and is_narrow:
+        used = copy_bytes(precision, used_elements, spec.item_bytes)
     gathered = 0
     if (used_elements != elements or of_master != spec.item_bytes or is_narrow) and choice.lifetime == "step":
         gathered = used
         if grad and microbatches > 1 and used_elements != elements:
             gathered += used_elements * of_sum
     return ParamCost(
-        seconds, stored, stored if grad else 0,
+        by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, stored, stored if grad else 0,
         optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0, gathered,
         2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
     )  # fmt: skip
 
 
-def cheapest(options: Sequence[tuple[float, float]], keep_memory: bool) -> list[int]:
-    """Numbers of the options ``(seconds, bytes)`` worth keeping: not beaten in both, or only the fastest."""
+def cast_bytes(
+    spec: Spec, choice: ParamChoice, elements: float, microbatches: int, precision: Precision | None
+) -> float:  # fmt: skip
+    """Bytes that are read and written in a step to cast a trained weight to narrow copies: once where a rank keeps them,
+    at every use where it gathers anew; nothing where ranks gather copies that the optimizer's step wrote.
+
+    Args:
+        elements: of the weight on one rank, as products read it.
+        precision: as it is for this parameter.
+    """
+    if precision is None or precision.narrow is None or precision.narrow_gathers:
+        return 0.0
+    times = 1 if choice.lifetime == "step" else 2 * microbatches
+    return times * elements * precision.narrow.cast_bytes(spec.item_bytes)
+
+
+def copy_bytes(precision: Precision, elements: int, wide: int) -> int:
+    """Bytes of what products read of a weight of so many elements: its narrow copies, and the wide one unless narrow
+    ones are gathered."""
+    assert precision.narrow is not None
+    return round(elements * ((0 if precision.narrow_gathers else wide) + precision.narrow.copies_bytes))
+
+
+def cheapest(options: Sequence[tuple[float, ...]], keep_memory: bool) -> list[int]:
+    """Numbers of the options worth keeping: no other is as good in everything.
+
+    Args:
+        options: ``(seconds if nothing is hidden, seconds if all is that may be, bytes)``.
+        keep_memory: bytes count too.
+    """
     order = sorted(range(len(options)), key=lambda i: (options[i], i))
     kept: list[int] = []
-    lowest = float("inf")
     for i in order:
-        if options[i][1] < lowest:
+        counted = options[i] if keep_memory else options[i][:-1]
+        if not any(all(a <= b for a, b in zip(options[k], counted, strict=False)) for k in kept):
             kept.append(i)
-            lowest = options[i][1]
-            if not keep_memory:
-                break
     return kept
 
 

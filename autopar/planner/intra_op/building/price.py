@@ -30,7 +30,8 @@ from autopar.words.graph import Graph, Node, Spec
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import elements_moved, local_shape
 from autopar.words.placements import State, Step, step_collectives
-from cost_models.costs import Axis, Costs, OpSeconds, OpWork, costs_of
+from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
+from cost_models.parameter_overlap import Shares, shares_of
 from hardware_profiles import Cluster, Device
 from hardware_profiles.measurements import op_key, tensor_text
 
@@ -45,6 +46,7 @@ class Pricer:
         costs: where seconds come from.
         axes: collective costs by axis name.
         device: the slowest device of the mesh stands for all.
+        shares: how far collectives of parameters run beside computing.
     """
 
     mesh: Mesh
@@ -52,8 +54,10 @@ class Pricer:
     costs: Costs
     axes: Mapping[str, Axis]
     device: Device
+    shares: Shares = Shares(0.0, 0.0)
     _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
     _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
+    _parameters: dict[object, float] = field(default_factory=dict)
 
     # -- reshards
 
@@ -174,6 +178,22 @@ class Pricer:
                 seconds[comm.when] = (there, back + spent) if comm.backward else (there + spent, back)
         return seconds
 
+    def parameter_step(
+        self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str, cast_bytes: float = 0.0
+    ) -> float:  # fmt: skip
+        """Seconds of a step that the optimizer takes for one parameter, its gradient to be added up over microbatches,
+        and its narrow copies to be cast."""
+        key = used_bytes, stored_bytes, microbatches, optimizer, cast_bytes
+        if key not in self._parameters:
+            sizes = ((used_bytes, stored_bytes),)
+            one = self.costs.stage(lambda: StageWork((), sizes, 0, microbatches, optimizer, cast_bytes))
+            none = self.costs.stage(lambda: StageWork((), (), 0, microbatches, optimizer))
+            seconds = 0.0
+            if one is not None and none is not None:
+                seconds = one.step - none.step + microbatches * (one.backward - none.backward)
+            self._parameters[key] = seconds
+        return self._parameters[key]
+
     def launches(self, graph: Graph) -> float:
         """Seconds, forward and backward, that the graph's operators take however small a part of each a device has:
         those of their launches, or of the smallest kernels where the host launches ahead. Of no meaning where the cost
@@ -260,4 +280,5 @@ def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -
 
 @lru_cache(maxsize=4096)
 def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...], costs: Costs) -> Pricer:
-    return Pricer(mesh, devices, costs, costs.axes(mesh.size_of, devices), cluster.slowest(devices))
+    axes = costs.axes(mesh.size_of, devices)
+    return Pricer(mesh, devices, costs, axes, cluster.slowest(devices), shares_of(cluster))
