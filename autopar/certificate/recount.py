@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -26,6 +27,7 @@ from autopar.lower.typecheck import typecheck
 from autopar.plans.plan import StagePlan
 from autopar.plans.prices import Price
 from autopar.rules.function import PREFIX
+from autopar.rules.kernels import as_on_gpu, kernels_of
 from autopar.rules.lowering_helpers.lowering_trial import Begun, ToOther, as_last_rank
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.torch_private import FakeTensorMode
@@ -75,19 +77,22 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
     program = lower(graph, plan)
     report = Report()
     costs, device = costs_of(cluster), cluster.slowest(plan.devices)
+    kernels = kernels_of(cluster, device)
     axes = costs.axes(plan.mesh.size_of, plan.devices)
     with fake_world(plan.mesh) as mesh:
         names = {str(mesh.get_group(name).group_name): name for name in plan.mesh.names}
         if types:
             typecheck(program)
-        _recount(program, plan, graph, device, costs, axes, names, report)
+        with as_on_gpu() if kernels.gpu else nullcontext():
+            _recount(program, plan, graph, device, costs, axes, names, report)
     parameter_bytes, gradient_bytes, optimizer_bytes = _stored(plan, graph)
     report.price = replace(
         report.price, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes, optimizer_bytes=optimizer_bytes,
         parameter_seconds=_parameters(plan, graph, axes, costs.bucket_bytes, report),
     )  # fmt: skip
     _claims(plan, report, tolerance)
-    _activations(plan, graph, report)
+    if not kernels.fused:  # the program that is run here writes what fused kernels keep inside
+        _activations(plan, graph, report)
     return report
 
 

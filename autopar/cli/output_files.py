@@ -29,10 +29,12 @@ class OutputKind:
     Attributes:
         name: with its article, for messages.
         recognizes: whether a text is of this kind; a plan that was edited, and has a mistake, still is one.
+        is_binary: no text, but bytes, which ``recognizes`` gets as characters.
     """
 
     name: str
     recognizes: Callable[[str], object]
+    is_binary: bool = False
 
 
 def _json_with(key: str) -> Callable[[str], object]:
@@ -41,6 +43,7 @@ def _json_with(key: str) -> Callable[[str], object]:
 
 PLAN = OutputKind("a plan", _json_with("autopar_(?:plan|pipeline)"))
 PROFILE = OutputKind("a profile", _json_with("autopar_profile"))
+SNAPSHOT = OutputKind("a snapshot of memory", re.compile("\x80.*device_traces", re.DOTALL).match, is_binary=True)
 PAGE = OutputKind("a page of autopar report", re.compile("<!doctype html>.*: an autopar plan</title>", re.DOTALL).match)
 
 
@@ -91,8 +94,8 @@ class OutputFile:
     def _is_of_kind(self) -> bool:
         """Whether the file that is there is of this kind; an empty one may become anything."""
         try:
-            text = read_text(self.path)
-        except Unreadable:
+            text = self.path.read_bytes().decode("latin-1") if self.kind.is_binary else read_text(self.path)
+        except (Unreadable, OSError):
             return False
         return not text or bool(self.kind.recognizes(text))
 
@@ -102,17 +105,25 @@ class OutputFile:
         Raises:
             UsageError: it cannot be written, or must not be.
         """
+        self.write_bytes(text.encode())
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write the file as :meth:`write` does.
+
+        Raises:
+            UsageError: it cannot be written, or must not be.
+        """
         self.check()
         try:
             if self.force and self.path.is_symlink():
                 self.path.unlink()
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
         except OSError as error:
             raise UsageError(
                 f"cannot write {self.kind.name} to {self.path}: {error.strerror}; choose another file"
             ) from None
 
 
-__all__ = ["PAGE", "PLAN", "PROFILE", "Force", "OutputFile", "OutputKind"]
+__all__ = ["PAGE", "PLAN", "PROFILE", "SNAPSHOT", "Force", "OutputFile", "OutputKind"]

@@ -117,7 +117,7 @@ def _priced(
             for i, node in enumerate(graph.nodes) if node.kind == "op"
         }  # fmt: skip
         walk, walk_without = (
-            Walk(graph, rules, done.mesh, chosen, ways, done.memory)
+            Walk(graph, rules, done.mesh, chosen, ways, done.memory, kernels=priced.kernels)
             for ways in (routes, done.routes)
         )
         with_kept, without = walk.ledger(), walk_without.ledger()

@@ -12,16 +12,9 @@ from typing import Any
 
 import torch
 
-from autopar.capture import Captured, capture
-from autopar.capture.in_parts import InputRows, captured_in_parts, no_rows_in, refused_rows
-from autopar.capture.microbatches import (
-    NotLinear,
-    first_part,
-    numbers_of_parts,
-    resized,
-    rows_of,
-    taken_of_batch,
-)
+from autopar.capture import Captured
+from autopar.capture.in_parts import refused_rows
+from autopar.capture.microbatches import first_part, numbers_of_parts, rows_of, taken_of_batch
 from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
 from autopar.planner.inter_op.exact.exact_stages import Exact
 from autopar.planner.inter_op.simulating.order import check_name
@@ -31,11 +24,11 @@ from autopar.planner.intra_op.building.integer_program import Beaten, NoChoice
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.pins.clashing_pins import explained
 from autopar.planner.intra_op.pins.small_parameters import TooSmallError, note_on_small
+from autopar.planner.microbatch_graphs import MicrobatchGraphs, part_of
 from autopar.planner.plan_notes import next_best, notes_on, with_note_on_statistics
 from autopar.plans.asked import Asked
 from autopar.plans.plan import Pins, Plan
 from autopar.rules.experts.expert_load import notes_on_load, with_load
-from autopar.torch_private import pytree
 from autopar.words.graph import Graph
 from autopar.words.meshes import AXIS_NAMES, Mesh, mesh_shapes
 from autopar.words.texts import show_seconds
@@ -355,14 +348,12 @@ def on_best_mesh(
 
 
 def in_stages(
-    graphs: Mapping[int, Graph], cluster: Cluster, n: int, asked: Asked, name: str,
-    wanted: PipelineOptions | None = None,
-) -> Planned:  # fmt: skip
+    graphs: Mapping[int, Graph], cluster: Cluster, n: int, asked: Asked, name: str
+) -> Planned:
     """The best plan in stages on ``n`` devices of a cluster.
 
     Args:
         graphs: of a microbatch, by the number of them that make up a step.
-        wanted: a layout to be priced, instead of what is asked of stages.
     """
     graph, pins = next(iter(graphs.values())), asked.pins
     if pins.mesh is not None:
@@ -391,7 +382,7 @@ def in_stages(
     sizes = [m for g in counts for m in mesh_shapes(max(1, n // g), named=options.named_axes)]
     check_counts(pins.stages, pins.cuts, n, schedules, pins.mesh, options, sizes)
     starts = starts_of(graph, pins.cuts) if pins.cuts else None
-    wanted = wanted or PipelineOptions(
+    wanted = PipelineOptions(
         asked.microbatches,
         pins.stages,
         schedules,
@@ -408,53 +399,9 @@ def in_stages(
     return replace(planned, plan=replace(planned.plan, pins=pins, notes=notes))
 
 
-def part_of(
-    model: torch.nn.Module, captured: Captured, example: Any, parts: int, rows: InputRows = None
-) -> Captured:
-    """One of so many parts of a batch, captured as the whole of it was.
-
-    Args:
-        captured: of the whole batch, or of one microbatch.
-        example: ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss function: the whole batch.
-        rows: the inputs that have its rows; None to find them.
-    """
-    args, kwargs, *targets = example
-    loss_fn = captured.example.loss_fn if captured.example is not None else None
-
-    def take(batch: Any) -> Captured:
-        return capture(
-            model, batch[0], batch[1], loss_fn=loss_fn, targets=batch[2], precision=captured.graph.precision
-        )  # fmt: skip
-
-    of_parts = captured.example.in_parts if captured.example is not None else None
-    is_whole = captured.example is not None and (of_parts is None or not of_parts.of_several)
-    part: Captured = captured_in_parts(
-        take, (args, kwargs, targets[0] if targets else ()), parts, model, rows,
-        captured if is_whole and _is_of(captured, (args, kwargs, *targets)) else None, without=no_rows_in(captured),
-    )  # fmt: skip
-    return replace(part, graph=with_load(part.graph, captured.graph.expert_load))
-
-
-def _as_part(captured: Captured, part: Captured) -> Graph:
-    """The graph of a whole batch with the inputs that a microbatch of it has."""
-    decided = part.example.in_parts if part.example is not None else None
-    return captured.graph if decided is None or captured.example is None else decided.of(captured).graph
-
-
-def _is_of(captured: Captured, example: Any) -> bool:
-    """Whether a call was captured with the shapes of an example."""
-    of = captured.example
-    assert of is not None
-    shapes = [
-        [tuple(x.shape) for x in pytree.tree_leaves(each) if isinstance(x, torch.Tensor)]
-        for each in ((of.args, dict(of.kwargs), of.targets), tuple(example))
-    ]
-    return shapes[0] == shapes[1]
-
-
 def in_parts(
     model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked, name: str,
-    runs: bool = True, wanted: PipelineOptions | None = None,
+    runs: bool = True,
 ) -> Outcome:  # fmt: skip
     """The best plan in stages of a batch on ``n`` devices, the number of microbatches chosen too.
 
@@ -471,29 +418,13 @@ def in_parts(
     counts = sorted(set(asked.numbers or ())) or numbers_of_parts(rows)
     for m in counts:
         first_part(example, m)  # refuses what does not divide before anything takes its time
-    captures = {1: captured}
-
-    def part(m: int) -> Captured:
-        if m not in captures:
-            captures[m] = part_of(model, captured, example, m, asked.input_rows)
-        return captures[m]
-
-    second = next((m for m in counts if m > 1), 1)
-
-    def graph(m: int) -> Graph:
-        if m in (1, second):
-            return part(m).graph
-        try:
-            return resized(_as_part(captured, part(second)), part(second).graph, rows, rows // second, rows // m)
-        except NotLinear:
-            return part(m).graph
-
-    graphs = {m: graph(m) for m in counts}
-    planned = in_stages(graphs, cluster, n, asked, name, wanted)
+    of_parts = MicrobatchGraphs(model, captured, example, asked.input_rows)
+    graphs = {m: of_parts.graph(m) for m in counts}
+    planned = in_stages(graphs, cluster, n, asked, name)
     one = planned.plan.microbatches
-    chosen = part(one) if runs or one in captures else replace(captured, graph=graphs[one], example=None)
+    chosen = of_parts.part(one) if runs else of_parts.captured_of(one)
     if chosen.graph.fingerprint != planned.plan.fingerprint:  # the model treats this size in another way
-        planned = in_stages({planned.plan.microbatches: chosen.graph}, cluster, n, asked, name, wanted)
+        planned = in_stages({planned.plan.microbatches: chosen.graph}, cluster, n, asked, name)
     plan = with_note_on_statistics(planned.plan, chosen.graph)
     return Outcome(plan, chosen, planned.timeline, planned.tried, planned.others)
 

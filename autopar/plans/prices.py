@@ -164,6 +164,24 @@ def copies_ahead(peers: Sequence[Sequence[int]], microbatches: int) -> list[int]
     return copies
 
 
+class Fullest(NamedTuple):
+    """The fullest moment of a stage, and what is there of other microbatches than the one that runs.
+
+    Attributes:
+        n_bytes: all but parameters, their gathered copies and the optimizer's state.
+        moment: of the microbatch that runs; None where the optimizer steps.
+        in_flight: microbatches between forward and backward, the one that runs among them.
+        is_first: no backward was before, so no gradients of parameters are there but its own.
+        crossing_bytes: of tensors on their way from and to other stages.
+    """
+
+    n_bytes: int
+    moment: Moment | None
+    in_flight: int = 0
+    is_first: bool = False
+    crossing_bytes: int = 0
+
+
 class MicrobatchPeaks(NamedTuple):
     """The most that a microbatch has on one rank while its forward runs, and its backward, in bytes, and when; moments
     are None where nothing runs."""
@@ -180,8 +198,8 @@ class StagePeaks:
 
     Attributes:
         first: of a microbatch whose backward makes the gradients of parameters; None if there never are all
-            microbatches in flight.
-        later: of one whose backward adds to them; None if a step has one microbatch.
+            microbatches in flight, or gradients are there all the time.
+        later: of one whose backward adds to them; None if a step has one microbatch, whose backward makes them.
         gradient_bytes: of parameters, as they are stored.
         optimizer_bytes: what the optimizer needs beside its state while it steps.
         kept_bytes: of every microbatch in flight.
@@ -201,32 +219,32 @@ class StagePeaks:
         """The price where so many microbatches are in flight."""
         activation_bytes = in_flight * self.kept_bytes + price.again_bytes
         always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes
-        most = always + self._fullest(in_flight)[0]
+        most = always + self.at_fullest(in_flight).n_bytes
         working_bytes = most - price.stored_bytes - activation_bytes
         return replace(price, activation_bytes=activation_bytes, working_bytes=working_bytes)
 
     def fullest(self, in_flight: int) -> Moment | None:
         """The fullest moment; None if that is when the optimizer steps."""
-        return self._fullest(in_flight)[1]
+        return self.at_fullest(in_flight).moment
 
-    def _fullest(self, in_flight: int) -> tuple[int, Moment | None]:
-        """The most beside parameters, their copies and the optimizer's state, and when."""
+    def at_fullest(self, in_flight: int) -> Fullest:
+        """Return what is there at the fullest moment."""
         in_step = self.gradient_bytes + self.optimizer_bytes
-        in_microbatch, moment = self._fullest_of_microbatches(in_flight)
-        return (in_microbatch, moment) if moment is not None and in_microbatch >= in_step else (in_step, None)
+        fullest = self._fullest_of_microbatches(in_flight)
+        return fullest if fullest.moment is not None and fullest.n_bytes >= in_step else Fullest(in_step, None)
 
     def passing_bytes(self) -> int:
         """The most that there is at once beside what is stored and what all microbatches in flight keep, whatever their
         number, while they run: a schedule that is searched keeps to a limit with this."""
         last = range(max(1, self.microbatches - RECEIVED_AHEAD - 1), self.microbatches + 1)
         numbers = {1, min(2, self.microbatches), *last}  # between them nothing changes but what is kept
-        of_number = ((n, self._fullest_of_microbatches(n)[0]) for n in sorted(numbers))
+        of_number = ((n, self._fullest_of_microbatches(n).n_bytes) for n in sorted(numbers))
         return max(n_bytes - n * self.kept_bytes for n, n_bytes in of_number) - self.gradient_bytes
 
-    def _fullest_of_microbatches(self, in_flight: int) -> tuple[int, Moment | None]:
+    def _fullest_of_microbatches(self, in_flight: int) -> Fullest:
         """The same while microbatches run, the optimizer's step apart."""
-        most: tuple[int, Moment | None] = 0, None
-        all_at_once = in_flight >= self.microbatches
+        most = Fullest(0, None)
+        all_at_once = self.first is not None and in_flight >= self.microbatches
         moments = []
         if self.first is not None and all_at_once:
             moments += [(self.first, in_flight, False), (self.first, in_flight, True)]
@@ -241,9 +259,10 @@ class StagePeaks:
             is_first = peaks is self.first
             n_bytes = peaks.backward_bytes if backward else peaks.forward_bytes
             n_bytes += (n - 1) * self.kept_bytes + (not is_first) * self.gradient_bytes
-            n_bytes += self._crossing(OnTheirWay.at(n, self.microbatches, backward, is_first))
-            if n_bytes >= most[0]:
-                most = n_bytes, moment
+            crossing_bytes = self._crossing(OnTheirWay.at(n, self.microbatches, backward, is_first))
+            n_bytes += crossing_bytes
+            if n_bytes >= most.n_bytes:
+                most = Fullest(n_bytes, moment, n, is_first, crossing_bytes)
         return most
 
     def _crossing(self, there: OnTheirWay) -> int:

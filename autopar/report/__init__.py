@@ -10,6 +10,8 @@
 :mod:`.why`         the price of every strategy that an operator has
 :mod:`.coverage`    how much was priced from measurements
 :mod:`.tables`      rows as tables of the terminal; :mod:`.trace`: timelines for Perfetto
+memory              :mod:`.memory_contents`: what fills a device at the fullest moment; :mod:`.memory_snapshot`: over
+                    a step, for torch's viewer of its allocator
 :mod:`.page`        a plan as one HTML page
 =================== ===================================================================================================
 """

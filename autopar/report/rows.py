@@ -310,7 +310,7 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
             grad = node.needs_grad and node.out.is_float
             for a, b in plan.routes.get(route_key(graph, Ref(i)), ()):
                 count(step_rows(plan, node.out, grad, a, b))
-    holds = _again(graph, plan, _chosen(graph, plan))
+    holds = _again(graph, plan, _chosen(graph, plan), priced)
     for segment in holds.segments:
         for i in segment.ops if segment.active else ():
             of_op = op_row(graph, replace(plan, routes={}), priced, i, rules, "").collectives
@@ -327,22 +327,22 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
 def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
     """What these segments' second forwards, and second gathers, take in a step; the rows of ops are without it."""
     rules, chosen = rules_of(graph), _chosen(graph, plan)
-    again = sum(seconds_again(graph, rules, priced, chosen, plan.routes, _again(graph, plan, chosen)))
+    again = sum(seconds_again(graph, rules, priced, chosen, plan.routes, _again(graph, plan, chosen, priced)))
     return plan.microbatches * again - sum(waited_seconds(graph, plan, priced).values())
 
 
 def waited_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> dict[str, float]:
     """By decision about tensors, what a step waits for them to leave and to come back; the rows are without it, too."""
-    waited = waiting_seconds(priced, _again(graph, plan, _chosen(graph, plan)))
+    waited = waiting_seconds(priced, _again(graph, plan, _chosen(graph, plan), priced))
     return {name: plan.microbatches * seconds for name, seconds in waited.items()}
 
 
-def _again(graph: Graph, plan: StagePlan, chosen: Mapping[int, Strategy]) -> Ledger:
+def _again(graph: Graph, plan: StagePlan, chosen: Mapping[int, Strategy], priced: Pricer) -> Ledger:
     """The ledger of a plan that does something again in the backward; an empty one for others."""
     if not plan.memory:
         return Ledger((), ())
     rules = rules_of(graph)
-    return ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory)
+    return ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory, kernels=priced.kernels)
 
 
 def _chosen(graph: Graph, plan: StagePlan) -> dict[int, Strategy]:

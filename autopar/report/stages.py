@@ -17,9 +17,9 @@ from hardware_profiles import Cluster
 def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -> list[dict[str, Any]]:
     """One row a stage: seconds of one microbatch, and the bytes of a device.
 
-    ``limit_bytes`` is what the stage may fill: the limit that was asked for, or what a plan may fill of the device, less
-    what other stages of its group hold. ``device_bytes`` is what all of these hold together, ``device_limit_bytes`` what
-    they may.
+    ``limit_bytes`` is what the stage may fill: the limit that was asked for, or what a plan may fill of the device,
+    less what other stages of its group hold. ``device_bytes`` is what all of these hold together,
+    ``device_limit_bytes`` what they may.
     """
     labels, t = op_labels(graph), timeline.times
     group = plan.schedule.rank_of_stage

@@ -7,8 +7,9 @@ a product makes of what it cannot read as it lies). So there is no table of oper
 operators and distributed lowerings are seen through, and being a view is found here and nowhere else.
 
 What is modelled is torch's kernels for the CPU. GPUs keep the same of nearly every operator, since what is saved is
-decided above the kernels; fused attention keeps its inputs, its output and the log-sum-exp of every query on both. A
-user's own function is not run: the rule says what it keeps.
+decided above the kernels; fused attention keeps its inputs, its output and the log-sum-exp of every query on both.
+Where their kernels keep something else, a stand-in for them is tried (:mod:`.kernels`). A user's own function is not
+run: the rule says what it keeps.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.rules.axis_options import Option
 from autopar.rules.function import PREFIX
+from autopar.rules.kernels import OF_GPU, as_on_gpu
 from autopar.rules.local_calls import LocalCall, PieceSize, Seed, local_call
 from autopar.rules.lowering_helpers.local_piece import length_of
 from autopar.rules.lowering_helpers.lowering_trial import trial
@@ -130,15 +132,19 @@ def strides_of_copy(shape: Sequence[int], strides: Strides) -> Strides:
 _known: dict[object, Saved] = {}
 
 
-def saved_by(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Saved:
+def saved_by(
+    call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout], gpu: bool = False
+) -> Saved:  # fmt: skip
     """What is kept of a call on one rank.
 
     Args:
         ins: its inputs on that rank.
+        gpu: by the kernels of a GPU.
     """
-    key = key_of_call(call, rule, options, mesh, ins)
+    gpu = gpu and call.target in OF_GPU
+    key = key_of_call(call, rule, options, mesh, ins), gpu
     if key not in _known:
-        _known[key] = _narrowed(_tried(call, rule, options, mesh, ins), call, ins)
+        _known[key] = _narrowed(_tried(call, rule, options, mesh, ins, gpu), call, ins)
     return _known[key]
 
 
@@ -164,7 +170,9 @@ def _narrowed(saved: Saved, call: Call, ins: Sequence[LocalLayout]) -> Saved:
     )  # fmt: skip
 
 
-def saved_of(graph: Graph, i: int, rule: Rule, strategy: Strategy | None, mesh: Mesh) -> Saved:
+def saved_of(
+    graph: Graph, i: int, rule: Rule, strategy: Strategy | None, mesh: Mesh, gpu: bool = False
+) -> Saved:  # fmt: skip
     """What is kept of operator ``i``, whose inputs lie in row-major order; of the whole operator if not cut."""
     node = graph.nodes[i]
     states = strategy.ins if strategy is not None else (State(),) * len(node.refs)
@@ -173,7 +181,7 @@ def saved_of(graph: Graph, i: int, rule: Rule, strategy: Strategy | None, mesh: 
         shape = local_shape(spec.shape, state, mesh)
         ins.append(LocalLayout(shape, contiguous(shape), spec.dtype, grad))
     options = strategy.options if strategy is not None else ()
-    return saved_by(call_of(node, graph.spec), rule, options, mesh, ins)
+    return saved_by(call_of(node, graph.spec), rule, options, mesh, ins, gpu)
 
 
 def keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
@@ -182,27 +190,33 @@ def keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
     return rule is not None and graph.nodes[i].needs_grad and saved_of(graph, i, rule, None, Mesh()).keeps
 
 
-def _tried(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]) -> Saved:
-    saved = trial_of(_watched, call, rule, options, mesh, ins)
+def _tried(
+    call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout], gpu: bool
+) -> Saved:  # fmt: skip
+    saved = trial_of(_watched, call, rule, options, mesh, ins, gpu)
     return saved if saved is not None else _said(call, rule, options, mesh)
 
 
 def trial_of(
     observe: Callable[[LocalCall, Sequence[LocalLayout], Mapping[str, int], str], T], call: Call, rule: Rule,
-    options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout],
+    options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout], gpu: bool = False,
 ) -> T | None:  # fmt: skip
     """What ``observe`` finds when it makes the call of one rank on tensors without values; None if that cannot be.
 
     Args:
         observe: is given the call, its inputs' layouts, the mesh's sizes and the device of those tensors.
+        gpu: the stand-in for a GPU's kernel is called in place of the operator.
     """
     if call.target.startswith(PREFIX):
         return None
     local = local_call(call, rule, options, mesh)
-    key = observe, _key_of_trial(local, call, mesh, ins)
+    key = observe, _key_of_trial(local, call, mesh, ins), gpu
     if key not in _trials:
         try:
-            if call.target in BY_DEVICE and not (local.distributed and call.target in LOWERED_ALIKE):
+            if gpu:
+                with as_on_gpu():
+                    _trials[key] = observe(local, ins, mesh.size_of, "meta")
+            elif call.target in BY_DEVICE and not (local.distributed and call.target in LOWERED_ALIKE):
                 with FakeTensorMode():
                     _trials[key] = observe(local, ins, mesh.size_of, "cpu")
             else:

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.allocations import Allocations
 from autopar.rules.axis_options import Option
+from autopar.rules.kernels import OF_GPU
 from autopar.rules.local_calls import LocalCall
 from autopar.rules.lowering_helpers.lowering_trial import trial
 from autopar.rules.notation import Rule
@@ -60,17 +61,19 @@ _known: dict[object, Needs] = {}
 
 def needs_of(
     call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout],
-    arriving: tuple[Strides, ...] = (),
+    arriving: tuple[Strides, ...] = (), gpu: bool = False,
 ) -> Needs:  # fmt: skip
     """What a call needs on one rank.
 
     Args:
         ins: its inputs on that rank.
         arriving: how the gradients of its outputs lie, of those that have one; if empty, as copies of the outputs do.
+        gpu: by the kernels of a GPU.
     """
-    key = key_of_call(call, rule, options, mesh, ins), arriving
+    gpu = gpu and call.target in OF_GPU
+    key = key_of_call(call, rule, options, mesh, ins), arriving, gpu
     if key not in _known:
-        _known[key] = trial_of(_counting(arriving), call, rule, options, mesh, ins) or _unknown(ins)
+        _known[key] = trial_of(_counting(arriving), call, rule, options, mesh, ins, gpu) or _unknown(ins)
     return _known[key]
 
 

@@ -220,7 +220,7 @@ def complete(
             seconds += cheapest[0]
     decisions = that_can_be(graph, mesh, routes, memory or {})
     weighed = weighed or any(decisions.values())
-    walk = Walk(graph, rules, mesh, chosen, routes, decisions) if weighed else None
+    walk = Walk(graph, rules, mesh, chosen, routes, decisions, kernels=pricer.kernels) if weighed else None
     holds = walk.ledger() if walk is not None else Ledger((), ())
     segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
     beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, routes, segment_of).values())

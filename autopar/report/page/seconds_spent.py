@@ -161,7 +161,7 @@ def _reshard(
 def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]) -> None:
     """What runs a second time, in the backward."""
     rules = rules_of(graph)
-    holds = ledger(graph, rules, stage.mesh, chosen, stage.routes, stage.memory)
+    holds = ledger(graph, rules, stage.mesh, chosen, stage.routes, stage.memory, kernels=priced.kernels)
     steps = list(holds.steps_again)
     tally.seconds[SLICES] += sum(waiting_seconds(priced, holds).values())
     segment_of = segment_numbers(graph, stage.recompute)

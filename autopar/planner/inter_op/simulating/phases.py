@@ -104,7 +104,7 @@ def phases(
     forward, total = forward - beside.forward, total - beside.total
     again = 0.0
     if second:
-        holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory)
+        holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory, kernels=pricer.kernels)
         again = sum(seconds_again(graph, rules, pricer, chosen, plan.routes, holds))
     total += again
     inputs = max(0.0, total - forward - weights)  # rounding: all of it may be the weights'

@@ -72,13 +72,20 @@ class Parts(Protocol):
 
 
 def timing_of(
-    graphs: Sequence[StageGraph], stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster
-) -> tuple[Times, OnceAStep]:
-    """Return what a schedule is simulated with, and what a step takes beside it."""
-    of_stage = [
-        phases(graph.graph, stage, pricer(cluster, stage.mesh, stage.devices))
-        for graph, stage in zip(graphs, stages, strict=True)
-    ]
+    graphs: Sequence[StageGraph], stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster,
+    alike: Sequence[int] = (),
+) -> tuple[Times, OnceAStep]:  # fmt: skip
+    """Return what a schedule is simulated with, and what a step takes beside it.
+
+    Args:
+        alike: for each stage the first one with the same plan of the same operators, on devices alike, where that is
+            known: its phases are found once.
+    """
+    first = list(alike) or list(range(len(stages)))
+    by_first = {
+        k: phases(graphs[k].graph, stages[k], pricer(cluster, stages[k].mesh, stages[k].devices)) for k in set(first)
+    }
+    of_stage = [by_first[k] for k in first]
     edges: dict[tuple[int, int], list[float]] = {}
     group = schedule.rank_of_stage
     ways = [(crossing, graph.number) for graph in graphs for crossing in graph.takes]

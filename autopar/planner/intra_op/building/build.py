@@ -290,7 +290,9 @@ class Builder:
     def _memory(self) -> Ledger:
         """The ledger of whole tensors."""
         decided = memory(recompute=self.recompute)
-        return ledger(self.graph, self.rules, self.pricer.mesh, None, {}, decided, every=self.choose_again)
+        return ledger(
+            self.graph, self.rules, self.pricer.mesh, None, {}, decided, self.choose_again, self.pricer.kernels
+        )
 
     @cached_property
     def _offers(self) -> MemoryOffers:

@@ -219,8 +219,10 @@ def cost(
     gathered = 0
     if (used_elements != elements or of_master != spec.item_bytes or is_narrow) and choice.lifetime == "step":
         gathered = used
-        if grad and microbatches > 1 and used_elements != elements:
+        if grad and (microbatches > 1 or pricer.kernels.keeps_gradients) and used_elements != elements:
             gathered += used_elements * of_sum
+    if pricer.kernels.buckets_gradients and any(not p.is_gather for p in passages(spec, grad, choice, mesh)):
+        gathered += used_elements * spec.item_bytes
     return ParamCost(
         by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, stored, stored if grad else 0,
         optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0, gathered,

@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 from math import prod
 
 from autopar.planner.intra_op.building.narrow_prices import LocalProduct, product_seconds
+from autopar.rules.kernels import CPU, Kernels, kernels_of
 from autopar.rules.local_calls import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import In, call_of
@@ -47,6 +48,7 @@ class Pricer:
         axes: collective costs by axis name.
         device: the slowest device of the mesh stands for all.
         shares: how far collectives of parameters run beside computing.
+        kernels: which run on these devices.
     """
 
     mesh: Mesh
@@ -55,6 +57,7 @@ class Pricer:
     axes: Mapping[str, Axis]
     device: Device
     shares: Shares = Shares(0.0, 0.0)
+    kernels: Kernels = CPU
     _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
     _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
     _parameters: dict[object, float] = field(default_factory=dict)
@@ -281,4 +284,5 @@ def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -
 @lru_cache(maxsize=4096)
 def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...], costs: Costs) -> Pricer:
     axes = costs.axes(mesh.size_of, devices)
-    return Pricer(mesh, devices, costs, axes, cluster.slowest(devices), shares_of(cluster))
+    device = cluster.slowest(devices)
+    return Pricer(mesh, devices, costs, axes, device, shares_of(cluster), kernels_of(cluster, device))

@@ -2,13 +2,15 @@
 
 ====================== ================================================================================================
 :mod:`.ledger`         what is held from the forward to the backward, why, and how that was decided;
-                       :mod:`.memory_walk`: found out, operator by operator
+                       :mod:`.memory_walk`: found out, operator by operator; :mod:`.fused_chains`: what of it
+                       fused kernels never write
 :mod:`.memory_choices` what may be done about it, as strategies of the program; :mod:`.recompute_choices`: which
                        operators may run again in the backward; :mod:`.recompute`: the segments of those that do
 :mod:`.moments`        what lives at each moment of a microbatch; :mod:`.reshard_needs`: and beside a reshard's step
 :mod:`.stage_peaks`    the peak of a step, with others in flight: working memory
 :mod:`.kept`           in the program: bytes of what autograd keeps; :mod:`.moment_rows`: of what is there at one
                        moment of a step, the rows of the memory limit
+:mod:`.contents`       what is in memory tensor by tensor, at the fullest moment and over a microbatch
 :mod:`.memory_errors`  what an error says of a plan that does not fit
 ====================== ================================================================================================
 """

@@ -242,7 +242,7 @@ class KeptBytes:
             )
             if asks and across and asked_times and share:
                 if across not in asked:
-                    saved = saved_of(graph, i, rule, strategy, self.rows.pricer.mesh)
+                    saved = saved_of(graph, i, rule, strategy, self.rows.pricer.mesh, self.rows.pricer.kernels.gpu)
                     asked[across] = asked_times * saved.inside_bytes / share
                 kept.append(share * asked[across])
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from autopar.planner.intra_op.memory.fused_chains import SCALE_SHARE, FusedChains
 from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
 from autopar.planner.intra_op.memory.recompute import Segment
 from autopar.planner.intra_op.memory.reshard_needs import shape_in_memory
@@ -24,6 +25,7 @@ from autopar.plans.memory_decisions import (
 from autopar.plans.plan import route_key, segment_numbers
 from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
+from autopar.rules.kernels import CPU, Kernels
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import call_of
 from autopar.rules.saved_tensors import LocalLayout, Saved, Strides, contiguous, saved_by
@@ -53,7 +55,9 @@ class Walk:
     def __init__(
         self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
         routes: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
+        kernels: Kernels = CPU,
     ) -> None:  # fmt: skip
+        self.kernels, self.chains = kernels, FusedChains(graph, kernels.norms_only) if kernels.fused else None
         self.graph, self.rules, self.mesh, self.chosen, self.routes = graph, rules, mesh, chosen, routes
         self.decided = memory
         recompute = memory.get(RECOMPUTE.name, ())
@@ -127,6 +131,8 @@ class Walk:
         else:
             memory, strides = self.place(ref, src, segment)
             self.read_at[memory] = len(self.order)
+            if self.chains is not None and makes_memory(src, state, self.mesh):
+                self.chains.written(memory)
             self.order.append((ref, src, state))
             if segment >= 0:
                 self.segments[segment].steps.append((ref, src, state))
@@ -164,7 +170,13 @@ class Walk:
         for position, (memory, _) in enumerate(places) if self.every else ():
             self.reads.setdefault(memory, []).append((i, position))
         saved = self.saved(i, node, rule, strategy, tuple([p[1] for p in places]))
+        if self.chains is not None:
+            self.chain(self.chains, i, rule, strategy, saved, segment)
         fresh = [self.new(n_bytes, i, segment) for n_bytes, _ in saved.memories]
+        if self.chains is not None:
+            most_read = max([self.memories[memory].n_bytes for memory, _ in places], default=0)
+            for memory in fresh:
+                self.chains.made(memory, i, self.memories[memory].n_bytes, most_read)
         self.makes[i] = sum([n_bytes for n_bytes, _ in saved.memories])
         outs = [k for k, spec in enumerate(node.outs) if spec is not None]
         for k, state, result in zip(outs, strategy.outs, saved.results, strict=True):
@@ -189,6 +201,59 @@ class Walk:
         if saved.inside_bytes:
             self.makes[i] += saved.inside_bytes
             self.keep(self.new(saved.inside_bytes, i, segment), Keeper(i, "inside"), segment)
+
+    def chain(
+        self, chains: FusedChains, i: int, rule: Rule, strategy: Strategy, saved: Saved, segment: int
+    ) -> None:  # fmt: skip
+        """Note what an operator is to fused chains, and what it reads of theirs; a view passes on what it is a view
+        of."""
+        is_view = bool(saved.results) and all(result.source is not None for result in saved.results)
+        chains.op(i, rule, strategy, is_view)
+        for memory, _ in self.places[i] if not is_view else ():
+            chains.read(memory, i, segment, self.memories[memory].segment)
+
+    def unfuse(self, chains: FusedChains) -> None:
+        """Replace what keeps memory inside of fused chains, from the last one made to the first: the operator that
+        makes it keeps what it reads, unless that is more than the memory itself, which is written then: scales of
+        rows do not count."""
+        chains.close()
+        kept = {memory for memory, _ in self.keepers}
+        for memory in sorted(chains.inside, reverse=True):
+            maker, segment = chains.inside[memory], self.memories[memory].segment
+            key = memory, segment if segment >= 0 else None
+            if key in self.keepers:
+                more = sum(self.memories[source].n_bytes for source in self.follows_from(memory) - kept)
+                if more > (1 + SCALE_SHARE) * self.memories[memory].n_bytes:
+                    chains.written(memory)
+                    continue
+                del self.keepers[key]
+                for position, (source, _) in enumerate(self.places[maker]):
+                    keeper = Keeper(maker, "in", position)
+                    if keeper not in self.keepers.get((source, key[1]), ()):
+                        self.keep(source, keeper, segment)
+                    kept.add(source)
+            self.memories[memory] = self.memories[memory]._replace(n_bytes=0)
+
+    def follows_from(self, memory: int) -> set[int]:
+        """Return the memory outside of fused chains from which some inside of one is computed, without what is there
+        anyway."""
+        assert self.chains is not None
+        sources, new = set[int](), [memory]
+        while new:
+            for source, _ in self.places[self.chains.inside[new.pop()]]:
+                if source not in self.chains.inside:
+                    sources |= set() if self.memories[source].given else {source}
+                elif source not in sources:
+                    new.append(source)
+        return sources
+
+    def is_inside(self, value: Value) -> bool:
+        """Return whether a tensor lies inside of a fused chain, so that neither it nor its gradient is written."""
+        return self.chains is not None and self.lies[value][0] in self.chains.inside
+
+    def is_fused(self, i: int) -> bool:
+        """Return whether an operator may be a part of a fused kernel, which needs no memory beside."""
+        return self.chains is not None and i in self.chains.fused
 
     def asks(self, i: int, node: Node, strategy: Strategy) -> None:
         """Note what the operator's backward asks for of what was given up: as the emitted program does, which follows
@@ -251,14 +316,16 @@ class Walk:
             saves = rule.derived.get(asked)
             if saves is None:
                 call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
-                saves = rule.derived[asked] = saved_by(call, rule, strategy.options, self.mesh, layouts)
+                saves = rule.derived[asked] = saved_by(
+                    call, rule, strategy.options, self.mesh, layouts, self.kernels.gpu
+                )
             self.known[key] = saves
         return saves
 
     def _asked(self, what: str, node: Node, strategy: Strategy, strides: tuple[Strides, ...]) -> object:
         """By what a rule remembers what is found of a call."""
         grads = node.needs_grad, tuple([self.graph.nodes[ref.node].needs_grad for ref in node.refs])
-        return what, node.target, grads, strategy.names, self.mesh, strides
+        return what, node.target, grads, strategy.names, self.mesh, strides, self.kernels.gpu
 
     def layouts(self, node: Node, strategy: Strategy, strides: Sequence[Strides]) -> list[LocalLayout]:
         """The inputs of an operator on one rank."""
@@ -287,7 +354,9 @@ class Walk:
             needed = rule.derived.get(asked)
             if needed is None:
                 call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
-                needed = rule.derived[asked] = needs_of(call, rule, strategy.options, self.mesh, layouts, arriving)
+                needed = rule.derived[asked] = needs_of(
+                    call, rule, strategy.options, self.mesh, layouts, arriving, self.kernels.gpu
+                )
             self.needed[key] = needed
         return needed
 
@@ -298,6 +367,15 @@ class Walk:
             if ref in outputs:  # a view of it outlives the forward
                 self.given_up.pop(memory, None)
                 self.waiting.pop(memory, None)
+        if self.chains is not None:
+            for (ref, _), (memory, _) in self.lies.items():
+                if ref in outputs:
+                    self.chains.written(memory)
+            for memory in (*self.piece_of, *self.piece_of.values(), *self.given_up, *self.waiting):
+                self.chains.written(memory)
+            for _, memory, _ in self.taken:
+                self.chains.written(memory)
+            self.unfuse(self.chains)
         keepers = {key: list(kept) for key, kept in self.keepers.items()}
         for copy, piece in self.piece_of.items():
             kept = keepers.get((copy, None), [])
@@ -378,6 +456,7 @@ def _bytes(shape: Sequence[int], item_bytes: int) -> int:
 def ledger(
     graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
     routes: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
+    kernels: Kernels = CPU,
 ) -> Ledger:  # fmt: skip
     """The ledger of a graph whose operators are cut as ``chosen``; of whole tensors if that is None.
 
@@ -385,13 +464,14 @@ def ledger(
         routes: reshard steps by :func:`~autopar.plans.plan.route_key`.
         memory: what is not kept for the backward.
         every: entries of memory that nobody keeps, too.
+        kernels: those that run the operators.
 
     Raises:
         PlanError: segments are no operators of the graph, or overlap; a decision is made for a tensor for which it
             cannot be.
     """
     mesh = mesh if chosen is not None else Mesh()
-    return Walk(graph, rules, mesh, chosen, routes, memory, every).ledger()
+    return Walk(graph, rules, mesh, chosen, routes, memory, every, kernels).ledger()
 
 
 __all__ = ["Value", "Walk", "ledger"]

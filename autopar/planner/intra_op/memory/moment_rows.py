@@ -61,10 +61,11 @@ class MomentRows:
     ) -> None:  # fmt: skip
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
         self.optimizer, self.microbatches = optimizer, microbatches
-        self.accumulates = microbatches > max(1, kept.in_flight)  # when it is fullest
         self.at_once = True
         self.graph: Graph = kept.rows.graph
         self.pricer: Pricer = kept.rows.pricer
+        stay = self.pricer.kernels.keeps_gradients
+        self.accumulates = stay or microbatches > max(1, kept.in_flight)  # when it is fullest
 
     def stepping(self) -> MomentBytes:
         """When the optimizer steps: all state, all gradients, and what it makes of the largest parameter."""
@@ -171,7 +172,7 @@ class MomentRows:
         """Of the whole tensors, nothing run again."""
         params = {i: ParamChoice(State(), State()) for i, _ in self.graph.of_kind("param")}
         outputs = [State() if isinstance(out, Ref) else None for out in self.graph.outputs]
-        walk = Walk(self.graph, self.kept.rules, Mesh(), None, {}, {})
+        walk = Walk(self.graph, self.kept.rules, Mesh(), None, {}, {}, kernels=self.pricer.kernels)
         holds = walk.ledger()
         return StepMoments(walk, holds, params, outputs, self.accumulates)
 
@@ -338,10 +339,11 @@ class MomentRows:
             for ref, state in zip(node.refs, strategy.ins, strict=True)
         ]
         layouts = Walk(graph, self.kept.rules, mesh, {}, {}, {}).layouts(node, strategy, strides)
-        needs = needs_of(call_of(node, graph.spec), rule, strategy.options, mesh, layouts)
+        gpu = self.pricer.kernels.gpu
+        needs = needs_of(call_of(node, graph.spec), rule, strategy.options, mesh, layouts, gpu=gpu)
         if backward:
             return needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
-        saved = saved_of(graph, i, rule, strategy, mesh)
+        saved = saved_of(graph, i, rule, strategy, mesh, gpu)
         return max(0, needs.forward_bytes - saved.inside_bytes - sum(n_bytes for n_bytes, _ in saved.memories))
 
 

@@ -58,18 +58,35 @@ class Span(NamedTuple):
     position: int = MADE
 
 
+class Lifetime(NamedTuple):
+    """Some memory of a microbatch, from one moment to another, both included.
+
+    Attributes:
+        kind: ``activation``, ``gradient`` of one, ``parameter gradient``, which stays, or ``recomputed``.
+        node: that makes it, or whose gradient it is.
+    """
+
+    kind: str
+    n_bytes: int
+    first: int
+    last: int
+    node: int
+
+
 class StepMoments:
     """One microbatch on one rank: what begins and ceases to live, and what is needed beside, moment by moment.
 
     Attributes:
         accumulates: gradients of parameters are there already, of microbatches before.
         spans: results that are read in the forward only, and gradients but for those that stay.
+        lifetimes: of all memory that lives; None where nobody asks for it.
     """
 
     def __init__(
         self, walk: Walk, holds: Ledger, params: Mapping[int, ParamChoice], outputs: Sequence[State | None],
-        accumulates: bool,
+        accumulates: bool, remembers: bool = False,
     ) -> None:  # fmt: skip
+        self.lifetimes: list[Lifetime] | None = [] if remembers else None
         self.walk, self.holds, self.params, self.accumulates = walk, holds, params, accumulates
         self.graph, self.mesh = walk.graph, walk.mesh
         last = []
@@ -96,20 +113,32 @@ class StepMoments:
         """The moment of the backward of what stands at ``at`` in the order."""
         return self.n + SLOTS * (self.n - 1 - at) + slot
 
-    def lives(self, n_bytes: int, first: int, last: int) -> None:
-        """Some memory lives from one moment to another, both included."""
+    def lives(self, kind: str, n_bytes: int, first: int, last: int, node: int) -> None:
+        """Some memory lives from one moment to another, both included; words as in :class:`Lifetime`."""
         self.more[first] += n_bytes
         self.more[last + 1] -= n_bytes
+        if self.lifetimes is not None and n_bytes:
+            self.lifetimes.append(Lifetime(kind, n_bytes, first, last, node))
+
+    def stays(self, n_bytes: int, first: int, node: int) -> None:
+        """The gradient of a parameter is there from a moment on."""
+        self.more[first] += n_bytes
+        if self.lifetimes is not None and n_bytes:
+            self.lifetimes.append(Lifetime("parameter gradient", n_bytes, first, self.back(0, SLOTS - 1), node))
 
     def peaks(self) -> MicrobatchPeaks:
         """The fullest moment of the forward and that of the backward, the earlier of moments that are alike."""
         if not self.n:
             return MicrobatchPeaks(0, 0, None, None)
-        totals = [live + beside for live, beside in zip(accumulate(self.more), self.beside, strict=False)]
+        totals = self.totals()
         forward, backward = (
             max(range(first, end), key=totals.__getitem__) for first, end in ((0, self.n), (self.n, len(totals)))
         )
         return MicrobatchPeaks(totals[forward], totals[backward], self.moment(forward), self.moment(backward))
+
+    def totals(self) -> list[int]:
+        """Return the bytes at each moment."""
+        return [live + beside for live, beside in zip(accumulate(self.more), self.beside, strict=False)]
 
     def moment(self, at: int) -> Moment:
         """A moment by the operator that runs then, or for which a step of a reshard is made."""
@@ -129,6 +158,8 @@ class StepMoments:
 
     def _forward(self) -> None:
         for at, what in enumerate(self.order):
+            if isinstance(what, int) and self.walk.is_fused(what):
+                continue
             if isinstance(what, int):
                 self.beside[at] = max(0, self.walk.needs(what).forward_bytes - self.walk.makes.get(what, 0))
             else:
@@ -170,15 +201,16 @@ class StepMoments:
                 elif entry.segment is not None:
                     begin = self.back(self.at_of[self.holds.lives[entry.segment][0]], 0)
                     # what is given up comes back until the backward of its maker, beside what that keeps of its own
-                    self.lives(n_bytes, begin, max(self.back(made_at, 0), first) if self._comes_back(entry) else first)
+                    last = max(self.back(made_at, 0), first) if self._comes_back(entry) else first
+                    self.lives("recomputed", n_bytes, begin, last, entry.since)
                 elif memory in walk.waiting:
-                    self.lives(n_bytes, *self._back_for(memory, entry))
+                    self.lives("recomputed", n_bytes, *self._back_for(memory, entry), entry.since)
             readers = walk.readers.get(memory) if memory in walk.piece_of else None
             if readers:  # its backward asks for the copy, even where autograd keeps nothing of it
                 again = self.back(self.at_of[max(readers)], 0)
-                self.lives(n_bytes, again, self.back(made_at, 0))
+                self.lives("recomputed", n_bytes, again, self.back(made_at, 0), walk.memories[memory].since)
                 self.beside[again] = max(self.beside[again], self._gathered_again(memory, n_bytes))
-            self.lives(n_bytes, made_at, until)
+            self.lives("activation", n_bytes, made_at, until, walk.memories[memory].since)
             if not any(entry.decision == KEEP.name for entry in walk.entries_of.get(memory, ())):
                 self.spans.append(Span(n_bytes, made_at, until, walk.memories[memory].since))
         for segment, memories in of_segment.items():
@@ -311,16 +343,23 @@ class StepMoments:
             return
         needs = walk.needs(i, self._arriving(values))
         read_at = {g.memory: k for k, g in enumerate(needs.gradients) if g is not None and g.source is None}
-        mine = [self._new(n_bytes, at, i, read_at.get(k, MADE)) for k, n_bytes in enumerate(needs.memories)]
-        self.beside[at] += needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
+        read = list(zip(node.refs, strategy.ins, strict=True))
+        inside = {k for k, position in read_at.items() if walk.is_inside(read[position])}
+        mine = [
+            self._new(0 if k in inside else n_bytes, at, i, read_at.get(k, MADE))
+            for k, n_bytes in enumerate(needs.memories)
+        ]
+        if not walk.is_fused(i):
+            self.beside[at] += needs.backward_bytes - needs.kept_bytes - needs.out_bytes - sum(needs.memories)
         deposits: list[tuple[Value, int, Strides]] = []
-        for position, (ref, state, gradient) in enumerate(zip(node.refs, strategy.ins, needs.gradients, strict=True)):
+        for position, ((ref, state), gradient) in enumerate(zip(read, needs.gradients, strict=True)):
             if gradient is None:
                 continue
             passed_on = arrived[gradient.source] if gradient.source is not None else mine[gradient.memory]
             memory = passed_on
             if memory is None:
-                memory = self._new(walk.local_bytes(ref, state), at, i, position)
+                n_bytes = 0 if walk.is_inside((ref, state)) else walk.local_bytes(ref, state)
+                memory = self._new(n_bytes, at, i, position)
             self.gradients[memory][1] += passed_on is not None
             deposits.append(((ref, state), memory, gradient.strides))
         for memory in (*mine, *(gradient for gradient in arrived if gradient is not None)):
@@ -359,7 +398,7 @@ class StepMoments:
 
     def _lived(self, gradient: Sequence[int], last: int) -> None:
         n_bytes, _, first, node, position = gradient
-        self.lives(n_bytes, first, last)
+        self.lives("gradient", n_bytes, first, last, node)
         self.spans.append(Span(n_bytes, first, last, node, position))
 
     def _drop(self, gradient: int, at: int) -> None:
@@ -385,23 +424,29 @@ class StepMoments:
         self._drop(gradient, at + 1)
 
     def _parameter(self, value: Value, at: int) -> None:
-        """All of a parameter's gradient is there: it is reduced to where the parameter is stored, and stays."""
+        """All of a parameter's gradient is there: it is reduced to where the parameter is stored, and stays; under a
+        policy in the format of the master, which it is cast to."""
         ref, used = value
         gradient, choice = self.of_value.pop(value), self.params[ref.node]
-        stored_bytes = self.walk.local_bytes(ref, choice.stored)
+        spec, stored = self.graph.spec(ref), self.graph.stored(self.graph.nodes[ref.node])
+        is_cast = stored.dtype != spec.dtype
+        reduced_bytes = self.walk.local_bytes(ref, choice.stored)
+        stored_bytes = reduced_bytes // spec.item_bytes * stored.item_bytes
         steps = [(src, dst) for axis, src, dst in path(choice.stored, used) or () if self.mesh.size(axis) > 1]
-        taken = not steps and not self.accumulates and self.gradients[gradient][1] == 1
+        taken = not steps and not self.accumulates and not is_cast and self.gradients[gradient][1] == 1
         strides = self.strides_of.pop(value, None)
         if taken and (strides is None or is_contiguous(self._shape(value), strides)):
-            self.more[self.gradients[gradient][2]] += self.gradients[gradient][0]
+            self.stays(self.gradients[gradient][0], self.gradients[gradient][2], ref.node)
             self.gradients[gradient][1] = 0
             return
         self._drop(gradient, at)
-        needs = reduction_needs(self.graph.spec(ref), choice, self.mesh, self.accumulates)
+        needs = reduction_needs(spec, choice, self.mesh, self.accumulates)
         if not self.accumulates:
-            self.more[at] += stored_bytes
-            needs -= stored_bytes
+            self.stays(stored_bytes, at, ref.node)
+            needs -= 0 if is_cast and steps else reduced_bytes
+        elif is_cast:
+            needs += stored_bytes  # what is added to the sum
         self.beside[at] += max(0, needs)
 
 
-__all__ = ["MADE", "SLOTS", "Span", "StepMoments"]
+__all__ = ["MADE", "SLOTS", "Lifetime", "Span", "StepMoments"]

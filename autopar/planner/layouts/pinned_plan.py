@@ -1,0 +1,282 @@
+"""The plan of a layout in which everything is said: its stages, the step that they make, and whether it fits.
+
+Nothing is searched: the words decide every operator and parameter (:mod:`.operator_cuts`), so a stage's plan is
+completed and priced at once. A layout that needs more memory than there is has a plan all the same, and says by how
+much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.errors import PlanError
+from autopar.garbage_collection import uncollected
+from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
+from autopar.planner.inter_op.exact.transplant import structure, transplant
+from autopar.planner.inter_op.simulating.timing import timing_of
+from autopar.planner.intra_op.building.decoder import Decided
+from autopar.planner.intra_op.building.parameter_sharding import choices
+from autopar.planner.intra_op.memory.recompute import patterns_in
+from autopar.planner.intra_op.mesh_problem import MeshProblem
+from autopar.planner.intra_op.pins.options import Options, device_limit
+from autopar.planner.layouts.dim_classes import DimClasses
+from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, OperatorCuts, strategy_of
+from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
+from autopar.plans.memory_decisions import GATHER_AGAIN
+from autopar.plans.plan import ParamChoice, Plan, StagePlan, one_stage, route_key
+from autopar.plans.prices import bytes_together
+from autopar.plans.stage_graphs import StageGraph, crossings_of, cut
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph, Node, Ref
+from autopar.words.meshes import Mesh
+from autopar.words.placements import Placement, State, whole_placement
+from cost_models.schedules import Schedule, Timeline, build, label_of, live_at_peak, simulate
+from hardware_profiles import Cluster
+
+STEP, USE = "step", "use"
+"""Lifetimes of gathered parameters: once a step (ZeRO-1), once a use (ZeRO-3)."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the words of a layout say of a pipeline.
+
+    Attributes:
+        text: the words, for messages and tables.
+        mesh: of every group of devices.
+        groups: of devices; ``chunks`` stages on each.
+        schedule: its name, as :func:`cost_models.schedules.build` takes it.
+        microbatches: of a step.
+        zero: 0: parameters are whole on all ranks of ``data`` and ``context``; 1: cut there, and gathered once a step;
+            3: gathered for every use.
+        sequence_parallel: norms and the residual are cut by sequence on ``tensor``.
+        way: of attention on ``context``.
+        options: of every stage: what is recomputed, the optimizer, the memory limit.
+    """
+
+    text: str
+    mesh: Mesh
+    groups: int
+    chunks: int
+    schedule: str
+    microbatches: int
+    zero: int
+    sequence_parallel: bool
+    way: str
+    options: Options
+
+
+@dataclass(frozen=True)
+class PinnedPlan:
+    """The plan of a layout.
+
+    Attributes:
+        memory_bytes: of the fullest device; ``limit_bytes`` of that one.
+        notes: what a reader should know of how the words were followed.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    memory_bytes: float
+    limit_bytes: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.plan.seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has the memory."""
+        return self.memory_bytes <= self.limit_bytes
+
+
+@uncollected()
+def pinned_plan(
+    graph: Graph, cluster: Cluster, said: Said, rows: frozenset[int], cluster_name: str = ""
+) -> PinnedPlan:
+    """Return the plan of a layout.
+
+    Args:
+        graph: of one of ``said.microbatches``.
+        rows: inputs that have the rows of the batch, by node number.
+        cluster_name: by which the plan finds the cluster again.
+
+    Raises:
+        PlanError: the words cannot be honoured for this model.
+        InfeasibleError: operators cannot be cut into so many pieces.
+    """
+    return _Pinned(graph, cluster, said, rows).plan(cluster_name or cluster.name)
+
+
+@dataclass(eq=False)
+class _Pinned:
+    graph: Graph
+    cluster: Cluster
+    said: Said
+    rows: frozenset[int]
+
+    @cached_property
+    def _cuts(self) -> OperatorCuts:
+        classes = DimClasses(self.graph, rules_of(self.graph), self.rows)
+        return OperatorCuts(classes, self.said.text, self.said.sequence_parallel, self.said.way)
+
+    @cached_property
+    def _names(self) -> dict[str, tuple[str, ...]]:
+        """The options of every operator, one for each axis, by its name."""
+        by_axis = [self._cuts.of_axis(axis, size) for axis, size in self.said.mesh]
+        return {self.graph.nodes[i].name: tuple(names[i] for names in by_axis) for i in by_axis[0]}
+
+    def plan(self, cluster_name: str) -> PinnedPlan:
+        """Plan all stages and simulate the step."""
+        said = self.said
+        n_stages = said.groups * said.chunks
+        graphs = cut(self.graph, starts(self.graph, n_stages, said.text))
+        schedule = self._schedule(n_stages)
+        size = said.mesh.n_devices
+        devices = [tuple(range(g * size, (g + 1) * size)) for g in range(said.groups)]
+        stages, alike = self._stages(graphs, [devices[schedule.rank_of_stage[g.number]] for g in graphs])
+        live = live_at_peak(schedule, [stage.kept_bytes for stage in stages])
+        stages = [stage.with_in_flight(n) for stage, n in zip(stages, live, strict=True)]
+        before = stages
+        stages = with_agreed_buffers(graphs, stages, schedule, self.cluster)
+        alike = alike if all(a is b for a, b in zip(before, stages, strict=True)) else ()
+        timing, step = timing_of(graphs, stages, schedule, self.cluster, alike)
+        timeline = simulate(schedule, timing)
+        seconds = step.seconds(timeline)
+        limits = [device_limit(self.cluster, of, said.options.memory_limit_bytes) for of in devices]
+        needed = [bytes_together([stages[s].price for s in of]) for of in schedule.stages_of_rank]
+        fullest = max(range(said.groups), key=lambda g: needed[g] / limits[g])
+        plan = Plan(
+            self.graph.fingerprint, cluster_name, tuple(stages), schedule, crossings_of(graphs), seconds,
+        ).validate()  # fmt: skip
+        notes = tuple(filter(None, [described(sizes_of(len(blocks_of(self.graph)), n_stages)) if n_stages > 1 else ""]))
+        return PinnedPlan(plan, timeline, needed[fullest], limits[fullest], notes)
+
+    def _schedule(self, n_stages: int) -> Schedule:
+        said = self.said
+        try:
+            if said.groups == 1:
+                return one_stage(said.microbatches)
+            return build(said.schedule, n_stages, said.groups, said.microbatches)
+        except ValueError as error:
+            raise PlanError(f"{said.text}: {error}") from None
+
+    # -- one stage
+
+    def _stages(
+        self, graphs: Sequence[StageGraph], devices: Sequence[tuple[int, ...]]
+    ) -> tuple[list[StagePlan], list[int]]:
+        """Return the plans of all stages, and for each the first one with the same plan: stages alike in all but names,
+        on devices alike, share one."""
+        first: dict[object, int] = {}
+        kinds = {of: self._kind(of) for of in dict.fromkeys(devices)}
+        plans: list[StagePlan] = []
+        alike: list[int] = []
+        for number, (stage, of) in enumerate(zip(graphs, devices, strict=True)):
+            graph = stage.graph
+            hot = [node.name for _, node in graph.of_kind("op") if node.hot]
+            same = first.setdefault((structure(graph), kinds[of], tuple(self._names[name] for name in hot)), number)
+            alike.append(same)
+            if same < number:
+                plans.append(replace(transplant(plans[same], graphs[same].graph, graph), devices=of))
+            else:
+                plans.append(self._stage(graph, of))
+        return plans, alike
+
+    def _kind(self, devices: tuple[int, ...]) -> object:
+        """Return what is equal for groups of devices on which a plan has one price: their makes, and which of them
+        share a machine."""
+        nodes = self.cluster.node_of
+        return tuple((self.cluster.device(d).name, nodes[d] - nodes[devices[0]]) for d in devices)
+
+    def _stage(self, graph: Graph, devices: tuple[int, ...]) -> StagePlan:
+        """Return the plan of a stage."""
+        said = self.said
+        options = replace(
+            said.options, microbatches=said.microbatches, recompute=patterns_in(graph, said.options.recompute),
+            may_recompute=False, fold=True, in_flight=1,
+        )  # fmt: skip
+        setting = MeshProblem(graph, self.cluster, said.mesh, options, devices)
+        return setting.realise(self._decided(graph, setting))
+
+    def _decided(self, graph: Graph, setting: MeshProblem) -> Decided:
+        mesh, text = self.said.mesh, self.said.text
+        known: dict[tuple[int, tuple[str, ...]], Strategy] = {}
+        ops: dict[int, Strategy] = {}
+        wanted: dict[Ref, list[State]] = {}
+        made: dict[Ref, State] = {}
+        for i, node in graph.of_kind("op"):
+            rule = setting.rules[i]
+            if not node.hot or rule is None:
+                continue
+            names = self._names[node.name]
+            key = graph.alike[i], names
+            if key not in known:
+                known[key] = strategy_of(graph, node, rule, names, mesh, text)
+            ops[i] = known[key]
+            for ref, state in zip(node.refs, ops[i].ins, strict=True):
+                wanted.setdefault(ref, []).append(state)
+            tensors = [k for k, spec in enumerate(node.outs) if spec is not None]
+            made.update({Ref(i, k): state for k, state in zip(tensors, ops[i].outs, strict=True)})
+        params = {
+            i: self._kept(node, graph, [s.started(node.needs_grad) for s in wanted.get(Ref(i), [])])
+            for i, node in graph.of_kind("param")
+        }  # fmt: skip
+        outputs = {
+            k: self._whole_sums(made[ref], graph.nodes[ref.node].needs_grad and graph.spec(ref).is_float)
+            for k, ref in enumerate(graph.outputs)
+            if isinstance(ref, Ref) and ref in made and k != graph.loss and graph.spec(ref).shape
+        }  # fmt: skip
+        inputs = {
+            node.target: self._arrival(node, wanted[Ref(i)][0])
+            for i, node in graph.of_kind("input") if node.target in graph.arriving and Ref(i) in wanted
+        }  # fmt: skip
+        regathers = self.said.sequence_parallel and self.cluster.software.regathers
+        again = frozenset(route_key(graph, ref) for ref in made) if regathers else frozenset()
+        return Decided(ops, params, outputs, inputs, tensors={GATHER_AGAIN.name: again})
+
+    @staticmethod
+    def _whole_sums(state: State, grad: bool) -> State:
+        """Return the state of an output that is made in this one: sums are added up."""
+        whole = whole_placement(grad)
+        return State(whole if p.is_pending or (grad and p.is_whole) else p for p in state)
+
+    def _arrival(self, node: Node, state: State) -> State:
+        """Return the state in which a tensor of an earlier stage arrives: as its first reader wants it."""
+        return self._whole_sums(state, node.needs_grad)
+
+    # -- parameters
+
+    def _kept(self, node: Node, graph: Graph, uses: Sequence[State]) -> ParamChoice:
+        """Return how a parameter is stored and used: cut as its readers want it, and over ``data`` and ``context`` as
+        ``zero`` says, where a dim divides."""
+        mesh, grad, zero = self.said.mesh, node.needs_grad, self.said.zero
+        used = self._used(uses, grad)
+        offered = choices(node.out, grad, [used], mesh)
+        sharded = {a for a, (axis, n) in enumerate(mesh) if axis in (DATA, CONTEXT) and n > 1} if zero else set()
+        lifetime = USE if zero == 3 else STEP
+
+        def rank(choice: ParamChoice) -> tuple[int, bool]:
+            cut_by = {a for a, (p, u) in enumerate(zip(choice.stored, used, strict=True)) if p.is_shard != u.is_shard}
+            return len(cut_by ^ sharded), choice.lifetime != lifetime
+
+        return min(offered, key=rank)
+
+    def _used(self, uses: Sequence[State], grad: bool) -> State:
+        """Return the state in which a parameter is used: what all readers want; whole where they differ."""
+        whole = whole_placement(grad)
+        each: list[set[Placement]] = [{state[a] for state in uses} for a in range(len(self.said.mesh))]
+        return State(next(iter(of)) if len(of) == 1 else whole for of in each)
+
+
+def label(schedule: Schedule, groups: int) -> str:
+    """Return the name of a schedule in tables."""
+    return label_of(schedule) if groups > 1 else "none"
+
+
+__all__ = ["PinnedPlan", "Said", "label", "pinned_plan"]

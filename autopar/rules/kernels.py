@@ -1,0 +1,92 @@
+"""Which kernels run a plan's operators, as far as memory depends on it: those of a GPU, and fused ones.
+
+Trials of operators (:mod:`.saved_tensors`, :mod:`.working_memory`) run on the CPU. Where torch's kernel for GPUs keeps
+something else than the CPU's, :data:`OF_GPU` has a stand-in that keeps the same as it, and :func:`as_on_gpu` lets it
+run instead. What of a fused chain is never written to memory follows from the graph
+(:mod:`autopar.planner.intra_op.memory.fused_chains`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from hardware_profiles import Cluster, Device, is_gpu
+
+
+class Kernels(NamedTuple):
+    """What runs operators.
+
+    Attributes:
+        gpu: torch's kernels for GPUs; else those for CPUs.
+        fused: pointwise operators and norms that follow each other are one kernel
+            (:attr:`hardware_profiles.software.Software.fused`).
+        norms_only: only those chains that have a norm or a softmax.
+        keeps_gradients: gradients of parameters are there all the time
+            (:attr:`hardware_profiles.software.Software.keeps_gradients`).
+        buckets_gradients: buckets hold them once more
+            (:attr:`hardware_profiles.software.Software.buckets_gradients`).
+    """
+
+    gpu: bool = False
+    fused: bool = False
+    norms_only: bool = False
+    keeps_gradients: bool = False
+    buckets_gradients: bool = False
+
+
+CPU = Kernels()
+"""Torch's kernels for CPUs, one operator after the other."""
+
+
+def kernels_of(cluster: Cluster, device: Device) -> Kernels:
+    """Return the kernels that run on such devices of a cluster under the cluster's software. Fused ones keep what a
+    GPU's do. What a profile measured is run by torch as it is, so nothing is fused there."""
+    fused = cluster.software.fused and cluster.measured is None and not cluster.abstract
+    norms_only = fused and not cluster.software.fuses_pointwise
+    keeps = cluster.software.keeps_gradients and not cluster.abstract
+    return Kernels(fused or is_gpu(device), fused, norms_only, keeps, keeps and cluster.software.buckets_gradients)
+
+
+class _RmsNormOfGpu(torch.autograd.Function):
+    """``aten.rms_norm`` as torch's kernel for GPUs: it keeps its input and, for every row, the inverse root of the mean
+    square in float32 (``_fused_rms_norm`` in ATen/native/layer_norm.cpp and cuda/layer_norm_kernel.cu)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, n_dims: int) -> torch.Tensor:
+        rows = x.new_empty((*x.shape[: x.dim() - n_dims], *[1] * n_dims), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rows)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        of_weight = torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
+        return torch.empty_like(x) if ctx.needs_input_grad[0] else None, of_weight, None
+
+
+def _rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:
+    if (weight is not None and weight.dtype != x.dtype) or not prod(x.shape):
+        return torch.ops.aten.rms_norm.default(x, shape, weight, eps)  # which torch computes in parts on GPUs, too
+    return _RmsNormOfGpu.apply(x, weight, len(shape))
+
+
+OF_GPU: Mapping[str, Callable[..., Any]] = (
+    {"aten.rms_norm.default": _rms_norm} if hasattr(torch.ops.aten, "_fused_rms_norm_backward") else {}
+)
+"""Stand-ins for operators whose kernel for GPUs keeps something else than the CPU's. They give tensors without values.
+Older versions of torch compute an RMS norm in parts everywhere."""
+
+
+class as_on_gpu(TorchFunctionMode):
+    """In here operators on tensors without values keep what the kernels of GPUs keep."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return OF_GPU.get(str(func), func)(*args, **(kwargs or {}))
+
+
+__all__ = ["CPU", "OF_GPU", "Kernels", "as_on_gpu", "kernels_of"]
