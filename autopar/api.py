@@ -387,6 +387,8 @@ def parallelize(
         if plan is not None and precision is None:
             given["precision"] = policy_of(plan, group)
         asked = all_ranks.on_all(group, lambda: replace(_asked(given, device_mesh), input_rows=input_rows))
+        if asked.pins.precision is not None:
+            asked.pins.precision.check_runs()
         bare = example_inputs, example_kwargs, targets
         padded: Padded | None = None
         if buckets:

@@ -50,8 +50,9 @@ TFLOP/s at 400 W and 252.9 at 300 W (ml-engineering's table of accelerators), gi
 def peak_flops(device: Device, dtype: str) -> float:
     """The data-sheet rate of a dtype in flop/s, or of the dtype that stands in for it (others: float32)."""
     rates = device.peak_flops
-    if dtype.startswith("float8"):  # float8_e4m3fn, float8_e5m2: one rate
-        dtype = "float8"
+    for narrow in ("float8", "float4"):  # float8_e4m3fn, float8_e5m2: one rate
+        if dtype.startswith(narrow):
+            dtype = narrow
     for name in (dtype, *STAND_INS.get(dtype, ()), "float32"):
         if name in rates:
             return rates[name]
@@ -91,7 +92,7 @@ def _rates(device: Device, kind: str, dtype: str, backward: bool) -> _Rate:
     curves, bandwidth = device.efficiency, device.memory_bytes_per_second
     names = [f"{kind}_backward", kind] if backward else [kind]
     if kind in COMPUTE_KINDS:
-        if dtype.startswith("float8"):
+        if dtype.startswith(("float8", "float4")):
             names.insert(0, f"{kind}_float8")
         curve = next(curves[name] for name in names if name in curves)
         peak = peak_flops(device, dtype)

@@ -75,6 +75,8 @@ def run(
     if not split_spec(spec)[0]:  # what frontends give is made here without values, and by the ranks with them
         check_values(loaded, spec)
     plan, cluster = bound(document, captured)  # all that can be wrong with the plan is said before processes start
+    if captured.graph.precision is not None:
+        captured.graph.precision.check_runs()
     if captured.graph.loss is None:
         raise UsageError("the model has no scalar loss among its outputs, so it cannot be trained; return the loss")
     from autopar.comparison.parts_of_loss import with_notes

@@ -258,8 +258,9 @@ class Builder:
         for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every):
             if self.allowed_params is not None and not self.allowed_params(node, choice):
                 continue
+            policy = self.graph.policy_of(node)
             cost = P.cost(
-                spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches, self.graph.precision
+                spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches, policy
             )  # fmt: skip
             by_use.setdefault(choice.used, []).append((choice, cost))
         for of_use in by_use.values():

@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from math import prod
 
+from autopar.planner.intra_op.building.narrow_prices import LocalProduct, product_seconds
 from autopar.rules.kernels import CPU, Kernels, kernels_of
 from autopar.rules.local_calls import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import Rule
@@ -160,7 +161,12 @@ class Pricer:
             is_aligned(rule, dtype, pieces), not all(counted[: len(read)]),
             unfused_scores_bytes(rule, grads_of(graph, node)[0], pieces),
         )  # fmt: skip
-        return self.costs.op(self.device, work)
+        if node.narrow is None:
+            return self.costs.op(self.device, work)
+        sizes = [self._local_elements(spec.shape, state) for spec, state in zip(ins, strategy.ins, strict=True)]
+        wide = graph.spec(node.refs[node.narrow.activations[0]]).item_bytes
+        local = LocalProduct(sizes, self._local_elements(outs[0].shape, strategy.outs[0]), wide)
+        return product_seconds(self.costs, self.device, work, node.narrow, local)
 
     def waits(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> dict[str, tuple[float, float]]:
         """Seconds of the collectives with which an op begins and ends, forward and backward, by
@@ -175,13 +181,16 @@ class Pricer:
                 seconds[comm.when] = (there, back + spent) if comm.backward else (there + spent, back)
         return seconds
 
-    def parameter_step(self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str) -> float:
-        """Seconds of a step that the optimizer takes for one parameter, and its gradient to be added up over
-        microbatches."""
-        key = used_bytes, stored_bytes, microbatches, optimizer
+    def parameter_step(
+        self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str, cast_bytes: float = 0.0
+    ) -> float:  # fmt: skip
+        """Seconds of a step that the optimizer takes for one parameter, its gradient to be added up over microbatches,
+        and its narrow copies to be cast."""
+        key = used_bytes, stored_bytes, microbatches, optimizer, cast_bytes
         if key not in self._parameters:
-            both = ((used_bytes, stored_bytes),), ()
-            one, none = (self.costs.stage(lambda p=p: StageWork((), p, 0, microbatches, optimizer)) for p in both)
+            sizes = ((used_bytes, stored_bytes),)
+            one = self.costs.stage(lambda: StageWork((), sizes, 0, microbatches, optimizer, cast_bytes))
+            none = self.costs.stage(lambda: StageWork((), (), 0, microbatches, optimizer))
             seconds = 0.0
             if one is not None and none is not None:
                 seconds = one.step - none.step + microbatches * (one.backward - none.backward)

@@ -110,9 +110,12 @@ class MomentRows:
     @cached_property
     def _costs(self) -> dict[int, list[P.ParamCost]]:
         """Of every parameter's choices, by item."""
-        nodes, optimizer, n, policy = self.graph.nodes, self.optimizer, self.microbatches, self.graph.precision
+        nodes, optimizer, n, policy = self.graph.nodes, self.optimizer, self.microbatches, self.graph.policy_of
         return {
-            item: [P.cost(nodes[i].out, nodes[i].needs_grad, c, self.pricer, optimizer, n, policy) for c in choices]
+            item: [
+                P.cost(nodes[i].out, nodes[i].needs_grad, c, self.pricer, optimizer, n, policy(nodes[i]))
+                for c in choices
+            ]
             for item, i, choices in self.parameters
         }
 
