@@ -19,7 +19,6 @@ from gpu_rows.op_kinds import kind_of
 
 from autopar.api import capture
 from autopar.planner.inter_op.estimating.block_costs import ALONE
-from autopar.planner.inter_op.simulating.phases import beside_ops
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.rules.registry import rules_of
@@ -72,10 +71,8 @@ def priced(name: str, cluster_name: str = CLUSTER) -> tuple[dict[str, float], fl
             strategy = strategy_named(graph, node, rule, plan.ops[node.name])
             kind = next((k for part, k in OWN_KINDS if part in node.target), kind_of(node.target))
             seconds[kind] += prices.compute(graph, node, rule, strategy).total
-    extra = prices.costs.stage(lambda: beside_ops(graph, rules, plan))
-    if extra is not None:
-        seconds["optimizer"] += extra.step
-        seconds["pointwise"] += extra.summed
+    seconds["optimizer"] += plan.price.optimizer_seconds
+    seconds["pointwise"] += plan.price.overhead_seconds
     return dict(seconds), sum(seconds.values())
 
 

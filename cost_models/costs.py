@@ -92,6 +92,7 @@ class StageWork(NamedTuple):
         n_ops: operators with a backward.
         microbatches: of a step.
         optimizer: its name, such as ``adamw``.
+        cast_bytes: that are read and written in a step to cast parameters to narrow copies.
     """
 
     summed: Sequence[tuple[int, float]]
@@ -99,6 +100,7 @@ class StageWork(NamedTuple):
     n_ops: int
     microbatches: int
     optimizer: str
+    cast_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

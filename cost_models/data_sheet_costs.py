@@ -149,7 +149,7 @@ class Roofline:
 
     def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
         """The optimizer's step, additions of gradients that arrive over several ways, and those of weights to the
-        gradients of earlier microbatches, by the bytes that they move on the slowest device; None on devices of which
+        gradients of earlier microbatches, and casts of weights to narrow copies, by the bytes that they move on the slowest device; None on devices of which
         nothing but the four curves is known."""
         device = self._as_launched(self.cluster.slowest(range(self.cluster.n_devices)))
         if self.cluster.abstract or not _knows_backwards(device):
@@ -163,6 +163,7 @@ class Roofline:
         used, stored = (sum(sizes[i] for sizes in asked.parameters) for i in (0, 1))
         later = (asked.microbatches - 1) / asked.microbatches * seconds("pointwise", ADD_PASSES * used)
         step = seconds("optimizer", STEP_PASSES.get(asked.optimizer, STEP_PASSES["adamw"]) * stored)
+        step += seconds("pointwise", asked.cast_bytes) if asked.cast_bytes else 0.0
         return StageSeconds(0.0, summed + later, 0.0, later, step, summed)
 
 
@@ -173,8 +174,7 @@ def _knows_backwards(device: Device) -> bool:
 
 def _longer(axis: AxisCost, factor: float) -> AxisCost:
     """The axis whose collectives take so many times as long."""
-    terms = {kind: (factor * latency, factor * per_byte, p) for kind, (latency, per_byte, p) in axis.terms.items()}
-    return replace(axis, terms=terms)
+    return axis.times(factor)
 
 
 cost_source(Roofline)

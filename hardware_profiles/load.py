@@ -105,6 +105,7 @@ def read_link(name: str, table: Table, known_curves: Mapping[str, object]) -> Li
         table.number("latency_seconds"),
         table.text("curve"),
         "; ".join(f"{key}: {text}" for key, text in sources.items()),
+        table.flag("sums", False),
     )
     if link.curve and link.curve not in known_curves:
         hint = closest(link.curve, known_curves)
@@ -128,6 +129,9 @@ def read_curves(table: Table) -> dict[str, CollectiveCurve]:
             inner.number("ramp", 0.0),
             inner.number("sharpness", 1.0, positive=True),
             inner.text("source", ""),
+            inner.number("inside_step_seconds", 0.0),
+            inner.number("ring_step_seconds", 0.0),
+            inner.number("tree_fraction", 1.0, positive=True),
         )
         if curves[kind].ramp >= 2:
             table.failures.add(f"{inner.path}.ramp", f"got {curves[kind].ramp}, expected a number below 2")

@@ -100,13 +100,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a wire: data-sheet bandwidth, latency, and the name of the curve it follows."""
+    """One direction of a wire: data-sheet bandwidth, latency, and the name of the curve it follows.
+
+    ``sums``: its switches add up what machines send (SHARP), so that an all_reduce sends each byte once.
+    """
 
     name: str
     bandwidth_bytes_per_second: float
     latency_seconds: float
     curve: str
     source: str = ""
+    sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,15 @@ class CollectiveCurve:
 
     sharpness 1 is the plain alpha-beta model; below 1 the middle sizes are slower than alpha-beta, as
     measured.
+
+    Of links between machines, over which the library has several algorithms:
+
+    Attributes:
+        inside_step_seconds: of each of a ring's hops inside machines, where the ring leaves them: it then moves its
+            chunks by another protocol than inside one machine; 0: such a hop takes that of the link inside.
+        ring_step_seconds: of an all_reduce in a ring, for each of its 2 (nodes - 1) hops between machines;
+            ``step_seconds`` is then that of a level of a tree. 0: there are trees alone.
+        tree_fraction: of the rate that rings reach, what trees do.
     """
 
     base_seconds: float
@@ -127,6 +140,9 @@ class CollectiveCurve:
     ramp: float = 0.0
     sharpness: float = 1.0
     source: str = ""
+    inside_step_seconds: float = 0.0
+    ring_step_seconds: float = 0.0
+    tree_fraction: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,13 @@ class Software:
         factor: seconds of a measured step over those of the device's own rates; fitted once for a trainer.
         fused: pointwise operators, norms and losses that follow each other run as one kernel that reads and writes
             memory once.
+        fuses_pointwise: of what is fused, chains without a norm or softmax too, such as the activation of SwiGLU and
+            its product.
+        regathers: what sequence parallelism gathers for products is gathered again in the backward; else it is kept.
+        keeps_gradients: gradients of parameters are summed up in buffers that are there all the time; else the first
+            backward of a step makes them.
+        buckets_gradients: beside them, buckets for the reductions hold all gradients that ranks add up, in the format
+            in which autograd gives them (torch's DistributedDataParallel).
         hides_reductions: the fraction of a backward beside which reductions of gradients may run; 0 where they follow
             it.
         hides_gathers: the fraction of a pass beside which gathers of parameters may run.
@@ -43,6 +50,10 @@ class Software:
     description: str = ""
     factor: float = 1.0
     fused: bool = False
+    fuses_pointwise: bool = True
+    regathers: bool = True
+    keeps_gradients: bool = False
+    buckets_gradients: bool = False
     hides_reductions: float = 1.0
     hides_gathers: float = 1.0
     hides_tensor: float = 0.0
@@ -68,7 +79,8 @@ def _read(name: str, table: Table) -> Software:
     for each in fields(Software):
         if each.name == "name" or not table.has(each.name):
             continue
-        if each.name in ("fused", "hides_transfers"):
+        if each.name in ("fused", "fuses_pointwise", "hides_transfers", "keeps_gradients", "buckets_gradients",
+                         "regathers"):
             values[each.name] = table.flag(each.name, False)
         elif each.name == "description":
             values[each.name] = table.text(each.name)

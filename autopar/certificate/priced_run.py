@@ -227,9 +227,10 @@ class PricedRun(Watched):
         grads = [differentiable and t.requires_grad for t in ins]
         n_bytes, backward_bytes = moved_bytes(rule, read, written, grads, counted)
         inner = [t.shape[-1] for t in (*ins[:2], *outs[:1]) if t.dim()]
-        aligned = is_aligned(rule, dtype, {}) and (rule.kind != "matmul" or dtype not in ("bfloat16", "float16") or not any(
-            size % (ALIGNMENT_BYTES // 2) for size in inner if size > 1
-        ))  # fmt: skip
+        aligned = is_aligned(rule, dtype, {}) and not (
+            rule.kind == "matmul" and dtype in ("bfloat16", "float16")
+            and any(size % (ALIGNMENT_BYTES // 2) for size in inner if size > 1)
+        )  # fmt: skip
         scores_bytes = 0.0
         if rule.kind == "attention" and any(grads[3:]):
             scores_bytes = 4.0 * prod(ins[0].shape[:-1]) * ins[1].shape[-2]

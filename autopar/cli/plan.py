@@ -52,6 +52,11 @@ def plan(
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="Name of a cluster, or a .toml or .json file.")
     ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option("--as", help="Price for another trainer than autopar's own runtime: megatron-2023, nemo, "
+                     "torchtitan (autopar clusters lists them). Also behind the cluster's name: 'dgx-h100 as nemo'."),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan file.")] = None,
     top: Annotated[
         int,
@@ -110,7 +115,7 @@ def plan(
     from autopar.errors import PlanError
     from autopar.planfile import dumps
     from autopar.planner import planning
-    from autopar.plans.clusters import profile_of
+    from autopar.plans.clusters import as_trainer, profile_of
     from autopar.profiling.measured_load import with_measured_load
     from autopar.progress import heard
     from autopar.rules.experts.expert_load import with_load
@@ -128,6 +133,8 @@ def plan(
     for file in files.values():
         file.check()
     cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
+    if trainer is not None:
+        cluster = as_trainer(cluster, trainer)
     hardware = load_cluster(cluster)
     wanted = asked(_arguments(said), spelled=as_option)
     if (likes or top != 1) and not wanted.everything:

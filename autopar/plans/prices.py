@@ -198,8 +198,8 @@ class StagePeaks:
 
     Attributes:
         first: of a microbatch whose backward makes the gradients of parameters; None if there never are all
-            microbatches in flight.
-        later: of one whose backward adds to them; None if a step has one microbatch.
+            microbatches in flight, or gradients are there all the time.
+        later: of one whose backward adds to them; None if a step has one microbatch, whose backward makes them.
         gradient_bytes: of parameters, as they are stored.
         optimizer_bytes: what the optimizer needs beside its state while it steps.
         kept_bytes: of every microbatch in flight.
@@ -244,7 +244,7 @@ class StagePeaks:
     def _fullest_of_microbatches(self, in_flight: int) -> Fullest:
         """The same while microbatches run, the optimizer's step apart."""
         most = Fullest(0, None)
-        all_at_once = in_flight >= self.microbatches
+        all_at_once = self.first is not None and in_flight >= self.microbatches
         moments = []
         if self.first is not None and all_at_once:
             moments += [(self.first, in_flight, False), (self.first, in_flight, True)]

@@ -25,10 +25,18 @@ class Kernels(NamedTuple):
         gpu: torch's kernels for GPUs; else those for CPUs.
         fused: pointwise operators and norms that follow each other are one kernel
             (:attr:`hardware_profiles.software.Software.fused`).
+        norms_only: only those chains that have a norm or a softmax.
+        keeps_gradients: gradients of parameters are there all the time
+            (:attr:`hardware_profiles.software.Software.keeps_gradients`).
+        buckets_gradients: buckets hold them once more
+            (:attr:`hardware_profiles.software.Software.buckets_gradients`).
     """
 
     gpu: bool = False
     fused: bool = False
+    norms_only: bool = False
+    keeps_gradients: bool = False
+    buckets_gradients: bool = False
 
 
 CPU = Kernels()
@@ -39,7 +47,9 @@ def kernels_of(cluster: Cluster, device: Device) -> Kernels:
     """Return the kernels that run on such devices of a cluster under the cluster's software. Fused ones keep what a
     GPU's do. What a profile measured is run by torch as it is, so nothing is fused there."""
     fused = cluster.software.fused and cluster.measured is None and not cluster.abstract
-    return Kernels(fused or is_gpu(device), fused)
+    norms_only = fused and not cluster.software.fuses_pointwise
+    keeps = cluster.software.keeps_gradients and not cluster.abstract
+    return Kernels(fused or is_gpu(device), fused, norms_only, keeps, keeps and cluster.software.buckets_gradients)
 
 
 class _RmsNormOfGpu(torch.autograd.Function):

@@ -11,7 +11,6 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparError, PlanError
 from autopar.planner.intra_op.building import parameter_sharding
-from autopar.planner.intra_op.building.narrow_prices import weight_copies
 from autopar.plans.clusters import get_cluster
 from autopar.plans.plan import ParamChoice
 from autopar.rules.registry import rules_of
@@ -157,16 +156,25 @@ def test_narrow_gathers_move_a_byte_an_element() -> None:
 
 
 def test_copies_of_a_weight() -> None:
-    cluster = get_cluster("dgx-h100")
-    costs, device, n = costs_of(cluster), cluster.device(0), 1 << 24
-    once = weight_copies(costs, device, PRESETS["fp8-mixed"], n, 2, "bfloat16", 1)
-    twice = weight_copies(costs, device, PRESETS["fp8-mixed"], n, 2, "bfloat16", 2)
-    assert once.copy_bytes == 4 * n and twice.seconds == pytest.approx(2 * once.seconds)
-    assert once.seconds == costs.copy(device, 6 * n, "bfloat16")
-    gathers = parse_precision("products=fp8,narrow_gathers=true")
+    spec, mesh, n = Spec((WIDTH, WIDTH), "bfloat16"), Mesh((("data", 8),)), 1 << 24
+    kept, anew = (ParamChoice(whole_state(mesh), whole_state(mesh), lifetime) for lifetime in ("step", "use"))
+    fp8, gathers = PRESETS["fp8-mixed"], parse_precision("products=fp8,narrow_gathers=true")
     assert gathers is not None
-    narrow = weight_copies(costs, device, gathers, n, 2, "bfloat16", 3)
-    assert (narrow.seconds, narrow.copy_bytes) == (0.0, 2 * n)
+    assert parameter_sharding.cast_bytes(spec, kept, n, 4, fp8) == 6 * n
+    assert parameter_sharding.cast_bytes(spec, anew, n, 4, fp8) == 8 * 6 * n
+    assert parameter_sharding.cast_bytes(spec, anew, n, 4, gathers) == 0
+    assert parameter_sharding.cast_bytes(spec, kept, n, 4, PRESETS["bf16-mixed"]) == 0
+    assert parameter_sharding.copy_bytes(fp8, n, 2) == 4 * n and parameter_sharding.copy_bytes(gathers, n, 2) == 2 * n
+
+
+def test_weights_are_cast_once_a_step() -> None:
+    device = load_device("H100-SXM-80GB")
+    weights = 2 * 3 * WIDTH * WIDTH
+    once = plan_of("fp8-mixed").price.optimizer_seconds - plan_of("bf16-mixed").price.optimizer_seconds
+    bandwidth = device.memory_bytes_per_second * device.efficiency["pointwise"].fraction
+    assert once == pytest.approx(6 * weights / bandwidth, rel=0.1)
+    gathers = plan_of("products=fp8,narrow_gathers=true").price.optimizer_seconds
+    assert gathers == pytest.approx(plan_of("bf16-mixed").price.optimizer_seconds)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from autopar.errors import InfeasibleError, PlanError, first_few
 from autopar.planner.layouts.dim_classes import DimClasses, Element, dim_of
+from autopar.planner.layouts.stage_starts import block_of
 from autopar.rules.experts.expert_block import BLOCK, FFN, TRAVEL
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import GRADIENTS_PENDING, WHOLE
@@ -35,8 +36,8 @@ PADDED_TO = 128
 """Megatron-LM pads a vocabulary to a multiple of this and of the ranks (``--make-vocab-size-divisible-by``): smaller
 tables are kept whole."""
 MOST_UNCUT = 0.1
-"""The part of the work of products with parameters that tensor parallelism may leave to every rank (routers, patches,
-poolers, the low-rank projections of latent attention); more is refused."""
+"""The part of the work of the blocks' products with parameters that tensor parallelism may leave to every rank
+(routers, the low-rank projections of latent attention); more is refused."""
 
 
 @dataclass(eq=False)
@@ -277,8 +278,9 @@ class OperatorCuts:
         )  # fmt: skip
 
     def _check_cut(self, cut: Mapping[int, str], size: int) -> None:
-        """Refuse where most of the work would be done by every rank."""
-        work = {i: rule.flops_at({}) for i in self._products if (rule := self.rules[i]) is not None}
+        """Refuse where much of the work of the model's blocks would be done by every rank."""
+        inside = {i for i in self._products if block_of(self.graph.nodes[i].module)} or set(self._products)
+        work = {i: self._rule(i).flops_at({}) for i in inside}
         left = {
             i: n for i, n in work.items()
             if i not in self._experts and cut.get(i) not in {f for part in self._products[i] for f in part}
@@ -293,10 +295,10 @@ class OperatorCuts:
             why = next((w for f in made if (w := self.refused.get(self.classes.root((i, f))))), "it makes no features")
             reasons.append(f"{self.graph.nodes[i].where}: {why}")
         raise PlanError(
-            f"{self.text}: tp={size} would leave {sum(left.values()) / total:.0%} of the matrix products to every rank "
-            f"(at most {MOST_UNCUT:.0%} are):\n  " + "\n  ".join(list(dict.fromkeys(reasons))[:4]) + "\n  write a tp "
-            "that divides heads and features, or a model whose products make what is cut alike (q, k and v one Linear "
-            "each)"
+            f"{self.text}: tp={size} would leave {sum(left.values()) / total:.0%} of the matrix products of the blocks "
+            f"to every rank (at most {MOST_UNCUT:.0%} are):\n  " + "\n  ".join(list(dict.fromkeys(reasons))[:4])
+            + "\n  write a tp that divides heads and features, or a model whose products make what is cut alike (q, k "
+            "and v one Linear each)"
         )
 
     # -- sequences

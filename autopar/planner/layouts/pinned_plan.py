@@ -255,7 +255,8 @@ class _Pinned:
             node.target: self._arrival(node, wanted[Ref(i)][0])
             for i, node in graph.of_kind("input") if node.target in graph.arriving and Ref(i) in wanted
         }  # fmt: skip
-        again = frozenset(route_key(graph, ref) for ref in made) if self.said.sequence_parallel else frozenset()
+        regathers = self.said.sequence_parallel and self.cluster.software.regathers
+        again = frozenset(route_key(graph, ref) for ref in made) if regathers else frozenset()
         return Decided(ops, params, outputs, inputs, tensors={GATHER_AGAIN.name: again})
 
     @staticmethod

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from autopar.capture.microbatches import rows_of
 from autopar.errors import InfeasibleError, PlanError, first_few
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.layouts.layout_words import Layout, parse_layout
-from autopar.planner.layouts.operator_cuts import TENSOR
+from autopar.planner.layouts.loss_by_places import with_loss_by_places
+from autopar.planner.layouts.operator_cuts import CONTEXT, TENSOR
 from autopar.planner.layouts.pinned_plan import PinnedPlan, Said, pinned_plan
 from autopar.planner.layouts.separate_products import separated
 from autopar.planner.microbatch_graphs import MicrobatchGraphs
@@ -188,24 +189,33 @@ def _pinned(
     Args:
         with_rows: names of the inputs that have the rows of the batch.
     """
-    def planned(graph: Graph) -> PinnedPlan:
+    def planned(graph: Graph, notes: Sequence[str] = ()) -> PinnedPlan:
         rows = frozenset(i for i, node in graph.of_kind("input") if node.target in with_rows)
-        return pinned_plan(graph, cluster, said, rows, cluster_name)
+        plan = pinned_plan(graph, cluster, said, rows, cluster_name)
+        return replace(plan, notes=(*notes, *plan.notes), runs=not notes)
 
-    if said.mesh.size_of.get(TENSOR, 1) == 1 or not graph.derived.get(APART):
+    sizes = said.mesh.size_of
+    notes: list[str] = []
+    if sizes.get(CONTEXT, 1) > 1 and (by_places := with_loss_by_places(graph)) is not graph:
+        graph = by_places
+        notes.append(
+            "priced with the loss over [batch vocabulary sequence], so that every rank takes that of its places; the "
+            "module as it is cannot run so: it takes the loss over (batch sequence), one dim that is cut by rows alone"
+        )
+    if sizes.get(TENSOR, 1) == 1 or not graph.derived.get(APART):
         try:
-            return planned(graph)
+            return planned(graph, notes)
         except PlanError:
-            if said.mesh.size_of.get(TENSOR, 1) == 1 or not separated(graph)[1]:
+            if sizes.get(TENSOR, 1) == 1 or not separated(graph)[1]:
                 raise
     apart, modules = separated(graph)
-    plan = planned(apart)
-    graph.derived[APART] = True
-    note = (
+    notes.append(
         f"priced with one matrix for each of what {first_few(modules, 2)} makes at once (q, k and v), as frameworks "
         "store them under tensor parallelism; the module as it is cannot run so: write one Linear for each"
     )
-    return replace(plan, notes=(note, *plan.notes), runs=False)
+    plan = planned(apart, notes)
+    graph.derived[APART] = True
+    return plan
 
 
 APART = "products have to be taken apart"

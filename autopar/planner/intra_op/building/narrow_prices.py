@@ -2,8 +2,8 @@
 
 A narrow product runs at the device's rate for its format. Before it, its activations are cast, once for all products
 that read them; in the backward the gradient of its result is. Weights are cast once a step where a rank keeps the
-copies, and at every use where they are gathered anew (:mod:`autopar.words.narrow_products` has the bytes and their
-source).
+copies, and at every use where they are gathered anew, which is part of what a parameter takes in a step
+(:mod:`.parameter_sharding`). :mod:`autopar.words.narrow_products` has the bytes and their source.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.words.narrow_products import NarrowFormat, NarrowUse
-from autopar.words.precision import Precision
 from cost_models.costs import Costs, OpSeconds, OpWork
 from hardware_profiles import Device
 
@@ -73,35 +72,4 @@ def check_device(device: Device, name: str, numbers: NarrowFormat) -> None:
         )
 
 
-@dataclass(frozen=True)
-class WeightCopies:
-    """What the narrow copies of a weight on one rank take.
-
-    Attributes:
-        seconds: of casting, per step.
-        copy_bytes: of all copies that the program reads in place of the wide one, the wide one included if it stays.
-    """
-
-    seconds: float
-    copy_bytes: int
-
-
-def weight_copies(
-    costs: Costs, device: Device, policy: Precision, elements: int, wide: int, dtype: str, casts: int
-) -> WeightCopies:  # fmt: skip
-    """The copies of a weight of narrow products.
-
-    Args:
-        elements: of the weight on one rank, as products read it.
-        wide: bytes of an element that is not narrow.
-        casts: how often it is cast in a step.
-    """
-    numbers = policy.narrow
-    assert numbers is not None
-    # where narrow copies are gathered, each rank casts its own part alone, which the optimizer's step writes
-    seconds = 0.0 if policy.narrow_gathers else casts * costs.copy(device, elements * numbers.cast_bytes(wide), dtype)
-    kept_wide = 0 if policy.narrow_gathers else wide
-    return WeightCopies(seconds, round(elements * (kept_wide + numbers.copies_bytes)))
-
-
-__all__ = ["LocalProduct", "WeightCopies", "check_device", "product_seconds", "weight_copies"]
+__all__ = ["LocalProduct", "check_device", "product_seconds"]

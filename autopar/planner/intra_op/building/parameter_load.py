@@ -119,14 +119,17 @@ def beside_ops(
             if paths > 1:
                 summed.append((paths - 1, pricer.local_bytes(spec, made_as[ref])))
     parameters: list[tuple[float, float]] = []
+    cast_bytes = 0.0
     for i, node in graph.of_kind("param"):
         if node.needs_grad:
             choice = owned[i]
+            elements = pricer.local_bytes(node.out, choice.used) / node.out.item_bytes
+            cast_bytes += P.cast_bytes(node.out, choice, elements, microbatches, graph.policy_of(node))
             parameters.append(
                 (pricer.local_bytes(node.out, choice.used), pricer.local_bytes(graph.stored(node), choice.stored))
             )
     n_ops = sum(n.kind == "op" and n.needs_grad for n in nodes)
-    return StageWork(summed, parameters, n_ops, microbatches, optimizer)
+    return StageWork(summed, parameters, n_ops, microbatches, optimizer, cast_bytes)
 
 
 __all__ = ["NOTHING", "ParameterLoad", "beside_ops", "parameter_load", "together"]

@@ -181,13 +181,16 @@ class Pricer:
                 seconds[comm.when] = (there, back + spent) if comm.backward else (there + spent, back)
         return seconds
 
-    def parameter_step(self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str) -> float:
-        """Seconds of a step that the optimizer takes for one parameter, and its gradient to be added up over
-        microbatches."""
-        key = used_bytes, stored_bytes, microbatches, optimizer
+    def parameter_step(
+        self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str, cast_bytes: float = 0.0
+    ) -> float:  # fmt: skip
+        """Seconds of a step that the optimizer takes for one parameter, its gradient to be added up over microbatches,
+        and its narrow copies to be cast."""
+        key = used_bytes, stored_bytes, microbatches, optimizer, cast_bytes
         if key not in self._parameters:
-            both = ((used_bytes, stored_bytes),), ()
-            one, none = (self.costs.stage(lambda p=p: StageWork((), p, 0, microbatches, optimizer)) for p in both)
+            sizes = ((used_bytes, stored_bytes),)
+            one = self.costs.stage(lambda: StageWork((), sizes, 0, microbatches, optimizer, cast_bytes))
+            none = self.costs.stage(lambda: StageWork((), (), 0, microbatches, optimizer))
             seconds = 0.0
             if one is not None and none is not None:
                 seconds = one.step - none.step + microbatches * (one.backward - none.backward)

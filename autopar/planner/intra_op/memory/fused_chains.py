@@ -14,6 +14,8 @@ collectives, losses). So the sum of a residual is no part of a chain: an operato
 
 from __future__ import annotations
 
+import networkx as nx
+
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Node
@@ -42,10 +44,13 @@ class FusedChains:
     Attributes:
         fused: operators that may be parts of fused kernels.
         inside: by memory that is inside of a chain, as far as is known, the operator that makes it.
+        norms_only: chains need a norm or a softmax to be one kernel.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, norms_only: bool = False) -> None:
+        self.graph, self.norms_only = graph, norms_only
+        self.readers: dict[int, list[int]] = {}  # by memory that may be inside, of those that may be fused with it
+        self.reductions: set[int] = set()
         self.levels = [0] * len(graph.nodes)
         self.fused: set[int] = set()
         self.inside: dict[int, int] = {}
@@ -58,6 +63,8 @@ class FusedChains:
         is_part = reader in self.fused and self.levels[reader] == self.levels[maker]
         if not is_part or segment != made_in:
             del self.inside[memory]
+        else:
+            self.readers.setdefault(memory, []).append(reader)
 
     def op(self, i: int, rule: Rule, strategy: Strategy, is_view: bool) -> None:
         """Note what an operator is, before what it reads.
@@ -71,11 +78,24 @@ class FusedChains:
         self.levels[i] = before + (not is_view and not may)
         if may:
             self.fused.add(i)
+            if rule.kind != "pointwise":
+                self.reductions.add(i)
 
     def made(self, memory: int, i: int, n_bytes: int, most_read: int) -> None:
         """An operator makes some memory; the largest that it reads has ``most_read`` bytes."""
         if i in self.fused and n_bytes > SCALE_SHARE * most_read:
             self.inside[memory] = i
+
+    def close(self) -> None:
+        """Leave, where only norms are fused, what hangs together with one: all operators were told."""
+        if not self.norms_only:
+            return
+        joined = nx.Graph()
+        joined.add_nodes_from(self.fused)
+        joined.add_edges_from((self.inside[m], reader) for m in self.inside for reader in self.readers.get(m, ()))
+        norms = [part for part in nx.connected_components(joined) if part & self.reductions]
+        self.fused = set().union(*norms)
+        self.inside = {memory: maker for memory, maker in self.inside.items() if maker in self.fused}
 
     def written(self, memory: int) -> None:
         """Some memory is written, whoever reads it: an output, what is sent or gathered or given up by a decision."""

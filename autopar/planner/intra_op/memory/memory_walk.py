@@ -57,7 +57,7 @@ class Walk:
         routes: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
         kernels: Kernels = CPU,
     ) -> None:  # fmt: skip
-        self.kernels, self.chains = kernels, FusedChains(graph) if kernels.fused else None
+        self.kernels, self.chains = kernels, FusedChains(graph, kernels.norms_only) if kernels.fused else None
         self.graph, self.rules, self.mesh, self.chosen, self.routes = graph, rules, mesh, chosen, routes
         self.decided = memory
         recompute = memory.get(RECOMPUTE.name, ())
@@ -216,6 +216,7 @@ class Walk:
         """Replace what keeps memory inside of fused chains, from the last one made to the first: the operator that
         makes it keeps what it reads, unless that is more than the memory itself, which is written then: scales of
         rows do not count."""
+        chains.close()
         kept = {memory for memory, _ in self.keepers}
         for memory in sorted(chains.inside, reverse=True):
             maker, segment = chains.inside[memory], self.memories[memory].segment

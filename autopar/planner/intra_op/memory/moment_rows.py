@@ -61,11 +61,12 @@ class MomentRows:
     ) -> None:  # fmt: skip
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
         self.optimizer, self.microbatches = optimizer, microbatches
-        self.accumulates = microbatches > max(1, kept.in_flight)  # when it is fullest
         self.at_once = True
         self._first: dict[bool, tuple[MomentBytes, ...]] = {}
         self.graph: Graph = kept.rows.graph
         self.pricer: Pricer = kept.rows.pricer
+        stay = self.pricer.kernels.keeps_gradients
+        self.accumulates = stay or microbatches > max(1, kept.in_flight)  # when it is fullest
 
     def first(self) -> tuple[MomentBytes, ...]:
         """What a program knows at first: when all of the forward is kept, and when the optimizer steps."""

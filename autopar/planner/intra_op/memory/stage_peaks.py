@@ -33,9 +33,10 @@ def with_working_bytes(
         outputs: placements of the graph's outputs.
     """
     first = later = None
-    if in_flight >= microbatches:
+    stay = walk.kernels.keeps_gradients
+    if in_flight >= microbatches and not stay:
         first = StepMoments(walk, holds, params, outputs, False).peaks()
-    if microbatches > 1:
+    if microbatches > 1 or stay:
         later = StepMoments(walk, holds, params, outputs, True).peaks()
     trained = (
         walk.local_bytes(Ref(i), choice.stored) for i, choice in params.items() if walk.graph.nodes[i].needs_grad
