@@ -196,10 +196,10 @@ class PlansByMemory:
     @uncollected()
     def fastest(self) -> StagePlan:
         """The fastest plan, for a small part of what all of them cost to find: with nothing to choose from that only
-        saves memory, and bytes not counted."""
+        saves memory."""
         problem, decoder = self.setting.problem(False)
         program = highs.program(problem, effort=self.setting.options.effort())
-        return self.setting.realise(decoder.decided(program.hull(())[0].picked, self.setting.folding), weighed=False)
+        return self.setting.realise(decoder.decided(program.hull(())[0].picked, self.setting.folding))
 
     @uncollected()
     def every(self, prices: Sequence[float] = highs.PRICES) -> list[StagePlan]:
