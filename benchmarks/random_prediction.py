@@ -1,11 +1,11 @@
 """How far measured steps and memory are from predicted ones, over random plans on local ranks with a profile.
 
-    python benchmarks/random_prediction.py [--plans 4] [--ranks 1 2 4] [--models mlp gpt2 llama resnet18 t5] [--seconds 30]
+    python benchmarks/random_prediction.py [--plans 4] [--ranks 1 2 4] [--models mlp gpt2 llama resnet18 t5]
 
-For each model and number of ranks: the operators are profiled (`autopar profile`, whole and as cut), plans are made with
-random wishes (a mesh or stages with a schedule, microbatches, random pins of operators, recomputation), and each is run on
-gloo ranks with one thread each. Prints a line a plan, and the medians. No plan was looked at before; those that the model
-cannot have are drawn anew. Where ranks outnumber the processors, seconds say little.
+For each model and number of ranks: the operators are profiled (`autopar profile`, whole and as cut), plans are made
+with random wishes (a mesh or stages with a schedule, microbatches, random pins of operators, recomputation), and each
+is run on gloo ranks with one thread each. Prints a line a plan, and the medians. No plan was looked at before; those
+that the model cannot have are drawn anew. Where ranks outnumber the processors, seconds say little.
 """
 
 from __future__ import annotations
@@ -123,16 +123,25 @@ def measure(name: str, ranks: int, plans: int, seconds: float, steps: int, seed:
                 "predicted_bytes": predicted, "measured_bytes": max(r["bytes"] for r in ranked),
             }  # fmt: skip
             rows.append(row)
-            print(f"{name:8} {ranks} {row['wishes']}: {1e3 * row['measured']:.1f} ms, predicted "
-                  f"{1e3 * row['predicted']:.1f} ({row['predicted'] / row['measured'] - 1:+.0%}); "
-                  f"{row['measured_bytes'] / 2**20:.1f} MiB, predicted {predicted / 2**20:.1f} "
-                  f"({predicted / row['measured_bytes'] - 1:+.1%}); others {row['others']:.2f}", flush=True)  # fmt: skip
+            tell(row)
     return rows
+
+
+def tell(row: dict[str, Any]) -> None:
+    """One line of a plan."""
+    own, other = row["measured"], row["predicted"]
+    most, counted = row["measured_bytes"], row["predicted_bytes"]
+    print(
+        f"{row['model']:8} {row['ranks']} {row['wishes']}: {1e3 * own:.1f} ms, predicted {1e3 * other:.1f} "
+        f"({other / own - 1:+.0%}); {most / 2**20:.1f} MiB, predicted {counted / 2**20:.1f} ({counted / most - 1:+.1%}); "
+        f"others {row['others']:.2f}",
+        flush=True,
+    )
 
 
 def ranks_agree(rows: list[dict[str, Any]]) -> float:
     """Spearman's correlation of predicted and measured seconds."""
-    orders = [sorted(range(len(rows)), key=lambda i, k=key: rows[i][k]) for key in ("predicted", "measured")]
+    orders = [[i for _, i in sorted((row[key], i) for i, row in enumerate(rows))] for key in ("predicted", "measured")]
     places = [{i: place for place, i in enumerate(order)} for order in orders]
     n = len(rows)
     return 1 - 6 * sum((places[0][i] - places[1][i]) ** 2 for i in range(n)) / max(1, n * (n * n - 1))
