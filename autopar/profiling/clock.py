@@ -20,20 +20,15 @@ AHEAD_BYTES = 2**26
 class Clock:
     """Measures what a rank does on its device.
 
-    On a processor the seconds of an op are those that the calling thread has worked. On an accelerator they are those
-    between two events of the current stream around it, with other work queued before it, so they are the device's
-    alone; what the host takes to launch it is counted apart.
-
-    Attributes:
-        host_seconds: of all that was measured on an accelerator, what the host took to launch it; 0 on a processor,
-            where the thread's seconds have it.
-        launched: how many ops that were.
+    On a processor the seconds of an op are those that the calling thread has worked. On an accelerator they are the
+    longer of two: what the device takes between two events of the current stream, with other work queued before so that
+    it waits for nobody, and what the host takes to launch it. A step takes the longer of both sums; of the price of
+    each operator this is what can be added up (as :mod:`cost_models.operator_cost` does).
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self.host_seconds, self.launched = 0.0, 0
         if self.module is not None:
             self.ahead = torch.zeros(AHEAD_BYTES // 4, device=device)
             self.times_ahead = 1
@@ -51,11 +46,10 @@ class Clock:
         start = time.perf_counter()
 
         def worked() -> float:
-            self.host_seconds += time.perf_counter() - start
-            self.launched += 1
+            launched = time.perf_counter() - start
             end.record()
             end.synchronize()
-            return float(begin.elapsed_time(end)) / 1e3
+            return max(launched, float(begin.elapsed_time(end)) / 1e3)
 
         return worked
 

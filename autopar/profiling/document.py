@@ -143,7 +143,6 @@ def measure_rank(
     others: list[float] = []
     resumed = Resumed(interrupted, dist.get_rank(), passes)
     costs = [sum(sum(op.seconds) + 5e-5 for op in one) for one in passes.passes]
-    clock.host_seconds, clock.launched = 0.0, 0
     for number, (one, cost) in enumerate(zip(passes.passes, costs, strict=True)):
         left = max(seconds / 3, seconds - began.others()[1]) * cost / sum(costs[number:])
         taken, busy = measure_pass(one, left, failed, clock, resumed.before(number), partial(resumed.note, number))
@@ -152,7 +151,7 @@ def measure_rank(
         for key, value in taken.items():
             ops.setdefault(key, value.medians())
     return {"ops": ops, "failed": failed, "rounds": rounds, "others": max(others, default=0.0), "around": beside_ops,
-            "host": clock.host_seconds / max(1, clock.launched), "processor": processor(device)}  # fmt: skip
+            "processor": processor(device)}  # fmt: skip
 
 
 class Resumed:
