@@ -140,10 +140,7 @@ _PART = re.compile(r"(?P<stem>.+?)(-(?P<some>[1-9]\d*)of(?P<all>[1-9]\d*))?(-x(?
 
 @functools.lru_cache(maxsize=64)
 def _builtin_cluster(name: str) -> Cluster:
-    composed = document_named(name)
-    if composed is not None:
-        return build_cluster(composed, name, default_name=name)
-    parts = [_builtin_document(part) for part in name.split("+")]
+    parts = [document_named(part) or _builtin_document(part) for part in name.split("+")]
     document = parts[0]
     for part in parts[1:]:
         if any(set(each) - {"node", "description", "suffix"} for each in (document, part)):

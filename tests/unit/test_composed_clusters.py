@@ -127,3 +127,10 @@ def test_devices_are_listed_with_links_power_and_whose_curves_they_have() -> Non
     assert rows["A10G"]["link"] is None
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["devices"]).output
     assert "nvlink5 x 72" in shown and "hopper" in shown
+
+
+def test_composed_machines_of_several_kinds_on_one_fabric() -> None:
+    mixed = load_cluster("8xT4/4/pcie3/1x50gbps-ethernet+8xV100-SXM2-16GB/8/nvlink2-switch/1x10gbps-ethernet+dgx-h100")
+    assert [len({r for r in range(24) if mixed.node_of[r] == n}) for n in range(4)] == [4, 4, 8, 8]
+    assert {d.name for d in mixed.devices} == {"T4", "V100-SXM2-16GB", "H100-SXM-80GB"}
+    assert mesh_axes(mixed, {"x": 24})["x"].seconds("all_reduce", 1e8) > 0.1  # 10 Gb/s carry it
