@@ -241,7 +241,7 @@ def print_ops(
         console.print(styled(text, labels[node.name], copies, where, node.out, node.source))
         console.print(f"  rule: {rules[r['number']]}", markup=False)
         if node.narrow is not None:
-            console.print(f"  multiplied in {node.narrow.format}: compute contains the casts of activations and gradients")
+            console.print(f"  multiplied in {node.narrow.format}: casts are part of compute")
         rows = possible(r["rows"])
         cut = rows[:top]
         mine = next((a for a in rows if a.chosen), None)
