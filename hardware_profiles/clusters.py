@@ -161,7 +161,8 @@ def _builtin_document(name: str) -> dict[str, Any]:
         except Unreadable as error:
             raise ProfileError("clusters", [f"'{shortened(name)}': {error}"]) from None
     if stem not in list_clusters():
-        advice = f"{closest(stem, list_clusters())} (most also as -xN; a file ends in .toml or .json)"
+        known = closest(stem, list_clusters())
+        advice = f"{known} (most also as -xN; 64xH100-SXM-80GB/8 of any device; a file ends in .toml or .json)"
         raise UnknownClusterError(f"unknown cluster '{shortened(name)}': {advice}")
     document = read_document(CLUSTERS / f"{stem}.toml")
     scale = document.get("suffix")
