@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ class Vocabulary(nn.Module):
 CLASSES = 8192
 
 
-def trained_by(**said: bool) -> Cluster:
+def trained_by(**said: Any) -> Cluster:
     own = load_cluster("dgx-h100")
     return replace(own, software=replace(own.software, name="a trainer", **said))
 
