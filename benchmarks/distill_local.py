@@ -53,7 +53,7 @@ def device_lines(numbers: dict, source: str) -> list[str]:
     gemms = [r for r in rows if r["what"] == "matmul" and r["dtype"] == "float32"]
     shapes, seconds = np.array([r["shape"] for r in gemms]), np.array([r["seconds"] for r in gemms])
     peak = best["float32"]
-    matmul, error = fit_gemm(shapes, seconds, peak, 4, bandwidth, 2e-6, source)
+    matmul, error, _ = fit_gemm(shapes, seconds, peak, 4, bandwidth, 2e-6, source)
     print(f"cpu-core.matmul float32: {len(gemms)} shapes, median error {error:.1%}")
 
     def by_work(what: str) -> EfficiencyCurve:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 
@@ -19,6 +19,7 @@ class AxisCost:
         broadcast       the buffer                      send_recv       the message, to the next rank
 
     seconds = (latency^p + (bytes * seconds_per_byte)^p)^(1/p) with p = sharpness (1: plain alpha + beta B).
+    `others[kind]` has terms of the other algorithms that the library chooses from: it takes the fastest for a size.
     `bottleneck` names the link that limits large all-reduces, for people.
     """
 
@@ -26,23 +27,42 @@ class AxisCost:
     size: int
     terms: Mapping[str, tuple[float, float, float]]
     bottleneck: str = ""
+    others: Mapping[str, tuple[tuple[float, float, float], ...]] = field(default_factory=dict)
 
     @property
     def latency_seconds(self) -> float:
         """The time of an all-reduce of nothing."""
-        return self.terms["all_reduce"][0] if self.size > 1 else 0.0
+        return self.seconds("all_reduce", 0.0)
 
     def seconds(self, kind: str, n_bytes: float) -> float:
         """The time of one collective; 0 on an axis of size 1. Raises ValueError for an unknown kind."""
         try:
-            latency, per_byte, sharpness = self.terms[kind]
+            first = self.terms[kind]
         except KeyError:
             raise ValueError(f"unknown collective '{kind}', known: {', '.join(KINDS)}") from None
         if self.size == 1:
             return 0.0
-        if sharpness == 1.0:
-            return latency + per_byte * n_bytes
-        return (latency**sharpness + (per_byte * n_bytes) ** sharpness) ** (1.0 / sharpness)
+        others = self.others.get(kind)
+        if not others:
+            return _seconds(*first, n_bytes)
+        return min(_seconds(*terms, n_bytes) for terms in (first, *others))
+
+    def times(self, factor: float) -> AxisCost:
+        """The axis whose collectives take so many times as long."""
+        def longer(terms: tuple[float, float, float]) -> tuple[float, float, float]:
+            latency, per_byte, sharpness = terms
+            return factor * latency, factor * per_byte, sharpness
+
+        return replace(
+            self, terms={kind: longer(terms) for kind, terms in self.terms.items()},
+            others={kind: tuple(map(longer, several)) for kind, several in self.others.items()},
+        )  # fmt: skip
+
+
+def _seconds(latency: float, per_byte: float, sharpness: float, n_bytes: float) -> float:
+    if sharpness == 1.0:
+        return latency + per_byte * n_bytes
+    return (latency**sharpness + (per_byte * n_bytes) ** sharpness) ** (1.0 / sharpness)
 
 
 def abstract_terms(size: int, alpha: float, beta: float, constants: Mapping[str, float]) -> dict:

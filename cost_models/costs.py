@@ -31,13 +31,21 @@ class OpWork(NamedTuple):
         flops: of the forward; a multiply-add counts as two.
         n_bytes: that the forward reads and writes.
         dtype: of what is computed, such as ``bfloat16``.
-        gemm: ``(m, n, k)`` of a contraction, where it is one.
+        gemm: ``(m, n, k)`` of a contraction, where it is one; of attention queries, keys that a query sees, and the
+            size of a head.
         differentiable: whether there is a backward.
         gradients: of how many factors of a contraction the backward computes the gradient; 0 for other kinds.
         weight_gradients: how many of these are gradients of parameters.
         key: gives the name by which a profile knows the operator on these local shapes (see
             :func:`hardware_profiles.measurements.op_key`); None for one that communicates inside. To find it
             takes time.
+        curve: what the cost model tells apart of a kind, one of ``OP_KINDS`` too, such as ``norm``; the kind itself
+            where this is empty.
+        backward_bytes: that the backward reads and writes; of a contraction beside its products.
+        row: elements of the last dim of what it reads.
+        aligned: the inner sizes of a product are multiples of 16 bytes.
+        joins: it runs in the kernel of the operator that made its input.
+        scores_bytes: of attention that fused kernels cannot compute, the scores in float32; 0 where they can.
     """
 
     kind: str
@@ -49,6 +57,12 @@ class OpWork(NamedTuple):
     gradients: int
     weight_gradients: int
     key: Callable[[], str | None]
+    curve: str = ""
+    backward_bytes: float = 0.0
+    row: int = 0
+    aligned: bool = True
+    joins: bool = False
+    scores_bytes: float = 0.0
 
 
 class OpSeconds(NamedTuple):
@@ -78,6 +92,7 @@ class StageWork(NamedTuple):
         n_ops: operators with a backward.
         microbatches: of a step.
         optimizer: its name, such as ``adamw``.
+        cast_bytes: that are read and written in a step to cast parameters to narrow copies.
     """
 
     summed: Sequence[tuple[int, float]]
@@ -85,6 +100,7 @@ class StageWork(NamedTuple):
     n_ops: int
     microbatches: int
     optimizer: str
+    cast_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +139,8 @@ class Costs(Protocol):
             least an n-th of the batch. The search over stages draws lower bounds from it where it holds.
         bucket_bytes: collectives of parameters share buckets of about this size; 0 prices each on its own.
         provenance: when and where it was measured (``date``, ``processor``); empty for one that only computes.
+        fuses: operators that are bound by memory and follow each other are one kernel, which reads and writes nothing
+            between them: work comes without those bytes (:attr:`OpWork.joins`).
     """
 
     @property
@@ -133,6 +151,9 @@ class Costs(Protocol):
 
     @property
     def provenance(self) -> Mapping[str, Any]: ...
+
+    @property
+    def fuses(self) -> bool: ...
 
     def __hash__(self) -> int: ...
 

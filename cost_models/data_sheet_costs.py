@@ -1,38 +1,60 @@
 """Costs from data sheets: a roofline for operators, latency and bandwidth for collectives.
 
-Backward of an operator: every differentiable factor of a contraction costs one more contraction of the same size;
-attention costs 2.5 forwards (recomputed scores, four products); everything else moves its bytes once more.
+Backward of an operator: every differentiable factor of a contraction costs one more contraction of the same size, and
+attention 2.5 forwards (recomputed scores, four products), by the curve of the backward where there is one. Everything
+else moves the bytes that its backward reads and writes; on devices that have no curve for that, those of the forward
+once more.
+
+The software that trains on the cluster multiplies all seconds by its factor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from hardware_profiles import Cluster, Device
+from hardware_profiles import Cluster, Device, Software
 
 from .collective_cost import AxisCost
 from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
 from .mesh_links import mesh_axes
-from .operator_cost import op_seconds
+from .operator_cost import COMPUTE_KINDS, op_seconds
 
-ATTENTION_PASSES = 3.5
-"""Forwards of attention that its forward and backward cost."""
-MOVED_TWICE = 2
-"""The same of operators that are bound by memory: the backward moves the bytes of the forward once more."""
+ATTENTION_BACKWARD = 2.5
+"""Forwards of attention that its backward costs."""
+SCORES_PASSES, SCORES_PASSES_BACK = 12, 12
+"""How often attention in torch's plain operators reads or writes its scores, forward and backward: products, the mask's
+addition, softmax, and what keeps rows of nothing but -inf from being no numbers."""
 BUCKET_BYTES = 25 * 2**20
 """The bucket in which torch's DistributedDataParallel reduces gradients, its default."""
+STEP_PASSES = {"adamw": 7, "adam": 7, "sgd": 3, "sgd_momentum": 5}
+"""How often a fused optimizer's step reads or writes as many bytes as the parameters have: parameter, gradient and each
+state are read, all but the gradient written."""
+ADD_PASSES = 3
+"""The same of an addition: two tensors read, one written."""
 
 
 @dataclass(frozen=True, eq=False)
 class Roofline:
-    """What the numbers of a cluster's devices and links give (:class:`cost_models.costs.Costs`)."""
+    """What the numbers of a cluster's devices and links give (:class:`cost_models.costs.Costs`).
+
+    Attributes:
+        trainer: the software that trains; None for the cluster's own.
+    """
 
     cluster: Cluster
+    trainer: Software | None = None
     _wires: dict[tuple[int, int], AxisCost] = field(default_factory=dict, init=False, repr=False)
+    _devices: dict[Device, Device] = field(default_factory=dict, init=False, repr=False)
 
     share_bounds = True
+
+    @cached_property
+    def software(self) -> Software:
+        """What trains on the cluster."""
+        return self.cluster.software if self.trainer is None else self.trainer
 
     @property
     def bucket_bytes(self) -> float:
@@ -44,32 +66,115 @@ class Roofline:
         """Nothing was measured."""
         return {}
 
+    @property
+    def fuses(self) -> bool:
+        """As the software does."""
+        return self.software.fused
+
     def op(self, device: Device, work: OpWork) -> OpSeconds:
         """By the roofline of the device."""
-        forward = op_seconds(device, work.kind, work.flops, work.n_bytes, work.dtype, work.gemm)
+        factor, device = self.software.factor, self._as_launched(device)
+        if work.scores_bytes and _knows_backwards(device):
+            return self._unfused_attention(device, work)
+        kind, gemm = work.curve or work.kind, work.gemm
+        forward = factor * op_seconds(
+            device, kind, work.flops, work.n_bytes, work.dtype, gemm, row=work.row, aligned=work.aligned,
+            joins=work.joins,
+        )  # fmt: skip
         if not work.differentiable:
             return OpSeconds(forward, forward)
-        if work.kind in ("matmul", "conv"):
-            return OpSeconds(forward, forward * (1 + work.gradients), forward * work.weight_gradients)
-        return OpSeconds(forward, forward * (ATTENTION_PASSES if work.kind == "attention" else MOVED_TWICE))
+        if kind not in COMPUTE_KINDS:
+            return OpSeconds(forward, forward + self._moving_backward(device, kind, work, forward))
+        passes, times = (ATTENTION_BACKWARD, 1) if kind == "attention" else (1.0, work.gradients)
+        backward = forward * passes
+        if f"{kind}_backward" in device.efficiency:
+            backward = factor * op_seconds(
+                device, kind, passes * work.flops, passes * work.n_bytes, work.dtype, gemm, aligned=work.aligned,
+                backward=True,
+            )  # fmt: skip
+        weights, total = backward * work.weight_gradients, forward + backward * times
+        if work.backward_bytes and _knows_backwards(device):
+            more = factor * op_seconds(device, "reduce", 0.0, work.backward_bytes, work.dtype, backward=True)
+            weights, total = weights + more, total + more
+        return OpSeconds(forward, total, weights)
+
+    def _unfused_attention(self, device: Device, work: OpWork) -> OpSeconds:
+        """Of attention whose scores are written out in float32: products outside the tensor cores, and passes over the
+        scores."""
+        products = op_seconds(device, "matmul", work.flops, 0.0, "float32", work.gemm)
+
+        def passes(times: int) -> float:
+            return op_seconds(device, "pointwise", 0.0, times * work.scores_bytes, "float32", joins=True)
+
+        forward = self.software.factor * (products + passes(SCORES_PASSES))
+        if not work.differentiable:
+            return OpSeconds(forward, forward)
+        return OpSeconds(forward, forward + self.software.factor * (2 * products + passes(SCORES_PASSES_BACK)))
+
+    def _moving_backward(self, device: Device, kind: str, work: OpWork, forward: float) -> float:
+        """Seconds of the backward of an operator that is bound by memory."""
+        if kind == "none" or not _knows_backwards(device):
+            return forward
+        if not work.backward_bytes:
+            return 0.0
+        return self.software.factor * op_seconds(
+            device, kind, work.flops, work.backward_bytes, work.dtype, row=work.row, backward=True, joins=work.joins
+        )
+
+    def _as_launched(self, device: Device) -> Device:
+        """The device, with launches of the software's host where it is known, and kernels are launched ahead."""
+        seconds = self.software.launch_seconds
+        if seconds is None or device.kernel_seconds is None:
+            return device
+        known = self._devices.get(device)
+        if known is None:
+            known = self._devices[device] = replace(device, launch_seconds=seconds)
+        return known
 
     def copy(self, device: Device, n_bytes: float, dtype: str) -> float:
         """By the device's memory bandwidth."""
-        return op_seconds(device, "copy", 0.0, n_bytes, dtype)
+        return self.software.factor * op_seconds(self._as_launched(device), "copy", 0.0, n_bytes, dtype)
 
     def axes(self, shape: Mapping[str, int], devices: Sequence[int]) -> Mapping[str, AxisCost]:
         """By the links that the collectives cross."""
-        return mesh_axes(self.cluster, shape, devices)
+        axes = mesh_axes(self.cluster, shape, devices)
+        factor = self.software.factor
+        return axes if factor == 1.0 else {name: _longer(axis, factor) for name, axis in axes.items()}
 
     def transfer(self, source: int, target: int, n_bytes: float) -> float:
         """By the links of the route."""
         if (source, target) not in self._wires:
-            self._wires[source, target] = mesh_axes(self.cluster, {"pair": 2}, [source, target])["pair"]
+            self._wires[source, target] = self.axes({"pair": 2}, [source, target])["pair"]
         return self._wires[source, target].seconds("send_recv", n_bytes)
 
     def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
-        """No data sheet says it."""
-        return None
+        """The optimizer's step, additions of gradients that arrive over several ways, and those of weights to the
+        gradients of earlier microbatches, and casts of weights to narrow copies, by the bytes that they move on the slowest device; None on devices of which
+        nothing but the four curves is known."""
+        device = self._as_launched(self.cluster.slowest(range(self.cluster.n_devices)))
+        if self.cluster.abstract or not _knows_backwards(device):
+            return None
+        asked, factor = work(), self.software.factor
+
+        def seconds(kind: str, n_bytes: float) -> float:
+            return factor * op_seconds(device, kind, 0.0, n_bytes, "float32", joins=True)
+
+        summed = sum(times * seconds("pointwise", ADD_PASSES * n_bytes) for times, n_bytes in asked.summed)
+        used, stored = (sum(sizes[i] for sizes in asked.parameters) for i in (0, 1))
+        later = (asked.microbatches - 1) / asked.microbatches * seconds("pointwise", ADD_PASSES * used)
+        step = seconds("optimizer", STEP_PASSES.get(asked.optimizer, STEP_PASSES["adamw"]) * stored)
+        step += seconds("pointwise", asked.cast_bytes) if asked.cast_bytes else 0.0
+        return StageSeconds(0.0, summed + later, 0.0, later, step, summed)
+
+
+def _knows_backwards(device: Device) -> bool:
+    """Whether the device has curves for backwards."""
+    return "pointwise_backward" in device.efficiency
+
+
+def _longer(axis: AxisCost, factor: float) -> AxisCost:
+    """The axis whose collectives take so many times as long."""
+    return axis.times(factor)
 
 
 cost_source(Roofline)

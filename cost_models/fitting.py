@@ -104,13 +104,17 @@ def gemm_seconds(
     element_bytes: float,
     memory_bytes_per_second: float | np.ndarray,
     launch_seconds: float,
+    cast_bytes: float = 0.0,
 ) -> np.ndarray:
-    """`op_seconds` of matrix products for shapes [row, (m, n, k)] at once -> seconds [row]."""
+    """`op_seconds` of matrix products for shapes [row, (m, n, k)] at once -> seconds [row].
+
+    `cast_bytes` are moved for each of the m k elements of the first factor before the product, which is then read in a
+    narrower type."""
     m, n, k = shapes.T.astype(float)
     tiles = (m + curve.half_m) * (n + curve.half_n) + curve.half_mn
     compute = 2 * tiles * (k + curve.half_k) / (peak_flops * curve.fraction)
     memory = element_bytes * (m * k + k * n + m * n) / memory_bytes_per_second
-    return launch_seconds + np.maximum(compute, memory)
+    return launch_seconds + np.maximum(compute, memory) + cast_bytes * m * k / memory_bytes_per_second
 
 
 def fit_gemm(
@@ -121,27 +125,30 @@ def fit_gemm(
     memory_bytes_per_second: float | np.ndarray,
     launch_seconds: float,
     source: str = "",
-) -> tuple[EfficiencyCurve, float]:
-    """The efficiency curve of matrix products, and its median absolute log error.
+    casts: bool = False,
+) -> tuple[EfficiencyCurve, float, float]:
+    """The efficiency curve of matrix products, its median absolute log error, and the bytes of a cast.
 
     shapes [row, (m, n, k)], seconds [row]; rates are numbers, or one per row where several devices share a
     curve; `memory_bytes_per_second` is what memory really gives. The model is `gemm_seconds`; the launch time
-    is given, not fitted, because op_seconds adds that of the device.
+    is given, not fitted, because op_seconds adds that of the device. `casts`: the seconds contain a cast of the first
+    factor, whose bytes for each element are fitted too and are no part of the curve. They look like a large `half_n`,
+    which is therefore that of m: products are alike in both.
     """
     log_seconds = np.log(seconds)
 
-    def unpack(x: np.ndarray) -> EfficiencyCurve:
-        half_m, half_n, half_k, half_mn = (float(f"{value:.3g}") for value in np.exp(x[1:]))
-        return EfficiencyCurve(
-            float(0.99 / (1 + np.exp(-x[0]))), half_m, half_n, half_k, half_mn, source=source
-        )
+    def unpack(x: np.ndarray) -> tuple[EfficiencyCurve, float]:
+        fraction = float(0.99 / (1 + np.exp(-x[0])))
+        half_m, *last, half_k, half_mn = (float(f"{value:.3g}") for value in np.exp(x[1:]))
+        half_n, cast_bytes = (half_m, last[0]) if casts else (last[0], 0.0)
+        return EfficiencyCurve(fraction, half_m, half_n, half_k, half_mn, source=source), cast_bytes
 
-    def errors(curve: EfficiencyCurve) -> np.ndarray:
+    def errors(curve: EfficiencyCurve, cast_bytes: float) -> np.ndarray:
         model = gemm_seconds(
-            curve, shapes, peak_flops, element_bytes, memory_bytes_per_second, launch_seconds
+            curve, shapes, peak_flops, element_bytes, memory_bytes_per_second, launch_seconds, cast_bytes
         )
         return np.abs(np.log(model) - log_seconds)
 
-    start = [1.0, *np.log([30.0, 30.0, 30.0, 3e4])]
-    best = unpack(search(lambda x: float(errors(unpack(x)).mean()), start))
-    return best, float(np.median(errors(best)))
+    start = [1.0, *np.log([30.0, 5.0 if casts else 30.0, 30.0, 3e4])]
+    curve, cast_bytes = unpack(search(lambda x: float(errors(*unpack(x)).mean()), start))
+    return curve, float(np.median(errors(curve, cast_bytes))), cast_bytes

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardware_profiles import Cluster, Device
+from hardware_profiles import Cluster, Device, software_named
 from hardware_profiles.measurements import OTHER, Correction, Measured, Points
+from hardware_profiles.software import OWN
 
 from .collective_cost import AxisCost
 from .costs import OpSeconds, OpWork, StageSeconds, StageWork, cost_source
@@ -32,6 +33,7 @@ class MeasuredCosts:
     _wires: dict[tuple[int, int], AxisCost | MeasuredAxis] = field(default_factory=dict, init=False, repr=False)
 
     share_bounds = False
+    fuses = False
 
     @property
     def bucket_bytes(self) -> float:
@@ -116,7 +118,9 @@ class MeasuredCosts:
 @cost_source
 def of_profile(cluster: Cluster) -> MeasuredCosts | None:
     """A cluster that came from a profile file is priced by it."""
-    return MeasuredCosts(Roofline(cluster), cluster.measured) if cluster.measured is not None else None
+    if cluster.measured is None:
+        return None
+    return MeasuredCosts(Roofline(cluster, software_named(OWN)), cluster.measured)  # measured with its software
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,25 +130,76 @@ def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> Axis
     if size == 1:
         return AxisCost(name, 1, dict.fromkeys(KINDS, (0.0, 0.0, 1.0)), "")
     loads, members, nodes = _loads(cluster, groups, routes)
-    terms, bottleneck = {}, ""
+    terms: dict[str, tuple[float, float, float]] = {}
+    others: dict[str, tuple[tuple[float, float, float], ...]] = {}
+    bottleneck = ""
     alike = {pattern: _alike(cluster, loads[pattern], loads) for pattern in ("ring", "all_to_all", "send_recv")}
     for kind in KINDS:
-        pattern = kind if kind in ("all_to_all", "send_recv") else "ring"
-        per_byte, sharpness = 0.0, 1.0
-        bases, steps_inside, steps_between = [0.0], [0.0], [0.0]
-        for link, load, ring, far in alike[pattern]:
-            curve = cluster.curves[link.curve][kind]
-            rate = link.bandwidth_bytes_per_second * curve.fraction * (1.0 - curve.ramp / max(ring, LEAST_RING))
-            if load / rate > per_byte:
-                per_byte, sharpness = load / rate, curve.sharpness
-                if kind == "all_reduce":
-                    bottleneck = f"{link.name} {link.bandwidth_bytes_per_second / 1e9:.4g} GB/s"
-            bases.append(curve.base_seconds)
-            (steps_between if far else steps_inside).append(curve.step_seconds)
-        inside, between = steps_of(kind, members, nodes)
-        latency = max(bases) + inside * max(steps_inside) + between * max(steps_between)
-        terms[kind] = (latency, per_byte * _ring_volume(kind, size), sharpness)
-    return AxisCost(name, size, terms, bottleneck)
+        crossed = alike[kind if kind in ("all_to_all", "send_recv") else "ring"]
+        counts = steps_of(kind, members, nodes), (size - nodes if nodes > 1 else 0)
+        terms[kind], limiting = _terms(cluster, kind, crossed, counts, size, "tree" if kind == "all_reduce" else "")
+        if kind == "all_reduce":
+            found = [_terms(cluster, kind, crossed, counts, size, way) for way in _besides_trees(cluster, crossed)]
+            if found:
+                others[kind] = tuple(other for other, _ in found)
+            bottleneck = min([(terms[kind], limiting), *found], key=lambda each: each[0][1])[1]
+    return AxisCost(name, size, terms, bottleneck, others)
+
+
+_Crossed = tuple[Link, float, float, bool]
+"""A link, its load per byte, the ranks of the ring across it, and whether it leaves machines."""
+
+
+def _besides_trees(cluster: Cluster, crossed: Sequence[_Crossed]) -> list[str]:
+    """The algorithms of an all_reduce beside trees that the links between machines have."""
+    far = [link for link, _, _, is_far in crossed if is_far]
+    ring = any(cluster.curves[link.curve]["all_reduce"].ring_step_seconds for link in far)
+    return [*(["ring"] if ring else []), *(["sums"] if far and all(link.sums for link in far) else [])]
+
+
+def _terms(
+    cluster: Cluster, kind: str, crossed: Sequence[_Crossed], counts: tuple[tuple[int, int], int], size: int,
+    algorithm: str,
+) -> tuple[tuple[float, float, float], str]:  # fmt: skip
+    """The terms of a collective by one algorithm, and the link that limits it.
+
+    Args:
+        counts: dependent steps inside machines and between them, and the hops inside machines of a ring over several.
+        algorithm: of an all_reduce ``tree``, ``ring`` or ``sums`` (by the switches); else empty.
+    """
+    (inside, between), hops = counts
+    per_byte, of_far, sharpness, limiting = 0.0, 0.0, 1.0, ""
+    bases, steps_inside, steps_between, of_hops = [0.0], [0.0], [0.0], [0.0]
+    for link, load, ring, far in crossed:
+        curve = cluster.curves[link.curve][kind]
+        rate = link.bandwidth_bytes_per_second * curve.fraction * (1.0 - curve.ramp / max(ring, LEAST_RING))
+        if far and algorithm == "tree":
+            rate *= curve.tree_fraction
+        elif far and algorithm == "sums":  # each byte goes up once and comes down once, at the same time
+            rate *= 2 * (size - 1) / size
+        # curves between machines were fitted to whole collectives: theirs is the shape, wherever the bytes are slowest
+        if load / rate > of_far if far else load / rate > per_byte and not of_far:
+            sharpness = curve.sharpness
+        of_far = max(of_far, load / rate if far else 0.0)
+        if load / rate > per_byte:
+            per_byte = load / rate
+            limiting = f"{link.name} {link.bandwidth_bytes_per_second / 1e9:.4g} GB/s"
+        bases.append(curve.base_seconds)
+        if far:
+            steps_between.append(curve.ring_step_seconds if algorithm == "ring" else curve.step_seconds)
+            of_hops.append(curve.inside_step_seconds)
+        else:
+            steps_inside.append(curve.step_seconds)
+    if algorithm == "ring":
+        nodes_hops = 2 * (size - hops - 1)
+        latency = 2 * hops * max(*steps_inside, *of_hops) + nodes_hops * max(steps_between)
+    elif algorithm == "sums":
+        latency = inside * max(steps_inside) + 2 * max(steps_between)
+    elif max(of_hops) and kind in ("all_gather", "reduce_scatter"):
+        latency = hops * max(*steps_inside, *of_hops) + between * max(steps_between)
+    else:
+        latency = inside * max(steps_inside) + between * max(steps_between)
+    return (max(bases) + latency, per_byte * _ring_volume(kind, size), sharpness), limiting
 
 
 def _alike(

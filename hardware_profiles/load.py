@@ -7,18 +7,27 @@ import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import ProfileError
-from .model import COLLECTIVES, OP_KINDS, RATES, CollectiveCurve, Device, EfficiencyCurve, Link
+from .model import COLLECTIVES, CURVES, OP_KINDS, RATES, CollectiveCurve, Device, EfficiencyCurve, Link
 from .reader import ProfileErrors, Table, closest, read_document
 from .strict import shortened
 
 DATA = Path(__file__).parent / "data"
 
 
+class Efficiency(NamedTuple):
+    """What devices with the same cores have in common: curves by name, and the least seconds of a kernel (None where
+    the processor that launches computes)."""
+
+    curves: Mapping[str, EfficiencyCurve]
+    kernel_seconds: float | None
+
+
 @functools.cache
-def efficiency_families() -> dict[str, dict[str, EfficiencyCurve]]:
-    """Family name -> op kind -> curve, from data/efficiency.toml."""
+def efficiency_families() -> dict[str, Efficiency]:
+    """The families of data/efficiency.toml by name."""
     failures = ProfileErrors("data/efficiency.toml")
     root = Table(read_document(DATA / "efficiency.toml"), "", failures)
     families = {name: read_efficiency(root.table(name)) for name in root.data}
@@ -26,12 +35,12 @@ def efficiency_families() -> dict[str, dict[str, EfficiencyCurve]]:
     return families
 
 
-def read_efficiency(table: Table) -> dict[str, EfficiencyCurve]:
-    """One table of curves by op kind; all four kinds are required, `matmul_float8` is optional."""
+def read_efficiency(table: Table) -> Efficiency:
+    """One table of curves by name; those of OP_KINDS are required, others of CURVES and `kernel_seconds` optional."""
     curves = {}
-    for kind in (*OP_KINDS, *(["matmul_float8"] if table.has("matmul_float8") else [])):
-        inner = table.table(kind)
-        curves[kind] = EfficiencyCurve(
+    for name in (*OP_KINDS, *(n for n in CURVES if n not in OP_KINDS and table.has(n))):
+        inner = table.table(name)
+        curves[name] = EfficiencyCurve(
             inner.number("fraction", positive=True),
             inner.number("half_m", 0.0),
             inner.number("half_n", 0.0),
@@ -39,10 +48,15 @@ def read_efficiency(table: Table) -> dict[str, EfficiencyCurve]:
             inner.number("half_mn", 0.0),
             inner.number("half_work", 0.0),
             inner.text("source", ""),
+            inner.number("half_row", 0.0),
+            inner.number("item_bytes", 0.0),
+            inner.number("bytes_per_flop", 0.0),
+            inner.number("unaligned", 1.0, positive=True),
         )
         inner.close()
+    kernel_seconds = table.number("kernel_seconds") if table.has("kernel_seconds") else None
     table.close()
-    return curves
+    return Efficiency(curves, kernel_seconds)
 
 
 def read_device(name: str, table: Table) -> Device:
@@ -55,9 +69,9 @@ def read_device(name: str, table: Table) -> Device:
         if family not in efficiency_families():
             hint = closest(family, efficiency_families())
             failures.add(f"{table.path}.efficiency", f"got unknown family '{family}': {hint}")
-        efficiency = efficiency_families().get(family, {})
+        efficiency = efficiency_families().get(family, Efficiency({}, None))
     else:
-        efficiency = read_efficiency(table.table("efficiency")) if family is not None else {}
+        efficiency = read_efficiency(table.table("efficiency")) if family is not None else Efficiency({}, None)
     peaks = table.numbers("peak_flops", positive=True)
     for dtype in peaks:
         if dtype not in RATES:
@@ -70,9 +84,10 @@ def read_device(name: str, table: Table) -> Device:
         table.number("memory_bytes_per_second", positive=True),
         peaks,
         table.number("launch_seconds"),
-        efficiency,
+        efficiency.curves,
         table.texts("sources", {}),
         table.number("power_watts", positive=True) if table.has("power_watts") else None,
+        kernel_seconds=efficiency.kernel_seconds,
         link=table.text("link", ""),
         domain=table.integer("domain", 1),
         host_link=table.text("host_link", ""),
@@ -90,6 +105,7 @@ def read_link(name: str, table: Table, known_curves: Mapping[str, object]) -> Li
         table.number("latency_seconds"),
         table.text("curve"),
         "; ".join(f"{key}: {text}" for key, text in sources.items()),
+        table.flag("sums", False),
     )
     if link.curve and link.curve not in known_curves:
         hint = closest(link.curve, known_curves)
@@ -113,6 +129,9 @@ def read_curves(table: Table) -> dict[str, CollectiveCurve]:
             inner.number("ramp", 0.0),
             inner.number("sharpness", 1.0, positive=True),
             inner.text("source", ""),
+            inner.number("inside_step_seconds", 0.0),
+            inner.number("ring_step_seconds", 0.0),
+            inner.number("tree_fraction", 1.0, positive=True),
         )
         if curves[kind].ramp >= 2:
             table.failures.add(f"{inner.path}.ramp", f"got {curves[kind].ramp}, expected a number below 2")

@@ -19,6 +19,21 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 RATES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4", "int8")
 """Formats of which a data sheet gives a rate; ``tf32`` is that of float32 on tensor cores."""
 OP_KINDS = ("matmul", "conv", "attention", "pointwise")
+"""Kinds of which every device has a curve."""
+MOVING_KINDS = (
+    "pointwise", "broadcast", "widen", "narrow", "reduce", "norm", "rms_norm", "batch_norm", "softmax", "loss",
+    "lookup", "optimizer",
+)  # fmt: skip
+"""Kinds that are bound by memory bandwidth and may have curves of their own; `pointwise` stands for one that has none.
+
+    broadcast   pointwise, with an input smaller than the output    softmax   along a dim that is not cut
+    widen       a cast to a wider type                              loss      cross entropy and its like
+    narrow      a cast to a narrower one                            lookup    rows read by number: embeddings, gathers
+"""
+CURVES = (*OP_KINDS, "matmul_float8", "attention_backward", *MOVING_KINDS[1:],
+          *(f"{kind}_backward" for kind in MOVING_KINDS))  # fmt: skip
+"""All curves that a device may have. Where `<kind>_backward` is there, that of `pointwise` for one that lacks its own,
+backwards are priced by the bytes that they move, else by those of the forward."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +41,18 @@ class EfficiencyCurve:
     """The fraction of a data-sheet rate that an op reaches, growing with its size.
 
     With a gemm shape (m, n, k):  fraction * m n k / (((m+half_m)(n+half_n) + half_mn)(k+half_k))
-    without one:                  fraction * w/(w+half_work), w in flops (bytes for `pointwise`)
+    of rows of r elements:        fraction * r/(r+half_row) * w/(w+half_work), w in bytes
+    without either:               fraction * w/(w+half_work), w in flops (bytes for kinds bound by memory)
 
-    `half_mn` is the output below which the device has idle cores. Time is proportional to the denominator:
-    smooth, growing in every size, so that a part of an op is never slower than the whole.
+    Attention counts as (queries, keys that a query sees, size of a head). `half_mn` is the output below which the
+    device has idle cores. Time is proportional to the denominator: smooth, growing in every size, so that a part of an
+    op is never slower than the whole.
+
+    Attributes:
+        bytes_per_flop: what cores move of a kind that is bound by memory, in bytes for each flop of the float32 peak: a
+            limit beside the fraction of bandwidth, as faster memory on the same cores does not help; 0 for none.
+        item_bytes: elements of fewer bytes take as long as elements of so many; 0 where bytes alone count.
+        unaligned: the part of the rate that is left where the inner sizes of a product are no multiples of 16 bytes.
     """
 
     fraction: float
@@ -39,6 +62,10 @@ class EfficiencyCurve:
     half_mn: float = 0.0
     half_work: float = 0.0
     source: str = ""
+    half_row: float = 0.0
+    item_bytes: float = 0.0
+    bytes_per_flop: float = 0.0
+    unaligned: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +73,12 @@ class Device:
     """One accelerator, or one process on a CPU.
 
     `peak_flops` maps a dtype name to dense flop/s; for GPUs `float32` is the rate *without* tensor cores and
-    `tf32` the one with them. `launch_seconds` is paid once per op. `efficiency` maps an op kind of OP_KINDS
-    to its curve; for `pointwise` the rate is `memory_bytes_per_second`, for the others `peak_flops`. The
+    `tf32` the one with them. `launch_seconds` is what the host takes to launch an op. `efficiency` maps names of
+    CURVES to curves; for MOVING_KINDS the rate is `memory_bytes_per_second`, for the others `peak_flops`. The
     optional `matmul_float8` stands in for `matmul` where 8-bit types are multiplied. `power_watts` is the board's
-    limit; None where a data sheet does not say it.
+    limit; None where a data sheet does not say it. `kernel_seconds` is what a kernel takes at least, where the host
+    launches ahead of the device: an op then takes the longer of launch and kernel. None where the processor that
+    launches computes, too: both add up.
 
     `link` names the link into its domain: the `domain` devices that reach each other by it (8 behind the switches
     of a machine, 72 of an NVL72, 2 with a bridge; 1: none). `host_link` names the PCIe of its machines.
@@ -63,6 +92,7 @@ class Device:
     efficiency: Mapping[str, EfficiencyCurve]
     sources: Mapping[str, str] = field(default_factory=dict)
     power_watts: float | None = None
+    kernel_seconds: float | None = None
     link: str = ""
     domain: int = 1
     host_link: str = ""
@@ -70,13 +100,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a wire: data-sheet bandwidth, latency, and the name of the curve it follows."""
+    """One direction of a wire: data-sheet bandwidth, latency, and the name of the curve it follows.
+
+    ``sums``: its switches add up what machines send (SHARP), so that an all_reduce sends each byte once.
+    """
 
     name: str
     bandwidth_bytes_per_second: float
     latency_seconds: float
     curve: str
     source: str = ""
+    sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +123,15 @@ class CollectiveCurve:
 
     sharpness 1 is the plain alpha-beta model; below 1 the middle sizes are slower than alpha-beta, as
     measured.
+
+    Of links between machines, over which the library has several algorithms:
+
+    Attributes:
+        inside_step_seconds: of each of a ring's hops inside machines, where the ring leaves them: it then moves its
+            chunks by another protocol than inside one machine; 0: such a hop takes that of the link inside.
+        ring_step_seconds: of an all_reduce in a ring, for each of its 2 (nodes - 1) hops between machines;
+            ``step_seconds`` is then that of a level of a tree. 0: there are trees alone.
+        tree_fraction: of the rate that rings reach, what trees do.
     """
 
     base_seconds: float
@@ -97,6 +140,9 @@ class CollectiveCurve:
     ramp: float = 0.0
     sharpness: float = 1.0
     source: str = ""
+    inside_step_seconds: float = 0.0
+    ring_step_seconds: float = 0.0
+    tree_fraction: float = 1.0
 
 
 @dataclass(frozen=True)

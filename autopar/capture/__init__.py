@@ -54,6 +54,7 @@ import torch
 from autopar.capture.batch_totals import Totals
 from autopar.capture.branches.data_branches import Ways, along, followed
 from autopar.capture.branches.observed_run import ways_of
+from autopar.capture.graph.marked_products import with_narrow_products
 from autopar.capture.in_parts import InParts
 from autopar.capture.losses import check_loss
 from autopar.capture.python.attribute_outputs import Left, own_outputs
@@ -214,7 +215,7 @@ def capture(
         ways, (guards, exported, builder, (graph, user_inputs)) = followed(
             lambda: traced(module, args, kwargs, prefix, loss_fn), lambda: _observed(module, args, kwargs)
         )
-    example, graph = replace(example, ways=ways), replace(graph, precision=precision)
+    example, graph = replace(example, ways=ways), with_narrow_products(replace(graph, precision=precision))
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     _check_renewed(graph, model, precision)
     check_loss(graph, module, loss_fn is not None)

@@ -15,6 +15,8 @@ from autopar.lower.program import Program
 from autopar.plans.memory_decisions import DECISIONS
 from autopar.rules.attention.ring_attention import QUERIES, RING
 from autopar.rules.lowering_helpers.lowering_trial import Begun, Counted
+from autopar.rules.notation import Rule
+from autopar.rules.operator_work import attention_shape, curve_of, is_aligned, moved_bytes, through_memory
 from autopar.rules.option_names import factor_and_block
 from autopar.rules.registry import rules_of
 from autopar.torch_private import OpOverload, TorchDispatchMode, group_names, pytree
@@ -23,6 +25,7 @@ from autopar.words.load_shares import busiest, uniform
 from autopar.words.pieces import local_shape
 from autopar.words.placements import Step
 from cost_models.costs import Costs, OpSeconds, OpWork
+from cost_models.operator_cost import ALIGNMENT_BYTES
 from hardware_profiles import Device
 from hardware_profiles.measurements import op_key, tensor_text
 
@@ -92,6 +95,7 @@ class PricedRun(Watched):
         self.source, self.device, self.flops = graph, device, flops
         self.mesh = program.mesh
         self.seconds: list[float] = []
+        self.hot: list[OpSeconds] = []  # of operators that depend on parameters, where they run first
         self.copy_seconds: list[float] = []  # of reshards without a collective
         self.counted = Counted()
         self.beside: dict[int, OpSeconds] = {}  # by the call that messages run beside, what it computes
@@ -123,6 +127,8 @@ class PricedRun(Watched):
             flops = self._flops_so_far() - before + self.flops_of_parts.pop(meta["node"], 0.0)
             spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
             self.seconds.append(spent.forward if self.second else spent.total)
+            if not self.second and self.source.nodes[self.source.index[meta["node"]]].hot:
+                self.hot.append(spent)
             self.beside |= {id(m.beside): spent for m in self.counted.messages[sent:] if m.beside is not None}
             if self.now_open is not None and self.counted.under_way:
                 self.now_open.append(spent)
@@ -182,7 +188,6 @@ class PricedRun(Watched):
         rule = self.kinds[n.meta["autopar"]["node"]]
         if rule.random:
             ins = ins[:-1]  # the seed
-        n_bytes = sum(t.numel() * t.element_size() for t in (*ins, *outs))
         gemm, gradients = None, 0
         if rule.kind in ("matmul", "conv"):
             gradients = sum(t.requires_grad for i, t in enumerate(ins) if i not in rule.additive)
@@ -193,19 +198,49 @@ class PricedRun(Watched):
                 # 2mnk flops, m n outputs, and the second operand's elements give the three sizes
                 mn = outs[0].numel()
                 k = max(1, round(flops / (2 * mn)))
-                groups = max(1, round(ins[1].numel() / max(1, k)))
-                gemm = (max(1, mn // groups), groups, k)
-        if rule.kind == "attention" and "True" in str(n.args[5:6]) + str(n.kwargs.get("is_causal")):
-            cut: Any = n.kwargs.get("cut") or {}
-            whole_rows = QUERIES not in cut and RING not in cut
-            if whole_rows and flops > 0.75 * attention_flops(*(x.shape for x in ins[:3])):
-                flops /= 2  # computed step by step, and half of it thrown away
+                features = max(1, round(ins[1].numel() / max(1, k)))
+                if "transpose" in self.targets[n.meta["autopar"]["node"]]:
+                    features = ins[1].shape[1]
+                elif rule.kind == "conv":  # of one group
+                    features //= max(1, ins[0].shape[1 - ins[1].dim()] // ins[1].shape[1])
+                gemm = (max(1, mn // features), features, k)
+        if rule.kind == "attention":
+            if "True" in str(n.args[5:6]) + str(n.kwargs.get("is_causal")):
+                cut: Any = n.kwargs.get("cut") or {}
+                whole_rows = QUERIES not in cut and RING not in cut
+                if whole_rows and flops > 0.75 * attention_flops(*(x.shape for x in ins[:3])):
+                    flops /= 2  # computed step by step, and half of it thrown away
+            gemm = attention_shape(flops, ins[0].shape, outs[0].shape)
         if rule.kind not in ("matmul", "conv", "attention"):
             flops = 0.0
+        return self.costs.op(self.device, self._work(n, rule, ins, outs, flops, gemm, gradients, key))
+
+    def _work(
+        self, n: torch.fx.Node, rule: Rule, ins: list[Any], outs: list[Any], flops: float,
+        gemm: tuple[int, int, int] | None, gradients: int, key: Callable[[], str | None],
+    ) -> OpWork:  # fmt: skip
+        """What an operator does, by the tensors that it really gets."""
+        read, written = ([t.numel() * t.element_size() for t in tensors] for tensors in (ins, outs))
         dtype = str(outs[0].dtype).removeprefix("torch.") if outs else "float32"
         differentiable = any(t.requires_grad for t in outs)
-        work = OpWork(rule.kind, flops, n_bytes, dtype, gemm, differentiable, gradients, 0, key)
-        return self.costs.op(self.device, work)
+        node = self.source.nodes[self.source.index[n.meta["autopar"]["node"]]]
+        counted = (True,) * (len(read) + len(written))
+        if self.costs.fuses and len(through_memory(self.source, node)) == len(counted):
+            counted = through_memory(self.source, node)
+        grads = [differentiable and t.requires_grad for t in ins]
+        n_bytes, backward_bytes = moved_bytes(rule, read, written, grads, counted)
+        inner = [t.shape[-1] for t in (*ins[:2], *outs[:1]) if t.dim()]
+        aligned = is_aligned(rule, dtype, {}) and not (
+            rule.kind == "matmul" and dtype in ("bfloat16", "float16")
+            and any(size % (ALIGNMENT_BYTES // 2) for size in inner if size > 1)
+        )  # fmt: skip
+        scores_bytes = 0.0
+        if rule.kind == "attention" and any(grads[3:]):
+            scores_bytes = 4.0 * prod(ins[0].shape[:-1]) * ins[1].shape[-2]
+        return OpWork(
+            rule.kind, flops, n_bytes, dtype, gemm, differentiable, gradients, 0, key, curve_of(rule), backward_bytes,
+            ins[0].shape[-1] if ins and ins[0].dim() else 0, aligned, not all(counted[: len(read)]), scores_bytes,
+        )  # fmt: skip
 
     def _part_of_rows(self, n: torch.fx.Node, groups: str) -> float:
         """Of the rows of grouped products the part of the rank that has most, where a factor of groups is cut."""

@@ -259,11 +259,12 @@ def param_rows(graph: Graph, plan: StagePlan, priced: Pricer) -> list[ParamRow]:
     rows = []
     for pattern, names in groups.items():
         node, choice = nodes[names[0]], plan.params[names[0]]
-        cost = P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches, graph.precision)
+        policy = graph.policy_of(node)
+        cost = P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches, policy)
         collectives = tuple(
             _collective(kind, axis, kind != "all_gather", n)
             for axis, kind, n, times in P.collectives(
-                node.out, node.needs_grad, choice, plan.mesh, plan.microbatches, graph.precision
+                node.out, node.needs_grad, choice, plan.mesh, plan.microbatches, policy
             )
             for _ in range(times)
         )

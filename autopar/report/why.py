@@ -108,7 +108,8 @@ def _params(
         now = owned[ref.node]
 
         def cost(choice: ParamChoice, node=node) -> P.ParamCost:  # type: ignore[no-untyped-def]
-            return P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches, graph.precision)
+            policy = graph.policy_of(node)
+            return P.cost(node.out, node.needs_grad, choice, priced, plan.optimizer, plan.microbatches, policy)
 
         others = [now] if use == now.used else P.choices(node.out, node.needs_grad, [use], plan.mesh)
         limit = cost(now).n_bytes

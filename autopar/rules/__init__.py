@@ -10,6 +10,7 @@ options               :mod:`.axis_options`: what an operator may do on one axis,
 :mod:`.local_calls`   the call that one rank makes; :mod:`.lowering_helpers`: what distributed lowerings share
 :mod:`.saved_tensors` what autograd keeps of a call; :mod:`.aliasing`: whether its result is memory of its own;
                       :mod:`.working_memory`: what a call needs while it runs; :mod:`.kernels`: on which device
+:mod:`.operator_work` what a device computes and moves for one operator, as cost models count it
 operators             :mod:`.families`, :mod:`.attention`, :mod:`.experts`; :mod:`.function`: a user's own backward
 not written           :mod:`.discovery`: rules that are found by trying an operator
 on numbers            :mod:`.proving`; :mod:`.whole_tensors`: a graph run as it stands

@@ -41,10 +41,12 @@ from autopar.rules.terms import Term, bind
 from autopar.words.load_shares import Load
 from autopar.words.meshes import Mesh
 from autopar.words.placements import Placement
-from hardware_profiles.model import COLLECTIVES
+from hardware_profiles.model import COLLECTIVES, MOVING_KINDS
 
 KINDS = ("matmul", "conv", "attention", "pointwise", "reduce", "copy", "none")
 """What the cost model knows of an operator."""
+ADD = "add"
+"""The curve of additions."""
 
 @dataclass(frozen=True)
 class Comm:
@@ -150,6 +152,8 @@ class Rule:
         sizes: global size of every factor.
         inputs, outputs: one term per tensor input and output.
         kind: for the cost model: ``matmul conv attention pointwise reduce copy none``.
+        curve: what the cost model tells apart of a kind, one of :data:`hardware_profiles.MOVING_KINDS`, or ``add`` for
+            an addition, whose backward hands on the gradient as it is; empty for the kind itself.
         whole: factors never cut.
         linear: groups of inputs in which the op is jointly linear.
         additive: inputs that are added to the result, such as a bias.
@@ -198,6 +202,7 @@ class Rule:
     together: Mapping[str, frozenset[str]] = field(default_factory=dict)
     gemm: tuple[str, str, str, str] | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
+    curve: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what no operator can be: names of no factor, positions of no input."""
@@ -217,6 +222,8 @@ class Rule:
             raise RuleError(f"rule '{self}': there is no input {max(positions)}, it has {len(self.inputs)}")
         if self.kind not in KINDS:
             raise RuleError(f"rule '{self}': '{self.kind}' is no kind of operator; one of {', '.join(KINDS)}")
+        if self.curve and self.curve not in (ADD, *MOVING_KINDS):
+            raise RuleError(f"rule '{self}': '{self.curve}' is no curve; one of {', '.join((ADD, *MOVING_KINDS))}")
 
     def lowering(self, cut: Iterable[str]) -> Lowering | None:
         """What replaces the operator where the factors ``cut`` are cut; None where it runs as it is.

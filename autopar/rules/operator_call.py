@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.words.graph import Node, Ref, Spec, map_refs
 from autopar.words.load_shares import Load
+from autopar.words.narrow_products import NarrowUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class In:
 class Call:
     """One use of an operator, free of its place in a graph: literals, shapes and dtypes.
 
-    ``args`` and ``kwargs`` hold :class:`In` where the node has a tensor. ``load`` is that of the node.
+    ``args`` and ``kwargs`` hold :class:`In` where the node has a tensor. ``load`` and ``narrow`` are those of the node.
     """
 
     target: str
@@ -30,6 +31,7 @@ class Call:
     ins: tuple[Spec, ...]
     outs: tuple[Spec | None, ...]
     load: Load = ()
+    narrow: NarrowUse | None = None
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at ``position``, or by ``name``, or the default."""
@@ -61,5 +63,5 @@ def call_of(node: Node, specs: Callable[[Ref], Spec]) -> Call:
     counter = iter(range(len(node.refs)))
     args = map_refs(node.args, lambda _: In(next(counter)))
     kwargs = map_refs(node.kwargs, lambda _: In(next(counter)))
-    call = node.__dict__["call"] = Call(node.target, args, kwargs, ins, node.outs, node.load)
+    call = node.__dict__["call"] = Call(node.target, args, kwargs, ins, node.outs, node.load, node.narrow)
     return call

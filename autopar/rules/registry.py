@@ -155,7 +155,8 @@ def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[
             result.append(result[same_as])
             continue
         call = call_of(node, graph.spec)
-        key = (call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins, call.outs, call.load)
+        literals = repr(call.args), repr(sorted(call.kwargs.items()))
+        key = (call.target, *literals, call.ins, call.outs, call.load, call.narrow)
         if key not in cache:
             try:
                 cache[key] = _shared_rule(key, call)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, cast
@@ -144,7 +144,7 @@ def saved_by(
     gpu = gpu and call.target in OF_GPU
     key = key_of_call(call, rule, options, mesh, ins), gpu
     if key not in _known:
-        _known[key] = _tried(call, rule, options, mesh, ins, gpu)
+        _known[key] = _narrowed(_tried(call, rule, options, mesh, ins, gpu), call, ins)
     return _known[key]
 
 
@@ -154,7 +154,19 @@ def key_of_call(
     """All that a call's trial depends on."""
     return (
         call.target, repr(call.args), repr(call.kwargs), call.outs, tuple(o.name for o in options), mesh, tuple(ins),
-        tuple(s.shape for s in call.ins) if rule.localize is not None or rule.random else (), call.load,
+        tuple(s.shape for s in call.ins) if rule.localize is not None or rule.random else (), call.load, call.narrow,
+    )  # fmt: skip
+
+
+def _narrowed(saved: Saved, call: Call, ins: Sequence[LocalLayout]) -> Saved:
+    """What a narrow product keeps: of its activations the transposed narrow copy in place of the tensor itself."""
+    if call.narrow is None:
+        return saved
+    cast = [position for position in call.narrow.activations if position in saved.ins]
+    elements = sum(prod(ins[position].shape) for position in cast)
+    return replace(
+        saved, ins=tuple(position for position in saved.ins if position not in cast),
+        inside_bytes=saved.inside_bytes + round(elements * call.narrow.numbers.item_bytes / call.narrow.shared),
     )  # fmt: skip
 
 

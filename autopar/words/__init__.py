@@ -2,7 +2,8 @@
 
 =================== ===================================================================================================
 :mod:`.graph`       what a model computes: operators and tensors, nothing about devices
-:mod:`.precision`   in which formats of numbers a run keeps and computes; :mod:`.autocasting`: the autocast that is on
+:mod:`.precision`   in which formats of numbers a run keeps and computes; :mod:`.narrow_products`: which formats of 8
+                    and 4 bits there are for products; :mod:`.autocasting`: the autocast that is on
 :mod:`.meshes`      devices in row-major order of axes that have names
 :mod:`.placements`  where the values of one tensor live on each axis of a mesh
 :mod:`.pieces`      which part of a tensor each rank has, in such a state

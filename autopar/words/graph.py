@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from autopar.words.load_shares import Load
+from autopar.words.narrow_products import NarrowUse
 from autopar.words.precision import Precision
 
 ITEM_BYTES = {
@@ -129,6 +130,8 @@ class Node:
         again: number of the region under activation checkpointing whose code made it; -1 for none.
         load: of routed experts, the share of rows that each has; empty where all have the same. For prices alone: a
             plan is for any load.
+        narrow: how a product, or a parameter that is a weight of one, takes part in a policy's narrow products; None
+            for all else. For prices and bytes alone.
     """
 
     name: str
@@ -146,6 +149,7 @@ class Node:
     strides: tuple[int, ...] = ()
     again: int = -1
     load: Load = ()
+    narrow: NarrowUse | None = None
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
@@ -225,6 +229,12 @@ class Graph:
         """Of an optimizer's state of a parameter's shape."""
         spec = param.out
         return spec if self.precision is None else spec._replace(dtype=self.precision.kept(spec.dtype))
+
+    def policy_of(self, param: Node) -> Precision | None:
+        """The policy as it is for one parameter: without narrow products where it is no weight of one."""
+        if self.precision is None or not self.precision.products or param.narrow is not None:
+            return self.precision
+        return self.precision.wide
 
     def of_kind(self, kind: str) -> list[tuple[int, Node]]:
         """``(number, node)`` of every node of a kind."""
@@ -306,7 +316,8 @@ class Graph:
         ]
         kwargs = repr(map_refs(node.kwargs, self.spec)) if node.kwargs else ""
         grads = tuple([nodes[r.node].needs_grad for r in node.refs])
-        return node.target, tuple(texts), kwargs, node.outs, node.hot, node.needs_grad, grads, node.load
+        narrow = (node.narrow,) if node.narrow is not None else ()
+        return node.target, tuple(texts), kwargs, node.outs, node.hot, node.needs_grad, grads, node.load, *narrow
 
     @cached_property
     def fingerprint(self) -> str:

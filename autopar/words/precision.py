@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError
+from autopar.words.narrow_products import FORMATS as NARROW
+from autopar.words.narrow_products import NarrowFormat
 
 if TYPE_CHECKING:
     import torch  # the command line starts without it
@@ -43,6 +45,11 @@ class Precision:
             too.
         stochastic_rounding: of what the optimizer writes in bfloat16, moments and masters, with random bits that do
             not depend on the mesh.
+        products: the format in which linear layers of blocks are multiplied, of
+            :data:`autopar.words.narrow_products.FORMATS`; empty: as ``params``. Plans are priced so; programs do not
+            run so.
+        narrow_gathers: weights of such products are gathered over ranks in that format, where they are cut over ranks
+            between steps or uses: masters are then cast before, and no wide copy is kept.
     """
 
     params: Any = "bfloat16"
@@ -50,8 +57,11 @@ class Precision:
     moments: Any = "float32"
     reduce: Any = "float32"
     stochastic_rounding: bool = False
+    products: str = ""
+    narrow_gathers: bool = False
 
     def __post_init__(self) -> None:
+        self._check_products()
         if self.params == OWN:
             self._refuse_more_than_own()
             object.__setattr__(self, "master", OWN)
@@ -82,6 +92,42 @@ class Precision:
                 f"{self.master} and moments {self.moments}; give moments='bfloat16', or leave it out"
             )
 
+    def _check_products(self) -> None:
+        """Refuse narrow products that mean nothing."""
+        if self.products not in ("", *NARROW):
+            raise AutoparError(f"precision: products are {self.products!r}; give {', '.join(NARROW)}, or none")
+        if self.products and self.params == OWN:
+            raise AutoparError(
+                f"precision: params={OWN} keeps all as it is, so products={self.products} cannot be; give params a "
+                "format, such as bfloat16"
+            )
+        if not isinstance(self.narrow_gathers, bool):
+            raise AutoparError(f"precision: {GATHERS} is {self.narrow_gathers!r}; give True or False")
+        if self.narrow_gathers and not self.products:
+            raise AutoparError(f"precision: {GATHERS} is of weights of narrow products; give products, or leave it out")
+
+    @property
+    def narrow(self) -> NarrowFormat | None:
+        """The format of narrow products; None where there are none."""
+        return NARROW[self.products] if self.products else None
+
+    @property
+    def wide(self) -> Precision:
+        """The policy without narrow products."""
+        return replace(self, products="", narrow_gathers=False)
+
+    def check_runs(self) -> None:
+        """Refuse to run what is only priced.
+
+        Raises:
+            AutoparError: products are narrow.
+        """
+        if self.products:
+            raise AutoparError(
+                f"precision {self}: products in {self.products} can be planned and priced, and programs do not "
+                f"multiply so yet: run precision='{self.wide}', whose plan takes other seconds and bytes, or plan only"
+            )
+
     def _refuse_more_than_own(self) -> None:
         """Nothing beside ``reduce`` is asked of parameters that stay as the model has them."""
         asked = [f"{name}={getattr(self, name)}" for name in ("master", "moments")
@@ -102,7 +148,8 @@ class Precision:
         if self.params == OWN:
             return f"params={OWN},reduce={self.reduce}"
         texts = [f"{n}={getattr(self, n)}" for n in FORMATS if getattr(self, n) != getattr(MIXED, n)]
-        return ",".join([*texts, *([f"{ROUNDING}=true"] if self.stochastic_rounding else [])])
+        texts += [f"{PRODUCTS}={self.products}"] if self.products else []
+        return ",".join([*texts, *(f"{name}=true" for name in FLAGS if getattr(self, name))])
 
     def __str__(self) -> str:
         return self.text
@@ -183,13 +230,17 @@ def _dtype(name: str) -> torch.dtype:
 
 
 ROUNDING = "stochastic_rounding"
-FORMATS = tuple(f.name for f in fields(Precision) if f.name != ROUNDING)
+GATHERS = "narrow_gathers"
+FLAGS = (ROUNDING, GATHERS)
+PRODUCTS = "products"
+FORMATS = tuple(f.name for f in fields(Precision) if f.name not in (*FLAGS, PRODUCTS))
 MIXED = Precision()
 PRESETS = {
     "bf16-mixed": MIXED,
     "bf16-true": Precision(master="bfloat16", moments="bfloat16", reduce="bfloat16"),
     "16-mixed": Precision(params="float16"),
     "32-true": Precision(params="float32"),
+    **{f"{name}-mixed": Precision(products=name) for name in NARROW},
 }
 
 
@@ -209,14 +260,14 @@ def parse_precision(value: Any) -> Precision | None:
     if isinstance(value, str) and value in PRESETS:
         return PRESETS[value]
     given = dict(part.partition("=")[::2] for part in value.split(",")) if isinstance(value, str) else {}
-    if not given or not set(given) <= {*FORMATS, ROUNDING} or given.get(ROUNDING, "true") not in ("true", "false"):
+    flags = {name: text for name, text in given.items() if name in FLAGS}
+    if not given or not set(given) <= {*FORMATS, *FLAGS, PRODUCTS} or not {*flags.values()} <= {"true", "false"}:
         raise AutoparError(
             f"precision is {value!r}; give {', '.join(PRESETS)}, fields such as 'params=bfloat16,reduce=bfloat16', or "
             "autopar.Precision(...)"
         )
     formats: dict[str, Any] = dict(given)
-    if ROUNDING in formats:
-        formats[ROUNDING] = formats[ROUNDING] == "true"
+    formats |= {name: text == "true" for name, text in flags.items()}
     return Precision(**formats)
 
 

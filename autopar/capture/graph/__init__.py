@@ -20,6 +20,7 @@
 :mod:`.experts_in_parallel`   experts that are modules beside each other, with tensors of one size: computed at once
 :mod:`.common_subexpressions` equal expressions become one, on the pure graph
 :mod:`.written_first`         parameters that a forward writes before it reads them are written before the program runs
+:mod:`.marked_products`       products that a policy makes narrow, and the parameters that are their weights, are marked
 :mod:`.expert_blocks`         routed experts become one operator each
 :mod:`.dead_operators`        what nobody reads goes
 ============================= =========================================================================================

@@ -111,7 +111,7 @@ class MeshProblem:
         steps = sum(
             cost(
                 node.out, node.needs_grad, plan.params[node.target], self.priced, plan.optimizer, plan.microbatches,
-                self.graph.precision,
+                self.graph.policy_of(node),
             ).step_seconds
             for _, node in self.graph.of_kind("param")
         )  # fmt: skip

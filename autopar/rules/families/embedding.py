@@ -50,5 +50,6 @@ def embedding(call: Call) -> Rule:
         linear=[{0}],
         lowerings=(Lowering(vocabulary_embedding, frozenset("v"), uneven=True),),
         kind="copy",
+        curve="lookup",
         saves=(1,),
     )

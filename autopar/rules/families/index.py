@@ -43,7 +43,7 @@ def index(call: Call) -> Rule:
     rest = [f for d, f in enumerate(dims) if d not in at]
     out = (*rest[:first], *picked, *rest[first:])
     whole = frozenset(dims[d][0] for d in at)
-    return Rule(sizes, tuple(terms), (out,), "copy", whole, _FIRST, saves=tuple(range(1, len(terms))))
+    return Rule(sizes, tuple(terms), (out,), "copy", whole, _FIRST, saves=tuple(range(1, len(terms))), curve="lookup")
 
 
 def _right_aligned(dims: Sequence[Dim], shape: Sequence[int], in_shape: Sequence[int]) -> tuple[Dim, ...]:
@@ -172,7 +172,9 @@ def gather(call: Call) -> Rule:
                 whole.add(f"o{k}")
         else:
             term.append(dims[k])
-    return Rule(sizes, (tuple(dims), tuple(term)), (tuple(term),), "copy", frozenset(whole), _FIRST, saves=(1,))
+    return Rule(
+        sizes, (tuple(dims), tuple(term)), (tuple(term),), "copy", frozenset(whole), _FIRST, saves=(1,), curve="lookup"
+    )
 
 
 @rule("aten.index_select.default", samples=[sample(T((4, 6)), 1, T((4,), "int64", 6))])
@@ -181,7 +183,7 @@ def index_select(call: Call) -> Rule:
     d = call.args[1] % len(dims)
     sizes["o"] = call.out.shape[d]
     out = tuple(("o",) if k == d else f for k, f in enumerate(dims))
-    return Rule(sizes, (tuple(dims), (("o",),)), (out,), "copy", frozenset(dims[d]), _FIRST, saves=(1,))
+    return Rule(sizes, (tuple(dims), (("o",),)), (out,), "copy", frozenset(dims[d]), _FIRST, saves=(1,), curve="lookup")
 
 
 @rule(

@@ -129,6 +129,7 @@ def _class_loss(call: Call, distributed: Any, gathers: bool) -> Rule:
         lowerings=(Lowering(distributed, frozenset(across), tuple(comm), uneven=True),),
         out_as={"v": (INVARIANT,)},
         kind="reduce",
+        curve="loss",
         saves=(0, 1),  # cross-entropy keeps the log-softmax, of the size of its input
         flops=4.0 if gathers else 0.0,
     )

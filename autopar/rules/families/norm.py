@@ -84,6 +84,7 @@ def _normalized(call: Call, distributed: Any, n_stats: int) -> Rule:
             for _ in range(n_stats)
         ), uneven=True),),
         kind="reduce",
+        curve="rms_norm" if "rms" in call.target else "norm",
         saves=(0, 1) if len(call.ins) > 1 else (0,),
     )  # fmt: skip
 
@@ -138,6 +139,7 @@ def group_norm(call: Call) -> Rule:
         even="g",
         localize=localize,
         kind="reduce",
+        curve="norm",
         saves=(0, 1) if len(call.ins) > 1 else (0,),
     )
 
@@ -170,6 +172,7 @@ def batch_norm(call: Call) -> Rule:
         ),
         needs_some="c" if training else x,  # torch's kernel divides by the number of rows
         kind="reduce" if training else "pointwise",
+        curve="batch_norm" if training else "",
         saves=(0, *weight_at),
     )  # fmt: skip
 
@@ -192,6 +195,7 @@ def instance_norm(call: Call) -> Rule:
         lowerings=() if updates else (Lowering(instance_norm_of_rows, frozenset("b"), uneven=True),),
         needs_some="b c",
         kind="reduce",
+        curve="norm",
         saves=(0, 1) if isinstance(call.args[1], In) else (0,),
     )
 
@@ -237,6 +241,7 @@ def softmax(call: Call) -> Rule:
             Comm("n", "all_reduce", rest, item, backward=True),
         ), uneven=True),),
         kind="reduce",
+        curve="softmax",
         saves_out=True,
     )
 

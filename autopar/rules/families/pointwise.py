@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.rules.families.shape import except_dim, named
-from autopar.rules.notation import Rule, line
+from autopar.rules.notation import ADD, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import Sample, T, prove_with, rule, sample
 from autopar.rules.terms import BATCH_NAMES, Term
@@ -116,8 +116,22 @@ def pointwise(call: Call) -> Rule:
         linear = ()
     return Rule(
         sizes, inputs, (output,), linear=linear, saves=saves, saves_out=name in _SAVES_OUTPUT,
-        whole=frozenset(n for n, size in sizes.items() if size == 0),
+        whole=frozenset(n for n, size in sizes.items() if size == 0), curve=_curve(call, name),
     )  # fmt: skip
+
+
+def _curve(call: Call, name: str) -> str:
+    """What the cost model tells apart of pointwise operators."""
+    if name == "to.dtype":
+        before, after = call.ins[0].item_bytes, call.out.item_bytes
+        return "widen" if after > before else "narrow" if after < before else ""
+    n = call.out.n_elements
+    if any(1 < spec.n_elements < n for spec in call.ins):
+        return "broadcast"
+    return ADD if name in _ADDITIONS and all(spec.dtype == call.out.dtype for spec in call.ins) else ""
+
+
+_ADDITIONS = frozenset({"add.Tensor", "add.Scalar", "sub.Scalar", "subtract.Scalar"})
 
 
 def _widens(call: Call) -> bool:

@@ -75,13 +75,13 @@ def parameter_load(
     nodes, alike = graph.nodes, graph.alike
     first_read = P.first_read(graph, pricer.costs.bucket_bytes)
     costs: list[P.ParamCost] = []
-    cost_of: dict[tuple[Spec, bool, ParamChoice], P.ParamCost] = {}  # repeated blocks have the same parameters
+    cost_of: dict[tuple[Spec, bool, ParamChoice, bool], P.ParamCost] = {}  # repeated blocks have the same parameters
     collectives = may_hide = first = ParameterSeconds()
     for i, choice in owned.items():
-        key = nodes[i].out, nodes[i].needs_grad, choice
+        key = nodes[i].out, nodes[i].needs_grad, choice, nodes[i].narrow is not None
         cost = cost_of.get(key)
         if cost is None:
-            cost = cost_of[key] = P.cost(*key, pricer, optimizer, microbatches, graph.precision)
+            cost = cost_of[key] = P.cost(*key[:3], pricer, optimizer, microbatches, graph.policy_of(nodes[i]))
         costs.append(cost)
         if cost.seconds:
             collectives, may_hide = collectives.plus(cost.collectives), may_hide.plus(cost.may_hide)
@@ -119,14 +119,17 @@ def beside_ops(
             if paths > 1:
                 summed.append((paths - 1, pricer.local_bytes(spec, made_as[ref])))
     parameters: list[tuple[float, float]] = []
+    cast_bytes = 0.0
     for i, node in graph.of_kind("param"):
         if node.needs_grad:
             choice = owned[i]
+            elements = pricer.local_bytes(node.out, choice.used) / node.out.item_bytes
+            cast_bytes += P.cast_bytes(node.out, choice, elements, microbatches, graph.policy_of(node))
             parameters.append(
                 (pricer.local_bytes(node.out, choice.used), pricer.local_bytes(graph.stored(node), choice.stored))
             )
     n_ops = sum(n.kind == "op" and n.needs_grad for n in nodes)
-    return StageWork(summed, parameters, n_ops, microbatches, optimizer)
+    return StageWork(summed, parameters, n_ops, microbatches, optimizer, cast_bytes)
 
 
 __all__ = ["NOTHING", "ParameterLoad", "beside_ops", "parameter_load", "together"]

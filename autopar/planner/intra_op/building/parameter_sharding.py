@@ -130,7 +130,10 @@ def passages(
         if size == 1:
             continue
         moved = elements_moved(spec.shape, src, dst, mesh)
-        whole = moved * spec.item_bytes
+        item_bytes: float = spec.item_bytes
+        if precision is not None and precision.narrow is not None and precision.narrow_gathers:
+            item_bytes = precision.narrow.item_bytes
+        whole = round(moved * item_bytes)
         back = whole if precision is None else moved * ITEM_BYTES[precision.summed(spec.dtype)]
         forward, backward = step_collectives(src[axis], dst[axis])
         if forward:
@@ -206,20 +209,49 @@ def cost(
     of_moments = spec.item_bytes if precision is None else ITEM_BYTES[precision.kept(spec.dtype)]
     used_elements = prod(local_shape(spec.shape, choice.used, mesh))
     stored, used = elements * of_master, used_elements * spec.item_bytes
+    is_narrow = precision is not None and precision.narrow is not None
+    step_seconds = 0.0
+    if grad:
+        cast = cast_bytes(spec, choice, used_elements, microbatches, precision)
+        step_seconds = pricer.parameter_step(used, stored, microbatches, optimizer, cast)
+    if precision is not None and is_narrow:
+        used = copy_bytes(precision, used_elements, spec.item_bytes)
     gathered = 0
-    if (used_elements != elements or of_master != spec.item_bytes) and choice.lifetime == "step":
+    if (used_elements != elements or of_master != spec.item_bytes or is_narrow) and choice.lifetime == "step":
         gathered = used
         if grad and (microbatches > 1 or pricer.kernels.keeps_gradients) and used_elements != elements:
             gathered += used_elements * of_sum
             gathered -= stored * pricer.kernels.keeps_gradients  # the stored gradient is a part of the buffer
-    step_seconds = pricer.parameter_step(used, stored, microbatches, optimizer) if grad else 0.0
     if pricer.kernels.buckets_gradients and any(not p.is_gather for p in passages(spec, grad, choice, mesh)):
-        gathered += used
+        gathered += used_elements * spec.item_bytes
     return ParamCost(
         by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, stored, stored if grad else 0,
         optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0, gathered,
         2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
     )  # fmt: skip
+
+
+def cast_bytes(
+    spec: Spec, choice: ParamChoice, elements: float, microbatches: int, precision: Precision | None
+) -> float:  # fmt: skip
+    """Bytes that are read and written in a step to cast a trained weight to narrow copies: once where a rank keeps them,
+    at every use where it gathers anew; nothing where ranks gather copies that the optimizer's step wrote.
+
+    Args:
+        elements: of the weight on one rank, as products read it.
+        precision: as it is for this parameter.
+    """
+    if precision is None or precision.narrow is None or precision.narrow_gathers:
+        return 0.0
+    times = 1 if choice.lifetime == "step" else 2 * microbatches
+    return times * elements * precision.narrow.cast_bytes(spec.item_bytes)
+
+
+def copy_bytes(precision: Precision, elements: int, wide: int) -> int:
+    """Bytes of what products read of a weight of so many elements: its narrow copies, and the wide one unless narrow
+    ones are gathered."""
+    assert precision.narrow is not None
+    return round(elements * ((0 if precision.narrow_gathers else wide) + precision.narrow.copies_bytes))
 
 
 def cheapest(options: Sequence[tuple[float, ...]], keep_memory: bool) -> list[int]:
@@ -250,7 +282,7 @@ def peak_bytes(graph: Graph, plan: StagePlan, pricer: Pricer) -> int:
                 pricer,
                 plan.optimizer,
                 plan.microbatches,
-                graph.precision,
+                graph.policy_of(nodes[name]),
             ).peak_bytes
             for name, choice in plan.params.items()
         ),

@@ -12,10 +12,19 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from math import prod
 
+from autopar.planner.intra_op.building.narrow_prices import LocalProduct, product_seconds
 from autopar.rules.kernels import CPU, Kernels, kernels_of
 from autopar.rules.local_calls import collectives_inside, cuts_of, local_call
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import In, call_of
+from autopar.rules.operator_work import (
+    curve_of,
+    gemm_of,
+    is_aligned,
+    moved_bytes,
+    through_memory,
+    unfused_scores_bytes,
+)
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
 from autopar.words.graph import Graph, Node, Spec
@@ -115,7 +124,9 @@ class Pricer:
         if latest is None or latest[0] is not self:
             latest = rule.derived["seconds"] = self, {}
         read = tuple([(graph.nodes[ref.node].needs_grad, graph.nodes[ref.node].kind == "param") for ref in node.refs])
-        key = node.target, node.needs_grad, read, strategy.names
+        key: tuple[object, ...] = node.target, node.needs_grad, read, strategy.names
+        if self.costs.fuses:
+            key = *key, *through_memory(graph, node)
         priced = latest[1].get(key)
         if priced is None:
             pieces, axes = cuts_of(rule, strategy.options, self.mesh)
@@ -129,21 +140,33 @@ class Pricer:
     def _compute(
         self, graph: Graph, node: Node, rule: Rule, strategy: Strategy, pieces: Mapping[str, int | Fraction]
     ) -> OpSeconds:
-        n_bytes, flops, gemm = 0, 0.0, None
         outs = [o for o in node.outs if o is not None]
-        if rule.kind != "none":
-            for ref, state in zip(node.refs, strategy.ins, strict=True):
-                n_bytes += self.local_bytes(graph.spec(ref), state)
-            for spec, state in zip(outs, strategy.outs, strict=True):
-                n_bytes += self.local_bytes(spec, state)
-            flops = rule.flops_at(pieces)
-        if rule.kind in ("matmul", "conv"):
-            gemm = _gemm(rule, pieces)
+        dtype = outs[0].dtype if outs else "float32"
+        differentiable, gradients, weights = _backward_of(graph, node, rule)
+        key = partial(key_of, graph, node, rule, strategy, self.mesh)
+        if rule.kind == "none":
+            work = OpWork("none", 0.0, 0, dtype, None, differentiable, gradients, weights, key)
+            return self.costs.op(self.device, work)
+        ins = [graph.spec(ref) for ref in node.refs]
+        read = [self.local_bytes(spec, state) for spec, state in zip(ins, strategy.ins, strict=True)]
+        written = [self.local_bytes(spec, state) for spec, state in zip(outs, strategy.outs, strict=True)]
+        counted = through_memory(graph, node) if self.costs.fuses else (True,) * (len(read) + len(written))
+        flops = rule.flops_at(pieces)
+        first = local_shape(ins[0].shape, strategy.ins[0], self.mesh) if ins else ()
+        of_first_out = local_shape(outs[0].shape, strategy.outs[0], self.mesh) if outs else ()
+        n_bytes, backward_bytes = moved_bytes(rule, read, written, grads_of(graph, node)[0], counted)
         work = OpWork(
-            rule.kind, flops, n_bytes, outs[0].dtype if outs else "float32", gemm, *_backward_of(graph, node, rule),
-            partial(key_of, graph, node, rule, strategy, self.mesh),
+            rule.kind, flops, n_bytes, dtype, gemm_of(rule, pieces, flops, first, of_first_out), differentiable,
+            gradients, weights, key, curve_of(rule), backward_bytes, first[-1] if first else 0,
+            is_aligned(rule, dtype, pieces), not all(counted[: len(read)]),
+            unfused_scores_bytes(rule, grads_of(graph, node)[0], pieces),
         )  # fmt: skip
-        return self.costs.op(self.device, work)
+        if node.narrow is None:
+            return self.costs.op(self.device, work)
+        sizes = [self._local_elements(spec.shape, state) for spec, state in zip(ins, strategy.ins, strict=True)]
+        wide = graph.spec(node.refs[node.narrow.activations[0]]).item_bytes
+        local = LocalProduct(sizes, self._local_elements(outs[0].shape, strategy.outs[0]), wide)
+        return product_seconds(self.costs, self.device, work, node.narrow, local)
 
     def waits(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> dict[str, tuple[float, float]]:
         """Seconds of the collectives with which an op begins and ends, forward and backward, by
@@ -158,13 +181,16 @@ class Pricer:
                 seconds[comm.when] = (there, back + spent) if comm.backward else (there + spent, back)
         return seconds
 
-    def parameter_step(self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str) -> float:
-        """Seconds of a step that the optimizer takes for one parameter, and its gradient to be added up over
-        microbatches."""
-        key = used_bytes, stored_bytes, microbatches, optimizer
+    def parameter_step(
+        self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str, cast_bytes: float = 0.0
+    ) -> float:  # fmt: skip
+        """Seconds of a step that the optimizer takes for one parameter, its gradient to be added up over microbatches,
+        and its narrow copies to be cast."""
+        key = used_bytes, stored_bytes, microbatches, optimizer, cast_bytes
         if key not in self._parameters:
-            both = ((used_bytes, stored_bytes),), ()
-            one, none = (self.costs.stage(lambda p=p: StageWork((), p, 0, microbatches, optimizer)) for p in both)
+            sizes = ((used_bytes, stored_bytes),)
+            one = self.costs.stage(lambda: StageWork((), sizes, 0, microbatches, optimizer, cast_bytes))
+            none = self.costs.stage(lambda: StageWork((), (), 0, microbatches, optimizer))
             seconds = 0.0
             if one is not None and none is not None:
                 seconds = one.step - none.step + microbatches * (one.backward - none.backward)
@@ -173,14 +199,17 @@ class Pricer:
 
     def launches(self, graph: Graph) -> float:
         """Seconds, forward and backward, that the graph's operators take however small a part of each a device has:
-        those of their launches. Of no meaning where the cost source does not compute with them."""
-        without, total = replace(self.device, launch_seconds=0.0), 0.0
+        those of their launches, or of the smallest kernels where the host launches ahead. Of no meaning where the cost
+        source does not compute with them."""
+        least = self.device.kernel_seconds
+        device = self.device if least is None else replace(self.device, launch_seconds=least)
+        without, total = replace(device, launch_seconds=0.0, kernel_seconds=None if least is None else 0.0), 0.0
         rules = rules_of(graph)
         for i, node in graph.of_kind("op"):
             if (rule := rules[i]) is not None and rule.kind != "none":
                 dtype = next((o.dtype for o in node.outs if o is not None), "float32")
                 work = OpWork(rule.kind, 0.0, 0, dtype, None, *_backward_of(graph, node, rule), lambda: None)
-                total += self.costs.op(self.device, work).total - self.costs.op(without, work).total
+                total += self.costs.op(device, work).total - self.costs.op(without, work).total
         return total
 
     def _inside(
@@ -227,26 +256,6 @@ def _backward_of(graph: Graph, node: Node, rule: Rule) -> tuple[bool, int, int]:
     read = enumerate(zip(in_grads, node.refs, strict=True))
     reached = [ref for i, (grad, ref) in read if grad and i not in rule.additive]
     return True, len(reached), sum(graph.nodes[ref.node].kind == "param" for ref in reached)
-
-
-def _gemm(rule: Rule, pieces: Mapping[str, int | Fraction]) -> tuple[int, int, int] | None:
-    """``(m, n, k)`` of a contraction on one rank: k is summed, n comes from the second input alone, m is the rest.
-
-    Where a rule names the factors of its products (``Rule.gemm``), m are the rows of one group.
-    """
-    if rule.gemm is not None:
-        rows, features, summed, groups = (rule.size_at(f, pieces) for f in rule.gemm)
-        return max(1, rows // max(1, groups)), features, summed
-    if len(rule.inputs) < 2:
-        return None
-    first = {f for d in rule.inputs[0] for f in d}
-    second = {f for d in rule.inputs[1] for f in d}
-    out = {f for d in rule.outputs[0] for f in d}
-
-    def size(factors: set[str]) -> int:
-        return prod(rule.size_at(f, pieces) for f in factors)
-
-    return size(out - (second - first)), size((second & out) - first), size((first | second) - out)
 
 
 def key_of(graph: Graph, node: Node, rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:

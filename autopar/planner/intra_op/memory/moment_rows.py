@@ -62,10 +62,17 @@ class MomentRows:
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
         self.optimizer, self.microbatches = optimizer, microbatches
         self.at_once = True
+        self._first: dict[bool, tuple[MomentBytes, ...]] = {}
         self.graph: Graph = kept.rows.graph
         self.pricer: Pricer = kept.rows.pricer
         stay = self.pricer.kernels.keeps_gradients
         self.accumulates = stay or microbatches > max(1, kept.in_flight)  # when it is fullest
+
+    def first(self) -> tuple[MomentBytes, ...]:
+        """What a program knows at first: when all of the forward is kept, and when the optimizer steps."""
+        if self.at_once not in self._first:
+            self._first[self.at_once] = self.at_the_end_of_the_forward(), self.stepping()
+        return self._first[self.at_once]
 
     def stepping(self) -> MomentBytes:
         """When the optimizer steps: all state, all gradients, and what it makes of the largest parameter."""
@@ -110,9 +117,12 @@ class MomentRows:
     @cached_property
     def _costs(self) -> dict[int, list[P.ParamCost]]:
         """Of every parameter's choices, by item."""
-        nodes, optimizer, n, policy = self.graph.nodes, self.optimizer, self.microbatches, self.graph.precision
+        nodes, optimizer, n, policy = self.graph.nodes, self.optimizer, self.microbatches, self.graph.policy_of
         return {
-            item: [P.cost(nodes[i].out, nodes[i].needs_grad, c, self.pricer, optimizer, n, policy) for c in choices]
+            item: [
+                P.cost(nodes[i].out, nodes[i].needs_grad, c, self.pricer, optimizer, n, policy(nodes[i]))
+                for c in choices
+            ]
             for item, i, choices in self.parameters
         }
 

@@ -1,0 +1,75 @@
+"""Seconds and bytes of products that a policy makes narrow: their rate, and the casts around them.
+
+A narrow product runs at the device's rate for its format. Before it, its activations are cast, once for all products
+that read them; in the backward the gradient of its result is. Weights are cast once a step where a rank keeps the
+copies, and at every use where they are gathered anew, which is part of what a parameter takes in a step
+(:mod:`.parameter_sharding`). :mod:`autopar.words.narrow_products` has the bytes and their source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.words.narrow_products import NarrowFormat, NarrowUse
+from cost_models.costs import Costs, OpSeconds, OpWork
+from hardware_profiles import Device
+
+DTYPES = {"float8": "float8_e4m3fn", "float4": "float4_e2m1fn"}
+"""The dtype of operators by the rate of a data sheet."""
+
+
+@dataclass(frozen=True)
+class LocalProduct:
+    """The elements of a product on one rank, and the bytes of a wide one.
+
+    Attributes:
+        ins: of each input.
+        out: of the result.
+        wide: bytes of an element of the activations.
+    """
+
+    ins: Sequence[int]
+    out: int
+    wide: int
+
+
+def product_seconds(costs: Costs, device: Device, work: OpWork, use: NarrowUse, local: LocalProduct) -> OpSeconds:
+    """Seconds of a narrow product with its casts.
+
+    Args:
+        work: of the same product as wide.
+
+    Raises:
+        PlanError: the device has no such products.
+    """
+    numbers = use.numbers
+    check_device(device, use.format, numbers)
+    narrow_inputs = sum(local.ins[position] for position in (*use.activations, *use.weights))
+    spared = narrow_inputs * (local.wide - numbers.item_bytes)
+    narrow = work._replace(
+        dtype=DTYPES[numbers.rate], n_bytes=max(0, round(work.n_bytes - spared)), key=lambda: None
+    )  # fmt: skip
+    priced = costs.op(device, narrow)
+    activations = sum(local.ins[position] for position in use.activations)
+    there = costs.copy(device, activations * numbers.cast_bytes(local.wide) / use.shared, work.dtype)
+    back = costs.copy(device, local.out * numbers.cast_bytes(local.wide), work.dtype) if work.differentiable else 0.0
+    return priced._replace(forward=priced.forward + there, total=priced.total + there + back)
+
+
+def check_device(device: Device, name: str, numbers: NarrowFormat) -> None:
+    """Refuse products that a device's cores do not have.
+
+    Raises:
+        PlanError: they do not.
+    """
+    if numbers.needs not in device.peak_flops:
+        has = ", ".join(device.peak_flops)
+        raise PlanError(
+            f"products in {name} need cores with a rate for {numbers.needs}, and {device.name} has rates for {has}: "
+            "take another precision, such as bf16-mixed, or other devices"
+        )
+
+
+__all__ = ["LocalProduct", "check_device", "product_seconds"]

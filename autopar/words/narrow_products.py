@@ -1,0 +1,72 @@
+"""Products in eight or four bits: formats, what casting to them moves, and how a node takes part.
+
+Under a policy such as ``fp8-mixed`` the linear layers of a model's blocks multiply narrow copies of their activations,
+weights and gradients; embeddings, logits, norms, attention and all that is added up stay as they are. A node that
+takes part says so (:attr:`autopar.words.graph.Node.narrow`), for prices and bytes alone: programs do not multiply so.
+
+Numbers of passes follow NVIDIA's Transformer Engine, which casts into two copies, one for the product and one
+transposed for the gradient, and keeps of the activations only the second for the backward.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class NarrowFormat(NamedTuple):
+    """A number format of products, with how tensors come into it.
+
+    Attributes:
+        rate: of a device's data sheet, by which the products run.
+        needs: the rate that a device must have, which says that its cores read such numbers with their scales.
+        item_bytes: of one element in one copy, scales included.
+        passes: how often a wide tensor is read to be cast: twice where the largest value is looked for first.
+    """
+
+    rate: str
+    needs: str
+    item_bytes: float
+    passes: int
+
+    @property
+    def copies_bytes(self) -> float:
+        """Of one element in the copy for the product and in the transposed one for the gradient."""
+        return 2 * self.item_bytes
+
+    def cast_bytes(self, wide: int) -> float:
+        """Bytes read and written to cast one element of ``wide`` bytes into both copies."""
+        return self.passes * wide + self.copies_bytes
+
+
+FORMATS = {
+    "fp8": NarrowFormat("float8", "float8", 1.0, 2),
+    "fp8-delayed": NarrowFormat("float8", "float8", 1.0, 1),
+    "mxfp8": NarrowFormat("float8", "float4", 1 + 1 / 32, 1),
+    "nvfp4": NarrowFormat("float4", "float4", 0.5 + 1 / 16, 2),
+}
+"""``fp8``: one scale a tensor, of its present values; ``fp8-delayed``: of earlier steps' values, so that tensors are
+read once; ``mxfp8``: a scale for each 32 elements; ``nvfp4``: of 4 bits, one for each 16, with a transform of the rows
+before. The cores that know the last two are those with a rate for float4."""
+
+class NarrowUse(NamedTuple):
+    """How a node takes part in narrow products.
+
+    Attributes:
+        format: a name of FORMATS.
+        activations: positions in ``refs`` of what is cast at every call; none for a parameter.
+        weights: positions of weights, which are cast once a step.
+        shared: how many products read the same activations, which are cast once for all of them.
+    """
+
+    format: str
+    activations: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    shared: int = 1
+
+    @property
+    def numbers(self) -> NarrowFormat:
+        """The format."""
+        return FORMATS[self.format]
+
+
+__all__ = ["FORMATS", "NarrowFormat", "NarrowUse"]

@@ -1,0 +1,218 @@
+"""Policies with products in eight and four bits: which products, their seconds and bytes, and that nobody runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError, PlanError
+from autopar.planner.intra_op.building import parameter_sharding
+from autopar.plans.clusters import get_cluster
+from autopar.plans.plan import ParamChoice
+from autopar.rules.registry import rules_of
+from autopar.rules.saved_tensors import saved_of
+from autopar.words.graph import Graph, Spec
+from autopar.words.meshes import Mesh
+from autopar.words.narrow_products import FORMATS
+from autopar.words.placements import State, shard, whole_state
+from autopar.words.precision import PRESETS, Precision, parse_precision
+from cost_models import costs_of
+from cost_models.operator_cost import op_seconds
+from hardware_profiles import load_device
+
+NARROW = {name: f"{name}-mixed" for name in FORMATS}
+WIDTH, ROWS = 4096, 8192
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.q, self.k = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.few, self.down = nn.Linear(width, 8), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down(torch.relu(self.q(h) * self.k(h))) + self.few(h).mean()
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = WIDTH, blocks: int = 2) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().logsumexp(-1).mean()
+
+
+def model() -> Model:
+    with torch.device("meta"):
+        return Model()
+
+
+def ids(rows: int = ROWS) -> torch.Tensor:
+    return torch.zeros(rows, dtype=torch.long, device="meta")
+
+
+def graph_of(precision: str) -> Graph:
+    return autopar.capture(model(), (ids(),), precision=precision).graph
+
+
+def plan_of(precision: str, cluster: str = "dgx-h100", **options: Any) -> autopar.Plan:
+    wanted = {"mesh": {"data": 1}, "microbatches": 1, "stages": 1, "recompute": "none"} | options
+    return autopar.plan(model(), cluster, (ids(),), precision=precision, **wanted)
+
+
+def test_linear_layers_of_blocks_are_narrow_and_nothing_else() -> None:
+    graph = graph_of("fp8-mixed")
+    narrow = {node.module for _, node in graph.of_kind("op") if node.narrow is not None}
+    assert narrow == {f"blocks.{i}.{name}" for i in (0, 1) for name in ("q", "k", "down")}
+    weights = {node.target for _, node in graph.of_kind("param") if node.narrow is not None}
+    assert weights == {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("q", "k", "down")}
+    shared = {node.module: node.narrow.shared for _, node in graph.of_kind("op") if node.narrow is not None}
+    assert shared["blocks.0.q"] == shared["blocks.0.k"] == 2 and shared["blocks.0.down"] == 1
+    assert not any(node.narrow for node in graph_of("bf16-mixed").nodes)
+
+
+def test_a_policy_is_wide_for_what_is_no_weight_of_a_narrow_product() -> None:
+    graph = graph_of("mxfp8-mixed")
+    policies = {node.target: graph.policy_of(node) for _, node in graph.of_kind("param")}
+    assert policies["blocks.0.q.weight"] == PRESETS["mxfp8-mixed"]
+    assert policies["words.weight"] == policies["blocks.0.norm.weight"] == PRESETS["bf16-mixed"]
+
+
+def test_a_narrow_product_takes_its_rate_and_its_casts() -> None:
+    """The difference of two plans is what the formulas give, operator by operator."""
+    device = load_device("H100-SXM-80GB")
+    costs = costs_of(get_cluster("dgx-h100"))
+    gemm, flops = (ROWS, WIDTH, WIDTH), 2.0 * ROWS * WIDTH * WIDTH
+    elements = ROWS * WIDTH
+    wide = op_seconds(device, "matmul", flops, 0, "bfloat16", gemm)
+    narrow = op_seconds(device, "matmul", flops, 0, "float8_e4m3fn", gemm)
+    assert 1.3 < wide / narrow < 2
+    cast = costs.copy(device, elements * (2 * 2 + 2), "bfloat16")
+    q, k, down = 1 / 2, 1 / 2, 1
+    per_block = sum(3 * (narrow - wide) for _ in "qkd") + (q + k + down) * cast + 3 * cast
+    # launches of the two halves of a shared cast are counted for each product
+    difference = plan_of("fp8-mixed").price.compute_seconds - plan_of("bf16-mixed").price.compute_seconds
+    assert difference == pytest.approx(2 * per_block, rel=0.03, abs=60e-6)
+
+
+def test_formats_are_faster_the_narrower_they_are() -> None:
+    seconds = {name: plan_of(name, "dgx-b200").seconds for name in ("bf16-mixed", *NARROW.values())}
+    assert seconds["nvfp4-mixed"] < seconds["mxfp8-mixed"] < seconds["fp8-mixed"] < seconds["bf16-mixed"]
+    assert seconds["fp8-delayed-mixed"] < seconds["fp8-mixed"]
+
+
+def test_state_has_both_narrow_copies_beside_the_wide_one() -> None:
+    weights = 2 * 3 * WIDTH * WIDTH
+    bf16 = plan_of("bf16-mixed").price
+    for name, bytes_of_copies in (("fp8", 2.0), ("mxfp8", 2 + 2 / 32), ("nvfp4", 1 + 2 / 16)):
+        price = plan_of(f"{name}-mixed", "dgx-b200").price
+        assert price.gathered_bytes - bf16.gathered_bytes == pytest.approx(weights * bytes_of_copies, rel=1e-6)
+        assert (price.parameter_bytes, price.optimizer_bytes) == (bf16.parameter_bytes, bf16.optimizer_bytes)
+    gathered = plan_of("products=fp8,narrow_gathers=true").price
+    assert gathered.gathered_bytes == bf16.gathered_bytes  # two narrow copies, no wide one
+
+
+def test_the_backward_keeps_activations_in_narrow_copies() -> None:
+    """A product keeps its activations; a narrow one a copy of a byte an element, one for all that read the same."""
+    elements = ROWS * WIDTH
+    kept = {}
+    for name in ("bf16-mixed", "fp8-mixed", "nvfp4-mixed"):
+        graph = graph_of(name)
+        rules = rules_of(graph)
+        saved = {
+            graph.nodes[i].module: saved_of(graph, i, rule, None, Mesh())
+            for i, rule in enumerate(rules) if rule is not None and rule.kind == "matmul"
+        }  # fmt: skip
+        kept[name] = {module: (0 in each.ins, each.inside_bytes) for module, each in saved.items()}
+    assert kept["bf16-mixed"]["blocks.0.q"] == kept["bf16-mixed"]["blocks.0.down"] == (True, 0)
+    assert kept["fp8-mixed"]["blocks.0.q"] == kept["fp8-mixed"]["blocks.0.k"] == (False, elements // 2)
+    assert kept["fp8-mixed"]["blocks.0.down"] == (False, elements)
+    assert kept["nvfp4-mixed"]["blocks.0.down"] == (False, elements * 9 // 16)
+    assert kept["fp8-mixed"]["blocks.0.few"] == kept["fp8-mixed"]["head"] == (True, 0)
+
+
+def test_narrow_gathers_move_a_byte_an_element() -> None:
+    spec, mesh = Spec((WIDTH, WIDTH), "bfloat16"), Mesh((("data", 8),))
+    choice = ParamChoice(State((shard(0),)), whole_state(mesh), "use")
+    moved = {}
+    for name in ("bf16-mixed", "fp8-mixed", "products=fp8,narrow_gathers=true"):
+        policy = parse_precision(name)
+        collectives = parameter_sharding.collectives(spec, True, choice, mesh, 2, policy)
+        moved[name] = {kind: (n_bytes, times) for _, kind, n_bytes, times in collectives}
+    n = WIDTH * WIDTH
+    assert moved["fp8-mixed"] == moved["bf16-mixed"] == {"all_gather": (2 * n, 4), "reduce_scatter": (4 * n, 2)}
+    assert moved["products=fp8,narrow_gathers=true"] == {"all_gather": (n, 4), "reduce_scatter": (4 * n, 2)}
+
+
+def test_copies_of_a_weight() -> None:
+    spec, mesh, n = Spec((WIDTH, WIDTH), "bfloat16"), Mesh((("data", 8),)), 1 << 24
+    kept, anew = (ParamChoice(whole_state(mesh), whole_state(mesh), lifetime) for lifetime in ("step", "use"))
+    fp8, gathers = PRESETS["fp8-mixed"], parse_precision("products=fp8,narrow_gathers=true")
+    assert gathers is not None
+    assert parameter_sharding.cast_bytes(spec, kept, n, 4, fp8) == 6 * n
+    assert parameter_sharding.cast_bytes(spec, anew, n, 4, fp8) == 8 * 6 * n
+    assert parameter_sharding.cast_bytes(spec, anew, n, 4, gathers) == 0
+    assert parameter_sharding.cast_bytes(spec, kept, n, 4, PRESETS["bf16-mixed"]) == 0
+    assert parameter_sharding.copy_bytes(fp8, n, 2) == 4 * n and parameter_sharding.copy_bytes(gathers, n, 2) == 2 * n
+
+
+def test_weights_are_cast_once_a_step() -> None:
+    device = load_device("H100-SXM-80GB")
+    weights = 2 * 3 * WIDTH * WIDTH
+    once = plan_of("fp8-mixed").price.optimizer_seconds - plan_of("bf16-mixed").price.optimizer_seconds
+    bandwidth = device.memory_bytes_per_second * device.efficiency["pointwise"].fraction
+    assert once == pytest.approx(6 * weights / bandwidth, rel=0.1)
+    gathers = plan_of("products=fp8,narrow_gathers=true").price.optimizer_seconds
+    assert gathers == pytest.approx(plan_of("bf16-mixed").price.optimizer_seconds)
+
+
+@pytest.mark.parametrize(
+    ("precision", "cluster", "said"),
+    [
+        ("fp8-mixed", "dgx-a100", "need cores with a rate for float8, and A100-SXM-80GB has rates for bfloat16"),
+        ("mxfp8-mixed", "dgx-h100", "products in mxfp8 need cores with a rate for float4"),
+        ("nvfp4-mixed", "dgx-h200", "take another precision, such as bf16-mixed, or other devices"),
+    ],
+)
+def test_devices_without_such_cores_are_refused(precision: str, cluster: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        plan_of(precision, cluster)
+
+
+@pytest.mark.parametrize("name", list(NARROW.values()))
+def test_nobody_runs_them(name: str) -> None:
+    net = Model(32, 1)
+    with pytest.raises(AutoparError, match=r"programs do not multiply so yet: run precision='bf16-mixed'"):
+        autopar.parallelize(net, 1, (torch.zeros(16, dtype=torch.long),), precision=name)
+
+
+def test_words_of_policies() -> None:
+    both = parse_precision("products=mxfp8,narrow_gathers=true,moments=bfloat16")
+    assert both == Precision(products="mxfp8", narrow_gathers=True, moments="bfloat16")
+    assert both is not None and parse_precision(both.text) == both
+    assert PRESETS["nvfp4-mixed"].wide == PRESETS["bf16-mixed"] and PRESETS["nvfp4-mixed"].text == "nvfp4-mixed"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("products=fp6", "give fp8, fp8-delayed, mxfp8, nvfp4"),
+        ("params=own,products=fp8", "give params a format"),
+        ("narrow_gathers=true", "is of weights of narrow products"),
+        ("products=fp8,narrow_gathers=maybe", "give bf16-mixed"),
+    ],
+)
+def test_policies_that_mean_nothing(given: str, said: str) -> None:
+    with pytest.raises(AutoparError, match=said):
+        parse_precision(given)
