@@ -66,7 +66,7 @@ from autopar.errors import (
 )
 
 if TYPE_CHECKING:
-    from autopar.api import capture, parallelize, plan
+    from autopar.api import capture, layouts, parallelize, plan
     from autopar.plans.plan import Plan
     from autopar.rules.function import function_rule
     from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
@@ -83,7 +83,8 @@ if TYPE_CHECKING:
     from autopar.words.precision import Precision
 
 _WHERE = {
-    "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api", "Plan": "autopar.plans.plan",
+    "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api",
+    "layouts": "autopar.api", "Plan": "autopar.plans.plan",
     "ParallelModule": "autopar.runtime.one_mesh.executor",
     "full_state_dict": "autopar.runtime.checkpoints.full_state_dict",
     "load_full_state_dict": "autopar.runtime.checkpoints.full_state_dict", "run_local": "autopar.runtime.ranks.launch",
@@ -157,6 +158,7 @@ _separate_attempts()
 __all__ = [
     "AutoparError", "CaptureError", "Checkpoint", "ClusterError", "GraphedStep", "InfeasibleError", "MeshError",
     "ParallelModule", "Plan", "PlanError", "Precision", "RuleError", "RunError", "capture", "full_optimizer_state_dict",
-    "full_state_dict", "function_rule", "load_full_optimizer_state_dict", "load_full_state_dict", "load_safetensors",
+    "full_state_dict", "function_rule", "layouts", "load_full_optimizer_state_dict", "load_full_state_dict",
+    "load_safetensors",
     "parallelize", "plan", "run_local", "save", "save_safetensors",
 ]  # fmt: skip

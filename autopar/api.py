@@ -21,12 +21,13 @@ from autopar.comparison.draws_of_eager import check_draws
 from autopar.comparison.padding import Padded, of_size, padded_example, proved
 from autopar.comparison.parts_of_loss import difference_by_parts, with_notes
 from autopar.comparison.same_model import check_capture, check_same_model
-from autopar.errors import CaptureError, ClusterError
+from autopar.errors import CaptureError, ClusterError, PlanError
 from autopar.parallelizing import all_ranks, arguments, bucket_plans, replanning
 from autopar.parallelizing.bucket_plans import BucketsTogether
 from autopar.parallelizing.call_examples import example_of, split_example, split_inputs
 from autopar.parallelizing.given_plans import check_rows, outcome_of, parts_of_batch, policy_of
 from autopar.planner import planning
+from autopar.planner.layouts.pricing import PricedLayouts
 from autopar.planner.planning import Outcome
 from autopar.plans.asked import Asked
 from autopar.plans.asked import asked as asked_for
@@ -35,6 +36,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.wishes import MOST_AXES, WISHES, documented
 from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
+from autopar.rules.experts.expert_load import with_load
 from autopar.runtime.as_module.original_model import Original, unheard
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.one_mesh.executor import ParallelModule
@@ -128,6 +130,7 @@ def plan(
     captured: Captured | None = None,
     profile: str | Path | None = None,
     input_rows: InputRows = None,
+    like: str | None = None,
 ) -> Plan:
     """Plan a model on a cluster. Needs no process group and no accelerator.
 
@@ -146,6 +149,9 @@ def plan(
         captured: what :func:`capture` gave of the batch, to plan several meshes without capturing again.
         profile: what ``autopar profile`` measured; ``cluster`` may then be None, or is checked to be the one measured.
         input_rows: as for :func:`parallelize`.
+        like: a layout in people's words, such as ``"tp=8,dp=8,sp,zero=1"``: its plan, with nothing searched
+            (:mod:`autopar.planner.layouts.layout_words`). The words say all but ``memory_limit``, ``optimizer``,
+            ``precision`` and ``expert_load``. :func:`layouts` prices layouts that do not fit, too.
 
     Returns:
         The fastest plan that fits, by its price (``plan.seconds`` of a step, ``plan.memory_bytes`` of the fullest
@@ -162,6 +168,14 @@ def plan(
         cluster = profile_of(profile, cluster)
     if cluster is None:
         raise ClusterError("plan needs a cluster, or profile= with the file that autopar profile wrote")
+    if like is not None:
+        priced = layouts(
+            model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets, memory_limit=memory_limit,
+            optimizer=optimizer, precision=precision, expert_load=expert_load, captured=captured, input_rows=input_rows,
+            others=given,
+        ).price(cluster, like)  # fmt: skip
+        priced.check_fits()
+        return with_notes(priced.plan, priced.captured, model, example_of(model, inputs, example_kwargs, targets))
     asked = asked_for({**given, "optimizer": arguments.check_optimizer(optimizer)})
     batch = example_of(model, inputs, example_kwargs, targets)
     asked = replace(asked, input_rows=input_rows)
@@ -179,6 +193,64 @@ def plan(
             model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
         )
         return with_notes(outcome.plan, outcome.captured, model, batch)
+
+
+def layouts(
+    model: torch.nn.Module,
+    inputs: Any,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Sequence[Any] = (),
+    memory_limit: float | str | None = None,
+    optimizer: str | torch.optim.Optimizer = "adamw",
+    precision: str | Precision | None = None,
+    expert_load: ExpertLoad = None,
+    captured: Captured | None = None,
+    input_rows: InputRows = None,
+    others: Mapping[str, Any] | None = None,
+) -> PricedLayouts:
+    """Capture a model once, to price layouts of it in people's words; nothing is searched.
+
+    >>> of_model = autopar.layouts(model, {"input_ids": ids, "labels": ids}, precision="bf16-mixed")
+    >>> row = of_model.price("dgx-h100-x8", "tp=8,dp=8,sp,zero=1")
+    >>> row.seconds, row.memory_bytes, row.fits                  # whether it fits or not; row.plan is its plan
+
+    Args:
+        inputs: the batch of a step with its global shapes, as for :func:`plan`, whose other arguments these are.
+        others: further arguments of :func:`plan`, which are refused where they say what a layout says.
+
+    Returns:
+        :class:`~autopar.planner.layouts.pricing.PricedLayouts`, whose ``price(cluster, words)`` takes at most some
+        seconds. Words are listed in :mod:`autopar.planner.layouts.layout_words`.
+
+    Raises:
+        CaptureError: the model cannot be traced.
+        AutoparError: an argument names what there is not, or cannot be.
+    """
+    given = {
+        **(others or {}), "memory_limit": memory_limit, "optimizer": arguments.check_optimizer(optimizer),
+        "precision": precision, "expert_load": expert_load,
+    }  # fmt: skip
+    arguments.check(**given)
+    said = [w.name for w in WISHES if w.name in given and w.name not in BESIDE_LAYOUTS and given[w.name] != w.default]
+    if said:
+        raise PlanError(f"like= says {', '.join(said)}, too; leave {'these' if len(said) > 1 else 'it'} out, or like=")
+    asked = asked_for(given)
+    batch = example_of(model, inputs, example_kwargs, targets)
+    if captured is None:
+        captured = capture(
+            model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets,
+            precision=asked.pins.precision,
+        )  # fmt: skip
+    with unheard():
+        asked = with_measured_load(asked, captured, model, batch)
+    captured = replace(captured, graph=with_load(captured.graph, asked.pins.expert_load))
+    return PricedLayouts(model, captured, batch, planning.options_of(asked), input_rows)
+
+
+BESIDE_LAYOUTS = ("memory_limit", "optimizer", "precision", "expert_load", "max_axes", "time_limit")
+"""Arguments of :func:`plan` that a layout leaves open."""
 
 
 @documented
@@ -459,4 +531,4 @@ def _ranks_of(pm: ParallelModule | PipelineModule) -> list[int]:
     return list(range(dist.get_world_size()))
 
 
-__all__ = ["capture", "get_cluster", "mesh_shapes", "parallelize", "plan", "split_inputs"]
+__all__ = ["capture", "get_cluster", "layouts", "mesh_shapes", "parallelize", "plan", "split_inputs"]

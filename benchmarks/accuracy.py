@@ -5,8 +5,8 @@
     python benchmarks/accuracy.py *.csv --json rows.json --page docs/accuracy.md
 
 Each row's model is built from its sizes on the meta device, its cluster from its GPU and links, its precision is a
-policy, and its layout is pinned in the words of ``autopar plan --like``. A row that cannot be priced is counted with the
-reason. ``--json`` keeps every row; ``--from rows.json`` prints the tables of such a file again without pricing.
+policy, and its layout is pinned in the words of ``autopar plan --like``. A row that cannot be priced is counted with
+the reason. ``--json`` keeps every row; ``--from rows.json`` prints the tables of such a file again without pricing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from published.errors import Table, loaded, saved, tables, text_of
 from published.page import write_errors, write_page
 from published.pricing import Graphs, Priced, in_order, price
-from published.rows import Run, UnpricedError, read, run_of
+from published.rows import Run, UnpricedError, alike_but_apart, read, run_of
 
 
 def sampled(runs: Sequence[Run], n: int, seed: int) -> list[Run]:
@@ -83,22 +83,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, help="folder that keeps captured graphs, for the next time")
     parser.add_argument("--row-seconds", type=float, default=60.0, help="a row that takes longer is given up")
     parser.add_argument("--json", type=Path, help="where to write every row")
-    parser.add_argument("--from", dest="before", action="append", default=[], type=Path, help="rows of an earlier --json")
+    parser.add_argument("--from", dest="before", action="append", default=[], type=Path,
+                        help="rows of an earlier --json")  # fmt: skip
     parser.add_argument("--page", type=Path, help="where to write the page of docs, with its picture beside it")
     parser.add_argument("--errors", type=Path, help="where to write the table of error bands (.toml)")
     parser.add_argument("--rows", action="store_true", help="print every row, too")
     given = parser.parse_args(arguments)
     if not given.files and not given.before:
         parser.error("give tables of published runs (.csv), or rows of an earlier run with --from")
-    rows, by_id = read(given.files)
+    rows = read(given.files)
     runs, refused = [], Counter[tuple[str, str]]()
     for row in rows:
         if given.only and not any(word.lower() in row.get("source", "").lower() for word in given.only):
             continue
         try:
-            runs.append(run_of(row, by_id))
+            runs.append(run_of(row))
         except UnpricedError as error:
             refused[row.get("source", ""), str(error)] += 1
+    apart = alike_but_apart(runs)
+    refused.update((run.source, apart[run.id]) for run in runs if run.id in apart)
+    runs = [run for run in runs if run.id not in apart]
     if given.sample:
         runs = sampled(runs, given.sample, given.seed)
     priced = [p for path in given.before for p in loaded(path.read_text(encoding="utf-8"))]

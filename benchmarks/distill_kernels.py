@@ -94,7 +94,7 @@ class Time:
         return f"{self.kind}_backward" if self.backward else self.kind
 
 
-MOVED = {  # operator: kind, passes of the forward and of the backward over its tensor, as the planner counts them
+MOVED: dict[str, tuple[str, float, float]] = {  # operator: kind, passes of the forward and of the backward over its tensor, as the planner counts them
     "add": ("pointwise", 3, 0), "gelu": ("pointwise", 2, 3), "silu": ("pointwise", 2, 3), "mul": ("pointwise", 3, 5),
     "dropout": ("pointwise", 2.5, 2.5), "clone": ("pointwise", 2, 0), "copy": ("pointwise", 2, 0),
     "layer_norm": ("norm", 2, 3), "rms_norm": ("rms_norm", 2, 3), "softmax": ("softmax", 2, 3),
@@ -165,7 +165,7 @@ def fit(name: str, rows: Sequence[Time], device: Device) -> tuple[EfficiencyCurv
     halves = FITTED.get(name, ())
     seconds = np.array([row.seconds for row in rows])
 
-    def curve_of(x: Sequence[float]) -> EfficiencyCurve:
+    def curve_of(x: Sequence[float] | np.ndarray) -> EfficiencyCurve:
         sizes: dict[str, Any] = {h: float(f"{np.exp(v):.3g}") for h, v in zip(halves, x[1:], strict=True)}
         return EfficiencyCurve(float(f"{np.exp(x[0]):.3g}"), **sizes, item_bytes=ITEM_BYTES.get(name, 0.0))
 

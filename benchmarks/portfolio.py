@@ -4,10 +4,8 @@
     python benchmarks/portfolio.py --count 400 resnet-50-8
     python benchmarks/portfolio.py --precision bf16-mixed llama-8b-64    under a policy; else in bfloat16 throughout
 
-A layout is written in the words of ``autopar plan --like``. It goes through what costs least first: a bound that is
-true of any layout of so many microbatches and groups; the planner's own bounds and estimates, which leave out what
-takes longer than the search's plan by more than :data:`NEAR`; and only what may be as near as that is planned exactly.
-The row that is printed says how many ended where, and has the best price of those that were planned exactly.
+A layout is written in the words of ``autopar plan --like``, and is priced exactly as these say. The row that is printed
+says how many fit, and has the best price of those.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-NEAR = 1.02
-"""A layout is planned exactly if it may take less than this factor of the search's plan."""
 COUNT = 200
 """Layouts of a model on a cluster, unless another number is asked for."""
 ROUNDS = 200
@@ -35,15 +31,11 @@ class Prices:
     """What became of the layouts.
 
     Attributes:
-        seconds: of a step of those that were planned exactly.
-        bounded: these take longer by a bound that is true of any layout of so many microbatches and groups.
-        beaten: these take longer by a bound or an estimate of the planner, or by the relaxation of their programs.
+        seconds: of a step of those that fit.
         refused: the others, with the error: they do not fit, or cannot be.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
-    bounded: list[str] = field(default_factory=list)
-    beaten: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -54,43 +46,27 @@ class Prices:
 
 def price(
     layouts: Sequence[str], graph_of: Callable[[int], Any], cluster: Any, rows: int, seconds: float,
-    near: float = NEAR, say: Callable[[str], None] = lambda _: None, n_devices: int | None = None,
+    say: Callable[[str], None] = lambda _: None, n_devices: int | None = None,
 ) -> Prices:  # fmt: skip
     """Price layouts beside a plan that takes so many seconds a step.
 
     Args:
         graph_of: the graph of a microbatch, by the number of microbatches in a step of so many rows.
-        near: layouts that take this factor of ``seconds`` are not planned exactly.
         say: told what becomes of each.
         n_devices: the first so many of the cluster; None for all.
     """
     from autopar.errors import AutoparError
-    from autopar.planner.inter_op.candidates import PipelineOptions
-    from autopar.planner.inter_op.exact.exact_stages import ExactPlans
-    from autopar.planner.inter_op.layout_parsing import parse_layout
-    from autopar.planner.inter_op.single_stage import least_seconds
-    from autopar.planner.inter_op.stage_search import plan_pipeline
-    from autopar.planner.intra_op.building.integer_program import Beaten
+    from autopar.planner.layouts.pricing import pinned_layout
 
-    n, prices, least = n_devices or cluster.n_devices, Prices(), dict[int, float]()
+    prices = Prices()
     for words in layouts:
         try:
-            layout = parse_layout(words)
-            m = layout.microbatches_of(rows)
-            if m not in least:
-                least[m] = least_seconds(ExactPlans(graph_of(m), cluster, n, PipelineOptions(m), ""))
-            # the first microbatch goes through all groups and back, of which the weights' gradients alone may wait
-            ramp = max(1.0, (1 + (layout.groups - 1) * 2 / 3) / m)
-            if ramp * least[m] >= near * seconds:
-                prices.bounded.append(words)
+            plan = pinned_layout(graph_of, cluster, words, rows, n_devices=n_devices)
+            if not plan.fits:
+                prices.refused[words] = f"needs {plan.memory_bytes / 2**30:.1f} GiB"
                 continue
-            asked = layout.asked(graph_of(m), PipelineOptions(1), n, rows)
-            plan = plan_pipeline(graph_of(m), cluster, n, asked, beaten=near * seconds).plan
             prices.seconds[words] = plan.seconds
             say(f"{plan.seconds:.6g}  {plan.seconds / seconds:.4f}  {words}")
-        except Beaten:
-            prices.beaten.append(words)
-            say(f"beaten  {words}")
         except (AutoparError, ValueError) as error:
             prices.refused[words] = str(error).splitlines()[0][:80]
             say(f"{prices.refused[words]}  {words}")
@@ -168,7 +144,7 @@ def measure(case: str, count: int, precision: str | None = None) -> dict[str, An
     row: dict[str, Any] = {
         "case": case, "precision": precision or "as the model is",
         "search s": best.plan.seconds, "plan": best.tried[0][0], "layouts": len(words),
-        "planned exactly": len(prices.seconds), "beaten": len(prices.beaten), "bounded": len(prices.bounded),
+        "fit": len(prices.seconds),
         "do not fit, or cannot be": len(prices.refused), "search CPU s": round(searched - start, 1),
         "layouts CPU s": round(time.process_time() - searched, 1),
     }  # fmt: skip

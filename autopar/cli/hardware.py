@@ -54,7 +54,7 @@ def clusters(
     names: Annotated[list[str] | None, typer.Argument(help="Clusters to describe: names or files.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the clusters that can be planned for, or describe some.
+    """List the clusters that can be planned for and the trainers that prices are known for, or describe some clusters.
 
     Most names take a suffix: dgx-h100-x8 is eight nodes, local-x4 four processes on this machine. A file of your own
     (.toml or .json) can stand wherever a name can.
@@ -62,6 +62,7 @@ def clusters(
     Examples: autopar clusters; autopar clusters dgx-h100-x8 my-cluster.toml
     """
     from hardware_profiles import list_clusters, load_cluster
+    from hardware_profiles.software import software
 
     listed = [load_cluster(name) for name in names or list_clusters()]
     rows: list[dict[str, Any]] = []
@@ -83,3 +84,8 @@ def clusters(
             kinds_text = ", ".join(f"{n} x {k}" for k, n in row["kinds"].items())
             table.add_row(row["name"], str(row["devices"]), str(row["nodes"]), kinds_text, row["description"])
         out().print(table)
+        title = "trainers: --as NAME, or 'CLUSTER as NAME'"
+        trainers = Table("trainer", "factor", "description", header_style="bold", title=title)
+        for record in software().values():
+            trainers.add_row(record.name, f"{record.factor:.3g}", record.description)
+        out().print(trainers)

@@ -2,108 +2,154 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.cli.common import out, progress, show_bytes, show_seconds
+from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.frontends.models import Loaded
-    from autopar.planner.inter_op.layout_parsing import Layout
+    from autopar.planner.layouts.layout_words import Layout
+    from autopar.planner.layouts.pricing import PricedLayout
     from autopar.planner.planning import Outcome
     from autopar.plans.asked import Asked
     from autopar.report.layouts import LayoutRow
     from hardware_profiles import Cluster
 
 
-def parsed(like: str | None) -> Layout | None:
-    """The layout of ``--like``."""
-    from autopar.planner.inter_op.layout_parsing import parse_layout
+def parsed(like: Sequence[str]) -> list[Layout | AutoparError]:
+    """Read the layouts of ``--like``; an error stands for one that cannot be read, where there are several.
 
-    return parse_layout(like) if like is not None else None
+    Raises:
+        PlanError: the only one cannot be read.
+    """
+    from autopar.planner.layouts.layout_words import parse_layout
+
+    if len(like) == 1:
+        return [parse_layout(like[0])]
+    layouts: list[Layout | AutoparError] = []
+    for text in like:
+        try:
+            layouts.append(parse_layout(text))
+        except AutoparError as error:
+            layouts.append(error)
+    return layouts
+
+
+def priced(
+    loaded: Loaded, captured: Captured, cluster: str, asked: Asked, like: Sequence[str],
+    layouts: Sequence[Layout | AutoparError],
+) -> list[Priced]:  # fmt: skip
+    """Price the layouts of ``--like``; one that cannot be has an error, and the others go on."""
+    from autopar.planner.layouts.pricing import PricedLayouts
+    from autopar.planner.planning import options_of
+
+    of_model = PricedLayouts(loaded.model, captured, (loaded.args, loaded.kwargs), options_of(asked), asked.input_rows)
+    rows: list[Priced] = []
+    for text, layout in zip(like, layouts, strict=True):
+        if isinstance(layout, AutoparError):
+            rows.append(Priced(text, None, str(layout)))
+            continue
+        with progress(f"pricing {text}"):
+            try:
+                rows.append(Priced(text, of_model.price(cluster, layout)))
+            except AutoparError as error:
+                rows.append(Priced(text, None, str(error)))
+    return rows
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A layout of ``--like``: its plan, or why there is none."""
+
+    text: str
+    found: PricedLayout | None
+    error: str = ""
+
+    def row(self, hardware: Cluster) -> LayoutRow | None:
+        """Return what the table says of it."""
+        from autopar.report.layouts import layout_row
+
+        if self.found is None:
+            return None
+        return layout_row(
+            f"like {self.text}", self.found.plan, self.found.timeline, self.found.captured.graph, hardware
+        )
+
+    def misfit(self) -> str:
+        """Return by how much it does not fit; nothing where it does."""
+        if self.found is None or self.found.fits:
+            return ""
+        over = self.found.memory_bytes - self.found.limit_bytes
+        return (
+            f"does not fit: {show_bytes(self.found.memory_bytes)} on the fullest device, {show_bytes(over)} more than "
+            f"the {show_bytes(self.found.limit_bytes)} that may be filled"
+        )
+
+    def facts(self, hardware: Cluster, plan: Any) -> dict[str, Any]:
+        """Return what ``--json`` says of it.
+
+        Args:
+            plan: the plan file's document.
+        """
+        row = self.row(hardware)
+        if row is None or self.found is None:
+            return {"like": self.text, "error": self.error}
+        return {
+            "like": self.text, "seconds": row.seconds, "fits": self.found.fits,
+            "memory_bytes": self.found.memory_bytes, "limit_bytes": self.found.limit_bytes, "idle": row.bubble,
+            "tokens_per_second": row.tokens_per_second, "of_peak": row.utilisation, "plan": plan,
+        }  # fmt: skip
 
 
 def show(
-    outcome: Outcome, hardware: Cluster, top: int, layout: Layout | None, pinned: LayoutRow | None, path: Path | None,
-    like_path: Path | None,
-) -> None:  # fmt: skip
-    """Print the best layouts, and one that was asked for beside them.
+    outcome: Outcome, hardware: Cluster, top: int, likes: Sequence[Priced], path: Path | None, like_path: Path | None
+) -> None:
+    """Print the best layouts, and those that were asked for beside them.
 
     Args:
         top: how many of the best layouts are shown.
-        pinned: the row of ``layout``.
         path: of the plan file that was written.
-        like_path: of the plan file of ``layout``.
+        like_path: of the plan file of the one layout in ``likes``.
     """
-    if top > 1 or pinned is not None:
+    pinned = [row for like in likes if (row := like.row(hardware)) is not None]
+    if top > 1 or likes:
         table(rows_of_layouts(outcome, hardware, top, pinned))
-    if pinned is not None and layout is not None:
-        times = pinned.seconds / outcome.plan.seconds
-        out().print(f"  {layout.text}: {show_seconds(pinned.seconds)} a step, {times:.3f} times the best", markup=False)
-        if layout.is_default:
+    for like in likes:
+        if like.found is None:
+            out().print(f"  {like.text}: {like.error}", markup=False)
+            continue
+        times = like.found.seconds / outcome.plan.seconds
+        of_best = f"{show_seconds(like.found.seconds)} a step, {times:.3f} times the best"
+        out().print(f"  {like.text}: {of_best}", markup=False)
+        for said in filter(None, [like.misfit(), *like.found.pinned.notes]):
+            out().print(f"    {said}", markup=False)
+        if like.found.layout.is_default:
             out().print(
-                "  with one row of the batch on every data rank in a microbatch (mbs=1); words such as mbs=2 or m=4 "
+                "    with one row of the batch on every data rank in a microbatch (mbs=1); words such as mbs=2 or m=4 "
                 "ask for others",
                 markup=False,
             )
-        if like_path is not None:
-            out().print(f"  {like_path} has the plan of this layout", markup=False)
-        elif path is not None:
-            out().print(
-                f"  {path} has the best plan, not this layout: that is written by --like-output", markup=False
-            )
-        if layout.free:
-            out().print(
-                f"  {', '.join(layout.free)}: left to the planner, which keeps parameters and cuts sequences as is "
-                "cheapest in this layout",
-                markup=False,
-            )
+    if likes and like_path is not None:
+        out().print(f"  {like_path} has the plan of this layout", markup=False)
+    elif likes and path is not None:
+        out().print(f"  {path} has the best plan, not this layout: that is written by --like-output", markup=False)
 
 
-def planned_like(
-    loaded: Loaded, captured: Captured, hardware: Cluster, cluster: str, asked: Asked, layout: Layout
-) -> Outcome:
-    """The plan of a layout that was asked for.
-
-    Raises:
-        PlanError, InfeasibleError: it cannot be, or does not fit.
-    """
-    from autopar.capture.microbatches import rows_of
-    from autopar.errors import InfeasibleError
-    from autopar.planner.inter_op.stage_search import PipelineOptions
-    from autopar.planner.planning import in_parts, options_of
-
-    example, n = (loaded.args, loaded.kwargs), hardware.n_devices
-    base = PipelineOptions(1, options=options_of(asked), may_recompute=asked.may_recompute)
-    wanted = layout.asked(captured.graph, base, n, rows_of(example))
-    asked = replace(asked, numbers=(wanted.microbatches,))
-    with progress(f"planning {layout.text}"):
-        try:
-            return in_parts(
-                loaded.model, captured, example, hardware, n, asked, cluster, runs=False, wanted=wanted
-            )
-        except InfeasibleError as error:
-            raise InfeasibleError(f"--like {layout.text}: {error}") from error
-
-
-def row_like(found: Outcome, hardware: Cluster) -> LayoutRow:
-    """What the table says of the plan of a layout that was asked for."""
-    from autopar.report.layouts import layout_row
-
-    assert found.timeline is not None
-    return layout_row(f"like {found.tried[0][0]}", found.plan, found.timeline, found.captured.graph, hardware)
-
-
-def rows_of_layouts(outcome: Outcome, hardware: Cluster, top: int, pinned: LayoutRow | None) -> list[LayoutRow]:
-    """Rows of the best layouts that were planned exactly, the fastest first, and that of one that was asked for."""
+def rows_of_layouts(
+    outcome: Outcome, hardware: Cluster, top: int, pinned: Sequence[LayoutRow]
+) -> list[LayoutRow]:
+    """Return rows of the best layouts planned exactly, and of those that were asked for, the fastest first."""
     from autopar.report.layouts import layout_row, with_front
 
     best = sorted(outcome.others, key=lambda found: found.plan.seconds)[:top]
     there = outcome.cluster or hardware
     rows = [layout_row(f.what, f.plan, f.timeline, f.search.graph, there) for f in best]
-    return with_front([*rows, *([pinned] if pinned is not None else [])])
+    return with_front([*rows, *pinned])
 
 
 def table(rows: list[LayoutRow]) -> None:
@@ -122,4 +168,4 @@ def table(rows: list[LayoutRow]) -> None:
     console.print(shown)
 
 
-__all__ = ["parsed", "planned_like", "row_like", "rows_of_layouts", "show", "table"]
+__all__ = ["Priced", "parsed", "priced", "rows_of_layouts", "show", "table"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -21,6 +22,7 @@ from autopar.cli.common import (
     cluster_from,
     load_and_capture,
     out,
+    print_json,
     progress,
     seconds_within,
     show_bytes,
@@ -37,6 +39,7 @@ from autopar.plans.wishes import OPTIMIZERS, WISHES
 if TYPE_CHECKING:
     from autopar.capture import Captured
     from autopar.frontends import Loaded
+    from autopar.planner.layouts.pricing import PricedLayout
     from autopar.planner.planning import Outcome
     from autopar.plans.plan import Plan
     from autopar.words.graph import Graph
@@ -49,6 +52,11 @@ def plan(
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="Name of a cluster, or a .toml or .json file.")
     ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option("--as", help="Price for another trainer than autopar's own runtime: megatron-2023, nemo, "
+                     "torchtitan (autopar clusters lists them). Also behind the cluster's name: 'dgx-h100 as nemo'."),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan file.")] = None,
     top: Annotated[
         int,
@@ -56,11 +64,13 @@ def plan(
                      callback=within(1, MOST_LAYOUTS)),
     ] = 1,
     like: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--like",
-            help="Price a layout beside the best: tp=8,pp=16,dp=128,vp=8,mbs=1,recompute=none. Also cp, ep, schedule, "
-            "and m (microbatches; mbs=1 where neither is given); zero and sp are left to the planner.",
+            help="Price a layout beside the best, exactly as its words say: tp=8,sp,pp=16,dp=128,vp=8,mbs=1,zero=1,"
+            "recompute=full. Repeatable. dp, tp, sp, cp (cp=4:ring, allgather, ulysses), ep, pp, vp; zero=0 to 3 or "
+            "fsdp; mbs, or m (gas) microbatches, mbs=1 where neither is given; schedule; recompute=none, full, full:2 "
+            "(blocks of each stage), every:2 or selective:MODULE; optimizer, precision.",
         ),
     ] = None,
     like_output: Annotated[
@@ -102,9 +112,10 @@ def plan(
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
     from autopar.capture.microbatches import first_part
+    from autopar.errors import PlanError
     from autopar.planfile import dumps
     from autopar.planner import planning
-    from autopar.plans.clusters import profile_of
+    from autopar.plans.clusters import as_trainer, profile_of
     from autopar.profiling.measured_load import with_measured_load
     from autopar.progress import heard
     from autopar.rules.experts.expert_load import with_load
@@ -112,8 +123,9 @@ def plan(
 
     if cluster is None and profile is None:
         raise UsageError("give the cluster to plan for with --cluster (autopar clusters lists them), or a --profile")
-    if like_output is not None and like is None:
-        raise UsageError("--like-output writes the plan of a layout: give the layout with --like")
+    likes = list(like or ())
+    if like_output is not None and len(likes) != 1:
+        raise UsageError("--like-output writes the plan of a layout: give one layout with --like")
     if like_output is not None and output is not None and like_output.resolve() == output.resolve():
         raise UsageError(f"-o and --like-output both write {output}; give each plan a file of its own")
     files = {option: OutputFile(path, PLAN, option, force)
@@ -121,15 +133,17 @@ def plan(
     for file in files.values():
         file.check()
     cluster = profile_of(profile, cluster) if profile is not None else str(cluster)
+    if trainer is not None:
+        cluster = as_trainer(cluster, trainer)
     hardware = load_cluster(cluster)
     wanted = asked(_arguments(said), spelled=as_option)
-    if (like is not None or top != 1) and not wanted.everything:
-        flags = "--like" if like is not None else "--top"
+    if (likes or top != 1) and not wanted.everything:
+        flags = "--like" if likes else "--top"
         raise UsageError(
             f"{flags} is for the search over everything: leave out --mesh, --stages, --schedule, --cut and "
             "--microbatches"
         )
-    layout = layouts.parsed(like)
+    words = layouts.parsed(likes)
     parts = wanted.microbatches if wanted.microbatches > 1 else None
     policy = wanted.pins.precision
     loaded, captured = load_and_capture(model, batch, seq, parts=parts, precision=policy, by_default=True)
@@ -138,9 +152,9 @@ def plan(
     captured = replace(captured, graph=with_load(captured.graph, wanted.pins.expert_load))
     wanted = replace(wanted, pins=replace(wanted.pins, precision=captured.graph.precision))
     wanted = replace(wanted, top=top)
-    if (like is not None or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
+    if (likes or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
         raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")
-    pinned = layouts.planned_like(loaded, captured, hardware, cluster, wanted, layout) if layout else None
+    priced = layouts.priced(loaded, captured, cluster, wanted, likes, words)
     with progress("planning") as say, heard(say):
         outcome = planning.find(
             loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
@@ -150,15 +164,33 @@ def plan(
     outcome, chosen = _noted(outcome, loaded, policy_note), outcome.plan.cluster
     if output is not None:
         files["-o"].write(dumps(*_file(outcome, loaded, captured, chosen, output.parent)))
-    if pinned is not None and like_output is not None:
-        described = _file(_noted(pinned, loaded, policy_note), loaded, captured, cluster, like_output.parent)
+    found = [row.found for row in priced if row.found is not None]
+    if like_output is not None:
+        if not found:
+            raise PlanError(priced[0].error)
+        described = _file(_noted(_as_outcome(found[0]), loaded, policy_note), loaded, captured, cluster,
+                          like_output.parent)  # fmt: skip
         files["--like-output"].write(dumps(*described))
     if as_json:
-        sys.stdout.write(dumps(*_file(outcome, loaded, captured, chosen, output.parent if output else Path())))
+        text = dumps(*_file(outcome, loaded, captured, chosen, output.parent if output else Path()))
+        if not priced:
+            sys.stdout.write(text)
+            return
+        rows = []
+        for row in priced:
+            of_row = dumps(*_file(_as_outcome(row.found), loaded, captured, cluster, Path())) if row.found else "null"
+            rows.append(row.facts(hardware, json.loads(of_row)))
+        print_json({**json.loads(text), "layouts": rows})
     else:
         _summary(outcome, outcome.cluster or hardware, output, top)
-        row = layouts.row_like(pinned, hardware) if pinned is not None else None
-        layouts.show(outcome, hardware, top, layout, row, output, like_output)
+        layouts.show(outcome, hardware, top, priced, output, like_output)
+
+
+def _as_outcome(found: PricedLayout) -> Outcome:
+    """A layout that was priced, as what a search gives."""
+    from autopar.planner.planning import Outcome
+
+    return Outcome(found.plan, found.captured, found.timeline)
 
 
 def _check_kept(said: dict[str, Any], graph: Graph) -> None:

@@ -26,9 +26,10 @@ from hardware_profiles.strict import Unreadable, is_there, parse_count, parse_js
 
 KEYS: dict[str, type] = {
     "autopar_plan": int, "model": dict, "fingerprint": str, "cluster": str, "optimizer": str, "seconds": float,
-    "pins": dict, "schedule": list, "stages": list, "notes": list, "checksum": str,
+    "pins": dict, "schedule": list, "stages": list, "notes": list, "layouts": list, "checksum": str,
 }  # fmt: skip
-OPTIONAL = {"model", "seconds", "pins", "notes", "checksum"}
+OPTIONAL = {"model", "seconds", "pins", "notes", "checksum", "layouts"}
+"""``layouts``: what ``autopar plan --json --like`` says of layouts beside the plan, of which nothing is read."""
 STAGE_KEYS: dict[str, type] = {
     "first": str, "devices": list, "mesh": str, "fingerprint": str, "in_flight": int, "ops": dict, "params": dict,
     "buffers": dict, "inputs": dict, "outputs": list, "routes": dict, "memory": dict,

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from autopar.errors import ClusterError, MeshError
 from autopar.words.meshes import Mesh
-from hardware_profiles import Cluster, ProfileError, load_cluster, split_software, split_subset, subset_suffix
+from hardware_profiles import (
+    Cluster,
+    ProfileError,
+    load_cluster,
+    software_named,
+    split_software,
+    split_subset,
+    subset_suffix,
+)
 from hardware_profiles.software import AS
 
 FILES = (".toml", ".json")
@@ -49,6 +57,22 @@ def in_file(cluster: str, change: Callable[[Path], str]) -> str:
         return cluster
     changed = change(Path(whole)) + (subset_suffix(ranks) if ranks else "")
     return changed if trainer is None else f"{changed}{AS}{trainer}"
+
+
+def as_trainer(cluster: str, trainer: str) -> str:
+    """Return the name of a cluster as a trainer uses it: ``dgx-h100 as nemo``.
+
+    Raises:
+        ClusterError: the name says another trainer, or there is none of that name.
+    """
+    _, named = split_software(cluster)
+    if named is not None and named != trainer:
+        raise ClusterError(f"the cluster '{cluster}' is for {named}, and --as says {trainer}: leave one of them out")
+    try:
+        software_named(trainer)
+    except ProfileError as error:
+        raise ClusterError(str(error)) from error
+    return cluster if named is not None else f"{cluster}{AS}{trainer}"
 
 
 def profile_of(profile: str | Path, cluster: str | Path | Cluster | None = None) -> str:

@@ -82,7 +82,8 @@ def _cluster(device: str, n: int, per_node: int, intra: str, inter: str, softwar
     size = min(size, n)
     if n % size:
         raise UnpricedError(f"{n} GPUs do not fill machines of {size}")
-    node: dict[str, Any] = {"device": device, "n_devices": size, "count": n // size, "level": _levels(kind, size, intra)}
+    levels = _levels(kind, size, intra)
+    node: dict[str, Any] = {"device": device, "n_devices": size, "count": n // size, "level": levels}
     if n > size:
         node["uplink"] = {"link": _uplink(kind, per_node, inter), "devices": 1}
     name = f"{n} {device} by {size}"
@@ -96,7 +97,7 @@ def _levels(kind: str, size: int, intra: str) -> list[dict[str, Any]]:
     text = intra.lower()
     generation = re.search(r"nvlink(\d)", text)
     pairs = "pcie" in text and "pair" in text
-    if "pcie" in text and "nvlink" not in text or pairs or (not text and kind not in NVLINK):
+    if ("pcie" in text and "nvlink" not in text) or pairs or (not text and kind not in NVLINK):
         found = re.search(r"gen ?(\d)", text)
         old = {"T4": 3, "V100": 3}.get(kind, 4)
         name = f"pcie{found[1] if found and found[1] in '345' else old}"

@@ -36,28 +36,29 @@ def build(shape: Shape, attention: str, dropout: float) -> torch.nn.Module:
     import torch
     import transformers
 
+    from published.gpt import Gpt, GptSizes
+
     try:
         with torch.device("meta"):
-            config, kind = _config(transformers, shape, dropout)
+            if shape.family == "gpt":
+                sizes = GptSizes(
+                    shape.vocab, shape.seq, shape.hidden, shape.layers, shape.heads, shape.ffn, dropout,
+                    attention == "eager",
+                )  # fmt: skip
+                return Gpt(sizes).to(torch.bfloat16)
+            config, kind = _config(transformers, shape)
             config._attn_implementation = attention
             return kind(config).to(torch.bfloat16)
     except (ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
         raise UnpricedError(f"no such model can be built: {str(error).splitlines()[0][:120]}") from None
 
 
-def _config(t: Any, shape: Shape, dropout: float) -> tuple[Any, Any]:
+def _config(t: Any, shape: Shape) -> tuple[Any, Any]:
     common = {
         "vocab_size": shape.vocab, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
         "max_position_embeddings": shape.seq, "use_cache": False, "tie_word_embeddings": shape.is_tied,
     }  # fmt: skip
-    if shape.family == "gpt":
-        config = t.GPT2Config(
-            vocab_size=shape.vocab, n_positions=shape.seq, n_embd=shape.hidden, n_layer=shape.layers,
-            n_head=shape.heads, n_inner=shape.ffn, activation_function="gelu_pytorch_tanh", resid_pdrop=dropout,
-            embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False, tie_word_embeddings=True,
-        )  # fmt: skip
-        return config, t.GPT2LMHeadModel
     if shape.family == "nemotron":
         config = t.NemotronConfig(intermediate_size=shape.ffn, head_dim=shape.head_dim, **common)
         return config, t.NemotronForCausalLM

@@ -214,13 +214,18 @@ def _whole(known: Sequence[Priced], there: Sequence[Priced]) -> Table:
     return Table("all sources", columns, tuple(rows), note)
 
 
+PARTS_BY: dict[str, Callable[[Priced], str]] = {
+    "": lambda p: "", "tp": lambda p: str(p.run.sizes.tp), "pp": lambda p: str(p.run.sizes.pp),
+    "dp": lambda p: str(p.run.sizes.dp), "mbs": lambda p: str(p.run.sizes.micro),
+}  # fmt: skip
+
+
 def _parts(known: Sequence[Priced]) -> Table:
     """Where the seconds of a step go, as parts of the measured ones, beside the error, by layout."""
     rows = []
     for source, some in split(known, lambda p: p.run.source).items():
         timed = [p for p in some if time_error(p) is not None]
-        for what, key in (("", lambda p: ""), ("tp", lambda p: str(p.run.sizes.tp)), ("pp", lambda p: str(p.run.sizes.pp)),
-                          ("dp", lambda p: str(p.run.sizes.dp)), ("mbs", lambda p: str(p.run.sizes.micro))):  # fmt: skip
+        for what, key in PARTS_BY.items():
             groups = split(timed, key)
             if what and (len(timed) < 10 or len(groups) < 2):
                 continue
@@ -250,8 +255,8 @@ def row_table(priced: Sequence[Priced]) -> Table:
         if p.seconds is None:
             continue
         s, time, memory = p.run.sizes, time_error(p), memory_error(p)
-        words = [f"{n}{v}" for n, v in (("tp", s.tp), ("pp", s.pp), ("vp", s.vp), ("cp", s.cp), ("ep", s.ep), ("dp", s.dp))
-                 if v > 1]  # fmt: skip
+        sizes = (("tp", s.tp), ("pp", s.pp), ("vp", s.vp), ("cp", s.cp), ("ep", s.ep), ("dp", s.dp))
+        words = [f"{n}{v}" for n, v in sizes if v > 1]
         words += [f"zero{s.zero}"] * bool(s.zero) + ["sp"] * s.is_sequence_parallel + [f"mbs{s.micro}"]
         rows.append((
             p.run.id, p.run.model, p.run.gpu, str(p.run.n_gpus), " ".join(words), p.run.sizes.recompute or "",

@@ -12,14 +12,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from published.built_clusters import cluster_of
 from published.built_models import attention_of, batch_of, build, dropout_of
 from published.rows import GIB, Run, UnpricedError
 
-INPUTS = ("input_ids", "labels")
-"""Inputs of the models, all of which have the rows of the batch."""
+if TYPE_CHECKING:
+    from autopar.words.graph import Graph
+    from hardware_profiles import Cluster
+
+CAPTURE_SECONDS = 240.0
+"""CPU-seconds that the captures of one model may take; it is not tried again for its other rows."""
 ROWS = (4, 2)
 """Rows of the two batches that are captured, from which a graph of any number of rows is made."""
 
@@ -71,7 +75,8 @@ def policies_of(run: Run) -> tuple[str, ...]:
         return ("bf16-true",)
     if "tf32" in text or "fp32" in text.split():
         return ("32-true",)
-    reduce = low if run.software in _SIXTEEN_BIT_SUMS and "bloom" not in run.source.lower() else "float32"
+    wide = {"bloom", "zero"} & set(run.source.lower().split())  # BLOOM and the zero-bubble paper trained in bfloat16
+    reduce = low if run.software in _SIXTEEN_BIT_SUMS and not wide else "float32"
     plain = f"params={low},reduce={reduce}"
     if "nvfp4" in text or "fp4" in text:
         return "nvfp4-mixed", "fp8-mixed", plain
@@ -94,6 +99,24 @@ def _policy_of(run: Run) -> tuple[Any, str]:
     raise UnpricedError(f"precision {run.precision} has no policy")
 
 
+class _TooLong(Exception):
+    """A row took more seconds than it may."""
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # of this process's work, whatever else the machine does
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 # --- graphs ----------------------------------------------------------------------------------------------------------
 
 
@@ -103,6 +126,7 @@ class Graphs:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._pairs: dict[str, Any] = {}
+        self._refused: dict[str, str] = {}
         self._sized = lru_cache(maxsize=8)(self._resized)
 
     def of(self, run: Run, rows: int) -> Any:
@@ -112,9 +136,19 @@ class Graphs:
             UnpricedError: the model cannot be built, or not be traced.
         """
         policy, text = _policy_of(run)
-        key = repr((run.shape, attention_of(run), dropout_of(run), text))
+        key = repr((2, run.shape, attention_of(run), dropout_of(run), text))
+        if key in self._refused:
+            raise UnpricedError(self._refused[key])
         if key not in self._pairs:
-            self._pairs = {key: self._captured(run, policy, key)}  # rows of one model follow each other
+            try:
+                with _within(CAPTURE_SECONDS):
+                    self._pairs = {key: self._captured(run, policy, key)}  # rows of one model follow each other
+            except _TooLong:
+                self._refused[key] = f"its capture took more than {CAPTURE_SECONDS:.0f} s"
+            except UnpricedError as error:
+                self._refused[key] = str(error)
+            if key in self._refused:
+                raise UnpricedError(self._refused[key])
             self._sized.cache_clear()
         return self._sized(key, rows)
 
@@ -158,13 +192,14 @@ def layout_of(run: Run) -> str:
         UnpricedError: autopar has no words for it.
     """
     s = run.sizes
-    words = [f"{word}={n}" for word, n in (("tp", s.tp), ("pp", s.pp), ("dp", s.dp), ("cp", s.cp), ("ep", s.ep)) if n > 1]
-    words += [f"vp={s.vp}"] * (s.vp > 1) + [f"mbs={s.micro}", f"zero={s.zero}"] + ["sp"] * s.is_sequence_parallel
+    sizes = (("tp", s.tp), ("pp", s.pp), ("dp", s.dp), ("cp", s.cp), ("ep", s.ep), ("vp", s.vp))
+    words = [f"{word}={n}" for word, n in sizes if n > 1]
+    words += [f"mbs={s.micro}", f"zero={s.zero}"] + ["sp"] * s.is_sequence_parallel
     words.append(f"recompute={_recomputed(run)}")
     return ",".join(words)
 
 
-_FEED_FORWARD = {"gpt": "mlp", "mixtral": "block_sparse_moe"}
+_FEED_FORWARD = {"gpt": "up", "mixtral": "block_sparse_moe"}
 
 
 def _recomputed(run: Run) -> str:
@@ -185,24 +220,6 @@ def _recomputed(run: Run) -> str:
     return "none" if attention_of(run) == "sdpa" else "selective:attn"
 
 
-class _TooLong(Exception):
-    """A row took more seconds than it may."""
-
-
-@contextmanager
-def _within(seconds: float) -> Iterator[None]:
-    def late(*_: Any) -> None:
-        raise _TooLong
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def price(run: Run, graphs: Graphs, most_seconds: float = 60.0) -> Priced:
     """A run's price. Every reason why there is none is in :attr:`Priced.why`; nothing is raised."""
     from autopar.errors import AutoparError
@@ -210,9 +227,12 @@ def price(run: Run, graphs: Graphs, most_seconds: float = 60.0) -> Priced:
     began = time.process_time()
     priced = Priced(run)
     try:
-        with warnings.catch_warnings(), _within(most_seconds):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _price(run, graphs, priced)
+            cluster, graph = cluster_of(run), graphs.of(run, run.sizes.dp * run.sizes.micro)
+            began = time.process_time()
+            with _within(most_seconds):
+                _price(run, cluster, graph, priced)
     except UnpricedError as error:
         priced.why = str(error)
     except _TooLong:
@@ -226,22 +246,16 @@ def price(run: Run, graphs: Graphs, most_seconds: float = 60.0) -> Priced:
 
 
 def _short(text: str) -> str:
-    return (text.splitlines() or [""])[0][:160]
+    return " ".join(text.split())[:400]
 
 
-def _price(run: Run, graphs: Graphs, priced: Priced) -> None:
+def _price(run: Run, cluster: Cluster, graph: Graph, priced: Priced) -> None:
     import autopar.rules  # noqa: F401
-    from autopar.planner.intra_op.pins.options import Options
-    from autopar.planner.layouts.pinned_plan import pinned_plan
-    from autopar.planner.layouts.words import parse_layout
+    from autopar.planner.layouts.pricing import pinned_layout
 
-    s, cluster = run.sizes, cluster_of(run)
-    graph = graphs.of(run, s.dp * s.micro)
     chosen, wanted = _policy_of(run)[1], policies_of(run)[0]
     priced.standin = f"{run.precision} priced as {chosen}" if chosen != wanted else ""
-    said = parse_layout(layout_of(run)).said(graph, Options(), run.n_gpus, s.batch)
-    with_rows = frozenset(i for i, node in graph.of_kind("input") if node.target in INPUTS)
-    found = pinned_plan(graph, cluster, said, with_rows)
+    found = pinned_layout(lambda _: graph, cluster, layout_of(run), run.sizes.batch)
     priced.seconds, priced.factor = found.seconds, cluster.software.factor
     priced.gib = found.memory_bytes / GIB
     priced.limit_gib, priced.fits = found.limit_bytes / GIB, found.fits
@@ -260,9 +274,9 @@ def parts_of(plan: Any) -> dict[str, float]:
 
 
 @cache
-def order_of(run: Run) -> tuple[str, ...]:
+def order_of(run: Run) -> tuple[object, ...]:
     """A key by which rows of one captured model follow each other."""
-    return repr(run.shape), attention_of(run), policies_of(run)[0], run.gpu, str(run.n_gpus)
+    return run.shape.experts, repr(run.shape), attention_of(run), policies_of(run)[0], run.gpu, str(run.n_gpus)
 
 
 def in_order(runs: Sequence[Run]) -> list[Run]:

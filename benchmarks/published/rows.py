@@ -1,14 +1,15 @@
 """A row of a table of published runs: what ran, and what was measured.
 
-The columns are those of ``published_throughput.csv`` and ``published_memory.csv``: an empty cell was not published. What
-a row leaves out and a price needs is taken from what the row's software does by default; :attr:`Run.assumed` names it.
+The columns are those of ``published_throughput.csv`` and ``published_memory.csv``: an empty cell was not published.
+What a row leaves out and a price needs is taken from what the row's software does by default; :attr:`Run.assumed` names
+it.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -103,10 +104,10 @@ class Run:
     assumed: tuple[str, ...] = field(default=())
 
 
-def read(paths: Iterable[str | Path]) -> tuple[list[dict[str, str]], dict[str, dict[str, str]]]:
-    """All rows of some files, each with a column ``file`` and an ``id``; and rows by id.
+def read(paths: Iterable[str | Path]) -> list[dict[str, str]]:
+    """All rows of some files, each with a column ``file`` and an ``id``.
 
-    A memory row that repeats a run of another file names it in its notes, and takes its empty cells from there.
+    A memory row that repeats a run of another of these files, which it names in its notes, is one row with that.
     """
     rows: list[dict[str, str]] = []
     for path in paths:
@@ -117,24 +118,30 @@ def read(paths: Iterable[str | Path]) -> tuple[list[dict[str, str]], dict[str, d
                 cells.setdefault("id", "")
                 cells["id"] = cells["id"] or f"{Path(path).stem}:{n}"
                 rows.append(cells)
-    return rows, {row["id"]: row for row in rows}
+    by_id = {row["id"]: row for row in rows}
+    return [row for row in rows if not _is_told_again(row, by_id)]
+
+
+def _is_told_again(row: Mapping[str, str], by_id: Mapping[str, dict[str, str]]) -> bool:
+    """Whether a memory row repeats a run of another file, which then gets its memory, if it has none."""
+    twin = by_id.get(found[1]) if (found := _REFERENCE.search(row.get("notes", ""))) else None
+    if twin is None or twin is row:
+        return False
+    if not any(twin.get(name) for name in ("peak_mem_gb", "peak_mem_gib", "gib")):
+        twin["gib"], twin["quantity"] = row.get("gib", ""), row.get("quantity", "")
+    return True
 
 
 _REFERENCE = re.compile(r"id ([\w.-]+)")
 
 
-def run_of(row: Mapping[str, str], by_id: Mapping[str, Mapping[str, str]] | None = None) -> Run:
+def run_of(row: Mapping[str, str]) -> Run:
     """What a row says.
 
     Raises:
         UnpricedError: something that a price needs is not said, and has no default.
     """
     cells = dict(row)
-    there = _REFERENCE.search(cells.get("notes", ""))
-    twin = (by_id or {}).get(there[1]) if there else None
-    for key, value in (twin or {}).items():
-        if not cells.get(key) and key not in ("step_time_s", "peak_mem_gb", "peak_mem_gib"):
-            cells[key] = value
     assumed: list[str] = []
     software = software_of(cells)
     shape = _shape(cells, assumed, software)
@@ -203,7 +210,7 @@ SOFTWARE: tuple[tuple[str, str], ...] = (
     ("bloom", "megatron-2021"),
     ("deepspeed pr", "deepspeed"),
     ("simumax", "megatron-2023-plain"),
-    ("zero bubble", "megatron-2023-plain"),
+    ("zero bubble", "megatron-2021"),
     ("megatron-lm 2020", "megatron-2021"),
     ("megatron-lm 2021", "megatron-2021"),
     ("megatron-lm sc21", "megatron-2021"),
@@ -222,6 +229,8 @@ def software_of(cells: Mapping[str, str]) -> str:
     source = cells.get("source", "").lower()
     for words, name in SOFTWARE:
         if words in source:
+            if name == "nanotron" and cells.get("zero_stage") == "0":
+                return "nanotron-ddp"
             if name == "megatron-2023" and _year(cells) and _year(cells) < 2023:
                 return "megatron-2021"
             return name
@@ -281,6 +290,8 @@ def _shape(cells: Mapping[str, str], assumed: list[str], software: str) -> Shape
         assumed.append("vocab")
     if hidden % heads and not _count(cells, "head_dim"):
         raise UnpricedError(f"hidden {hidden} does not divide by {heads} heads")
+    if family == "gpt-oss":
+        assumed.append("GPT-OSS without its attention sinks and windows")
     shape = Shape(
         family, layers, hidden, ffn, heads, kv_heads, _count(cells, "head_dim") or hidden // heads, vocab, seq, experts,
         _count(cells, "topk") or (2 if experts else 0), _count(cells, "moe_ffn_hidden") or 0, family == "gpt",
@@ -328,8 +339,8 @@ def _sizes(cells: Mapping[str, str], assumed: list[str], software: str) -> tuple
     if not micro:
         raise UnpricedError("micro_batch not published")
     batch = _count(cells, "global_batch")
-    if not batch:  # memory rows do not say it: enough microbatches that every stage is as full as it gets
-        batch = one["dp"] * micro * (4 * one["pp"] if one["pp"] > 1 else 1)
+    if not batch:  # memory rows do not say it: so many microbatches that gradients add up and every stage fills
+        batch = one["dp"] * micro * 4 * one["pp"]
         assumed.append("global_batch")
     if batch % (one["dp"] * micro):
         raise UnpricedError(f"a batch of {batch} does not divide by dp={one['dp']} with {micro} rows each")
@@ -344,8 +355,8 @@ def _sizes(cells: Mapping[str, str], assumed: list[str], software: str) -> tuple
     sp = cells.get("sp", "")
     if not sp and one["tp"] > 1:
         assumed.append("sp")
-    is_sp = one["tp"] > 1 and (sp == "yes" or (not sp and software in ("nemo", "mlperf", "nanotron", "torchtitan")))
-    if software == "nanotron":  # its tensor parallelism was REDUCE_SCATTER in all rows
+    is_sp = one["tp"] > 1 and (sp == "yes" or (not sp and software in ("nemo", "mlperf", "torchtitan")))
+    if software.startswith("nanotron"):  # its tensor parallelism was REDUCE_SCATTER in all rows
         is_sp = one["tp"] > 1
     return Sizes(
         one["tp"], one["pp"], one["vp"], one["cp"], one["ep"], one["etp"], one["dp"], zero, is_sp, micro, batch,
@@ -353,4 +364,24 @@ def _sizes(cells: Mapping[str, str], assumed: list[str], software: str) -> tuple
     ), n_gpus  # fmt: skip
 
 
-__all__ = ["GIB", "OWN", "Run", "Shape", "Sizes", "UnpricedError", "read", "run_of", "software_of"]
+MOST_APART = 0.15
+"""By how much what was measured may differ between rows that say the same, before they are not compared."""
+
+
+def alike_but_apart(runs: Sequence[Run]) -> dict[str, str]:
+    """Rows that say the same as others and measured something else: what differed is in no column. The reason by id."""
+    groups: dict[object, list[Run]] = {}
+    for run in runs:
+        same = replace(run, id="", notes="", seconds=None, gib=None, quality="", assumed=())
+        groups.setdefault(same, []).append(run)
+    apart: dict[str, str] = {}
+    for group in groups.values():
+        for what, values in (("seconds", [r.seconds for r in group if r.seconds]),
+                             ("memory", [r.gib for r in group if r.gib])):  # fmt: skip
+            if len(values) > 1 and max(values) > (1 + MOST_APART) * min(values):
+                text = f"rows that say the same measured {what} {max(values) / min(values):.2f} times apart"
+                apart.update({r.id: text for r in group})
+    return apart
+
+
+__all__ = ["GIB", "OWN", "Run", "Shape", "Sizes", "UnpricedError", "alike_but_apart", "read", "run_of", "software_of"]

@@ -167,11 +167,12 @@ def test_the_factor_multiplies_all_seconds() -> None:
     assert twice.copy(device, 1e9, "bfloat16") == pytest.approx(2 * plain.copy(device, 1e9, "bfloat16"))
     assert twice.transfer(0, 1, 1e6) == pytest.approx(2 * plain.transfer(0, 1, 1e6))
     for kind in ("all_reduce", "all_gather"):
-        one, two = (costs.axes({"x": 8}, range(8))["x"].seconds(kind, 1e8) for costs in (plain, twice))
-        assert two == pytest.approx(2 * one)
+        once, doubled = (costs.axes({"x": 8}, range(8))["x"].seconds(kind, 1e8) for costs in (plain, twice))
+        assert doubled == pytest.approx(2 * once)
     stages = [costs.stage(lambda: StageWork(((1, 1e8),), ((1e8, 2e8),), 3, 4, "adamw")) for costs in (plain, twice)]
-    assert stages[0] is not None and stages[1] is not None
-    assert stages[1].step == pytest.approx(2 * stages[0].step) and stages[1].summed == pytest.approx(2 * stages[0].summed)
+    one, two = stages
+    assert one is not None and two is not None
+    assert (two.step, two.summed) == pytest.approx((2 * one.step, 2 * one.summed))
 
 
 def test_launches_of_the_software_are_those_of_gpus() -> None:

@@ -8,8 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.capture import capture
 from autopar.errors import PlanError
-from autopar.planner.inter_op.candidates import PipelineOptions
-from autopar.planner.inter_op.layout_parsing import block_pattern, parse_layout
+from autopar.planner.intra_op.pins.options import Options
+from autopar.planner.layouts.layout_words import parse_layout
 from autopar.report.layouts import LayoutRow, model_flops, tokens_of, with_front
 from autopar.words.meshes import Mesh
 
@@ -24,18 +24,24 @@ def graph_of(rows: int, seq: int, hidden: int, layers: int):  # type: ignore[no-
 def test_words() -> None:
     layout = parse_layout("tp=8,pp=16,dp=128,vp=8,zero=1,sp")
     assert layout.mesh == Mesh.of(data=128, tensor=8) and layout.n_devices == 16384
-    assert layout.schedule == "interleaved-1f1b:8" and layout.free == ("zero=1", "sp")
+    assert layout.schedule == "interleaved-1f1b:8" and layout.zero == 1 and layout.sequence_parallel
     assert layout.microbatches_of(2048) == 16
     graph = graph_of(2, 16, 32, 3)
-    asked = layout.asked(graph, PipelineOptions(1), 16384, 2048)
-    assert (asked.microbatches, asked.groups, asked.mesh) == (16, 16, layout.mesh) and asked.may_recompute
-    full = parse_layout("dp=2,m=4,recompute=full").asked(graph, PipelineOptions(1), 2, 8)
-    assert full.options.recompute == ("transformer.h.*",) == (block_pattern(graph, ""),)
-    assert not parse_layout("dp=2,recompute=none").asked(graph, PipelineOptions(1), 2, 8).may_recompute
-    some = parse_layout("dp=2,recompute=selective").asked(graph, PipelineOptions(1), 2, 8)
-    assert some.may_recompute and not some.options.recompute
+    said = layout.said(graph, Options(), 16384, 2048)
+    assert (said.microbatches, said.groups, said.chunks, said.mesh) == (16, 16, 8, layout.mesh)
+    assert not said.options.recompute
+    full = parse_layout("dp=2,m=4,recompute=full,optimizer=sgd").said(graph, Options(), 2, 8)
+    assert full.options.recompute == ("transformer.h.*",) and full.options.optimizer == "sgd"
+    some = parse_layout("dp=2,recompute=selective:mlp+attn").said(graph, Options(), 2, 8)
+    assert some.options.recompute == ("transformer.h.*.mlp", "transformer.h.*.attn")
+    first = parse_layout("pp=2,recompute=full:1,m=4").said(graph_of(2, 16, 32, 4), Options(), 2, 8)
+    assert first.options.recompute == ("transformer.h.0", "transformer.h.2")
+    second = parse_layout("dp=2,recompute=every:2").said(graph_of(2, 16, 32, 4), Options(), 2, 8)
+    assert second.options.recompute == ("transformer.h.1", "transformer.h.3")
     assert parse_layout("tp=1").mesh == Mesh.of(data=1)
     assert parse_layout("pp=4,schedule=zb-h1").schedule == "zb-h1"
+    assert parse_layout("cp=4").way == "ring" and parse_layout("cp=4:ulysses").way == "ulysses"
+    assert parse_layout("dp=8,fsdp").zero == 3 and parse_layout("dp=8,gas=4").microbatches == 4
     experts = parse_layout("dp=8,ep=4,tp=2,pp=2")
     assert experts.mesh == Mesh.of(data=2, expert=4, tensor=2) and experts.n_devices == 32
     assert parse_layout("dp=8,ep=8").mesh == Mesh.of(expert=8)
@@ -47,9 +53,14 @@ def test_words() -> None:
         ("tp=8,zz=3", "'zz=3' is no word of a layout"),
         ("tp=8,tp=4", "'tp' stands there twice"),
         ("tp=x", "tp is 'x'; give a whole number of 1 or more: tp=8"),
-        ("recompute=some", "recompute is 'some'; use none, selective or full"),
+        ("recompute=some", "recompute is 'some'; use none, full"),
         ("zero=4", "zero is '4'; write zero=0, 1, 2 or 3"),
-        ("mbs=1,m=4", "mbs and m say the same"),
+        ("mbs=1,m=4", "mbs, m and gas say the same"),
+        ("recompute=selective", "name the modules of a block that run again"),
+        ("dp=4,sp", "sp cuts the residual over the ranks of tp, which is 1"),
+        ("cp=2:rings", "after the number stands ring, allgather, ulysses"),
+        ("dp=2,etp=2", "etp=2 is neither 1 nor tp=1"),
+        ("zero=3,fsdp", "fsdp is zero=3; give one of them"),
         ("vp=2", "vp=2 needs a pipeline"),
         ("dp=8,ep=3", "ep=3 does not divide dp=8; rows travel to experts among ranks of dp, so dp counts them, too: "
                       "dp=24,ep=3"),
@@ -68,11 +79,13 @@ def test_words_that_cannot_be(text: str, said: str) -> None:
 def test_layouts_for_other_devices_and_batches() -> None:
     graph = graph_of(2, 16, 32, 3)
     with pytest.raises(PlanError, match="dp=4 x pp=2 makes 8 devices, the cluster has 4"):
-        parse_layout("dp=4,pp=2").asked(graph, PipelineOptions(1), 4, 8)
-    with pytest.raises(PlanError, match="ep=2 needs routed experts, the model has none"):
-        parse_layout("dp=4,ep=2").asked(graph, PipelineOptions(1), 4, 8)
+        parse_layout("dp=4,pp=2").said(graph, Options(), 4, 8)
+    with pytest.raises(PlanError, match="with 2 microbatches gradients are whole"):
+        parse_layout("dp=4,zero=2").said(graph, Options(), 4, 8)
+    with pytest.raises(PlanError, match="once a use, not once a microbatch; write zero=1 or fsdp"):
+        parse_layout("dp=4,fsdp=keep").said(graph, Options(), 4, 8)
     with pytest.raises(PlanError, match="a batch of 6 rows cannot be cut by dp=4 with mbs=1"):
-        parse_layout("dp=4").asked(graph, PipelineOptions(1), 4, 6)
+        parse_layout("dp=4").said(graph, Options(), 4, 6)
 
 
 def test_flops_are_six_for_every_parameter_and_token() -> None:

@@ -1,12 +1,10 @@
-"""No pinned layout, made by hand or at random, takes less than the plan of the default search; and those that are left
-out by a bound or an estimate do take longer."""
+"""No pinned layout, made by hand or at random, takes less than the plan of the default search."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from functools import cache
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
-from autopar.errors import AutoparError
 from autopar.planner.inter_op.candidates import PipelineOptions
-from autopar.planner.inter_op.layout_parsing import parse_layout
 from autopar.planner.inter_op.stage_search import plan_pipeline
 from autopar.words.graph import Graph
 from hardware_profiles import load_cluster
@@ -58,40 +54,19 @@ def halves() -> tuple[Graph, Graph]:
     return whole, half
 
 
-def search_and_prices(count: int, near: float) -> tuple[float, Any]:
+def search_and_prices(count: int) -> tuple[float, Any]:
     """Seconds of the search's plan on the first devices of the cluster, and what became of so many layouts."""
     portfolio, cluster = benchmark("portfolio"), load_cluster(CLUSTER)
     graphs = {m: graph_of(m) for m in numbers_of_parts(ROWS)}
     seconds = plan_pipeline(graphs, cluster, DEVICES, PipelineOptions(1)).plan.seconds
     words = portfolio.portfolio(count, DEVICES, ROWS)
-    return seconds, portfolio.price(words, graph_of, cluster, ROWS, seconds, near=near, n_devices=DEVICES)
-
-
-def pinned(words: str) -> float:
-    """Seconds of a layout that is planned exactly, whatever it takes; for ever if it cannot be, which those that are
-    left out are not asked."""
-    asked = parse_layout(words).asked(graph_of(1), PipelineOptions(1), DEVICES, ROWS)
-    try:
-        return plan_pipeline(graph_of(asked.microbatches), load_cluster(CLUSTER), DEVICES, asked).plan.seconds
-    except AutoparError:
-        return inf
-
-
-@pytest.mark.slow
-def test_no_layout_of_a_few_beats_the_search_and_what_is_left_out_is_slower() -> None:
-    seconds, prices = search_and_prices(16, near=1.02)
-    assert prices.best is not None and seconds <= 1.01 * prices.best[1]
-    assert len(prices.bounded) + len(prices.beaten) >= 4
-    for words in (*prices.bounded[:2], *prices.beaten[:2]):
-        assert pinned(words) >= seconds * 0.9999, words
+    return seconds, portfolio.price(words, graph_of, cluster, ROWS, seconds, n_devices=DEVICES)
 
 
 @pytest.mark.slow
 def test_no_layout_of_two_hundred_beats_the_search() -> None:
-    seconds, prices = search_and_prices(200, near=1.1)
-    assert prices.best is not None and seconds <= 1.01 * prices.best[1]
-    for words in prices.beaten[::10]:
-        assert pinned(words) >= seconds / 1.01, words
+    seconds, prices = search_and_prices(200)
+    assert len(prices.seconds) > 100 and seconds <= 1.01 * prices.best[1]
 
 
 def test_the_layouts_are_different_and_as_many_as_asked_for() -> None:

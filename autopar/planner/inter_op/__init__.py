@@ -14,8 +14,7 @@ are in that order, and import only from those above them.
 :mod:`.single_stage`         one group of all devices: a true bound of every layout, and straight to the exact plan
 :mod:`.incumbents`           the exact plans so far, and what may beat them; :mod:`.nothing_fits`: the error without
                              one
-:mod:`.stage_pins`           what a user asks of the whole model, for each stage; :mod:`.layout_parsing`: in the words
-                             that people use
+:mod:`.stage_pins`           what a user asks of the whole model, for each stage
 :mod:`.replan`               a finished plan with one stage or cut changed
 ============================ ==========================================================================================
 """

@@ -15,6 +15,8 @@ from functools import cached_property
 
 from autopar.errors import InfeasibleError, PlanError, first_few
 from autopar.planner.layouts.dim_classes import DimClasses, Element, dim_of
+from autopar.planner.layouts.stage_starts import block_of
+from autopar.rules.experts.expert_block import BLOCK, FFN, TRAVEL
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import GRADIENTS_PENDING, WHOLE
 from autopar.rules.strategy import Strategy, can_be_cut, combine, options_of, why_not_cut
@@ -34,8 +36,8 @@ PADDED_TO = 128
 """Megatron-LM pads a vocabulary to a multiple of this and of the ranks (``--make-vocab-size-divisible-by``): smaller
 tables are kept whole."""
 MOST_UNCUT = 0.1
-"""The part of the work of products with parameters that tensor parallelism may leave to every rank (routers, patches,
-poolers, the low-rank projections of latent attention); more is refused."""
+"""The part of the work of the blocks' products with parameters that tensor parallelism may leave to every rank
+(routers, the low-rank projections of latent attention); more is refused."""
 
 
 @dataclass(eq=False)
@@ -47,12 +49,15 @@ class OperatorCuts:
         text: the layout, for messages.
         sequence_parallel: norms and the residual are cut by sequence on the axis ``tensor``.
         way: of attention on the axis ``context``.
+        experts_travel: rows travel to routed experts over ``tensor``, too, where else every rank has a piece of the
+            features of each.
     """
 
     classes: DimClasses
     text: str
     sequence_parallel: bool = False
     way: str = RING
+    experts_travel: bool = False
     refused: dict[Element, str] = field(default_factory=dict, init=False)
     """Why classes of features are not cut over ``tensor``."""
 
@@ -95,7 +100,8 @@ class OperatorCuts:
         for term in (*rule.outputs, *rule.inputs):
             for dim in term:
                 for f in dim:
-                    if f in rule.cuttable and self.classes.root((i, f)) in among and not why_not_cut(rule, f, [(size, 0)]):
+                    may = f in rule.cuttable and not why_not_cut(rule, f, [(size, 0)])
+                    if may and self.classes.root((i, f)) in among:
                         return f
         return None
 
@@ -107,8 +113,8 @@ class OperatorCuts:
         Raises:
             PlanError: the words cannot be honoured there.
         """
-        cut = {DATA: self._rows, CONTEXT: self._places, TENSOR: self._features}[axis](size)
-        return self._completed(cut)
+        cuts = {DATA: self._rows, EXPERT: self._rows_to_experts, CONTEXT: self._places, TENSOR: self._features}
+        return self._completed(cuts[axis](size))
 
     def _hot(self) -> list[int]:
         return [i for i, node in self.graph.of_kind("op") if node.hot]
@@ -120,6 +126,39 @@ class OperatorCuts:
             if f is not None:
                 cut[i] = f
         return cut
+
+    @cached_property
+    def _experts(self) -> dict[int, Rule]:
+        """The operators that are routed experts."""
+        return {i: self._rule(i) for i, node in self.graph.of_kind("op") if node.target == BLOCK}
+
+    def _rows_to_experts(self, size: int) -> dict[int, str]:
+        if not self._experts:
+            raise PlanError(f"{self.text}: ep needs routed experts, the model has none; leave ep out")
+        return {**self._rows(size), **self._travelling(size, "ep")}
+
+    def _travelling(self, size: int, word: str) -> dict[int, str]:
+        """Routed experts that are in pieces, to which rows travel."""
+        for i, rule in self._experts.items():
+            if TRAVEL not in rule.cuttable or rule.sizes[TRAVEL] % size:
+                raise PlanError(
+                    f"{self.text}: {rule.sizes[TRAVEL]} experts of {self.graph.nodes[i].where} do not divide over "
+                    f"{word}={size}; use a divisor"
+                )
+        return dict.fromkeys(self._experts, TRAVEL)
+
+    def _experts_in_pieces(self, size: int) -> dict[int, str]:
+        """Routed experts over ``tensor``: rows travel, or every rank has a piece of the features of each."""
+        if self.experts_travel:
+            return self._travelling(size, "tp")
+        for i, rule in self._experts.items():
+            if FFN not in rule.cuttable or rule.sizes[FFN] % size:
+                n = rule.sizes.get(FFN, 1)
+                raise PlanError(
+                    f"{self.text}: the {n} features of each expert of {self.graph.nodes[i].where} do not divide over "
+                    f"tp={size}; write etp=1, with ep a multiple of tp"
+                )
+        return dict.fromkeys(self._experts, FFN)
 
     def _places(self, size: int) -> dict[int, str]:
         cut = {}
@@ -147,16 +186,20 @@ class OperatorCuts:
             if heads is not None and heads in rule.cuttable and not why_not_cut(rule, heads, [(size, 0)]):
                 return heads
             n = rule.sizes[heads] if heads is not None else 1
-            raise PlanError(f"{self.text}: cp={size}:{ULYSSES} exchanges heads, of which {node.where} has {n}; use a cp "
-                            f"that divides them, or cp={size}:{RING}")  # fmt: skip
+            raise PlanError(
+                f"{self.text}: cp={size}:{ULYSSES} exchanges heads, of which {node.where} has {n}; use a cp that "
+                f"divides them, or cp={size}:{RING}"
+            )
         if wanted == RING:
-            raise PlanError(f"{self.text}: cp={size}:{RING}: {node.where} cannot be cut so; write cp={size}:{ALLGATHER}")
+            raise PlanError(
+                f"{self.text}: cp={size}:{RING}: {node.where} cannot be cut so; write cp={size}:{ALLGATHER}"
+            )
         return None
 
     # -- features
 
     def _features(self, size: int) -> dict[int, str]:
-        cut: dict[int, str] = dict(self._tables(size))
+        cut: dict[int, str] = {**self._tables(size), **self._experts_in_pieces(size)}
         for root, factors in self._by_first_product():
             why = self._why_not(root, factors, cut, size)
             if why:
@@ -223,7 +266,7 @@ class OperatorCuts:
                 continue
             if self._lowered(i, f) or f not in _factors(rule.outputs):
                 return f"{node.where} takes all of them ({rule})"
-            if i in self.graph.from_inputs and f not in self._sides(node, rule)[0]:
+            if i in self.graph.from_inputs and f not in self._sides(node, rule)[0] and rule.kind not in MOVES:
                 return f"{node.where} makes them"
         return "" if made and ends else "no product sums over them"
 
@@ -235,9 +278,13 @@ class OperatorCuts:
         )  # fmt: skip
 
     def _check_cut(self, cut: Mapping[int, str], size: int) -> None:
-        """Refuse where most of the work would be done by every rank."""
-        work = {i: rule.flops_at({}) for i in self._products if (rule := self.rules[i]) is not None}
-        left = {i: n for i, n in work.items() if cut.get(i) not in {f for part in self._products[i] for f in part}}
+        """Refuse where much of the work of the model's blocks would be done by every rank."""
+        inside = {i for i in self._products if block_of(self.graph.nodes[i].module)} or set(self._products)
+        work = {i: self._rule(i).flops_at({}) for i in inside}
+        left = {
+            i: n for i, n in work.items()
+            if i not in self._experts and cut.get(i) not in {f for part in self._products[i] for f in part}
+        }  # fmt: skip
         total = sum(work.values())
         if not total or sum(left.values()) <= MOST_UNCUT * total:
             return
@@ -248,10 +295,10 @@ class OperatorCuts:
             why = next((w for f in made if (w := self.refused.get(self.classes.root((i, f))))), "it makes no features")
             reasons.append(f"{self.graph.nodes[i].where}: {why}")
         raise PlanError(
-            f"{self.text}: tp={size} would leave {sum(left.values()) / total:.0%} of the matrix products to every rank "
-            f"(at most {MOST_UNCUT:.0%} are):\n  " + "\n  ".join(list(dict.fromkeys(reasons))[:4]) + "\n  write a tp "
-            "that divides heads and features, or a model whose products make what is cut alike (q, k and v one Linear "
-            "each)"
+            f"{self.text}: tp={size} would leave {sum(left.values()) / total:.0%} of the matrix products of the blocks "
+            f"to every rank (at most {MOST_UNCUT:.0%} are):\n  " + "\n  ".join(list(dict.fromkeys(reasons))[:4])
+            + "\n  write a tp that divides heads and features, or a model whose products make what is cut alike (q, k "
+            "and v one Linear each)"
         )
 
     # -- sequences
@@ -307,13 +354,16 @@ class OperatorCuts:
         return rule
 
     def _with_sums(self, i: int, made: Mapping[Ref, Placement]) -> str:
-        """The option of an operator that is not cut: it lets a pending sum through where it only moves numbers, or
-        makes a single one."""
+        """The option of an operator that is not cut: it lets pending sums through if it is their only reader, linear in
+        just these, and gives no more bytes; or if it gives a single number."""
         node, rule = self.graph.nodes[i], self._rule(i)
         pending = {p for p, ref in enumerate(node.refs) if ref in made and made[ref].is_pending}
-        if pending and (rule.kind in MOVES or not node.out.shape):
+        alone = all(len(self.graph.consumers[node.refs[p]]) == 1 for p in pending)
+        fewest = min((self.graph.spec(node.refs[p]).n_bytes for p in pending), default=0)
+        if pending and ((alone and node.out.n_bytes <= fewest) or not node.out.shape):
             for number, group in enumerate(rule.linear):
-                if pending <= group and f"P{number}" in options_of(self.graph, node, rule):
+                same = pending == group if node.out.shape else pending <= group
+                if same and f"P{number}" in options_of(self.graph, node, rule):
                     return f"P{number}"
         return WHOLE
 

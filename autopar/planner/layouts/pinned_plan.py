@@ -22,10 +22,10 @@ from autopar.planner.intra_op.memory.recompute import patterns_in
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.layouts.dim_classes import DimClasses
-from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, OperatorCuts, strategy_of
+from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, OperatorCuts, strategy_of
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
 from autopar.plans.memory_decisions import GATHER_AGAIN
-from autopar.plans.plan import ParamChoice, Plan, StagePlan, one_stage, route_key
+from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, route_key
 from autopar.plans.prices import bytes_together
 from autopar.plans.stage_graphs import StageGraph, crossings_of, cut
 from autopar.rules.registry import rules_of
@@ -54,6 +54,7 @@ class Said:
             3: gathered for every use.
         sequence_parallel: norms and the residual are cut by sequence on ``tensor``.
         way: of attention on ``context``.
+        experts_travel: rows travel to routed experts over ``tensor``, too.
         options: of every stage: what is recomputed, the optimizer, the memory limit.
     """
 
@@ -66,6 +67,7 @@ class Said:
     zero: int
     sequence_parallel: bool
     way: str
+    experts_travel: bool
     options: Options
 
 
@@ -75,14 +77,18 @@ class PinnedPlan:
 
     Attributes:
         memory_bytes: of the fullest device; ``limit_bytes`` of that one.
+        graph: of the microbatch that the plan is for.
         notes: what a reader should know of how the words were followed.
+        runs: the plan is one of the module as it is; else it is one for comparison alone.
     """
 
     plan: Plan
     timeline: Timeline
     memory_bytes: float
     limit_bytes: float
+    graph: Graph
     notes: tuple[str, ...] = ()
+    runs: bool = True
 
     @property
     def seconds(self) -> float:
@@ -123,7 +129,8 @@ class _Pinned:
     @cached_property
     def _cuts(self) -> OperatorCuts:
         classes = DimClasses(self.graph, rules_of(self.graph), self.rows)
-        return OperatorCuts(classes, self.said.text, self.said.sequence_parallel, self.said.way)
+        said = self.said
+        return OperatorCuts(classes, said.text, said.sequence_parallel, said.way, said.experts_travel)
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, ...]]:
@@ -153,9 +160,21 @@ class _Pinned:
         fullest = max(range(said.groups), key=lambda g: needed[g] / limits[g])
         plan = Plan(
             self.graph.fingerprint, cluster_name, tuple(stages), schedule, crossings_of(graphs), seconds,
+            pins=self._pins,
         ).validate()  # fmt: skip
         notes = tuple(filter(None, [described(sizes_of(len(blocks_of(self.graph)), n_stages)) if n_stages > 1 else ""]))
-        return PinnedPlan(plan, timeline, needed[fullest], limits[fullest], notes)
+        return PinnedPlan(plan, timeline, needed[fullest], limits[fullest], self.graph, notes)
+
+    @property
+    def _pins(self) -> Pins:
+        """What the plan remembers of the words."""
+        said, options = self.said, self.said.options
+        limit = options.memory_limit_bytes
+        return Pins(
+            said.groups, schedules=(said.schedule,) if said.groups > 1 else (), microbatches=said.microbatches,
+            mesh=said.mesh, memory_limit_bytes=None if limit is None else int(limit),
+            recompute=tuple(options.recompute), precision=self.graph.precision, expert_load=self.graph.expert_load,
+        )  # fmt: skip
 
     def _schedule(self, n_stages: int) -> Schedule:
         said = self.said
@@ -258,7 +277,10 @@ class _Pinned:
         mesh, grad, zero = self.said.mesh, node.needs_grad, self.said.zero
         used = self._used(uses, grad)
         offered = choices(node.out, grad, [used], mesh)
-        sharded = {a for a, (axis, n) in enumerate(mesh) if axis in (DATA, CONTEXT) and n > 1} if zero else set()
+        replicas = (DATA, EXPERT, CONTEXT)
+        sharded = {
+            a for a, (axis, n) in enumerate(mesh) if zero and axis in replicas and n > 1 and not used[a].is_shard
+        }  # fmt: skip
         lifetime = USE if zero == 3 else STEP
 
         def rank(choice: ParamChoice) -> tuple[int, bool]:

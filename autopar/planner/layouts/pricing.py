@@ -3,13 +3,17 @@
 ::
 
     layouts = PricedLayouts(model, captured, (args, kwargs))          captured: of the batch of a step
-    row = layouts.price(load_cluster("dgx-h100-x8"), "tp=8,dp=8,sp,zero=1")
+    row = layouts.price("dgx-h100-x8 as megatron-2023", "tp=8,dp=8,sp,zero=1")
     row.seconds, row.memory_bytes, row.limit_bytes, row.fits, row.plan
+
+``autopar.layouts(model, inputs)`` gives one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +22,19 @@ from autopar.capture import Captured, capture
 from autopar.capture.batch_factor import inputs_with_rows
 from autopar.capture.in_parts import InputRows
 from autopar.capture.microbatches import rows_of
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError, first_few
 from autopar.planner.intra_op.pins.options import Options
-from autopar.planner.layouts.pinned_plan import PinnedPlan, pinned_plan
-from autopar.planner.layouts.words import Layout, parse_layout
+from autopar.planner.layouts.layout_words import Layout, parse_layout
+from autopar.planner.layouts.loss_by_places import with_loss_by_places
+from autopar.planner.layouts.operator_cuts import CONTEXT, TENSOR
+from autopar.planner.layouts.pinned_plan import PinnedPlan, Said, pinned_plan
+from autopar.planner.layouts.separate_products import separated
 from autopar.planner.microbatch_graphs import MicrobatchGraphs
+from autopar.plans.clusters import get_cluster, reference
+from autopar.plans.plan import Plan
 from autopar.words.graph import Graph
 from autopar.words.precision import Precision
+from autopar.words.texts import show_bytes
 from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
@@ -42,7 +52,7 @@ class PricedLayout:
     captured: Captured
 
     @property
-    def plan(self) -> Any:
+    def plan(self) -> Plan:
         """The plan, whether it fits or not."""
         return self.pinned.plan
 
@@ -71,6 +81,21 @@ class PricedLayout:
         """Whether every device has the memory."""
         return self.pinned.fits
 
+    def check_fits(self) -> None:
+        """Refuse a layout that does not fit, or cannot be run.
+
+        Raises:
+            InfeasibleError: with both numbers, and what needs less.
+            PlanError: the module has to be written in another way for it.
+        """
+        if not self.pinned.runs:
+            raise PlanError(f"{self.layout.written}: {self.pinned.notes[0]}")
+        if not self.fits:
+            raise InfeasibleError(
+                f"{self.layout.written} needs {show_bytes(self.memory_bytes)} on its fullest device, which may fill "
+                f"{show_bytes(self.limit_bytes)}; use a smaller mbs, recompute=full, zero=1 or zero=3, or more devices"
+            )
+
 
 @dataclass(eq=False)
 class PricedLayouts:
@@ -90,27 +115,29 @@ class PricedLayouts:
     input_rows: InputRows = None
     _by_policy: dict[Precision | None, MicrobatchGraphs] = field(default_factory=dict, init=False, repr=False)
 
-    def price(self, cluster: Cluster, text: str | Layout, cluster_name: str = "") -> PricedLayout:
+    def price(self, cluster: str | Path | Cluster, text: str | Layout) -> PricedLayout:
         """Return a layout's plan, price and memory, whether it fits or not.
 
         Args:
-            text: its words (:mod:`autopar.planner.layouts.words`).
-            cluster_name: by which the plan finds the cluster again.
+            cluster: its name, the path of its file, or the cluster itself.
+            text: the words of the layout (:mod:`autopar.planner.layouts.layout_words`).
 
         Raises:
             PlanError, InfeasibleError: the words cannot be honoured for this model on this cluster.
+            ClusterError: there is no such cluster.
         """
+        where = get_cluster(cluster)
         layout = parse_layout(text) if isinstance(text, str) else text
         graphs = self._graphs(layout.precision)
         rows = rows_of(self.example)
-        said = layout.said(graphs.captured.graph, self.options, cluster.n_devices, rows)
+        said = layout.said(graphs.captured.graph, self.options, where.n_devices, rows)
         graph = graphs.graph(said.microbatches)
         if graph.loss is None:
             raise PlanError(f"{said.text}: a layout is of a model that returns its loss; give loss_fn= and targets=")
         names = names_with_rows(graphs.captured.graph, rows)
-        with_rows = frozenset(i for i, node in graph.of_kind("input") if node.target in names)
-        pinned = pinned_plan(graph, cluster, said, with_rows, cluster_name)
-        return PricedLayout(layout, pinned, graphs.captured_of(said.microbatches))
+        pinned = _pinned(graph, where, said, names, reference(cluster))
+        part = graphs.captured_of(said.microbatches)
+        return PricedLayout(layout, pinned, part if pinned.runs else replace(part, graph=pinned.graph, example=None))
 
     def _graphs(self, precision: Precision | None) -> MicrobatchGraphs:
         """The graphs of microbatches under a policy; None: under that of the capture."""
@@ -132,12 +159,74 @@ class PricedLayouts:
         return replace(again, graph=replace(again.graph, expert_load=self.captured.graph.expert_load))
 
 
+def pinned_layout(
+    graph_of: Callable[[int], Graph], cluster: Cluster, text: str | Layout, rows: int,
+    options: Options | None = None, n_devices: int | None = None,
+) -> PinnedPlan:  # fmt: skip
+    """Return the plan of a layout of graphs that were captured elsewhere.
+
+    Args:
+        graph_of: the graph of one of so many microbatches of a step.
+        text: the words of the layout.
+        rows: of the batch of a step.
+        n_devices: the first so many of the cluster; None for all.
+
+    Raises:
+        PlanError, InfeasibleError: the words cannot be honoured for this model on these devices.
+    """
+    layout = parse_layout(text) if isinstance(text, str) else text
+    m = layout.microbatches_of(rows)
+    graph = graph_of(m)
+    said = layout.said(graph, options or Options(), n_devices or cluster.n_devices, rows)
+    return _pinned(graph, cluster, said, names_with_rows(graph, rows // m))
+
+
+def _pinned(
+    graph: Graph, cluster: Cluster, said: Said, with_rows: frozenset[str], cluster_name: str = ""
+) -> PinnedPlan:
+    """The plan of a layout; where it has tensor parallelism, with products for each of what one product makes.
+
+    Args:
+        with_rows: names of the inputs that have the rows of the batch.
+    """
+    def planned(graph: Graph, notes: Sequence[str] = ()) -> PinnedPlan:
+        rows = frozenset(i for i, node in graph.of_kind("input") if node.target in with_rows)
+        plan = pinned_plan(graph, cluster, said, rows, cluster_name)
+        return replace(plan, notes=(*notes, *plan.notes), runs=not notes)
+
+    sizes = said.mesh.size_of
+    notes: list[str] = []
+    if sizes.get(CONTEXT, 1) > 1 and (by_places := with_loss_by_places(graph)) is not graph:
+        graph = by_places
+        notes.append(
+            "priced with the loss over [batch vocabulary sequence], so that every rank takes that of its places; the "
+            "module as it is cannot run so: it takes the loss over (batch sequence), one dim that is cut by rows alone"
+        )
+    if sizes.get(TENSOR, 1) == 1 or not graph.derived.get(APART):
+        try:
+            return planned(graph, notes)
+        except PlanError:
+            if sizes.get(TENSOR, 1) == 1 or not separated(graph)[1]:
+                raise
+    apart, modules = separated(graph)
+    notes.append(
+        f"priced with one matrix for each of what {first_few(modules, 2)} makes at once (q, k and v), as frameworks "
+        "store them under tensor parallelism; the module as it is cannot run so: write one Linear for each"
+    )
+    plan = planned(apart, notes)
+    graph.derived[APART] = True
+    return plan
+
+
+APART = "products have to be taken apart"
+"""What is remembered of a graph whose products have to be (:mod:`.separate_products`)."""
+
+
 def names_with_rows(graph: Graph, rows: int) -> frozenset[str]:
     """Return the names of the inputs that have the rows of the batch.
 
     Args:
-        graph: of the whole batch.
-        rows: of the batch.
+        graph: of a batch of so many rows.
     """
     key = "inputs with rows", rows
     names: frozenset[str] | None = graph.derived.get(key)
@@ -147,4 +236,4 @@ def names_with_rows(graph: Graph, rows: int) -> frozenset[str]:
     return names
 
 
-__all__ = ["PricedLayout", "PricedLayouts", "names_with_rows"]
+__all__ = ["PricedLayout", "PricedLayouts", "names_with_rows", "pinned_layout"]

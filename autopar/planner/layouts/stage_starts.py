@@ -25,6 +25,11 @@ def numbered(module: str) -> tuple[str, str]:
     return ("", "") if number is None else (".".join(parts[: number + 1]), ".".join(parts[:number]))
 
 
+def block_of(module: str) -> str:
+    """Return the path of the outermost numbered module that a path is in; empty for none."""
+    return numbered(module)[0]
+
+
 def blocks_of(graph: Graph) -> dict[str, tuple[int, int]]:
     """Return the first and the last position, in :func:`autopar.plans.stage_graphs.hot_ops`, of every block, in
     execution order."""
@@ -87,4 +92,4 @@ def described(sizes: Sequence[int]) -> str:
     return "" if len(set(sizes)) < 2 else f"blocks of the stages: {', '.join(map(str, sizes))}"
 
 
-__all__ = ["blocks_of", "described", "lists_of_blocks", "numbered", "sizes_of", "starts"]
+__all__ = ["block_of", "blocks_of", "described", "lists_of_blocks", "numbered", "sizes_of", "starts"]

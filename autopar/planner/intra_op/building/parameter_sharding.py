@@ -221,6 +221,7 @@ def cost(
         gathered = used
         if grad and (microbatches > 1 or pricer.kernels.keeps_gradients) and used_elements != elements:
             gathered += used_elements * of_sum
+            gathered -= stored * pricer.kernels.keeps_gradients  # the stored gradient is a part of the buffer
     if pricer.kernels.buckets_gradients and any(not p.is_gather for p in passages(spec, grad, choice, mesh)):
         gathered += used_elements * spec.item_bytes
     return ParamCost(

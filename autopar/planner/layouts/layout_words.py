@@ -9,6 +9,8 @@ Each word pins what frameworks do under its name; nothing is searched.
     cp           context parallelism: everything in pieces of the sequence. cp=4:ring (keys and values travel; the
                  default), cp=4:allgather (they are gathered), cp=4:ulysses (heads are exchanged for places)
     ep           so many of the ranks of dp share the routed experts of a layer: rows travel among them (all-to-all)
+    etp          how routed experts are cut over tp: into pieces of their features (as many as tp; the default), or with
+                 etp=1 not, and ep counts ranks of tp, too: rows travel among these first
     pp, vp       groups of devices, and stages on each (interleaving); blocks are divided evenly, the embedding is in
                  the first stage, the head in the last
     zero         0 (the default): every rank of dp and cp has the parameters whole. 1: parameters, gradients of a step
@@ -43,12 +45,11 @@ from autopar.words.precision import Precision, parse_precision
 from cost_models.schedules.actions import check_size
 from hardware_profiles.strict import Unreadable, parse_count, shortened
 
-COUNTS = ("dp", "tp", "ep", "pp", "vp", "mbs", "m", "gas")
+COUNTS = ("dp", "tp", "ep", "etp", "pp", "vp", "mbs", "m", "gas")
 FLAGS = ("sp",)
 OTHERS = ("cp", "zero", "fsdp", "schedule", "recompute", "optimizer", "precision")
 WORDS = (*COUNTS, *FLAGS, *OTHERS)
 NOT_SAID = {
-    "etp": "experts are cut by features as tp says; leave etp out",
     "offload": "nothing is kept on the host; use recompute=full, zero=3 or a smaller mbs",
 }
 """Words of frameworks that cannot be honoured, and what to write instead."""
@@ -62,7 +63,9 @@ class Layout:
     Attributes:
         text: the words.
         sizes: of ``dp``, ``cp``, ``tp``.
-        experts: ``ep``, a part of ``dp``.
+        experts: the part of ``dp`` whose ranks share routed experts: ``ep``, or of an ``ep`` that counts the ranks of
+            ``tp``, too, what these leave.
+        experts_travel: rows travel to routed experts over ``tp``, too (``etp=1``).
         groups: ``pp``; ``chunks``: ``vp``.
         rows: of a microbatch on every data rank.
         microbatches: of a step; None where ``rows`` says it.
@@ -74,6 +77,7 @@ class Layout:
     text: str
     sizes: Mapping[str, int]
     experts: int
+    experts_travel: bool
     groups: int
     chunks: int
     rows: int
@@ -165,15 +169,15 @@ class Layout:
             )
         if self.zero == 2 and m > 1:
             raise PlanError(
-                f"{self.written}: with {m} microbatches gradients are whole until the step ends, as under ZeRO-1; write "
-                "zero=1, zero=3 or m=1"
+                f"{self.written}: with {m} microbatches gradients are whole until the step ends, as under ZeRO-1; "
+                "write zero=1, zero=3 or m=1"
             )
         options = replace(
             options, recompute=self._recomputed(graph), optimizer=self.optimizer or options.optimizer, microbatches=m,
         )  # fmt: skip
         return Said(
             self.written, self.mesh, self.groups, self.chunks, self.schedule, m, 1 if self.zero == 2 else self.zero,
-            self.sequence_parallel, self.way, options,
+            self.sequence_parallel, self.way, self.experts_travel, options,
         )  # fmt: skip
 
     def _recomputed(self, graph: Graph) -> tuple[str, ...]:
@@ -227,7 +231,8 @@ def parse_layout(text: str) -> Layout:
     sizes = {"dp": numbers.get("dp", 1), "cp": cp, "tp": numbers.get("tp", 1)}
     if "sp" in given and sizes["tp"] == 1:
         raise PlanError(f"{written}: sp cuts the residual over the ranks of tp, which is 1; give tp=2 or more, or cp")
-    experts, groups, chunks = numbers.get("ep", 1), numbers.get("pp", 1), numbers.get("vp", 1)
+    groups, chunks = numbers.get("pp", 1), numbers.get("vp", 1)
+    experts, travel = _experts(written, numbers)
     if sizes["dp"] % experts:
         shown = f"dp={sizes['dp']}" if "dp" in numbers else "dp, 1 where it is not given"
         raise PlanError(
@@ -240,7 +245,7 @@ def parse_layout(text: str) -> Layout:
         raise PlanError(f"{written}: optimizer is '{optimizer}'; use {', '.join(OPTIMIZERS)}")
     precision = parse_precision(given["precision"]) if "precision" in given else None
     return Layout(
-        text, sizes, experts, groups, chunks, numbers.get("mbs", 1), numbers.get("m", numbers.get("gas")),
+        text, sizes, experts, travel, groups, chunks, numbers.get("mbs", 1), numbers.get("m", numbers.get("gas")),
         not numbers.keys() & {"mbs", "m", "gas"}, _schedule(written, given.get("schedule"), groups, chunks),
         _recompute(written, given.get("recompute", NONE)), zero, keeps, "sp" in given, way, optimizer, precision,
     )  # fmt: skip
@@ -256,6 +261,18 @@ def _count(written: str, word: str, value: str) -> int:
             f"{written}: {word} is '{shortened(value)}'; give a whole number of 1 or more: {word}=8"
         )
     return number
+
+
+def _experts(written: str, numbers: Mapping[str, int]) -> tuple[int, bool]:
+    """How many ranks of ``dp`` share routed experts, and whether rows travel over ``tp``, too."""
+    ep, tp, etp = numbers.get("ep", 1), numbers.get("tp", 1), numbers.get("etp")
+    if etp in (None, tp):
+        return ep, False
+    if etp != 1:
+        raise PlanError(f"{written}: etp={etp} is neither 1 nor tp={tp}; write one of these")
+    if ep % tp:
+        raise PlanError(f"{written}: with etp=1 rows travel over tp, too, so ep={ep} has to be a multiple of tp={tp}")
+    return ep // tp, True
 
 
 def _context(written: str, value: str | None) -> tuple[int, str]:
