@@ -123,9 +123,10 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
 
 
 def rule_text(node: Node, rule: Rule) -> str:
-    """A rule as reports show it, with where it comes from unless it was written."""
+    """A rule as reports show it, with where it comes from unless it was written, and a narrow product's format."""
     source = source_of_rule(node, rule)
-    return source if source == "none" else str(rule) if source == "written" else f"{rule} (discovered)"
+    text = source if source == "none" else str(rule) if source == "written" else f"{rule} (discovered)"
+    return text if node.narrow is None else f"{text} (in {node.narrow.format})"
 
 
 def _collective(kind: str, axis: str, backward: bool, n_bytes: int) -> Collective:
@@ -283,7 +284,8 @@ def totals(p: Price) -> dict[str, Any]:
     return {
         "seconds": {
             "compute": p.compute_seconds, "activation collectives": p.activation_seconds,
-            "parameter collectives": p.parameter_seconds, "step": p.seconds,
+            "parameter collectives": p.parameter_seconds, "of these beside computing": p.hidden_seconds,
+            "executor and sums of gradients": p.overhead_seconds, "optimizer": p.optimizer_seconds, "step": p.seconds,
         },
         "bytes": {
             "parameters": p.parameter_bytes, "gradients": p.gradient_bytes, "optimizer": p.optimizer_bytes,

@@ -159,15 +159,24 @@ def key_of_call(
 
 
 def _narrowed(saved: Saved, call: Call, ins: Sequence[LocalLayout]) -> Saved:
-    """What a narrow product keeps: of its activations the transposed narrow copy in place of the tensor itself."""
-    if call.narrow is None:
+    """What a narrow product keeps: of its activations the transposed narrow copy in place of the tensor itself.
+
+    Experts, two products in one operator, keep the rows in the order of experts and what the second product reads in
+    memory of their own.
+    """
+    use = call.narrow
+    if use is None or not saved.keeps:
         return saved
-    cast = [position for position in call.narrow.activations if position in saved.ins]
-    elements = sum(prod(ins[position].shape) for position in cast)
-    return replace(
-        saved, ins=tuple(position for position in saved.ins if position not in cast),
-        inside_bytes=saved.inside_bytes + round(elements * call.narrow.numbers.item_bytes / call.narrow.shared),
-    )  # fmt: skip
+    cast = [position for position in use.activations if position in saved.ins]
+    elements, narrow = sum(prod(ins[position].shape) for position in cast), use.numbers.item_bytes
+    inside = saved.inside_bytes + elements * narrow / use.shared
+    if len(use.weights) > 1:
+        x = ins[use.activations[0]]
+        rows = prod(x.shape[:-1])
+        of_own = rows * (ins[use.weights[1]].shape[-2] + (x.shape[-1] if not cast else 0))
+        inside -= min(saved.inside_bytes, of_own * (x.n_bytes / max(1, prod(x.shape)) - narrow))
+    ins_kept = tuple(position for position in saved.ins if position not in cast)
+    return replace(saved, ins=ins_kept, inside_bytes=round(inside))
 
 
 def saved_of(

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import autopar
 from autopar.errors import AutoparError, PlanError
 from autopar.planner.intra_op.building import parameter_sharding
 from autopar.plans.clusters import get_cluster
 from autopar.plans.plan import ParamChoice
+from autopar.report.rows import rule_text
 from autopar.rules.registry import rules_of
 from autopar.rules.saved_tensors import saved_of
 from autopar.words.graph import Graph, Spec
@@ -82,6 +84,15 @@ def test_linear_layers_of_blocks_are_narrow_and_nothing_else() -> None:
     assert not any(node.narrow for node in graph_of("bf16-mixed").nodes)
 
 
+def test_reports_say_what_is_narrow() -> None:
+    graph = graph_of("fp8-mixed")
+    texts = {
+        node.module: rule_text(node, rule)
+        for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None and rule.kind == "matmul"
+    }  # fmt: skip
+    assert texts["blocks.0.q"].endswith("(in fp8)") and not texts["head"].endswith("(in fp8)")
+
+
 def test_a_policy_is_wide_for_what_is_no_weight_of_a_narrow_product() -> None:
     graph = graph_of("mxfp8-mixed")
     policies = {node.target: graph.policy_of(node) for _, node in graph.of_kind("param")}
@@ -140,6 +151,28 @@ def test_the_backward_keeps_activations_in_narrow_copies() -> None:
     assert kept["fp8-mixed"]["blocks.0.down"] == (False, elements)
     assert kept["nvfp4-mixed"]["blocks.0.down"] == (False, elements * 9 // 16)
     assert kept["fp8-mixed"]["blocks.0.few"] == kept["fp8-mixed"]["head"] == (True, 0)
+
+
+def test_experts_keep_rows_and_hidden_activations_narrow() -> None:
+    """Of 512 MiB of rows and 192 MiB of what the second product reads a half each."""
+    config = Qwen3MoeConfig(
+        vocab_size=320, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=1, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        experts = Qwen3MoeForCausalLM(config)
+    batch = torch.zeros(4, 4096, dtype=torch.long, device="meta")
+    kept = {}
+    for name in ("bf16-mixed", "fp8-mixed"):
+        graph = autopar.capture(experts, {"input_ids": batch, "labels": batch}, precision=name).graph
+        rules = rules_of(graph)
+        at = next(i for i, node in enumerate(graph.nodes) if node.target.startswith("autopar.expert_block"))
+        rule = rules[at]
+        assert rule is not None
+        kept[name] = saved_of(graph, at, rule, None, Mesh()).inside_bytes
+        narrow = {node.module.rpartition(".")[2] for node in graph.nodes if node.kind == "op" and node.narrow}
+    assert narrow == {"q_proj", "k_proj", "v_proj", "o_proj", "experts"}  # the router is not
+    assert kept["bf16-mixed"] - kept["fp8-mixed"] == (512 + 192) * 2**20 // 2
 
 
 def test_narrow_gathers_move_a_byte_an_element() -> None:

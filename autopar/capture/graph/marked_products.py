@@ -16,6 +16,9 @@ PRODUCTS = frozenset({
 """Operators that multiply activations by weights."""
 MULTIPLE = 16
 """Sizes of narrow products are multiples of it, as the kernels want (cuBLAS, torch._scaled_mm)."""
+LEAST_FEATURES = 512
+"""Products with fewer features on a side stay wide: they are bound by memory, and routers over experts, which software
+keeps wide, are such."""
 _OF_A_BLOCK = re.compile(r"(^|\.)\d+(\.|$)")
 
 
@@ -24,7 +27,7 @@ def with_narrow_products(graph: Graph) -> Graph:
 
     These are products of activations by two-dimensional weights (or a stack of them, as of experts) in modules that
     stand in a list (``layers.3.mlp``): those before and after the list, such as logits, stay wide. So do products with
-    sizes that are no multiples of 16, such as of routers over few experts.
+    sizes that are small or no multiples of 16, such as of routers over experts.
     """
     policy = graph.precision
     if policy is None or not policy.products:
@@ -52,7 +55,7 @@ def _use_of(graph: Graph, node: Node, name: str) -> NarrowUse | None:
             continue
         if ref.node in graph.from_inputs:
             activations.append(position)
-        elif any(size % MULTIPLE for size in spec.shape[-2:]):
+        elif any(size % MULTIPLE or size < LEAST_FEATURES for size in spec.shape[-2:]):
             return None
         else:
             weights.append(position)

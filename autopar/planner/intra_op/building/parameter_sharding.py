@@ -154,6 +154,13 @@ def collectives(
     ]
 
 
+def places_of(choice: ParamChoice, grad: bool, is_gather: bool) -> tuple[int, ...]:
+    """Return when a collective of a parameter runs, as places in :class:`ParameterSeconds`."""
+    if choice.lifetime == "step":
+        return (0,) if is_gather else (1,)
+    return (2, 3) if is_gather and grad else (2,) if is_gather else (3,)
+
+
 def seconds_of(
     spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, precision: Precision | None = None
 ) -> tuple[ParameterSeconds, ParameterSeconds]:
@@ -161,11 +168,7 @@ def seconds_of(
     seconds, may_hide = [0.0] * 4, [0.0] * 4  # in the order of ParameterSeconds
     for axis, kind, n_bytes, is_gather in passages(spec, grad, choice, pricer.mesh, precision):
         one = bucketed_seconds(pricer.axes[axis], kind, n_bytes, pricer.costs.bucket_bytes)
-        if choice.lifetime == "step":
-            places: tuple[int, ...] = (0,) if is_gather else (1,)
-        else:
-            places = (2, 3) if is_gather and grad else (2,) if is_gather else (3,)
-        for place in places:
+        for place in places_of(choice, grad, is_gather):
             seconds[place] += one
             if (pricer.shares.gathers if is_gather else pricer.shares.reductions) > 0:
                 may_hide[place] += one
@@ -234,8 +237,8 @@ def cost(
 def cast_bytes(
     spec: Spec, choice: ParamChoice, elements: float, microbatches: int, precision: Precision | None
 ) -> float:  # fmt: skip
-    """Bytes that are read and written in a step to cast a trained weight to narrow copies: once where a rank keeps them,
-    at every use where it gathers anew; nothing where ranks gather copies that the optimizer's step wrote.
+    """Bytes that are read and written in a step to cast a trained weight to narrow copies: once where a rank keeps
+    them, at every use where it gathers anew; nothing where ranks gather copies that the optimizer's step wrote.
 
     Args:
         elements: of the weight on one rank, as products read it.
