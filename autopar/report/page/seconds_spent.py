@@ -106,7 +106,7 @@ def _parameters(
     shown = [waits / alone if alone else 0.0 for waits, alone in zip(load.exposed(), load.collectives, strict=True)]
     for i, choice in owned.items():
         node = graph.nodes[i]
-        for axis, kind, n_bytes, is_gather in P.passages(
+        for axis, kind, n_bytes, is_gather in P.param_collectives(
             node.out, node.needs_grad, choice, stage.mesh, graph.precision
         ):
             seconds = P.bucketed_seconds(priced.axes[axis], kind, n_bytes, priced.costs.bucket_bytes)
@@ -234,7 +234,8 @@ def step_parts(plan: Plan, timeline: Timeline, of_stages: Sequence[StageTally]) 
         once = [item for number in stages for item in of_stages[number].once.items()]
         for kind, seconds in once:
             parts[kind] += seconds
-        parts[LATER] += once_longest - sum(seconds for _, seconds in once)
+        rest = once_longest - sum(seconds for _, seconds in once)
+        parts[LATER if rest > 0 else IDLE] += rest  # what a group does once a step may pass while others compute
     least = 1e-9 * plan.seconds
     return {kind: total / schedule.n_ranks for kind, total in parts.items() if abs(total) / schedule.n_ranks > least}
 
