@@ -77,13 +77,13 @@ def policies_of(run: Run) -> tuple[str, ...]:
         return ("32-true",)
     reduce = low if run.software in _SIXTEEN_BIT_SUMS and "bloom" not in run.source.lower() else "float32"
     plain = f"params={low},reduce={reduce}"
-    if "nvfp4" in text or "fp4" in text:
-        return "nvfp4-mixed", "fp8-mixed", plain
-    if "mxfp8" in text or "fp8-mx" in text:
-        return "mxfp8-mixed", "fp8-mixed", plain
-    if "fp8" in text:
-        return "fp8-mixed", plain
-    return (plain,)
+    if "fp4" in text:
+        narrow = ("nvfp4", "mxfp8")
+    elif "mx" in text:
+        narrow = ("mxfp8", "fp8")
+    else:
+        narrow = ("fp8",) if "fp8" in text else ()
+    return *(f"products={name},reduce={reduce}" for name in narrow), plain
 
 
 def _policy_of(run: Run) -> tuple[Any, str]:
