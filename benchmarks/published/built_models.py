@@ -9,7 +9,7 @@ from published.rows import Run, Shape, UnpricedError
 if TYPE_CHECKING:
     import torch
 
-OLD = ("megatron-2021", "megatron-deepspeed-2020")
+OLD = ("megatron-2021", "megatron-deepspeed-2022", "megatron-deepspeed-2020")
 """Software that makes the whole table of attention's scores in memory: before flash attention."""
 
 

@@ -61,7 +61,7 @@ class Priced:
 
 # --- precision -------------------------------------------------------------------------------------------------------
 
-_SIXTEEN_BIT_SUMS = ("megatron-2021", "megatron-deepspeed-2020", "fms-fsdp", "nemo", "mlperf")
+_SIXTEEN_BIT_SUMS = ("megatron-2021", "megatron-deepspeed-2022", "megatron-deepspeed-2020", "fms-fsdp", "nemo", "mlperf")
 """Software whose gradients are added up over ranks in 16 bits: Megatron with --fp16 unless it was told otherwise,
 fms-fsdp's bfSixteen policy, and NVIDIA's performance recipes (grad_reduce_in_fp32=False)."""
 
