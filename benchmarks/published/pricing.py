@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from published.built_clusters import cluster_of
-from published.built_models import attention_of, batch_of, build, dropout_of
+from published.built_models import attention_of, batch_of, key_of, model_of
 from published.rows import GIB, Run, UnpricedError
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ class Priced:
 
 # --- precision -------------------------------------------------------------------------------------------------------
 
-_SIXTEEN_BIT_SUMS = ("megatron-2021", "megatron-deepspeed-2022", "megatron-deepspeed-2020", "fms-fsdp", "nemo", "mlperf")
+_SIXTEEN_BIT_SUMS = (
+    "megatron-2021", "megatron-deepspeed-2022", "megatron-deepspeed-2020", "fms-fsdp", "nemo", "mlperf",
+)  # fmt: skip
 """Software whose gradients are added up over ranks in 16 bits: Megatron with --fp16 unless it was told otherwise,
 fms-fsdp's bfSixteen policy, and NVIDIA's performance recipes (grad_reduce_in_fp32=False)."""
 
@@ -135,7 +137,7 @@ class Graphs:
             UnpricedError: the model cannot be built, or not be traced.
         """
         policy, text = _policy_of(run)
-        key = repr((2, run.shape, attention_of(run), dropout_of(run), text))
+        key = f"{key_of(run)} {text}"
         if key in self._refused:
             raise UnpricedError(self._refused[key])
         if key not in self._pairs:
@@ -159,7 +161,7 @@ class Graphs:
         if path is not None and path.is_file():
             with path.open("rb") as file:
                 return pickle.load(file)
-        model = build(run.shape, attention_of(run), dropout_of(run))
+        model = model_of(run)
         try:
             pair = tuple(
                 capture(model, (), batch_of(n, run.shape.seq), precision=policy).graph for n in ROWS
@@ -275,7 +277,7 @@ def parts_of(plan: Any) -> dict[str, float]:
 @cache
 def order_of(run: Run) -> tuple[object, ...]:
     """A key by which rows of one captured model follow each other."""
-    return run.shape.experts, repr(run.shape), attention_of(run), policies_of(run)[0], run.gpu, str(run.n_gpus)
+    return run.shape.experts, key_of(run), policies_of(run)[0], run.gpu, run.n_gpus
 
 
 def in_order(runs: Sequence[Run]) -> list[Run]:

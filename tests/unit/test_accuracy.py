@@ -139,16 +139,18 @@ def test_one_factor_is_found_from_one_half_of_the_models(published: ModuleType) 
     assert {p.run.model for p in first} == {"GPT 0", "GPT 2"} and {p.run.model for p in second} == {"GPT 1", "GPT 3"}
     (fit,) = fits(rows)
     assert fit.factor == 1.25 and fit.second == pytest.approx(0) and fit.rows == (10, 10)
-    text = '[megatron-deepspeed-2022]\nfused = true\n[megatron-deepspeed-2022.sources]\nfused = "seen"\n\n[autopar]\nfused = false\n'
+    name = "megatron-deepspeed-2022"
+    text = f'[{name}]\nfused = true\n[{name}.sources]\nfused = "seen"\n\n[autopar]\nfused = false\n'
     once = written(text, [fit])
-    assert "[megatron-deepspeed-2022]\nfactor = 1.25\n" in once and once.count("factor =") == 2 and written(once, [fit]) == once
+    assert f"[{name}]\nfactor = 1.25\n" in once and once.count("factor =") == 2
+    assert written(once, [fit]) == once
     assert factors_of([replace(fit, software="nanotron")])["nanotron-ddp"] == 1.25
 
 
 def test_the_price_is_that_of_the_public_api(published: ModuleType) -> None:
     import torch
     from published.built_clusters import cluster_of
-    from published.built_models import attention_of, build, dropout_of
+    from published.built_models import model_of
     from published.pricing import Graphs, layout_of, policies_of, price
 
     import autopar
@@ -156,7 +158,7 @@ def test_the_price_is_that_of_the_public_api(published: ModuleType) -> None:
     one = run(published, global_batch="4")
     found = price(one, Graphs())
     assert found.why == "" and found.seconds is not None
-    model = build(one.shape, attention_of(one), dropout_of(one))
+    model = model_of(one)
     ids = torch.zeros(4, 128, dtype=torch.long, device="meta")
     layouts = autopar.layouts(model, {"input_ids": ids, "labels": ids}, precision=policies_of(one)[0])
     same = layouts.price(cluster_of(one), layout_of(one))
