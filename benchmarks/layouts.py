@@ -29,6 +29,10 @@ GPT3 = {"hidden": 12288, "heads": 96, "layers": 96}
 T5_3B = {"hidden": 1024, "ffn": 16384, "heads": 32, "layers": 24}
 VIT_22B = {"hidden": 6144, "ffn": 24576, "heads": 48, "layers": 48}
 MIXTRAL = {"hidden": 4096, "ffn": 14336, "heads": 32, "layers": 32}
+QWEN3_30B = {"hidden": 2048, "ffn": 768, "heads": 32, "layers": 48}
+T5_11B = {"hidden": 1024, "ffn": 65536, "heads": 128, "layers": 24}
+VIT_H = {"hidden": 1280, "ffn": 5120, "heads": 16, "layers": 32}
+WHISPER_LARGE = {"hidden": 1280, "ffn": 5120, "heads": 20, "layers": 32}
 DEEPSEEK_V3 = {"hidden": 7168, "ffn": 18432, "heads": 128, "layers": 61}
 
 TORCHTITAN = "torchtitan (Liang et al. 2024, arXiv:2410.06511): FSDP2 alone"
@@ -45,6 +49,8 @@ DEEPSEEK = (
     "1F1B and full recomputation for DualPipe and FP8"
 )
 
+BRIDGE = "NVIDIA Megatron-Bridge's recipe for Qwen3-30B-A3B on 16 H100: experts over 16, no tensor parallelism"
+
 CASES: dict[str, tuple[str, dict[str, Any], str, int, int, str, str]] = {
     # name: (family, shape, cluster, rows, sequence, layout, where it is published)
     "llama-8b-8": ("llama", LLAMA_8B, "dgx-h100", 16, 8192, "dp=8", TORCHTITAN),
@@ -58,6 +64,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int, int, str, str]] = {
     "deepseek-v3-512": (
         "deepseek", DEEPSEEK_V3, "dgx-h100-x64", 1024, 4096, "pp=8,dp=64,ep=64,recompute=full", DEEPSEEK,
     ),
+    "deepseek-v3-1024": (
+        "deepseek", DEEPSEEK_V3, "dgx-h100-x128", 2048, 4096, "pp=16,dp=64,ep=64,recompute=full", DEEPSEEK,
+    ),
+    "qwen3-30b-a3b-16": ("qwen3", QWEN3_30B, "dgx-h100-x2", 256, 4096, "dp=16,ep=16,mbs=1", BRIDGE),
+    "t5-11b-32": ("t5", T5_11B, "dgx-a100-x4", 128, 512, "tp=8,dp=4,m=4", MODEL_PARALLEL),
+    "vit-h-32": ("vit", VIT_H, "dgx-a100-x4", 2048, 224, "dp=32,m=1", ALONE),
+    "whisper-large-8": ("whisper", WHISPER_LARGE, "dgx-a100", 64, 3000, "dp=8,m=1", ALONE),
     "gpt2-8": ("gpt2", GPT2_SMALL, "dgx-h100", 64, 1024, "dp=8,m=1", ALONE),
     "gpt3-64": ("gpt2", GPT3, "dgx-a100-x8", 64, 2048, "tp=8,pp=8,vp=3,sp", KORTHIKANTI),
     "gpt3-1024": ("gpt2", GPT3, "dgx-a100-x128", 1536, 2048, "tp=8,pp=8,dp=16,mbs=1,sp", NARAYANAN),
@@ -87,6 +100,22 @@ def model_of(family: str, shape: dict[str, Any], seq: int) -> Any:
                 vocab_size=32000, max_position_embeddings=seq, use_cache=False,
             )  # fmt: skip
             return t.MixtralForCausalLM(config).to(torch.bfloat16)
+        if family == "qwen3":
+            config = t.Qwen3MoeConfig(
+                hidden_size=shape["hidden"], moe_intermediate_size=shape["ffn"], intermediate_size=6144,
+                num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], num_key_value_heads=4,
+                head_dim=128, num_experts=128, num_experts_per_tok=8, vocab_size=151936,
+                max_position_embeddings=seq, use_cache=False,
+            )  # fmt: skip
+            return t.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        if family == "whisper":
+            config = t.WhisperConfig(
+                d_model=shape["hidden"], encoder_ffn_dim=shape["ffn"], decoder_ffn_dim=shape["ffn"],
+                encoder_attention_heads=shape["heads"], decoder_attention_heads=shape["heads"],
+                encoder_layers=shape["layers"], decoder_layers=shape["layers"], vocab_size=51866, num_mel_bins=128,
+                use_cache=False,
+            )  # fmt: skip
+            return t.WhisperForConditionalGeneration(config).to(torch.bfloat16)
         if family == "deepseek":
             config = t.DeepseekV3Config(
                 hidden_size=shape["hidden"], intermediate_size=shape["ffn"], num_hidden_layers=shape["layers"],
@@ -127,6 +156,9 @@ def batch_of(family: str, rows: int, seq: int, model: Any) -> dict[str, Any]:
         if family in ("vit", "resnet"):
             labels = torch.zeros(rows, dtype=torch.long)
             return {"pixel_values": torch.zeros(rows, 3, seq, seq, dtype=model.dtype), "labels": labels}
+        if family == "whisper":
+            features = torch.zeros(rows, 128, seq, dtype=model.dtype)
+            return {"input_features": features, "labels": torch.zeros(rows, 448, dtype=torch.long)}
         ids = torch.zeros(rows, seq, dtype=torch.long)
         return {"input_ids": ids, "labels": ids}
 

@@ -179,7 +179,7 @@ def measure(name: str, seconds: float, steps: int, patience: float) -> dict[str,
         path = Path(folder) / "profile.json"
         began = time.perf_counter()
         document = profiles.profile(captured.graph, plain, "local-x2", name, profiles.ProfilingOptions(seconds))
-        profiles.save(path, document)
+        path.write_text(profiles.dumps(document), encoding="utf-8")
         took = time.perf_counter() - began
         cluster = load_cluster(path)
     rows, texts = [], []

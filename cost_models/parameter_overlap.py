@@ -109,7 +109,8 @@ def exposed(
     backward_each = hidden_seconds(may_hide.backward_each, backward)
     first = hidden_seconds(may_hide.gathers + may_hide.forward_each, forward) - forward_each
     last = hidden_seconds(may_hide.reductions + may_hide.backward_each, backward) - backward_each
-    return parameters.plus(ParameterSeconds(first, last, forward_each, backward_each), -1)
+    left = parameters.plus(ParameterSeconds(first, last, forward_each, backward_each), -1)
+    return ParameterSeconds(*[max(0.0, seconds) for seconds in left])  # rounding: all of it may be hidden
 
 
 __all__ = ["SLOWDOWN", "Computing", "ParameterSeconds", "Shares", "exposed", "hidden_seconds", "shares_of"]

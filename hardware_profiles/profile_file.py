@@ -21,7 +21,7 @@ from .measurements import (
     Points,
 )
 from .model import COLLECTIVES
-from .reader import Table, closest, is_beyond, shown
+from .reader import REQUIRED, Table, closest, is_beyond, shown
 from .strict import shortened
 
 
@@ -65,8 +65,10 @@ def read_measured(root: Table) -> Measured:
     provenance: dict[str, Any] = {key: said.text(key) for key in ("date", "torch", "processor", "model")}
     provenance |= {key: said.integer(key, low=0) for key in ("threads", "processes", "rounds")}
     provenance |= {key: said.number(key) for key in ("load", "others")}
-    for key in ("meshes", "left_out"):
-        provenance[key] = value = said.take(key, expected="a list of strings")
+    for key in ("meshes", "left_out", "updated"):
+        default = [] if key == "updated" else REQUIRED
+        value = said.take(key, default, "a list of strings")
+        provenance[key] = value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             failures.add(f"provenance.{key}", f"got {shown(value)}, expected a list of strings")
     said.close()

@@ -30,6 +30,8 @@ class Software:
             memory once.
         fuses_pointwise: of what is fused, chains without a norm or softmax too, such as the activation of SwiGLU and
             its product.
+        loss_in_place: a cross-entropy keeps one float32 number for each class, in the memory of the logits, and
+            writes their gradient there; else it is torch's, operator by operator.
         regathers: what sequence parallelism gathers for products is gathered again in the backward; else it is kept.
         keeps_gradients: gradients of parameters are summed up in buffers that are there all the time; else the first
             backward of a step makes them.
@@ -51,6 +53,7 @@ class Software:
     factor: float = 1.0
     fused: bool = False
     fuses_pointwise: bool = True
+    loss_in_place: bool = False
     regathers: bool = True
     keeps_gradients: bool = False
     buckets_gradients: bool = False
@@ -79,8 +82,7 @@ def _read(name: str, table: Table) -> Software:
     for each in fields(Software):
         if each.name == "name" or not table.has(each.name):
             continue
-        if each.name in ("fused", "fuses_pointwise", "hides_transfers", "keeps_gradients", "buckets_gradients",
-                         "regathers"):
+        if isinstance(each.default, bool):
             values[each.name] = table.flag(each.name, False)
         elif each.name == "description":
             values[each.name] = table.text(each.name)

@@ -49,7 +49,9 @@ def profile(
                      callback=within(1)),
     ] = 1,
     seconds: Annotated[
-        float, typer.Option("--seconds", help="For measuring the ops, about.", callback=seconds_within)
+        float,
+        typer.Option("--seconds", help="For measuring, once the processes run; kept within a fifth from 30 s on.",
+                     callback=seconds_within),
     ] = 60.0,
     processes: Annotated[
         int | None,
@@ -92,8 +94,13 @@ def profile(
     meshes = tuple(Mesh.parse(text) for text in mesh or ())
     loaded, captured = load_and_capture(model, batch, seq, parts=microbatches)
     cluster = cluster_from(cluster, output.parent)
-    asked = documents.ProfilingOptions(seconds, count, meshes, most_ops, timeout=timeout, device=measured_on)
-    with progress(f"measuring in {count} processes, about {seconds + 20:.0f} s"):
+    partial = output.with_name(f".{output.name}.partial")
+    asked = documents.ProfilingOptions(
+        seconds, count, meshes, most_ops, timeout=timeout, device=measured_on, partial=partial
+    )
+    if partial.with_name(f"{partial.name}.0").exists():
+        err().print(f"goes on from what was measured for {output} before it was interrupted")
+    with progress(f"measuring in {count} processes, about {seconds:.0f} s"):
         measured = documents.profile(captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked)
     file.write(documents.dumps(measured))
     report = summary(measured)

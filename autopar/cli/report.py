@@ -102,7 +102,7 @@ def _layouts(
             loaded.model, whole, lambda: example, cluster, cluster.n_devices, wanted, plan.cluster, runs=False, say=say
         )
     this = layout_row(THIS, plan, timeline, captured.graph, cluster)
-    others = [row for row in rows_of_layouts(outcome, cluster, top, None) if not _same(row, this)]
+    others = [row for row in rows_of_layouts(outcome, cluster, top, ()) if not _same(row, this)]
     return with_front([this, *others])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,10 +49,18 @@ def run(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the last step's timeline (plans in stages), for Perfetto.")
     ] = None,
+    update: Annotated[
+        Path | None,
+        typer.Option("--update", help="The profile that the plan was made with: correct it by what was measured."),
+    ] = None,
     device: DeviceOption = "auto",
     as_json: Json = False,
 ) -> None:
-    """Train a model under a plan, and compare the predicted with the measured seconds of a step.
+    """Train a model under a plan, and compare what was predicted with what is measured.
+
+    Beside the seconds of a step stand those by kind of operator, with collectives, and the memory, of every group of
+    devices; they are measured in a step of their own each, at the end. --update writes the kinds back into the profile
+    that priced the plan, so that the next plan is priced by what a whole step takes.
 
     One process per device of the plan is started on this machine, on a GPU each or with one thread each. Under
     torchrun the ranks are those of torchrun. The batch is the model's example inputs, the same in every step.
@@ -59,6 +68,8 @@ def run(
     Examples: autopar run plan.json --steps 20; torchrun --nproc-per-node 4 -m autopar run plan.json
     """
     document = open_plan(path)
+    if update is not None:
+        _check_update(update, document.raw["cluster"], path)
     if trace is not None and len(document.meshes) == 1:
         raise UsageError(f"--trace is for plans in stages, {path} has one")
     check_trace(trace)
@@ -94,8 +105,59 @@ def run(
 
         _, timeline = what_if(captured, plan, cluster).simulated()
         traces.write(trace, [*traces.predicted(timeline), *traces.measured([rank["spans"] for rank in ranks])])
-    told = {"predicted_seconds": plan.seconds, "ran_on": said, "notes": list(noted.notes)}
+    told: dict[str, Any] = {"predicted_seconds": plan.seconds, "ran_on": said, "notes": list(noted.notes)}
+    groups = _groups(captured.graph, plan, ranks)
+    if update is not None:
+        _update(update, groups)
+    told["groups"] = groups
     _report({**ranks[0], **told}, document.raw["cluster"], as_json)
+
+
+def _check_update(update: Path, cluster: str, path: Path) -> None:
+    """Refuse to correct a profile that did not price the plan."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError("--update needs what all groups measured: run the plan without torchrun, on this machine")
+    priced_by = (path.parent / cluster).resolve()
+    if not update.exists() or update.resolve() != priced_by:
+        raise UsageError(
+            f"--update is {update}, and {path} was priced by {cluster}; plan with the profile first: autopar plan ... "
+            f"--cluster {update}"
+        )
+
+
+def _groups(graph: Any, plan: Plan, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Predicted and measured seconds by kind, and bytes, of the first rank of every group of devices."""
+    from autopar.profiling.by_kind import predicted
+
+    rows = []
+    for of_group, kinds in zip(plan.schedule.stages_of_rank, predicted(graph, plan), strict=True):
+        stages = [plan.stages[s] for s in of_group]
+        rank = ranks[stages[0].devices[0]]
+        rows.append({
+            "predicted_kinds": kinds, "measured_kinds": rank["kinds"], "longest": rank["longest"],
+            "predicted_bytes": bytes_together([stage.price for stage in stages]), "measured_bytes": rank["peak_bytes"],
+        })  # fmt: skip
+    return rows
+
+
+def _update(update: Path, groups: list[dict[str, Any]]) -> None:
+    """Write the profile anew, with what all groups measured together."""
+    from collections import Counter
+
+    from autopar.profiling.document import dumps
+    from autopar.profiling.update import updated
+    from hardware_profiles.strict import parse_json, read_text
+
+    sums: list[Counter[str]] = [Counter(), Counter()]
+    for group in groups:
+        for total, name in zip(sums, ("predicted_kinds", "measured_kinds"), strict=True):
+            for kind, seconds in group[name].items():
+                total[kind] += seconds
+    document = parse_json(read_text(update))
+    assert isinstance(document, dict)  # a plan was priced with it
+    written = update.with_name(f".{update.name}.new")
+    written.write_text(dumps(updated(document, *sums)), encoding="utf-8")
+    written.replace(update)
 
 
 def _check_memory(plan: Plan) -> None:
@@ -114,7 +176,8 @@ def _check_memory(plan: Plan) -> None:
 
 
 def train(path: str, model: str | None, steps: int, lr: float, device: str = "cpu") -> dict[str, Any]:
-    """What one rank does: losses and seconds of every step, and the spans of the last.
+    """What one rank does: losses and seconds of every step, and the spans of the last; of one more step each the
+    seconds by kind of operator, and the most memory.
 
     Args:
         device: ``cpu`` or ``cuda``, where each rank takes its own GPU.
@@ -125,6 +188,7 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
     import torch.distributed as dist
 
     from autopar.parallelizing.all_ranks import check_size, spread
+    from autopar.profiling import by_kind
     from autopar.runtime.pipelines.pipeline import PipelineModule
     from autopar.runtime.ranks.agree import ensure_process_group
 
@@ -151,14 +215,20 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
             torch.accelerator.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
+    step_once = partial(pm.train_step, *loaded.args, optimizer=optimizer, **said, **loaded.kwargs)
+    kinds, longest = by_kind.measured(step_once, device)
+    state = [x for of_one in optimizer.state.values() for x in of_one.values() if isinstance(x, torch.Tensor)]
+    held = [*pm.parameters(), *state]
+    most = by_kind.peak_bytes(step_once, held, (loaded.args, loaded.kwargs), device)
     return {"losses": losses, "seconds": seconds, "predicted_seconds": plan.seconds, "spans": spans,
-            "notes": list(plan.notes)}  # fmt: skip
+            "notes": list(plan.notes), "kinds": kinds, "longest": longest, "peak_bytes": most}  # fmt: skip
 
 
 def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
     steps = sorted(result["seconds"][1:] or result["seconds"])
     median = steps[len(steps) // 2]
-    result = {**{key: value for key, value in result.items() if key != "spans"}, "measured_seconds": median,
+    of_rank = ("spans", "kinds", "longest", "peak_bytes")
+    result = {**{key: value for key, value in result.items() if key not in of_rank}, "measured_seconds": median,
               "cluster": cluster}  # fmt: skip
     if as_json:
         print_json(result)
@@ -173,6 +243,8 @@ def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
         table.add_row(str(k), f"{loss:.6f}", show_seconds(seconds))
     console = out()
     console.print(table)
+    if result.get("groups"):
+        console.print(_table(result["groups"]))
     for note in result.get("notes", ()):
         console.print(styled("[yellow]note:[/yellow] {}", note))
     console.print(
@@ -180,3 +252,23 @@ def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
         f"{result['cluster']}: {show_seconds(result['predicted_seconds'])}; ratio "
         f"{median / result['predicted_seconds']:.2f}"
     )
+
+
+def _table(groups: list[dict[str, Any]]) -> Any:
+    """Predicted beside measured: kinds of operators that take a hundredth of a step or more, and memory."""
+    from rich.table import Table
+
+    table = Table("group", "what", header_style="bold")
+    for name in ("predicted", "measured", "ratio"):
+        table.add_column(name, justify="right")
+    for number, group in enumerate(groups):
+        predicted, measured = group["predicted_kinds"], group["measured_kinds"]
+        least = max(sum(predicted.values()), sum(measured.values())) / 100
+        for kind in sorted({*predicted, *measured}, key=lambda kind: -measured.get(kind, 0.0)):
+            pair = predicted.get(kind, 0.0), measured.get(kind, 0.0)
+            if max(pair) >= least:
+                ratio = f"{pair[1] / pair[0]:.2f}" if pair[0] else "-"
+                table.add_row(str(number), kind, *map(show_seconds, pair), ratio)
+        pair = group["predicted_bytes"], group["measured_bytes"]
+        table.add_row(str(number), "memory", *map(show_bytes, pair), f"{pair[1] / max(1, pair[0]):.2f}")
+    return table

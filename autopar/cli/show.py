@@ -28,9 +28,11 @@ from autopar.cli.common import (
     styled,
     what_if,
 )
+from autopar.cli.output_files import PROFILE
 from autopar.cli.stages import describe
 from autopar.errors import ModelError, PlanError
 from autopar.plans.memory_decisions import DECISIONS
+from hardware_profiles.strict import Unreadable, read_text
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -188,8 +190,8 @@ def _show_file(document: Document, as_json: bool, why: str) -> None:
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A plan file.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another plan file.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A plan file, or a profile.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one of the same kind.")],
     model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the files name.")] = None,
     trust: Trust = False,
     as_json: Json = False,
@@ -199,11 +201,15 @@ def diff(
     If both are for one model, decisions are compared op by op, so that the way the patterns are written does not
     matter; else the files are, entry by entry, and a line says so. Of plans in stages also the number of stages, the
     cuts (and by how many blocks they moved), meshes, schedule, microbatches, and times and memory of every stage.
+    Of two profiles: operators by kind, those that differ most, collectives and the optimizer, with their ratios.
 
-    Example: autopar diff plan.json edited.json --trust
+    Examples: autopar diff plan.json edited.json --trust; autopar diff monday.json today.json
     """
     from autopar.report.differences import differences, entries
 
+    if PROFILE.recognizes(_beginning(a)) and PROFILE.recognizes(_beginning(b)):
+        _diff_profiles(a, b, as_json)
+        return
     first, second = open_plan(a), open_plan(b)
     rows, alike = None, True
     specs = [(document.model or {}).get("spec") for document in (first, second)]
@@ -221,6 +227,34 @@ def diff(
     else:
         alike = False
     _print_diff(a, b, entries(first.raw, second.raw) if rows is None else rows, as_json, alike)
+
+
+def _beginning(path: Path) -> str:
+    """The text of a file; none where it cannot be read, which is said when it is read for what it should be."""
+    try:
+        return read_text(path)
+    except (OSError, Unreadable):
+        return ""
+
+
+def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from autopar.plans.clusters import get_cluster
+    from autopar.report.profile_differences import profile_differences
+
+    rows, notes = profile_differences(get_cluster(a), get_cluster(b))
+    if as_json:
+        print_json({"rows": [{"what": what, "a_seconds": x, "b_seconds": y} for what, x, y in rows], "notes": notes})
+        return
+    console = out()
+    for note in notes:
+        console.print(note, markup=False)
+    table = Table("what", str(a), str(b), "ratio", header_style="bold")
+    for what, x, y in rows:
+        table.add_row(Text(what), show_seconds(x), show_seconds(y), f"{y / x:.2f}" if x else "-")
+    console.print(table)
 
 
 def _print_diff(a: Path, b: Path, rows: list[tuple[str, Any, Any]], as_json: bool, alike: bool) -> None:

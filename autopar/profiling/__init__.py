@@ -8,6 +8,8 @@
 :mod:`.clock`                     seconds that a device works: of a thread, or between two events of a stream
 :mod:`.quiet`                     what else the machine does meanwhile
 :mod:`.document`                  all of it as a profile file
+:mod:`.by_kind`                   a step that runs: seconds by kind of operator, and its most memory, beside the plan's
+:mod:`.update`                    a profile corrected by such a step
 ================================= =====================================================================================
 
 And :mod:`.measured_load`: what a model's routers do with a batch.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,6 +24,7 @@ from autopar.words.meshes import Mesh
 from cost_models.measured import fit_correction
 from hardware_profiles import Cluster
 from hardware_profiles.measurements import KEY, OTHER, VERSION
+from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 PROCESSOR = torch.device("cpu")
 MOST_OPS = 4000
@@ -34,10 +37,12 @@ class ProfilingOptions:
     """How to measure.
 
     Attributes:
-        seconds: for the ops, about; what is around them takes a quarter of a minute more.
+        seconds: for everything once the processes run, within a fifth.
         processes: that measure at the same time.
         meshes: whose cuts are measured, beside whole ops.
         device: ``cpu``, or ``cuda``, where each process takes its own GPU.
+        partial: what each rank writes after every round (with the rank's number at the end of the name), and goes on
+            from where it is there: a measurement that was interrupted.
     """
 
     seconds: float = 60.0
@@ -47,6 +52,7 @@ class ProfilingOptions:
     most_bytes: float = MOST_BYTES
     timeout: float = 1800.0
     device: str = "cpu"
+    partial: Path | None = None
 
 
 def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: ProfilingOptions) -> dict[str, Any]:
@@ -59,8 +65,8 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Profil
     passes = passes_of(graph, cluster, asked.meshes, asked.most_ops, asked.most_bytes)
     before = os.getloadavg()[0]
     ranks = run_local(
-        measure_rank, asked.processes, passes, asked.seconds, cluster, asked.device, timeout=asked.timeout,
-        backend=backend_of(asked.device),
+        measure_rank, asked.processes, passes, asked.seconds, cluster, asked.device, asked.partial,
+        timeout=asked.timeout, backend=backend_of(asked.device),
     )  # fmt: skip
     on_all_ranks = set.intersection(*(set(rank["ops"]) for rank in ranks))
     ops = {op.key: op for one in passes.passes for op in one if op.key in on_all_ranks}
@@ -68,6 +74,9 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Profil
     seconds = {
         key: tuple(mean(rank["ops"][key][i] for rank in ranks) for i in range(4)) for key in ops
     }  # fmt: skip
+    if asked.partial is not None:
+        for rank in range(asked.processes):
+            asked.partial.with_name(f"{asked.partial.name}.{rank}").unlink(missing_ok=True)
     around = ranks[0]["around"]
     document: dict[str, Any] = {
         KEY: VERSION, "cluster": name,
@@ -91,52 +100,106 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Profil
     return document
 
 
-def measure_rank(passes: Passes, seconds: float, cluster: Cluster, device_type: str) -> dict[str, Any]:
+def measure_rank(
+    passes: Passes, seconds: float, cluster: Cluster, device_type: str, interrupted: Path | None = None
+) -> dict[str, Any]:
     """What one rank does.
 
     Args:
         device_type: ``cpu`` or ``cuda``; it measures on its current one.
+        interrupted: ``partial`` of :class:`ProfilingOptions`.
     """
     import torch.distributed as dist
 
     from autopar.profiling import transfers_and_collectives
     from autopar.profiling.clock import Clock
-    from autopar.profiling.measure import PATIENCE, measure_pass
-    from autopar.profiling.quiet import until_quiet
+    from autopar.profiling.measure import measure_pass
+    from autopar.profiling.quiet import CpuWatch, until_quiet
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of the same collectives
     torch.manual_seed(0)
+    began, patience = CpuWatch(), seconds / 20
     device = torch.device(device_type)
     if device_type != "cpu":
         device = torch.device(device_type, torch.get_device_module(device_type).current_device())
     clock = Clock(device)
-    ops: dict[str, Any] = {}
-    failed: dict[str, str] = {}
-    rounds: list[int] = []
-    others: list[float] = []
-    costs = [sum(sum(op.seconds) + 5e-5 for op in one) for one in passes.passes]
-    for one, cost in zip(passes.passes, costs, strict=True):
-        taken, busy = measure_pass(one, seconds * cost / sum(costs), failed, clock)
-        others.append(busy)
-        rounds.append(min((len(t.forward) for t in taken.values()), default=0))
-        for key, value in taken.items():
-            ops.setdefault(key, value.medians())
-    until_quiet(PATIENCE * seconds)
+    until_quiet(patience)
     beside_ops: dict[str, Any] = {"optimizers": transfers_and_collectives.optimizer_seconds(clock)}
     beside_ops["accumulate"] = transfers_and_collectives.accumulate_points(clock, in_place=True)
     beside_ops["accumulate_new"] = transfers_and_collectives.accumulate_points(clock, in_place=False)
     beside_ops["transfers"] = transfers_and_collectives.collective_points(clock) if dist.get_world_size() > 1 else {}
-    until_quiet(PATIENCE * seconds)
+    until_quiet(patience)
     if dist.get_world_size() > 1:
         beside_ops["transfers"]["send_recv"] = transfers_and_collectives.send_points(clock)
     if dist.get_world_size() == 2:
-        until_quiet(PATIENCE * seconds)
+        until_quiet(patience)
         beside_ops["spans"] = {
             f"{schedule} {layers}": transfers_and_collectives.executor_spans(cluster, layers, schedule, device)
             for schedule in ("1f1b", "zb-h1") for layers in (1, 9)
         }  # fmt: skip
+    ops: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    rounds: list[int] = []
+    others: list[float] = []
+    resumed = Resumed(interrupted, dist.get_rank(), passes)
+    costs = [sum(sum(op.seconds) + 5e-5 for op in one) for one in passes.passes]
+    for number, (one, cost) in enumerate(zip(passes.passes, costs, strict=True)):
+        left = max(seconds / 3, seconds - began.others()[1]) * cost / sum(costs[number:])
+        taken, busy = measure_pass(one, left, failed, clock, resumed.before(number), partial(resumed.note, number))
+        others.append(busy)
+        rounds.append(min((len(t.forward) for t in taken.values()), default=0))
+        for key, value in taken.items():
+            ops.setdefault(key, value.medians())
     return {"ops": ops, "failed": failed, "rounds": rounds, "others": max(others, default=0.0), "around": beside_ops,
             "processor": processor(device)}  # fmt: skip
+
+
+class Resumed:
+    """The rounds that a rank has measured of every pass, in a file beside the profile, so that a measurement that was
+    interrupted goes on.
+
+    A file of another model, other sizes or another torch is written over.
+    """
+
+    def __init__(self, partial: Path | None, rank: int, passes: Passes) -> None:
+        self.path = None if partial is None else partial.with_name(f"{partial.name}.{rank}")
+        said = repr((torch.__version__, [[op.key for op in one] for one in passes.passes]))
+        self.of = hashlib.sha256(said.encode()).hexdigest()
+        self.rounds: dict[int, list[Any]] = {}
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            document = parse_json(read_text(self.path))
+            if document["of"] == self.of:
+                self.rounds = {int(number): rounds for number, rounds in document["rounds"].items()}
+        except (Unreadable, KeyError, TypeError, ValueError, AttributeError):
+            return  # written while it was interrupted
+
+    def before(self, number: int) -> list[Any]:
+        """The rounds of a pass that all ranks have, as :func:`~autopar.profiling.measure.measure_pass` has them."""
+        import torch.distributed as dist
+
+        from autopar.profiling.measure import Taken
+
+        rounds = self.rounds.get(number, [])
+        n = torch.tensor([len(rounds)])
+        dist.all_reduce(n, dist.ReduceOp.MIN)
+        return [
+            (split, others, {key: Taken(*rows) for key, rows in of_round.items()})
+            for split, others, of_round in rounds[: int(n)]
+        ]
+
+    def note(self, number: int, rounds: Sequence[Any]) -> None:
+        """Write the rounds of a pass so far."""
+        if self.path is None:
+            return
+        self.rounds[number] = [
+            (split, others, {key: (t.forward, t.backward, t.inputs, t.weights) for key, t in of_round.items()})
+            for split, others, of_round in rounds
+        ]
+        written = self.path.with_name(f"{self.path.name}.new")
+        written.write_text(json.dumps({"of": self.of, "rounds": self.rounds}), encoding="utf-8")
+        written.replace(self.path)
 
 
 def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ Every third round runs the backward in two halves, first of everything that earl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -27,10 +28,13 @@ from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
 from autopar.rules.local_calls import Seed, resolve
 from autopar.rules.operator_call import In
 
-LEAST_ROUNDS, MOST_ROUNDS = 6, 30
-"""Rounds of a sequence after the first, which is not counted."""
-PATIENCE = 1.5
-"""How many times as long as asked for is measured, or waited, while the machine is busy with something else."""
+LEAST_ROUNDS, MOST_ROUNDS = 3, 30
+"""Rounds of a sequence after the first, which is not counted; every third is one in two halves."""
+ENOUGH_ROUNDS = 6
+"""After so many rounds on a quiet machine nothing is waited for any more."""
+
+Round = tuple[bool, float, "dict[str, Taken]"]
+"""Whether the backward was in two halves, the processors that others kept busy, and the seconds of every op."""
 
 
 @dataclass
@@ -142,50 +146,90 @@ class _Live:
 
 
 def measure_pass(
-    ops: Sequence[LocalOp], seconds: float, failed: dict[str, str], clock: Clock
-) -> tuple[dict[str, Taken], float]:
-    """Measure a sequence of ops on this rank, together with all other ranks, for about so many seconds; longer while
-    others keep the machine busy. Also the processors that others kept busy in the busiest round that counts.
+    ops: Sequence[LocalOp], seconds: float, failed: dict[str, str], clock: Clock, before: Sequence[Round] = (),
+    note: Callable[[Sequence[Round]], None] | None = None,
+) -> tuple[dict[str, Taken], float]:  # fmt: skip
+    """Measure a sequence of ops on this rank, together with all other ranks, for about so many seconds. Also the
+    processors that others kept busy in the busiest round that counts.
 
     Args:
         failed: gets why an op does not run alone, by its key.
         clock: of the device that is measured.
+        before: rounds that were measured earlier, of a measurement that was interrupted.
+        note: is given all rounds after each one.
     """
-    device = clock.device
-    sources = {t: values_of(t).to(device) for op in ops for t in op.ins}
+    began = CpuWatch()
+    sources = {t: values_of(t).to(clock.device) for op in ops for t in op.ins}
+    lives = _turned(_running(ops, sources, failed, clock, seconds))
+    entry = engine_seconds(clock)
+    rounds, pieces = list(before), 1
+    for number in range(-1, MOST_ROUNDS - len(before)):
+        split = (len(before) + number) % 3 == 2
+        spent = began.others()[1]
+        if number > 0 and sum(others <= QUIET for _, others, _ in rounds) < ENOUGH_ROUNDS and rounds[-1][1] > QUIET:
+            until_quiet((seconds - spent) / 4)
+        watch = CpuWatch()
+        of_round, pieces = _round_that_fits(lives, entry, split, pieces, failed, clock)
+        others, took = watch.others()  # all ranks wait here, so they start rounds at once
+        if number >= 0:
+            rounds.append((split, others, of_round))
+            if note is not None:
+                note(rounds)
+        if len(rounds) >= LEAST_ROUNDS and began.others()[1] + took > seconds:
+            break
+    taken = {live.op.key: Taken() for live in lives if live.op.key not in failed}
+    kept = [r for way in (False, True) for r in quietest([r for r in rounds if r[0] is way], lambda r: r[1], 2)]
+    for _, _, of_round in kept:
+        for key in taken.keys() & of_round.keys():
+            taken[key].add(of_round[key])
+    return taken, max(r[1] for r in kept)
+
+
+def _running(
+    ops: Sequence[LocalOp], sources: dict[TensorArgument, torch.Tensor], failed: dict[str, str], clock: Clock,
+    seconds: float,
+) -> list[_Live]:  # fmt: skip
+    """The ops that run on values that are made up, each tried once, for at most half of the time."""
     lives: list[_Live] = []
     tried: set[str] = set()
+    began = time.perf_counter()
     for op in ops:
         params = {
-            i: values_of(t).to(device).requires_grad_(t.grad) for i, t in enumerate(op.ins) if t.param
+            i: values_of(t).to(clock.device).requires_grad_(t.grad) for i, t in enumerate(op.ins) if t.param
         }  # fmt: skip
         live = _Live(op, params, sources, clock)
+        if op.key not in tried and op.key not in failed and time.perf_counter() - began > seconds / 2:
+            failed[op.key] = f"the time was over before it was tried; give more than {seconds:.0f} s"
         if op.key not in failed and (op.key in tried or live.runs(failed)):
             lives.append(live)
         tried.add(op.key)
-    lives = _turned(lives)
-    entry = engine_seconds(clock)
-    rounds: list[tuple[bool, float, dict[str, Taken]]] = []
-    began, waited = CpuWatch(), 0.0
-    for number in range(-1, MOST_ROUNDS):
-        split, left = number % 3 == 2, PATIENCE * seconds - waited
-        waited += until_quiet(left) if number >= 0 and left > 0 and rounds and rounds[-1][1] > QUIET else 0.0
-        watch = CpuWatch()
+    return lives
+
+
+def _round_that_fits(
+    lives: list[_Live], entry: float, split: bool, pieces: int, failed: dict[str, str], clock: Clock
+) -> tuple[dict[str, Taken], int]:
+    """A round, of the sequence in so many pieces that what its ops keep fits into the device's memory; also how many.
+
+    An op that does not fit even alone is left out from then on.
+    """
+    while True:
         of_round = {live.op.key: Taken() for live in lives}
-        _round(lives, of_round, entry, split=split)
-        others, _ = watch.others()  # all ranks wait here, so they start rounds at once
-        if number >= 0:
-            rounds.append((split, others, of_round))
-        quiet = sum(others <= QUIET for _, others, _ in rounds)
-        spent = began.others()[1] - waited
-        if number + 1 >= LEAST_ROUNDS and spent > (seconds if quiet >= LEAST_ROUNDS else PATIENCE * seconds):
-            break
-    taken = {live.op.key: Taken() for live in lives}
-    kept = [r for way in (False, True) for r in quietest([r for r in rounds if r[0] is way], lambda r: r[1], 2)]
-    for _, _, of_round in kept:
-        for key, row in of_round.items():
-            taken[key].add(row)
-    return taken, max(r[1] for r in kept)
+        size = max(1, -(-len(lives) // pieces))
+        at = 0
+        try:
+            for at in range(0, len(lives), size):
+                _round(lives[at : at + size], of_round, entry, split=split)
+            return of_round, pieces
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split("\n")[0]
+        for live in lives:
+            live.roots, live.leaves, live.kept = [], [], None
+        if size == 1:
+            failed[lives[at].op.key] = reason
+            lives[:] = [live for live in lives if live.op.key not in failed]
+        pieces *= 2
+        clock.free()
 
 
 def _turned(lives: list[_Live]) -> list[_Live]:

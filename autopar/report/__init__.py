@@ -5,7 +5,7 @@
                     step's seconds go
 :mod:`.recomputed`  what runs again in the backward, or waits elsewhere until then, in words
 :mod:`.layouts`     layouts side by side
-:mod:`.differences` in what two plans differ
+:mod:`.differences` in what two plans differ; :mod:`.profile_differences`: two profiles
 :mod:`.decided`     what ``parallelize`` says, in five lines
 :mod:`.why`         the price of every strategy that an operator has
 :mod:`.coverage`    how much was priced from measurements

@@ -26,6 +26,8 @@ class Kernels(NamedTuple):
         fused: pointwise operators and norms that follow each other are one kernel
             (:attr:`hardware_profiles.software.Software.fused`).
         norms_only: only those chains that have a norm or a softmax.
+        loss_in_place: a cross-entropy keeps one float32 number for each class and needs nothing beside
+            (:attr:`hardware_profiles.software.Software.loss_in_place`).
         keeps_gradients: gradients of parameters are there all the time
             (:attr:`hardware_profiles.software.Software.keeps_gradients`).
         buckets_gradients: buckets hold them once more
@@ -35,6 +37,7 @@ class Kernels(NamedTuple):
     gpu: bool = False
     fused: bool = False
     norms_only: bool = False
+    loss_in_place: bool = False
     keeps_gradients: bool = False
     buckets_gradients: bool = False
 
@@ -49,7 +52,8 @@ def kernels_of(cluster: Cluster, device: Device) -> Kernels:
     fused = cluster.software.fused and cluster.measured is None and not cluster.abstract
     norms_only = fused and not cluster.software.fuses_pointwise
     keeps = cluster.software.keeps_gradients and not cluster.abstract
-    return Kernels(fused or is_gpu(device), fused, norms_only, keeps, keeps and cluster.software.buckets_gradients)
+    in_place = fused and cluster.software.loss_in_place
+    return Kernels(fused or is_gpu(device), fused, norms_only, in_place, keeps, keeps and cluster.software.buckets_gradients)
 
 
 class _RmsNormOfGpu(torch.autograd.Function):

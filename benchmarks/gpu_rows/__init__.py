@@ -8,7 +8,6 @@
 :mod:`.rules`        every rule's samples in all strategies on the device
 :mod:`.programs`     whole programs on a mesh of 2x2, many ranks in one process
 :mod:`.steps`        seconds of a training step beside eager mode and ``torch.compile``; memory
-:mod:`.op_kinds`     predicted beside measured seconds by kind of operator
 :mod:`.kernels`      times of single kernels over shapes and dtypes
 ==================== =================================================================================================
 """

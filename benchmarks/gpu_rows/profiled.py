@@ -23,7 +23,7 @@ def profiled(device: str, quick: bool, seconds: float, output: str) -> Result:
     captured = autopar.capture(model, batch)
     options = documents.ProfilingOptions(seconds, 1, (), 4000, timeout=3 * seconds + 60, device=device)
     document = documents.profile(captured.graph, get_cluster(name), name, "GPT-2", options)
-    documents.save(Path(output), document)
+    Path(output).write_text(documents.dumps(document), encoding="utf-8")
     before, after = (
         autopar.plan(model, cluster, batch, captured=captured, mesh={"data": 1}).seconds
         for cluster in (name, output)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from autopar.profiling.by_kind import beside, measured, predicted
 from gpu_rows.models import make
-from gpu_rows.op_kinds import beside, measured, predicted
 from gpu_rows.ranks import FREE_CALLS, alone
 from gpu_rows.table import Result
 
@@ -102,7 +102,7 @@ def _measure(
         kinds, longest = measured(step, device)
         numbers |= {"kinds": kinds, "longest": longest, "device_seconds": sum(kinds.values())}
         if graph is not None:
-            numbers["predicted_kinds"] = predicted(graph, run.plan)
+            numbers["predicted_kinds"] = predicted(graph, run.plan)[0]
     return numbers
 
 

@@ -30,7 +30,8 @@ class PipelineOptions:
         may_recompute: blocks may run again in the backward, where memory is short or time is saved by it. Where
             ``options.recompute`` or the model itself (activation checkpointing) says what runs again, that and nothing
             else does.
-        top: so many different layouts are planned exactly, if there are.
+        top: so many different layouts are planned exactly, if there are: the best one, and the next best of those that
+            its search came across.
         max_axes: of a group's mesh, where every shape is tried.
     """
 

@@ -29,6 +29,9 @@ SLACK = 1.02
 MARGIN, CLOSER, KNOWN = 0.9, 0.98, 8
 """On few devices, a way is not planned exactly if it takes longer than the best even where its estimate is as much too
 long as the worst so far, and a tenth more; a fiftieth, once so many errors are known."""
+SLOWER = 2
+"""Of the next best layouts, so many in a row that are slower than those that there are, and no more are planned."""
+
 
 @dataclass
 class Incumbents:
@@ -36,23 +39,27 @@ class Incumbents:
 
     Attributes:
         n_devices: of all groups.
-        top: so many different layouts are wanted.
         beaten: seconds of a step that is known from elsewhere.
+        top: so many different layouts are of interest; the best one, while it is looked for.
         plans: in the order in which they were made.
         errors: seconds of exact plans over their estimates.
         failed: how many looked promising, and did not fit.
         programs: about how many programs the exact plans of stages took, on more than :data:`SMALL` devices.
         interrupted: Ctrl-C ended the search.
+        slower: what was given up because the best plan so far was faster, and what was not begun for that.
+        unfit: what did not fit, or cannot be.
     """
 
     n_devices: int
-    top: int = 1
     beaten: float = inf
+    top: int = 1
     plans: list[Exact] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     failed: int = 0
     programs: int = 0
     interrupted: bool = False
+    slower: list[tuple[OneNumber, Candidate]] = field(default_factory=list)
+    unfit: set[tuple[int, Candidate]] = field(default_factory=set)
 
     @property
     def fastest(self) -> Exact:
@@ -92,16 +99,37 @@ class Incumbents:
         tell(lambda: f"{search.what(candidate)}{self.so_far}", often=False)
         try:
             plan = search.exact(candidate, slack * self.to_beat)
-        except Beaten:
+        except Beaten as beaten:
+            self.slower.append((search, replace(candidate, seconds=max(candidate.seconds, beaten.seconds))))
             return inf
         except InfeasibleError:
             search.unfit = search.unfit or candidate
             self.failed += 1
-            return inf
+            plan = None
         if plan is None:
+            self.unfit.add((id(search), candidate))
             return inf
         self.plans.append(plan)
         return plan.seconds
+
+    def next_best(self, top: int, promising: Sequence[tuple[OneNumber, Candidate]]) -> None:
+        """Plan what the search knows of and did not plan to its end, the best estimates first, until there are so many
+        different layouts and two in a row are no faster than the last of them: at most so many more.
+
+        The search itself looks for one plan alone: to prove of hundreds of ways that they are not among five took three
+        times as long as to find the best.
+        """
+        self.top, more, worse = top, 0, 0
+        unplanned = dict.fromkeys((*self.slower, *promising))
+        for search, candidate in sorted(unplanned, key=lambda way: way[1].seconds):
+            enough = len(self._different) >= top
+            if self.interrupted or (enough and (more >= top or worse >= SLOWER)):
+                return
+            if (id(search), candidate) in self.unfit or search.what(candidate) in self._different:
+                continue
+            if candidate.seconds < self.to_beat:
+                last, more = self.to_beat, more + 1
+                worse = 0 if self.add(search, candidate) < last else worse + 1
 
     def share_equally(self, searches: Sequence[OneNumber]) -> None:
         """Plan the fastest once more with the memory of a group shared equally among its stages: what each needs is

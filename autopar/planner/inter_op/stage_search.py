@@ -97,7 +97,8 @@ def plan_pipeline(
     if asked.options.recompute:  # the patterns are those of the whole model
         first = searches[0].graph
         segments_of(first, rules_of(first, fold(first).representative), asked.options.recompute)
-    best = Incumbents(n_devices, asked.top, beaten)
+    best = Incumbents(n_devices, beaten)
+    promising: list[tuple[OneNumber, Candidate]] = []
     bounds = [0.0] * len(searches)
     few = n_devices <= SMALL
     alone = few and asked.starts is None and asked.groups in (None, 1)
@@ -112,7 +113,8 @@ def plan_pipeline(
         with best.interruptible(numbers.found):
             numbers.look()
         with best.interruptible():
-            best.plan_exactly(numbers.promising())
+            promising = numbers.promising()
+            best.plan_exactly(promising)
         if best.plans or best.interrupted or asked.starts is not None:
             break
     if beaten < inf and (not best.plans or best.fastest.seconds >= beaten):
@@ -127,6 +129,9 @@ def plan_pipeline(
     if few and not best.interrupted:
         with best.interruptible():
             best.plans += best.fastest.search.improved(best.fastest)
+    if asked.top > 1 and not best.interrupted:
+        with best.interruptible():
+            best.next_best(asked.top, promising)
     best.plans.sort(key=lambda f: f.seconds)
     tried: dict[str, Exact] = {}
     for f in best.plans:
@@ -149,6 +154,10 @@ def _in_one_group(searches: Sequence[OneNumber], bounds: list[float], best: Incu
         for k in order:
             bounds[k] = bounds[k] or max(least_seconds(searches[k]), *bounds[:k], 0.0)
             if bounds[k] >= best.to_beat:  # so are those of smaller microbatches
+                best.slower += [
+                    (searches[k], replace(one_group(mesh), seconds=bounds[k]))
+                    for mesh in searches[k].shapes(n) if len(mesh) == n_axes
+                ]  # fmt: skip
                 bounds[k:] = [max(bounds[k], bound) for bound in bounds[k:]]
                 continue
             for mesh in searches[k].shapes(n):

@@ -11,7 +11,7 @@ from typing import Any
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.garbage_collection import uncollected
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
-from autopar.planner.intra_op.building.integer_program import Beaten, Choice
+from autopar.planner.intra_op.building.integer_program import Beaten, Choice, MomentBytes
 from autopar.planner.intra_op.building.space import fitting_strategy
 from autopar.planner.intra_op.memory.memory_errors import AllTooLarge, OutOfReach, too_big
 from autopar.planner.intra_op.mesh_problem import MeshProblem
@@ -23,6 +23,7 @@ from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
+from autopar.words.texts import show_bytes
 from hardware_profiles import Cluster
 
 PEAK_SHARE = 0.125
@@ -75,8 +76,10 @@ def plan_graph(
     if free.price.memory_bytes <= limit:
         return free
     if free.price.seconds >= options.worth_seconds:  # with all memory that it wants, and what saves memory takes longer
-        raise Beaten
+        raise Beaten(free.price.seconds)
     best, bound, too_large = choosing(setting, limit, earlier.ends)  # the same problem, and more to choose from
+    if best is None and not too_large and bound == float("inf") and not options.explains:
+        raise OutOfReach(f"no plan fits {show_bytes(limit)} per device on {mesh.shown()}")  # with less to choose from, too
     if best is None or (best.solution is not None and best.solution.gap > FAR):
         keeping().known_seconds = best.price.seconds if best is not None else float("inf")
         try:
@@ -124,9 +127,13 @@ def choosing(
     too_large: list[StagePlan] = []
     plans: list[StagePlan] = []
     bounds: list[float] = []
+    first: tuple[MomentBytes, ...] = ()
     for at_once in (True, False):
         if decoder.moments is not None:
             decoder.moments.at_once = at_once
+            if bounds == [float("inf")] and not plans and decoder.moments.first() == first:
+                break  # the same program, of which it is known that nothing fits
+            first = decoder.moments.first()
         within = WithinMemory(
             setting, problem, decoder, limit, ends={} if ends is None else ends, otherwise=all_again
         )  # fmt: skip
@@ -189,10 +196,10 @@ class PlansByMemory:
     @uncollected()
     def fastest(self) -> StagePlan:
         """The fastest plan, for a small part of what all of them cost to find: with nothing to choose from that only
-        saves memory, and bytes not counted."""
+        saves memory."""
         problem, decoder = self.setting.problem(False)
         program = highs.program(problem, effort=self.setting.options.effort())
-        return self.setting.realise(decoder.decided(program.hull(())[0].picked, self.setting.folding), weighed=False)
+        return self.setting.realise(decoder.decided(program.hull(())[0].picked, self.setting.folding))
 
     @uncollected()
     def every(self, prices: Sequence[float] = highs.PRICES) -> list[StagePlan]:

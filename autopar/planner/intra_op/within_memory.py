@@ -33,7 +33,7 @@ FIRST = 2
 ROUNDS, MOMENTS = 6, 16
 """How often the relaxation is solved to see which moments bind, and how many become rows of the program, at most."""
 REFINED, CLOSE = 2, 1e-3
-"""Of these, how often a plan that fits is made better, and how near the limits may be, as a part of the memory."""
+"""Of these, how often a plan that fits is made better, and the part of the memory that is too little to try it for."""
 DEARER, HALVED = (1.02, 1.1, 1.3, 1.8, 3.0, 6.0), 3
 """Prices of a byte, times its worth in the relaxation, that are tried for a plan that fits; and how often the last step
 between them is halved."""
@@ -113,16 +113,15 @@ class WithinMemory:
         program = self._limited(limit)
         tried: list[StagePlan] = []
         best: StagePlan | None = None
-        bound = 0.0
-        fits_at, too_much, target, refined, slow = 0.0, limit, limit, 0, 0
-        lowered: Counter[int] = Counter()
+        bound, refined, slow = 0.0, 0, 0
+        room = _Room(program, limit)
         fits = self.fewest is None or self.fewest[0] <= limit
         for attempt in range(ATTEMPTS if fits else 0):
             try:
                 if attempt == 0:
                     bound = program.least()
                     if bound >= self.setting.options.worth_seconds:
-                        raise Beaten
+                        raise Beaten(bound)
                 if best is None and gap > 0.0:
                     best = self._mixed(program, gap, bound)
                     tried += [best] if best is not None else []
@@ -146,32 +145,20 @@ class WithinMemory:
             if attempt == 0:
                 bound = max(bound, plan.solution.objective_seconds * (1 - plan.solution.gap))
             over = plan.price.memory_bytes - limit
-            if over > 0:
-                too_much = target
-            else:
-                fits_at = max(fits_at, target)
-                if best is None or plan.price.seconds < best.price.seconds:
-                    best = plan
+            room.note(over <= 0)
+            if over <= 0 and (best is None or plan.price.seconds < best.price.seconds):
+                best = plan
             if best is None:
-                if self._sees(program, plan):
-                    continue
-                if plan.fullest in self.moments:  # its row does not see all of it
-                    number = self.moments[plan.fullest]
-                    lowered[number] += 1  # other choices may be over by as much: twice as far each time
-                    program.lower(number, over * 2 ** (lowered[number] - 1))
-                    continue
-                target -= over
-                program.limit(target)
+                if not self._sees(program, plan):
+                    room.leave(self.moments.get(plan.fullest) if plan.fullest is not None else None, over)
                 continue
             if attempt == 0:
                 return best
             best = replace(best, solution=against(bound, best, gap))
             assert best.solution is not None
             refined += 1
-            if best.solution.gap <= max(gap, ROUNDING) or refined > REFINED or too_much - fits_at <= CLOSE * limit:
+            if best.solution.gap <= max(gap, ROUNDING) or refined > REFINED or not room.take_back():
                 break
-            target = (fits_at + too_much) / 2
-            program.limit(target)
         if best is None and self.known_seconds < float("inf"):
             raise Beaten  # what is the smallest is of no interest then
         if best is None or (best.solution is not None and best.solution.gap > FAR):
@@ -274,7 +261,8 @@ class WithinMemory:
         Raises:
             Beaten: it is not worth the search.
         """
-        return self._finish(self._program(self.problem).solve(worth_seconds=self.setting.options.worth_seconds))
+        options = self.setting.options
+        return self._finish(self._program(self.problem).solve(options.memory_gap, options.worth_seconds))
 
     def relax(self) -> None:
         """Find :attr:`bound` alone.
@@ -293,7 +281,7 @@ class WithinMemory:
         rows = self.decoder.moments
         if limit == float("inf") or rows is None:
             return self._program(self.problem)
-        first = rows.at_the_end_of_the_forward(), rows.stepping()
+        first = rows.first()
         program = self._program(replace(self.problem, limit_bytes=limit, moments=first))
         least = max(sum(map(min, moment.items)) for moment in first)
         fewest = program.fewest_bytes() if least > TIGHT * limit else None
@@ -368,7 +356,7 @@ class WithinMemory:
         such a plan is fuller, that becomes a row, too."""
         rows = self.decoder.moments
         assert rows is not None
-        first = rows.at_the_end_of_the_forward(), rows.stepping(), *map(rows.at, self.moments)
+        first = *rows.first(), *map(rows.at, self.moments)
         program = self._program(replace(self.problem, moments=first, smallest=True))
         plans: list[StagePlan] = []
         with suppress(InfeasibleError):  # not solved in time
@@ -380,6 +368,57 @@ class WithinMemory:
                     break
             plans.append(self._finish(program.solve(self.setting.options.memory_gap)))
         return plans
+
+
+class _Room:
+    """What of the limit is left to what the rows of a program do not see of a finished plan, moment by moment.
+
+    The next choice may have more that its row does not see than the last one, so what turned out to be too little is
+    raised steeply; and where a plan fits then, half of the last step is taken back, since it may be smaller than it
+    need be.
+    """
+
+    def __init__(self, program: highs.HighsProgram | highs.ByCbc, limit: float) -> None:
+        self.program, self.limit = program, limit
+        self.left: dict[int | None, float] = {None: 0.0}
+        """Bytes that are left now, by number of the moment's row; those of None, of every row."""
+        self.too_little: dict[int | None, float] = {}
+        """The most of which it is known that it is too little."""
+        self.times: Counter[int | None] = Counter()
+        self.latest: int | None = None
+        """The one that was changed last."""
+
+    def leave(self, number: int | None, over: float) -> None:
+        """Leave more, because a plan was so many bytes too large at a moment; of a moment whose row did not see all,
+        twice as much each time."""
+        self.times[number] += number is not None
+        self.latest = number
+        self._set(number, self.left.get(number, 0.0) + over * 2 ** max(0, self.times[number] - 1))
+
+    def note(self, fits: bool) -> None:
+        """Remember whether what is left was enough."""
+        if not fits:
+            self.too_little[self.latest] = self.left.get(self.latest, 0.0)
+            return
+        self.enough = dict(self.left)
+
+    def take_back(self) -> bool:
+        """Leave less where that may be enough, too: half-way between too little and enough; returns whether the two
+        are far enough apart to try."""
+        number = self.latest
+        low, high = self.too_little.get(number, 0.0), self.enough.get(number, 0.0)
+        if high - low <= CLOSE * self.limit:
+            return False
+        self._set(number, (low + high) / 2)
+        return True
+
+    def _set(self, number: int | None, n_bytes: float) -> None:
+        before = self.left.get(number, 0.0)
+        self.left[number] = n_bytes
+        if number is None:
+            self.program.limit(self.limit - n_bytes)
+        else:
+            self.program.lower(number, n_bytes - before)
 
 
 def against(bound: float, plan: StagePlan, gap: float) -> Solution:

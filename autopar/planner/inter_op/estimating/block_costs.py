@@ -153,6 +153,7 @@ class Menus:
     common: tuple[int, ...] | None = None
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
     _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
+    _fastest: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
     _launches: dict[tuple[object, ...], float] = field(default_factory=dict)
     _evenly_cut: dict[tuple[object, ...], tuple[frozenset[int], ...]] = field(default_factory=dict)
@@ -165,7 +166,7 @@ class Menus:
         """
         key = self._key(block, mesh, devices)
         if len(mesh) > AXES and self.common not in (None, block.kind):
-            return self._ways_of_fewer_axes(block, mesh, devices)
+            return self._of_fewer_axes(self.ways, block, mesh, devices)
         if not self._know(block, mesh, devices):
             prices = RARE_PRICES if block.kind in self.rare or len(mesh) > AXES else PRICES
             plans = self._plans(block, mesh, devices).every(prices)
@@ -174,14 +175,17 @@ class Menus:
             del self._begun[key]
         return self._known[key]
 
-    def _ways_of_fewer_axes(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
+    def _of_fewer_axes(
+        self, of: Callable[[Block, Mesh, Sequence[int]], tuple[Way, ...]], block: Block, mesh: Mesh,
+        devices: Sequence[int],
+    ) -> tuple[Way, ...]:  # fmt: skip
         """The ways of a block on the same devices with two neighbouring axes taken as one: it can be run so, and the
         program of three axes, of which there is one for every price, takes ten times as long to solve."""
         ways: list[Way] = []
         failed: InfeasibleError | None = None
         for fewer in mesh.merged():
             try:
-                ways += self.ways(block, fewer, devices)
+                ways += of(block, fewer, devices)
             except InfeasibleError as error:
                 failed = error
         if not ways and failed is not None:
@@ -194,23 +198,35 @@ class Menus:
         Raises:
             InfeasibleError: as for :meth:`ways`.
         """
+        return min(w.seconds for w in self.fastest_ways(block, mesh, devices))
+
+    def fastest_ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
+        """All ways, where they are known; else the fastest alone, for a small part of what all of them cost to find.
+        Where memory does not bind, no other is of interest.
+
+        Raises:
+            InfeasibleError: as for :meth:`ways`.
+        """
         key = self._key(block, mesh, devices)
         if key in self._known:
-            return min(w.seconds for w in self._known[key])
+            return self._known[key]
+        if key in self._fastest:
+            return self._fastest[key]
+        if len(mesh) > AXES and self.common not in (None, block.kind):
+            return self._of_fewer_axes(self.fastest_ways, block, mesh, devices)
         plans: list[StagePlan] | None = None
         if key not in self._begun:  # begun: what was decided at another size is not possible here
             cuts = self._cuts(block, mesh)
             decided = (self.decided.alike(key, self.share, cuts) or [])[:1]
             if self.share and not decided:
                 decided = self.decided.fastest_alike(key, cuts)
-            plans = self._again(block, mesh, devices, decided, weighed=False)
+            plans = self._again(block, mesh, devices, decided)
         if not plans:
             plans = [self._plans(block, mesh, devices).fastest()]
             if self.share:
                 self.decided.fastest[key[:2]] = SizedPlans(plans, self._cuts(block, mesh))
-        priced = pricer(self.cluster, mesh, devices)
-        spent = [phases(self._graph(block), plan, priced) for plan in plans]
-        return min(of_plan.forward_seconds + of_plan.backward_seconds for of_plan in spent)
+        self._fastest[key] = self._ways(self._graph(block), plans, mesh, devices)
+        return self._fastest[key]
 
     def launches(self, block: Block, device: int) -> float:
         """Seconds of a microbatch that launches of a block's operators take on any mesh with that device."""
@@ -230,12 +246,10 @@ class Menus:
         return key in self._known
 
     def _again(
-        self, block: Block, mesh: Mesh, devices: Sequence[int], plans: Sequence[StagePlan], weighed: bool = True
+        self, block: Block, mesh: Mesh, devices: Sequence[int], plans: Sequence[StagePlan]
     ) -> list[StagePlan] | None:
         graph = self._graph(block)
-        return priced_again(
-            graph, self.cluster, mesh, self._options(graph), plans, devices=devices, weighed=weighed
-        )
+        return priced_again(graph, self.cluster, mesh, self._options(graph), plans, devices=devices)
 
     def forget(self) -> None:
         """Let go of what was begun for :meth:`fastest` and not needed since."""
@@ -328,20 +342,23 @@ FREE = Way(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def menus_of(
-    menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int], only: int | None = None
+    menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int], only: int | None = None,
+    fastest: bool = False,
 ) -> dict[int, tuple[Way, ...]] | None:
     """Ways of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh.
 
     Args:
         only: the number of the one kind that is taken into account; the others are free.
+        fastest: the fastest way of each is enough.
     """
+    ways = menus.fastest_ways if fastest else menus.ways
     menus_by_kind: dict[int, tuple[Way, ...]] = {}
     for number, block in zip(kinds_of(blocks), blocks, strict=True):
         if only is not None and number != only:
             menus_by_kind[number] = (FREE,)
         elif number not in menus_by_kind:
             try:
-                menus_by_kind[number] = menus.ways(block, mesh, devices)
+                menus_by_kind[number] = ways(block, mesh, devices)
             except InfeasibleError:
                 return None
     return menus_by_kind

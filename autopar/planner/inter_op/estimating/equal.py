@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import product
@@ -20,6 +20,7 @@ from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.estimating.block_costs import ALONE, kinds_of
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, crossing_seconds, estimated
 from autopar.planner.inter_op.estimating.filling import PRECISE, Fillers, Places
+from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.words.meshes import Mesh
 from autopar.words.texts import show_bytes
 from cost_models.costs import costs_of
@@ -89,6 +90,8 @@ class Equal:
     fastest: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
     _of_others: dict[tuple[int, Mesh, int], float] = field(default_factory=dict, init=False)
     _known_fills: dict[int, tuple[Fill, ...]] = field(default_factory=dict, init=False)
+    _tight: set[tuple[tuple[Mesh, ...], Fill]] = field(default_factory=set, init=False)
+    """Where the fastest ways need more memory than there is."""
 
     def cuts(self) -> list[EstimatedCut]:
         """All that are worth a further look, best first."""
@@ -300,21 +303,48 @@ class Equal:
         return self._known_fills[groups]
 
     def _cut(self, groups: Sequence[Group], fill: Fill, near: float, only: int | None) -> EstimatedCut | None:
+        """The best cut of a schedule; None if it takes more than ``near`` seconds, as far as that is easily seen.
+
+        It is looked for with the fastest way of every block first, whatever memory that needs. Where there is as much,
+        no other ways are of interest; nor where even that takes too long. All others, of which to find takes ten times
+        as long, are for what is left.
+        """
+        meshes = tuple(g.mesh for g in groups)
+        if (meshes, fill) not in self._tight:
+            cut = self._filled(groups, fill, near, only, fastest=True)
+            if cut is None or cut[1] or cut[0].seconds > near:
+                return cut[0] if cut is not None and cut[1] else None
+            self._tight.add((meshes, fill))  # with more blocks, too
+        cut = self._filled(groups, fill, near, only, fastest=False)
+        return cut[0] if cut is not None else None
+
+    def _filled(
+        self, groups: Sequence[Group], fill: Fill, near: float, only: int | None, fastest: bool
+    ) -> tuple[EstimatedCut, bool] | None:  # fmt: skip
+        """A cut, and whether it fits the memory.
+
+        Args:
+            fastest: with the fastest ways of blocks, whatever memory they need.
+        """
         n = len(groups)
         pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
         pools = [pool_of[g.devices[0]] for g in groups]
         fillers = [
-            self.fillers.of(g.mesh, self._first(k, g.mesh), only, fill.chunks)
+            self.fillers.of(g.mesh, self._first(k, g.mesh), only, fill.chunks, fastest)
             for k, g in zip(pools, groups, strict=True)
         ]
         usable = [f for f in fillers if f is not None]
         if len(usable) < n:
             return None
         memory = [self.memory_bytes[k] for k in pools]
-        stages = Places(fill, self.microbatches, memory, usable, len(self.blocks)).best(near / self.microbatches)
+        places = Places(fill, self.microbatches, memory, usable, len(self.blocks))
+        room = places if not fastest else replace(places, memory_bytes=[UNLIMITED] * n)
+        stages = room.best(near / self.microbatches)
         if stages is None:
             return None
-        return estimated(groups, fill, stages, self.microbatches, lambda block, *_: self._transfer(block, groups))
+        fits = not fastest or places.fit(stages)
+        cut = estimated(groups, fill, stages, self.microbatches, lambda block, *_: self._transfer(block, groups))
+        return cut, fits
 
     def _transfer(self, block: int, groups: Sequence[Group]) -> float:
         """Of what crosses, between the first two groups: they are alike, or near enough for an estimate."""

@@ -183,16 +183,18 @@ class Fillers:
     menus: Menus
     blocks: Sequence[Block]
     microbatches: int
-    _fillers: dict[tuple[Mesh, tuple[int, ...], int | None, int], Filler | None] = field(
+    _fillers: dict[tuple[Mesh, tuple[int, ...], int | None, int, bool], Filler | None] = field(
         default_factory=dict, init=False
     )
 
-    def of(self, mesh: Mesh, devices: Sequence[int], only: int | None = None, chunks: int = 1) -> Filler | None:
+    def of(
+        self, mesh: Mesh, devices: Sequence[int], only: int | None = None, chunks: int = 1, fastest: bool = False
+    ) -> Filler | None:  # fmt: skip
         """That of a mesh, where each group has so many stages; None where some block cannot be planned on it. ``only``
-        as for :func:`menus_of`."""
-        key = mesh, tuple(devices), only, chunks
+        and ``fastest`` as for :func:`menus_of`."""
+        key = mesh, tuple(devices), only, chunks, fastest
         if key not in self._fillers:
-            menus = menus_of(self.menus, self.blocks, mesh, devices, only)
+            menus = menus_of(self.menus, self.blocks, mesh, devices, only, fastest)
             filler = Filler(kinds_of(self.blocks), menus, self.microbatches, chunks) if menus is not None else None
             self._fillers[key] = filler
         return self._fillers[key]
@@ -240,6 +242,10 @@ class Places:
             else:
                 stages_found, high = stages, max(s.seconds for _, s in stages)
         return stages_found
+
+    def fit(self, stages: Sequence[tuple[int, Filled]]) -> bool:
+        """Whether stages that were filled whatever memory they need are within their shares of it."""
+        return all(stage.n_bytes <= self.memory[self.group_of[s]] for s, (_, stage) in enumerate(stages))
 
     def _filled(self, pace: float) -> list[tuple[int, Filled]] | None:
         """Stages that no one is slower than a pace."""

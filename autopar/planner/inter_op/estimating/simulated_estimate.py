@@ -28,7 +28,8 @@ def simulated(cut: EstimatedCut, microbatches: int) -> float:
     stages = cut.stages
     timing = times(
         len(stages), [s.forward_seconds for s in stages],
-        [s.seconds - s.forward_seconds - s.weight_seconds for s in stages], [s.weight_seconds for s in stages],
+        [max(0.0, s.seconds - s.forward_seconds - s.weight_seconds) for s in stages],  # all may be the weights'
+        [s.weight_seconds for s in stages],
         edges=[Edge(s, s + 1, wire, wire) for s, wire in enumerate(cut.crossing)],
     )  # fmt: skip
     few, more = STEADY * n, (STEADY + 1) * n

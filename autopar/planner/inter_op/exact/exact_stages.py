@@ -14,23 +14,25 @@ from functools import cached_property
 from math import inf
 from typing import TypeVar
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, first_few
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
 from autopar.planner.inter_op.estimating.simulated_estimate import simulated
-from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of
+from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of, with_more, with_needs
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
-from autopar.planner.inter_op.exact.stage_plans import StagePlans, is_pinned, pace_of, rounded
+from autopar.planner.inter_op.exact.stage_plans import StagePlans, pace_of, rounded
 from autopar.planner.inter_op.simulating.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.inter_op.simulating.timing import OnceAStep, timing_of
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.intra_op.building.fold import Fold, fold
-from autopar.planner.intra_op.building.integer_program import Beaten
+from autopar.planner.intra_op.building.integer_program import Beaten, NoChoice
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
 from autopar.planner.intra_op.memory.recompute_choices import block_starts
 from autopar.planner.intra_op.mesh_plan import Options, device_limit
+from autopar.planner.intra_op.pins.small_parameters import TooSmallError
+from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.plans.plan import Plan, StagePlan, one_stage
 from autopar.plans.prices import bytes_together
 from autopar.plans.stage_graphs import StageGraph, crossings_of, cut, hot_ops
@@ -61,7 +63,22 @@ stages are planned again for just what they keep: that hardly saves more."""
 LARGE_GAP = 0.06
 """The gap that is good enough for stages where memory binds; on few devices, until the best is known."""
 
+RETRIED = 4
+"""Times that the memory of groups is shared anew where a stage of given cuts does not fit its share: each plans them
+all, and by then such a stage has had more than twice the share."""
+
 _Group = TypeVar("_Group")
+
+
+class _StageTooLarge(InfeasibleError):
+    """A stage that does not fit its share of its group's memory; the message has both."""
+
+    def __init__(self, error: InfeasibleError, stage: int, of_group: Sequence[int], limit: float) -> None:
+        others = first_few([str(s) for s in of_group if s != stage])
+        super().__init__(
+            f"{error}\n  stage {stage} shares {show_bytes(limit)} per device with the others of its group: {others}"
+        )
+        self.stage = stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,27 +240,43 @@ class ExactPlans:
 
         Stages of a group share its memory. How many microbatches of each they keep when the group is fullest depends
         on what each keeps of one: an estimate at first, then what the plans say. Where that is more than the group
-        has, its stages are planned again with less.
+        has, its stages are planned again with less. Where the cuts are given, there is no estimate: the fastest plans
+        of the stages say what each needs, and a stage that does not fit then is given more, for as long as others
+        can do with less.
         """
         kept: list[float] = [n for _, n in candidate.n_bytes] or [1.0] * len(graphs)
         limits = [self.limit(devices) for devices in candidate.devices]
-        rooms = list(limits)
-        for _ in range(REFINED):
+        of_groups, rooms, retried, refined = schedule.stages_of_rank, list(limits), 0, 0
+        full: list[int] = []
+        given = self.asked.starts is not None and any(len(of) > 1 for of in of_groups) and max(limits) < inf
+        if given:
+            rooms = [UNLIMITED] * len(limits)
+        while refined < REFINED:
             live = live_at_peak(schedule, kept)
-            choices = self._planned(graphs, schedule, candidate, live, rooms, best_known, thorough, explains)
+            try:
+                choices = self._planned(graphs, schedule, candidate, live, rooms, best_known, thorough, explains)
+            except _StageTooLarge as error:
+                retried += 1
+                if not given or retried > RETRIED:
+                    raise
+                candidate = with_more(candidate, error.stage)
+                continue
             kept = [choice.kept_bytes for choice in choices]
             live = live_at_peak(schedule, kept)
             choices = [c.with_in_flight(n) for c, n in zip(choices, live, strict=True)]
-            needed = [bytes_together([choices[s].price for s in of_group]) for of_group in schedule.stages_of_rank]
-            shared = [g for g, of_group in enumerate(schedule.stages_of_rank) if len(of_group) > 1]
-            full = [g for g in shared if needed[g] > limits[g]]
+            needed = [bytes_together([choices[s].price for s in of_group]) for of_group in of_groups]
+            full = [g for g, of in enumerate(of_groups) if (len(of) > 1 or given) and needed[g] > limits[g]]
             if not full:
                 timing, once = timing_of(graphs, choices, schedule, self.cluster)
                 return tuple(choices), timing, once
+            if rooms[0] == UNLIMITED:
+                candidate, rooms = with_needs(candidate, of_groups, choices), list(limits)
+                continue
+            refined += 1
             for g in full:
                 rooms[g] *= limits[g] / needed[g]
         raise InfeasibleError(
-            f"no plan fits {show_bytes(limits[full[0]])} per device: the {len(schedule.stages_of_rank[full[0]])} "
+            f"no plan fits {show_bytes(limits[full[0]])} per device: the {len(of_groups[full[0]])} "
             f"stages of group {full[0]} need {show_bytes(needed[full[0]])} together; use fewer stages a group or "
             "smaller microbatches"
         )
@@ -282,7 +315,12 @@ class ExactPlans:
                     recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=self._may_recompute,
                     blocks=self._blocks_in(stage.graph), explains=explains,
                 )  # fmt: skip
-                plan = self.stage_plans.plan(stage.graph, mesh, options, devices)
+                try:
+                    plan = self.stage_plans.plan(stage.graph, mesh, options, devices)
+                except InfeasibleError as error:
+                    if len(of_group) == 1 or isinstance(error, (NoChoice, TooSmallError)):  # whatever its memory
+                        raise
+                    raise _StageTooLarge(error, number, of_group, self.limit(devices)) from error
                 stored.update({(group[number], n): ",".join(c.stored) for n, c in plan.params.items()})
                 planned[number] = plan, options
                 if self.n_devices > SMALL:
@@ -350,7 +388,7 @@ class ExactPlans:
             better = False
             for s in slowest:
                 graph, choice = graphs[s], choices[s]
-                if is_pinned(asked[s]) or rounded(asked[s].in_flight) == asked[s].in_flight:
+                if rounded(asked[s].in_flight) == asked[s].in_flight:
                     continue  # planned for just these
                 if any(owners[n.target] > 1 for _, n in graph.graph.of_kind("param")):
                     continue  # stages that share a parameter store it alike

@@ -1,11 +1,17 @@
-"""How the stages of one group share its memory: by what each is estimated to need when the group is fullest."""
+"""How the stages of one group share its memory: by what each needs when the group is fullest.
+
+That is estimated where the search cuts the model. Where the cuts are given, it is what the stages' fastest plans need;
+and of a stage that does not fit its share, more is taken to be needed (:func:`with_more`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 
 from autopar.planner.inter_op.candidates import Candidate
+from autopar.plans.plan import StagePlan
 
 SHARES = 16
 """Parts into which a group's memory is divided for every two of its stages: so that many stages get the same limit."""
@@ -13,6 +19,33 @@ STEP = 2**26
 """Bytes beside shares are multiples of this, for the same reason."""
 FEW = 4
 """Times as many microbatches, kept at another moment than that at which the group is fullest, are many more."""
+
+
+MORE = 1.25
+"""By this factor a stage that did not fit its share is taken to need more, before the others of its group are planned
+with less: four such steps double it."""
+
+
+def with_needs(
+    candidate: Candidate, stages_of_rank: Sequence[Sequence[int]], plans: Sequence[StagePlan]
+) -> Candidate:
+    """Return the candidate with what these plans of its stages need, in bytes, instead of estimates."""
+    n_bytes: dict[int, tuple[float, float]] = {}
+    for of_group in stages_of_rank:
+        for s in of_group:
+            price, kept = plans[s].price, plans[s].kept_bytes
+            lasting = price.memory_bytes - price.passing_bytes - plans[s].in_flight * kept
+            n_bytes[s] = max(0.0, lasting) + max(0, price.passing_bytes) / len(of_group), float(kept)
+    once = tuple(float(max(0, plan.price.passing_bytes)) for plan in plans)
+    return replace(candidate, n_bytes=tuple(n_bytes[s] for s in range(len(plans))), once_bytes=once)
+
+
+def with_more(candidate: Candidate, stage: int) -> Candidate:
+    """Return the candidate with a stage that needs more of its group's memory than was thought, by :data:`MORE`."""
+    static, kept = candidate.n_bytes[stage]
+    n_bytes = list(candidate.n_bytes)
+    n_bytes[stage] = MORE * static, MORE * kept
+    return replace(candidate, n_bytes=tuple(n_bytes))
 
 
 def share_of(
@@ -58,4 +91,4 @@ def counted_in_flight(live: Sequence[int], most: Sequence[int]) -> list[int]:
     return [n if FEW * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
 
 
-__all__ = ["beside", "counted_in_flight", "share_of"]
+__all__ = ["beside", "counted_in_flight", "share_of", "with_more", "with_needs"]

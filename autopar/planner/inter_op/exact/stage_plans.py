@@ -1,4 +1,5 @@
-"""Plans of stages, which are shared: stages alike in all but names, on devices alike, are solved once.
+"""Plans of stages, which are shared: stages alike in all but names, on devices alike, are solved once, and so are those
+whose pins are alike.
 
 Microbatches in flight are counted up to a round number, so that stages at different places in a schedule are alike too.
 """
@@ -11,6 +12,7 @@ from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.exact.transplant import structure, transplant
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Earlier, Options, device_limit, plan_graph
+from autopar.planner.intra_op.pins.pinned_choices import PinnedChoices
 from autopar.planner.intra_op.within_memory import against
 from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
@@ -44,13 +46,12 @@ class StagePlans:
         solved for a round number of them, and so for few different ones; or for just as many as there are (``exact``).
         One that was good enough where less was asked is solved again.
         """
-        if is_pinned(options):
-            return plan_graph(graph, self.cluster, mesh, options, devices=devices)
         kinds = tuple(self.cluster.device(d).name for d in devices)
         asked_again = segments_of(graph, rules_of(graph), options.recompute)
         places = tuple((graph.index[first], graph.index[last]) for first, last in asked_again)
         begins = tuple(graph.index[name] for name in options.blocks)
-        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places, begins
+        pinned = places_of_pins(graph, mesh, options)
+        key = structure(graph), mesh, kinds, options.memory_limit_bytes, places, begins, pinned
         by_in_flight = self._plans.setdefault(key, {})
         wanted = options.in_flight
         target = wanted if exact else rounded(wanted)
@@ -59,7 +60,7 @@ class StagePlans:
             if (n == target and near) or (n > wanted and _is_free(plan)):
                 alike = plan if first is graph else transplant(plan, first, graph)
                 return replace(alike.with_in_flight(wanted), devices=devices)
-        of_any_limit = *key[:3], places, begins
+        of_any_limit = *key[:3], places, begins, pinned
         first, earlier = self._earlier.setdefault(of_any_limit, (graph, Earlier()))
         for by, plan in self._nearly_free.get(of_any_limit, ()):
             alike = _that_fits(plan, options, device_limit(self.cluster, devices, options.memory_limit_bytes))
@@ -94,9 +95,16 @@ def rounded(in_flight: int) -> int:
     return between if power >= 4 and between >= in_flight else power
 
 
-def is_pinned(options: Options) -> bool:
-    """Whether the plan of a stage is its own: pins may name what is in it."""
-    return bool(options.constraints or options.params or options.inputs or options.outputs)
+def places_of_pins(graph: Graph, mesh: Mesh, options: Options) -> tuple[object, ...]:
+    """What is pinned, by the places of nodes in the graph: the same for stages whose pins differ in names alone."""
+    if not (options.constraints or options.params or options.inputs or options.outputs):
+        return ()
+    pins = PinnedChoices(graph, rules_of(graph), mesh, options)
+    ops = {graph.index[name]: tuple(sorted(of_axes.items())) for name, of_axes in pins.ops.items()}
+    params = {i: pins.params[node.target] for i, node in graph.of_kind("param") if node.target in pins.params}
+    inputs = {i: (options.inputs or {}).get(node.target) for i, node in graph.of_kind("input")}
+    outputs = tuple(sorted((options.outputs or {}).items()))
+    return tuple(sorted(ops.items())), tuple(params.items()), tuple(inputs.items()), outputs
 
 
 def pace_of(plan: StagePlan) -> float:
@@ -132,4 +140,4 @@ def _is_free(plan: StagePlan) -> bool:
     return plan.solution is not None and plan.solution.status == "optimal" and not plan.solution.binds
 
 
-__all__ = ["StagePlans", "is_pinned", "pace_of", "rounded"]
+__all__ = ["StagePlans", "pace_of", "places_of_pins", "rounded"]

@@ -4,7 +4,9 @@ strategies.
 Only hot nodes (those that depend on a parameter) are decided here; masks, positions and the like follow demand
 afterwards. A chain of operators is one item where nothing is lost by it: an operator that moves or maps its one input
 follows its producer if it can follow every strategy of the producer and its result is no larger, since a reshard
-after the pair then costs no more than between the two.
+after the pair then costs no more than between the two. An operator of two inputs (the addition of a residual) follows
+neither: where its producer makes pending sums it would add them pending, whole on every rank. Nor does an operator
+follow one that is pinned: what the pin leaves out may be what the follower wants.
 """
 
 from __future__ import annotations
@@ -310,6 +312,7 @@ class Builder:
         chains: list[Chain] = []
         chain_of: dict[int, int] = {}
         cache: dict[tuple[int, bool, tuple[bool, ...]], list[Strategy]] = {}
+        pinned: set[int] = set()
         for i, node in enumerate(graph.nodes):
             if node.kind != "op" or not node.hot or rep[i] != i:
                 continue
@@ -318,9 +321,11 @@ class Builder:
             key = (id(rule), node.needs_grad, tuple(graph.nodes[r.node].needs_grad for r in node.refs))
             if key not in cache:
                 cache[key] = strategies(graph, node, rule, self.pricer.mesh)
-            usable = cache[key]
+            usable = every = cache[key]
             if self.allowed is not None:
-                usable = [s for s in usable if self.allowed(node, s)]
+                usable = [s for s in every if self.allowed(node, s)]
+            if len(usable) < len(every):
+                pinned.add(i)
             if rule.kind in ("pointwise", "reduce") and i in self.graph.from_inputs:
                 usable = [s for s in usable if is_plain(s, rule)] or usable
             if self.cut_contractions and rule.kind in ("matmul", "conv", "attention"):
@@ -333,7 +338,7 @@ class Builder:
                 seconds = [a + b for a, b in zip(seconds, more, strict=True)]
             n_bytes = [0.0] * len(usable)
             leader = self._leader(i, node, rule, groups, counts, chain_of)
-            if leader is not None:
+            if leader is not None and leader[0] not in pinned:
                 chain = chains[chain_of[leader[0]]]
                 if chain.nodes[-1] == leader[0] and chain.follow(i, leader[1], usable, seconds, n_bytes):
                     chain_of[i] = chain_of[leader[0]]
@@ -346,10 +351,16 @@ class Builder:
         self, i: int, node: Node, rule: Rule, groups: dict[int, list[ReadAlike]], counts: Mapping[int, int],
         chain_of: Mapping[int, int],
     ) -> tuple[int, int] | None:  # fmt: skip
-        """``(producer, position)`` of the one tensor that node ``i`` alone reads and may follow."""
+        """``(producer, position)`` of the one activation that node ``i`` reads, if it alone reads that and may
+        follow."""
         if rule.kind not in FOLLOWERS or len(node.outs) != 1:
             return None
-        for position, ref in enumerate(node.refs):
+        activations = [
+            (position, ref) for position, ref in enumerate(node.refs)
+            if self.graph.nodes[ref.node].hot and self.graph.nodes[ref.node].kind != "param"
+        ]  # fmt: skip
+        if len(activations) == 1:
+            ((position, ref),) = activations
             u = ref.node
             of_u = groups.get(u, ())
             if (

@@ -148,7 +148,15 @@ class NoChoice(InfeasibleError):
 
 
 class Beaten(Exception):
-    """What is searched is proven to take longer than what is known already, before it is found."""
+    """What is searched is proven to take longer than what is known already, before it is found.
+
+    Args:
+        seconds: that it takes at least, where they are known.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.seconds = seconds
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,15 @@ SCALE_SHARE = 1 / 16
 def may_fuse(node: Node, rule: Rule, strategy: Strategy) -> bool:
     """Return whether an operator may be a part of a fused kernel: it draws nothing, is no loss and communicates with no
     other rank inside."""
-    if rule.kind not in FUSED_KINDS or rule.random or any(word in node.target for word in LOSSES):
+    if rule.kind not in FUSED_KINDS or rule.random or is_loss(node):
         return False
     across = {factor for lowering in rule.lowerings for factor in lowering.factors}
     return across.isdisjoint(strategy.names)
+
+
+def is_loss(node: Node) -> bool:
+    """Return whether an operator is a loss over classes."""
+    return any(word in node.target for word in LOSSES)
 
 
 class FusedChains:
@@ -45,10 +50,11 @@ class FusedChains:
         fused: operators that may be parts of fused kernels.
         inside: by memory that is inside of a chain, as far as is known, the operator that makes it.
         norms_only: chains need a norm or a softmax to be one kernel.
+        loss_in_place: a loss reads what is before it as a fused kernel does, and needs nothing beside.
     """
 
-    def __init__(self, graph: Graph, norms_only: bool = False) -> None:
-        self.graph, self.norms_only = graph, norms_only
+    def __init__(self, graph: Graph, norms_only: bool = False, loss_in_place: bool = False) -> None:
+        self.graph, self.norms_only, self.loss_in_place = graph, norms_only, loss_in_place
         self.readers: dict[int, list[int]] = {}  # by memory that may be inside, of those that may be fused with it
         self.reductions: set[int] = set()
         self.levels = [0] * len(graph.nodes)
@@ -73,7 +79,7 @@ class FusedChains:
             is_view: all of its results lie in what it reads.
         """
         node = self.graph.nodes[i]
-        may = not is_view and may_fuse(node, rule, strategy)
+        may = not is_view and (may_fuse(node, rule, strategy) or (self.loss_in_place and is_loss(node)))
         before = max((self.levels[ref.node] for ref in node.refs), default=0)
         self.levels[i] = before + (not is_view and not may)
         if may:
@@ -102,4 +108,4 @@ class FusedChains:
         self.inside.pop(memory, None)
 
 
-__all__ = ["FUSED_KINDS", "SCALE_SHARE", "FusedChains", "may_fuse"]
+__all__ = ["FUSED_KINDS", "SCALE_SHARE", "FusedChains", "is_loss", "may_fuse"]

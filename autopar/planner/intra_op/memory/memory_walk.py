@@ -7,9 +7,11 @@ does not, and what autograd keeps of each call is asked of :mod:`autopar.rules.s
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
-from autopar.planner.intra_op.memory.fused_chains import SCALE_SHARE, FusedChains
+from autopar.planner.intra_op.memory.fused_chains import SCALE_SHARE, FusedChains, is_loss
 from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
 from autopar.planner.intra_op.memory.recompute import Segment
 from autopar.planner.intra_op.memory.reshard_needs import shape_in_memory
@@ -57,7 +59,10 @@ class Walk:
         routes: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
         kernels: Kernels = CPU,
     ) -> None:  # fmt: skip
-        self.kernels, self.chains = kernels, FusedChains(graph, kernels.norms_only) if kernels.fused else None
+        self.kernels = kernels
+        self.chains: FusedChains | None = None
+        if kernels.fused:
+            self.chains = FusedChains(graph, kernels.norms_only, kernels.loss_in_place)
         self.graph, self.rules, self.mesh, self.chosen, self.routes = graph, rules, mesh, chosen, routes
         self.decided = memory
         recompute = memory.get(RECOMPUTE.name, ())
@@ -172,6 +177,8 @@ class Walk:
         saved = self.saved(i, node, rule, strategy, tuple([p[1] for p in places]))
         if self.chains is not None:
             self.chain(self.chains, i, rule, strategy, saved, segment)
+            if self.kernels.loss_in_place and is_loss(node):
+                saved = self.in_place(i, node, strategy, saved)
         fresh = [self.new(n_bytes, i, segment) for n_bytes, _ in saved.memories]
         if self.chains is not None:
             most_read = max([self.memories[memory].n_bytes for memory, _ in places], default=0)
@@ -211,6 +218,14 @@ class Walk:
         chains.op(i, rule, strategy, is_view)
         for memory, _ in self.places[i] if not is_view else ():
             chains.read(memory, i, segment, self.memories[memory].segment)
+
+    def in_place(self, i: int, node: Node, strategy: Strategy, saved: Saved) -> Saved:
+        """Return what a loss keeps that is computed in place: one float32 number for each class, and its targets."""
+        spec = self.graph.spec(node.refs[0])
+        classes = prod(local_shape(spec.shape, strategy.ins[0], self.mesh))
+        kept = tuple(position for position in saved.ins if not self.graph.spec(node.refs[position]).is_float)
+        memories = tuple((n_bytes, False) for n_bytes, _ in saved.memories)
+        return replace(saved, ins=kept, memories=memories, inside_bytes=4 * classes)
 
     def unfuse(self, chains: FusedChains) -> None:
         """Replace what keeps memory inside of fused chains, from the last one made to the first: the operator that

@@ -62,10 +62,17 @@ class MomentRows:
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
         self.optimizer, self.microbatches = optimizer, microbatches
         self.at_once = True
+        self._first: dict[bool, tuple[MomentBytes, ...]] = {}
         self.graph: Graph = kept.rows.graph
         self.pricer: Pricer = kept.rows.pricer
         stay = self.pricer.kernels.keeps_gradients
         self.accumulates = stay or microbatches > max(1, kept.in_flight)  # when it is fullest
+
+    def first(self) -> tuple[MomentBytes, ...]:
+        """What a program knows at first: when all of the forward is kept, and when the optimizer steps."""
+        if self.at_once not in self._first:
+            self._first[self.at_once] = self.at_the_end_of_the_forward(), self.stepping()
+        return self._first[self.at_once]
 
     def stepping(self) -> MomentBytes:
         """When the optimizer steps: all state, all gradients, and what it makes of the largest parameter."""

@@ -27,6 +27,9 @@ LARGE = 60_000
 17,000 it takes longer than the solution."""
 NOTHING = 1e-6
 """A value of the relaxation below this is 0, one as near to 1 is 1: HiGHS's own tolerance."""
+LARGE_OF_BYTES = 10_000
+"""The same where bytes are what is minimised: the simplex method takes ten times as many steps there. Of a block of
+Qwen2-0.5B on 4x2 devices (50,000 columns) the fewest bytes take 0.24 s with presolve, and 1.36 s without."""
 MANY, MANY_A_COLUMN = 10_000, 4
 """Iterations, at least, and for how many columns one more, after which it is asked whether a limit can be kept."""
 WEIGHINGS = 4
@@ -164,14 +167,19 @@ class Relaxation:
                 self._weigh(duals)
         return replace(self._point(engine.getObjectiveValue()), byte_price=price)
 
-    def _solved(self, iterations: int) -> str:
-        """Let the simplex method go on for so many iterations at most; the status that it ends in."""
+    def _solved(self, iterations: int, of_bytes: bool = False) -> str:
+        """Let the simplex method go on for so many iterations at most; the status that it ends in.
+
+        Args:
+            of_bytes: bytes are what is minimised.
+        """
         engine = self.engine
         engine.setOptionValue("solve_relaxation", True)
         engine.setOptionValue("simplex_iteration_limit", iterations)
         self._watch_the_clock()
         cold = not engine.getBasis().valid  # from what was solved before the simplex goes on
-        engine.setOptionValue("presolve", "on" if cold and engine.getNumCol() > LARGE else "off")
+        large = LARGE_OF_BYTES if of_bytes else LARGE
+        engine.setOptionValue("presolve", "on" if cold and engine.getNumCol() > large else "off")
         engine.run()
         return str(engine.getModelStatus().name)
 
@@ -202,8 +210,9 @@ class Relaxation:
         bound = self._bound
         self._bound_memory(math.inf)
         self.engine.changeColsCost(len(every), every, costs)
+        self.engine.clearSolver()  # presolve is worth more than where the simplex method stands
         try:
-            status = self._solved(self.effort.iterations)
+            status = self._solved(self.effort.iterations, of_bytes=True)
             n_bytes = self.engine.getObjectiveValue() / scale
             point = self._point(0.0) if status == "kOptimal" else None
         finally:

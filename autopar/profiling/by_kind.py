@@ -1,0 +1,135 @@
+"""Seconds by kind of operator: as the plan predicts them and as the profiler measures them on the device."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from autopar.allocations import Allocations
+from autopar.lower.freed_tensors import EMPTIED
+from autopar.planner.intra_op.building.price import pricer
+from autopar.plans.clusters import get_cluster
+from autopar.plans.plan import Plan
+from autopar.plans.stage_graphs import cut
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
+from autopar.torch_private import pytree
+from autopar.words.graph import Graph
+
+COLLECTIVE = "collective"
+KINDS = (
+    ("optimizer", ("_fused_", "_foreach_")),
+    ("attention", ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention", "attention")),
+    ("matmul", ("mm", "matmul", "linear", "einsum", "bmm", "baddbmm", "addmm", "_grouped")),
+    ("conv", ("conv", "cudnn_convolution")),
+    ("norm", ("layer_norm", "rms_norm", "batch_norm", "group_norm")),
+    ("embedding", ("embedding", "index_select", "gather", "scatter", "index", "take")),
+    ("loss", ("nll_loss", "log_softmax", "cross_entropy")),
+    ("copy", ("copy_", "clone", "contiguous", "to_copy", "fill_", "zero_", "cat", "Memcpy", "Memset", "memcpy")),
+    (COLLECTIVE, ("c10d", "nccl", "gloo:")),
+)
+"""Kinds, and what is in the names of their operators; the first that fits counts. All others are pointwise."""
+
+
+def kind_of(operator: str) -> str:
+    """The kind of an operator by its name, such as ``aten.linear.default`` or ``aten::addmm``."""
+    name = operator.replace("aten.", "").replace("aten::", "")
+    for kind, parts in KINDS:
+        if any(part in name for part in parts):
+            return kind
+    return "pointwise"
+
+
+def predicted(graph: Graph, plan: Plan) -> list[dict[str, float]]:
+    """Seconds of a step's operators by kind, as the plan's cost source prices them, forward and backward, on a rank of
+    each group; collectives as one kind of their own."""
+    cluster, groups = get_cluster(plan.cluster), []
+    graphs = [part.graph for part in cut(graph, plan.starts)]
+    for of_group in plan.schedule.stages_of_rank:
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for s in of_group:
+            stage, there = plan.stages[s], graphs[s]
+            priced = pricer(cluster, stage.mesh, stage.devices)
+            for node, rule in zip(there.nodes, rules_of(there), strict=True):
+                if node.kind == "op" and rule is not None:
+                    strategy = strategy_named(there, node, rule, stage.ops[node.name])
+                    spent = priced.compute(there, node, rule, strategy).total
+                    seconds[kind_of(node.target)] += spent * stage.microbatches
+            price = stage.price
+            seconds[COLLECTIVE] += price.activation_seconds + price.parameter_seconds
+        groups.append(dict(seconds))
+    return groups
+
+
+def measured(step: Callable[[], Any], device: str, times: int = 1) -> tuple[dict[str, float], list[list[Any]]]:
+    """Seconds of a step's operators by kind, on the device (on processors: of the operators themselves).
+
+    Returns:
+        Seconds by kind, and the twenty operators that took longest as ``[name, seconds, calls]`` of one step.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it writes to the terminal that it starts and stops
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device != "cpu"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, acc_events=True) as profiler:
+        for _ in range(times):
+            step()
+        if on_gpu:
+            torch.accelerator.synchronize()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    longest = []
+    for event in profiler.key_averages():
+        spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) * 1e-6 / times
+        if spent and event.key != "Command Buffer Full" and _counts(event, on_gpu):
+            seconds[kind_of(event.key)] += spent
+            longest.append([event.key[:90], spent, event.count // times])
+    longest.sort(key=lambda row: -row[1])
+    return dict(seconds), longest[:20]
+
+
+def peak_bytes(
+    step: Callable[[], Any], held: Iterable[torch.Tensor], batch: Any, device: str
+) -> int:  # fmt: skip
+    """The most bytes that live on this rank during a step: as an accelerator's allocator counts them, on processors as
+    operators make them.
+
+    Args:
+        held: parameters and the optimizer's state.
+        batch: the caller's, which does not count on processors.
+    """
+    if device != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+        step()
+        torch.accelerator.synchronize()
+        return int(torch.accelerator.max_memory_allocated())
+    count = Allocations(EMPTIED)
+    for x in pytree.tree_leaves(batch):
+        if isinstance(x, torch.Tensor):
+            count.ignore(x)
+    for x in held:
+        count.note(x)
+    with count:
+        step()
+    return count.peak_bytes
+
+
+def _counts(event: Any, on_gpu: bool) -> bool:
+    """Whether an event is an operator or a kernel that no operator launched: each second is counted once."""
+    name = event.key
+    if on_gpu:  # kernels of aten operators are counted with the operator; the rest (Triton, graphs) stands alone
+        return event.device_type == torch.autograd.DeviceType.CPU
+    return name.startswith(("aten::", "gloo:"))
+
+
+def beside(mine: dict[str, float], plans: dict[str, float]) -> str:
+    """Both by kind in milliseconds, largest first: ``matmul 12.1 (plan 10.9)``."""
+    kinds = sorted({*mine, *plans}, key=lambda k: -mine.get(k, 0.0))
+    return ", ".join(f"{k} {1e3 * mine.get(k, 0.0):.2f} (plan {1e3 * plans.get(k, 0.0):.2f})" for k in kinds[:8])
+
+
+__all__ = ["COLLECTIVE", "beside", "kind_of", "measured", "peak_bytes", "predicted"]
