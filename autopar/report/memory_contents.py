@@ -12,7 +12,7 @@ from autopar.planner.intra_op.memory.contents import (
     CATEGORIES,
     COMMUNICATION,
     WORKSPACE,
-    Held,
+    HeldMemory,
     StageContents,
     by_category,
 )
@@ -47,7 +47,7 @@ class DeviceMemory:
     budget: Budget
 
     @cached_property
-    def held(self) -> list[tuple[int, Held]]:
+    def held(self) -> list[tuple[int, HeldMemory]]:
         """What is there, with the stage that it is of."""
         held = []
         for number, stage in zip(self.stages, self.contents, strict=True):

@@ -53,7 +53,8 @@ def kernels_of(cluster: Cluster, device: Device) -> Kernels:
     norms_only = fused and not cluster.software.fuses_pointwise
     keeps = cluster.software.keeps_gradients and not cluster.abstract
     in_place = fused and cluster.software.loss_in_place
-    return Kernels(fused or is_gpu(device), fused, norms_only, in_place, keeps, keeps and cluster.software.buckets_gradients)
+    buckets = keeps and cluster.software.buckets_gradients
+    return Kernels(fused or is_gpu(device), fused, norms_only, in_place, keeps, buckets)
 
 
 class _RmsNormOfGpu(torch.autograd.Function):

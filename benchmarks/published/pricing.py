@@ -77,7 +77,8 @@ def policies_of(run: Run) -> tuple[str, ...]:
         return ("bf16-true",)
     if "tf32" in text or "fp32" in text.split():
         return ("32-true",)
-    reduce = low if run.software in _SIXTEEN_BIT_SUMS and "bloom" not in run.source.lower() else "float32"
+    wide = {"bloom", "zero"} & set(run.source.lower().split())  # BLOOM and the zero-bubble paper trained in bfloat16
+    reduce = low if run.software in _SIXTEEN_BIT_SUMS and not wide else "float32"
     plain = f"params={low},reduce={reduce}"
     if "fp4" in text:
         narrow = ("nvfp4", "mxfp8")

@@ -210,7 +210,7 @@ SOFTWARE: tuple[tuple[str, str], ...] = (
     ("bloom", "megatron-deepspeed-2022"),
     ("deepspeed pr", "deepspeed"),
     ("simumax", "megatron-2023-plain"),
-    ("zero bubble", "megatron-2023-plain"),
+    ("zero bubble", "megatron-2021"),
     ("megatron-lm 2020", "megatron-2021"),
     ("megatron-lm 2021", "megatron-2021"),
     ("megatron-lm sc21", "megatron-2021"),

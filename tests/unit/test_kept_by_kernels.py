@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +137,65 @@ def test_the_moments_of_fused_kernels_are_no_fuller_than_the_others() -> None:
     own, fused = (planned(lambda: LlamaLayer(WrittenRmsNorm), 3, clusters()[name])[1] for name in ("gpu", "fused"))
     less_kept = own.kept_bytes - fused.kept_bytes
     assert own.price.memory_bytes - fused.price.memory_bytes >= less_kept > 0
+
+
+class Vocabulary(nn.Module):
+    """A product, and a loss over as many classes as it has features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.head = nn.Linear(H, H), nn.Linear(H, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.begin(x))
+        return F.cross_entropy(logits.float().view(-1, CLASSES), labels.view(-1))
+
+
+CLASSES = 8192
+
+
+def trained_by(**said: Any) -> Cluster:
+    own = load_cluster("dgx-h100")
+    return replace(own, software=replace(own.software, name="a trainer", **said))
+
+
+def with_loss(cluster: Cluster, **sizes: int) -> StagePlan:
+    with torch.device("meta"):
+        batch = torch.zeros(B, S, H, dtype=torch.bfloat16), torch.zeros(B, S, dtype=torch.long)
+        graph = capture(Vocabulary().bfloat16(), batch).graph
+    return plan_graph(graph, cluster, Mesh.of(**(sizes or {"data": 1})), Options())
+
+
+def test_a_loss_in_place_needs_one_number_for_each_class() -> None:
+    """Torch's loss has at its fullest moment the logarithms, their gradient and that of the logits, in float32 each;
+    in place it has the logarithms, and the logits' gradient in 16 bits behind it."""
+    torchs, in_place = with_loss(trained_by(fused=True)), with_loss(trained_by(fused=True, loss_in_place=True))
+    of_class = (torchs.price.memory_bytes - in_place.price.memory_bytes) / (B * S * CLASSES)
+    assert 4 <= of_class <= 12
+    assert in_place.kept_bytes <= torchs.kept_bytes
+    beside = in_place.price.memory_bytes - in_place.price.stored_bytes
+    assert 4 * B * S * CLASSES <= beside + in_place.price.gradient_bytes <= 7 * B * S * CLASSES + 2**21
+
+
+def test_a_trainer_whose_gradients_stay_has_them_at_every_moment() -> None:
+    """And where it buckets them, once more in the format in which they are used."""
+    own = with_loss(trained_by())
+    stay = with_loss(trained_by(keeps_gradients=True))
+    assert own.price.memory_bytes < stay.price.memory_bytes <= own.price.memory_bytes + own.price.gradient_bytes
+    alone = with_loss(trained_by(keeps_gradients=True, buckets_gradients=True))
+    assert alone.price.memory_bytes == stay.price.memory_bytes  # nobody adds gradients up
+    two = [with_loss(trained_by(keeps_gradients=True, buckets_gradients=bucket), data=2) for bucket in (False, True)]
+    more = two[1].price.gathered_bytes - two[0].price.gathered_bytes
+    summed = [name for name, choice in two[0].params.items() if choice.stored != choice.used]
+    assert summed == [name for name, choice in two[1].params.items() if choice.stored != choice.used]
+    assert (more > 0) == bool(summed)
+
+
+def test_only_norms_may_be_fused() -> None:
+    """SwiGLU then keeps what SiLU gives, 2 f / h more."""
+    llama = OF_LAYERS["llama"][0]
+    swiglu = kept_of_a_layer(llama, trained_by(fused=True, fuses_pointwise=False))
+    assert swiglu == pytest.approx(FUSED_LLAMA + 2 * FFN / H, abs=0.15)
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 2, "tensor": 2}])

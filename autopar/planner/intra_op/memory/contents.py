@@ -43,7 +43,7 @@ CATEGORIES: Mapping[str, str] = {
 PRODUCTS = ("matmul", "conv", "attention")
 
 
-class Held(NamedTuple):
+class HeldMemory(NamedTuple):
     """Some memory at a moment.
 
     Attributes:
@@ -127,7 +127,7 @@ class StageContents:
             return GATHERED
         return ACTIVATION_GRADIENTS if kind == "gradient" else ACTIVATIONS
 
-    def stored(self) -> list[Held]:
+    def stored(self) -> list[HeldMemory]:
         """Return what is there all the time: parameters, their gathered copies and the optimizer's state."""
         graph, plan, held = self.graph, self.plan, []
         largest: tuple[int, int] = 0, -1
@@ -137,14 +137,14 @@ class StageContents:
                 node.out, node.needs_grad, choice, self.pricer, plan.optimizer, plan.microbatches, graph.precision
             )
             category = PARAMETERS if graph.stored(node).dtype == node.out.dtype else MASTERS
-            held += [Held(category, i, cost.parameter_bytes), Held(OPTIMIZER, i, cost.optimizer_bytes)]
-            held += [Held(GATHERED, i, cost.gathered_bytes)]
+            held += [HeldMemory(category, i, cost.parameter_bytes), HeldMemory(OPTIMIZER, i, cost.optimizer_bytes)]
+            held += [HeldMemory(GATHERED, i, cost.gathered_bytes)]
             largest = max(largest, (cost.peak_bytes, i))
         if largest[0]:
-            held.append(Held(GATHERED, largest[1], largest[0]))
+            held.append(HeldMemory(GATHERED, largest[1], largest[0]))
         return [each for each in held if each.n_bytes]
 
-    def gradients(self) -> list[Held]:
+    def gradients(self) -> list[HeldMemory]:
         """Return the gradients of all parameters, as they are stored."""
         graph, plan, held = self.graph, self.plan, []
         for i, node in graph.of_kind("param"):
@@ -152,37 +152,37 @@ class StageContents:
                 node.out, node.needs_grad, plan.params[node.target], self.pricer, plan.optimizer, plan.microbatches,
                 graph.precision,
             )  # fmt: skip
-            held.append(Held(GRADIENTS, i, cost.gradient_bytes))
+            held.append(HeldMemory(GRADIENTS, i, cost.gradient_bytes))
         return [each for each in held if each.n_bytes]
 
-    def kept(self, count: int) -> list[Held]:
+    def kept(self, count: int) -> list[HeldMemory]:
         """Return what so many microbatches keep between their forward and their backward."""
         _, holds = self._walked
         return [
-            Held(self.category("activation", entry.since), entry.since, count * entry.n_bytes, count)
+            HeldMemory(self.category("activation", entry.since), entry.since, count * entry.n_bytes, count)
             for entry in holds.entries if entry.decision == KEEP.name and count and entry.n_bytes
         ]  # fmt: skip
 
-    def at_fullest(self) -> list[Held]:
+    def at_fullest(self) -> list[HeldMemory]:
         """Return all that is there at the fullest moment; the bytes add up to the price's."""
         fullest, held = self.fullest, self.stored()
         if fullest.moment is None:
             gradients = self.gradients()
             beside = fullest.n_bytes - sum(each.n_bytes for each in gradients)
-            return [*held, *gradients, *([Held(WORKSPACE, None, beside)] if beside else [])]
+            return [*held, *gradients, *([HeldMemory(WORKSPACE, None, beside)] if beside else [])]
         moments = self.moments(not fullest.is_first)
         at = self._at(moments, fullest.moment)
         held += self.kept(fullest.in_flight - 1)
         held += [] if fullest.is_first else self.gradients()
         assert moments.lifetimes is not None
         held += [
-            Held(self.category(life.kind, life.node), life.node, life.n_bytes)
+            HeldMemory(self.category(life.kind, life.node), life.node, life.n_bytes)
             for life in moments.lifetimes if life.first <= at <= life.last
         ]  # fmt: skip
         if moments.beside[at]:
-            held.append(Held(self.beside(moments, at), fullest.moment.node, moments.beside[at]))
+            held.append(HeldMemory(self.beside(moments, at), fullest.moment.node, moments.beside[at]))
         if fullest.crossing_bytes:
-            held.append(Held(COMMUNICATION, None, fullest.crossing_bytes))
+            held.append(HeldMemory(COMMUNICATION, None, fullest.crossing_bytes))
         return held
 
     def _at(self, moments: StepMoments, moment: Moment) -> int:
@@ -201,12 +201,12 @@ class StageContents:
         return WORKSPACE if isinstance(moments.order[place], int) and not reduces else COMMUNICATION
 
 
-def by_category(held: Sequence[Held]) -> dict[str, int]:
+def by_category(held: Sequence[HeldMemory]) -> dict[str, int]:
     """Return the bytes of each category, in the order of :data:`CATEGORIES`."""
     return {name: sum(each.n_bytes for each in held if each.category == name) for name in CATEGORIES}
 
 
 __all__ = [
     "ACTIVATIONS", "ACTIVATION_GRADIENTS", "CATEGORIES", "COMMUNICATION", "GATHERED", "GRADIENTS", "LOSS", "MASTERS",
-    "OPTIMIZER", "PARAMETERS", "WORKSPACE", "Held", "StageContents", "by_category",
+    "OPTIMIZER", "PARAMETERS", "WORKSPACE", "HeldMemory", "StageContents", "by_category",
 ]  # fmt: skip
