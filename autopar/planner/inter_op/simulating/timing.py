@@ -95,6 +95,10 @@ def timing_of(
         there = crossing_seconds(crossing.spec, made_as, wanted, cluster)
         back = crossing_seconds(crossing.spec, wanted, made_as, cluster) if crossing.needs_grad else 0.0
         row = edges.setdefault((source, target), [0.0, 0.0])
+        if not cluster.software.hides_transfers and group[source] != group[target]:  # senders wait for their messages
+            of_stage[source] = replace(of_stage[source], forward_seconds=of_stage[source].forward_seconds + there)
+            of_stage[target] = replace(of_stage[target], input_seconds=of_stage[target].input_seconds + back)
+            continue
         if group[source] == group[target]:  # not on the way between groups: the ranks themselves are busy with it
             of_stage[source] = replace(of_stage[source], input_seconds=of_stage[source].input_seconds + back)
             of_stage[target] = replace(of_stage[target], forward_seconds=of_stage[target].forward_seconds + there)

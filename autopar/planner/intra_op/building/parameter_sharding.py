@@ -108,7 +108,7 @@ def bucketed_seconds(cost: Axis, kind: str, n_bytes: float, bucket_bytes: float)
     return cost.seconds(kind, bucket_bytes) * n_bytes / bucket_bytes
 
 
-class Passage(NamedTuple):
+class ParamCollective(NamedTuple):
     """A collective that a parameter makes, once or in every microbatch: a gather on the way to its use, or a reduction
     of its gradient on the way back. Bytes as collectives count them."""
 
@@ -118,11 +118,11 @@ class Passage(NamedTuple):
     is_gather: bool
 
 
-def passages(
+def param_collectives(
     spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, precision: Precision | None = None
-) -> list[Passage]:
+) -> list[ParamCollective]:
     """Return the collectives between the stored and the used placement of a parameter."""
-    result: list[Passage] = []
+    result: list[ParamCollective] = []
     steps = path(choice.stored, choice.used)
     assert steps is not None
     for axis, src, dst in steps:
@@ -137,9 +137,9 @@ def passages(
         back = whole if precision is None else moved * ITEM_BYTES[precision.summed(spec.dtype)]
         forward, backward = step_collectives(src[axis], dst[axis])
         if forward:
-            result.append(Passage(name, forward, whole, True))
+            result.append(ParamCollective(name, forward, whole, True))
         if backward and grad:
-            result.append(Passage(name, backward, back, False))
+            result.append(ParamCollective(name, backward, back, False))
     return result
 
 
@@ -150,8 +150,15 @@ def collectives(
     per_use = choice.lifetime == "use"
     return [
         (axis, kind, n_bytes, 1 if not per_use else microbatches * (2 if is_gather and grad else 1))
-        for axis, kind, n_bytes, is_gather in passages(spec, grad, choice, mesh, precision)
+        for axis, kind, n_bytes, is_gather in param_collectives(spec, grad, choice, mesh, precision)
     ]
+
+
+def places_of(choice: ParamChoice, grad: bool, is_gather: bool) -> tuple[int, ...]:
+    """Return when a collective of a parameter runs, as places in :class:`ParameterSeconds`."""
+    if choice.lifetime == "step":
+        return (0,) if is_gather else (1,)
+    return (2, 3) if is_gather and grad else (2,) if is_gather else (3,)
 
 
 def seconds_of(
@@ -159,13 +166,9 @@ def seconds_of(
 ) -> tuple[ParameterSeconds, ParameterSeconds]:
     """Return the seconds of a parameter's collectives by when they run, and of those that may run beside computing."""
     seconds, may_hide = [0.0] * 4, [0.0] * 4  # in the order of ParameterSeconds
-    for axis, kind, n_bytes, is_gather in passages(spec, grad, choice, pricer.mesh, precision):
+    for axis, kind, n_bytes, is_gather in param_collectives(spec, grad, choice, pricer.mesh, precision):
         one = bucketed_seconds(pricer.axes[axis], kind, n_bytes, pricer.costs.bucket_bytes)
-        if choice.lifetime == "step":
-            places: tuple[int, ...] = (0,) if is_gather else (1,)
-        else:
-            places = (2, 3) if is_gather and grad else (2,) if is_gather else (3,)
-        for place in places:
+        for place in places_of(choice, grad, is_gather):
             seconds[place] += one
             if (pricer.shares.gathers if is_gather else pricer.shares.reductions) > 0:
                 may_hide[place] += one
