@@ -104,7 +104,7 @@ def check_prices(graph: Graph, plan: Plan, cluster: Cluster) -> None:
     for stage, choice in zip(cut(graph, plan.starts), plan.stages, strict=True):
         found = phases_on(stage.graph, choice, cluster, choice.devices)
         price = choice.price
-        assert price.compute_seconds + price.activation_seconds == pytest.approx(
+        assert price.microbatch_seconds == pytest.approx(
             plan.microbatches * (found.forward_seconds + found.backward_seconds), rel=1e-9
         )
     assert plan.seconds == pytest.approx(Replanner(graph, plan, cluster, Options()).simulated()[0].seconds, rel=1e-12)
