@@ -154,14 +154,15 @@ NCCL_HOP, NCCL_NET_HOP = 3.4e-6, 14e-6
 src/graph/tuning.cc: hwLat, Simple)."""
 RING_FACTOR = 1.6
 """What a hop takes in large messages over several machines of these, fitted to reduce_scatter on 4 to 128 machines of 8
-H100 with 400 Gb/s each: 360, 345, 320, 300, 280 and 260 GB/s (NVIDIA/nccl issue 1229, taken as 8 GB, the largest size of
-its tests); within 9% of all six. NCCL's own factor for rings over several machines is 1.4 to 1.9 by version."""
+H100 with 400 Gb/s each: 360, 345, 320, 300, 280 and 260 GB/s (NVIDIA/nccl issue 1229, taken as 8 GB, the largest size
+of its tests); within 9% of all six. NCCL's own factor for rings over several machines is 1.4 to 1.9 by version."""
 HOP_SECONDS = float(f"{RING_FACTOR * NCCL_HOP:.3g}")
 IB = ESTIMATE + (
     "fraction: at best 96 of 100 GB/s, 3 DGX A100 with 4 HDR (GitHub issue); a level of a tree as in NCCL's model"
 )
 IB_RING = (
-    "NVIDIA/nccl issue 1229: reduce_scatter on 4 to 128 machines of 8 H100, 360 to 260 GB/s; hops in proportion to NCCL's"
+    "NVIDIA/nccl issue 1229: reduce_scatter on 4 to 128 machines of 8 H100, 360 to 260 GB/s; "
+    "hops in proportion to NCCL's"
 )
 IB_PAIRS = ESTIMATE + "latency typical"
 IB_GATHER = CollectiveCurve(

@@ -149,8 +149,8 @@ class Roofline:
 
     def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
         """The optimizer's step, additions of gradients that arrive over several ways, and those of weights to the
-        gradients of earlier microbatches, and casts of weights to narrow copies, by the bytes that they move on the slowest device; None on devices of which
-        nothing but the four curves is known."""
+        gradients of earlier microbatches, and casts of weights to narrow copies, by the bytes that they move on the
+        slowest device; None on devices of which nothing but the four curves is known."""
         device = self._as_launched(self.cluster.slowest(range(self.cluster.n_devices)))
         if self.cluster.abstract or not _knows_backwards(device):
             return None

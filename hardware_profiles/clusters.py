@@ -140,10 +140,7 @@ _PART = re.compile(r"(?P<stem>.+?)(-(?P<some>[1-9]\d*)of(?P<all>[1-9]\d*))?(-x(?
 
 @functools.lru_cache(maxsize=64)
 def _builtin_cluster(name: str) -> Cluster:
-    composed = document_named(name)
-    if composed is not None:
-        return build_cluster(composed, name, default_name=name)
-    parts = [_builtin_document(part) for part in name.split("+")]
+    parts = [document_named(part) or _builtin_document(part) for part in name.split("+")]
     document = parts[0]
     for part in parts[1:]:
         if any(set(each) - {"node", "description", "suffix"} for each in (document, part)):
@@ -164,7 +161,8 @@ def _builtin_document(name: str) -> dict[str, Any]:
         except Unreadable as error:
             raise ProfileError("clusters", [f"'{shortened(name)}': {error}"]) from None
     if stem not in list_clusters():
-        advice = f"{closest(stem, list_clusters())} (most also as -xN; a file ends in .toml or .json)"
+        known = closest(stem, list_clusters())
+        advice = f"{known} (most also as -xN; 64xH100-SXM-80GB/8 of any device; a file ends in .toml or .json)"
         raise UnknownClusterError(f"unknown cluster '{shortened(name)}': {advice}")
     document = read_document(CLUSTERS / f"{stem}.toml")
     scale = document.get("suffix")

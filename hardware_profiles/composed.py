@@ -91,7 +91,7 @@ def _document(device: Device, n: int, per_node: int, inside: str, between: str, 
     node: dict[str, Any] = {"device": device.name, "n_devices": per_node, "count": n // per_node}
     if per_node > 1:
         node |= _wiring(device, per_node, _link_named(device, inside, where))
-    if n > per_node:
+    if n > per_node or between:
         network = between or DEFAULT_BETWEEN.get(device.host_link, "ib-ndr")
         node["uplink"] = _uplink(_network_named(network, per_node, where), per_node)
     return {"node": [node], "description": f"{per_node} {device.name} in a machine, composed from its name"}

@@ -216,7 +216,7 @@ def as_facts(graph: Graph, result: dict[str, Any], labels: Mapping[str, str]) ->
     node = graph.nodes[result["number"]]
     return {
         "op": labels[node.name], "copies": result["count"], "rule": str(rules_of(graph)[result["number"]]),
-        "hidden": result["hidden"],
+        "hidden": result["hidden"], **({"narrow": node.narrow.format} if node.narrow is not None else {}),
         "source": node.source, "strategies": [{**asdict(a), "seconds": a.seconds} for a in result["rows"]],
     }  # fmt: skip
 
@@ -240,6 +240,8 @@ def print_ops(
         text = "[bold]{}[/bold]{}{}: {}  {}"
         console.print(styled(text, labels[node.name], copies, where, node.out, node.source))
         console.print(f"  rule: {rules[r['number']]}", markup=False)
+        if node.narrow is not None:
+            console.print(f"  multiplied in {node.narrow.format}: casts are part of compute")
         rows = possible(r["rows"])
         cut = rows[:top]
         mine = next((a for a in rows if a.chosen), None)

@@ -13,10 +13,15 @@ from autopar.cli.common import Json, out, print_json
 def devices(as_json: Json = False) -> None:
     """List the devices that cluster files can name.
 
+    Links are those of a domain, as nvlink4 x 8; curves are "own" where operators were measured on the device, else
+    those of a family of devices with cores like its own. --json has the source of every number.
+
     Example: autopar devices
     """
     from hardware_profiles import list_devices, load_device
+    from hardware_profiles.usable_memory import usable_memory
 
+    usable = usable_memory()
     profiles = [load_device(name) for name in list_devices()]
     if as_json:
         print_json(
@@ -24,16 +29,24 @@ def devices(as_json: Json = False) -> None:
                 {
                     "name": d.name, "memory_bytes": d.memory_bytes,
                     "memory_bytes_per_second": d.memory_bytes_per_second, "peak_flops": dict(d.peak_flops),
-                    "launch_seconds": d.launch_seconds, "sources": dict(d.sources),
+                    "launch_seconds": d.launch_seconds, "usable_bytes": usable.get(d.name),
+                    "power_watts": d.power_watts, "link": d.link or None, "domain": d.domain,
+                    "host_link": d.host_link or None, "sources": dict(d.sources),
                 }
                 for d in profiles
             ]
         )  # fmt: skip
         return
-    table = Table("device", "memory", "bandwidth", "bfloat16", "float32", header_style="bold")
+    dtypes = "bfloat16", "float32", "float8"
+    table = Table("device", "memory", "bandwidth", *dtypes, "power", "link", "curves", header_style="bold")
     for d in profiles:
-        rates = [f"{d.peak_flops[t] / 1e12:.4g} TFLOP/s" if t in d.peak_flops else "-" for t in ("bfloat16", "float32")]
-        table.add_row(d.name, f"{d.memory_bytes / 1e9:.4g} GB", f"{d.memory_bytes_per_second / 1e9:.4g} GB/s", *rates)
+        rates = [f"{d.peak_flops[t] / 1e12:.4g} TFLOP/s" if t in d.peak_flops else "-" for t in dtypes]
+        family = d.sources.get("efficiency", "own")
+        table.add_row(
+            d.name, f"{d.memory_bytes / 1e9:.4g} GB", f"{d.memory_bytes_per_second / 1e9:.4g} GB/s", *rates,
+            f"{d.power_watts:g} W" if d.power_watts else "-", f"{d.link} x {d.domain}" if d.link else "-",
+            family.partition("inherits from ")[2].partition(";")[0] or "own",
+        )  # fmt: skip
     out().print(table)
 
 

@@ -123,9 +123,10 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
 
 
 def rule_text(node: Node, rule: Rule) -> str:
-    """A rule as reports show it, with where it comes from unless it was written."""
+    """A rule as reports show it, with where it comes from unless it was written, and a narrow product's format."""
     source = source_of_rule(node, rule)
-    return source if source == "none" else str(rule) if source == "written" else f"{rule} (discovered)"
+    text = source if source == "none" else str(rule) if source == "written" else f"{rule} (discovered)"
+    return text if node.narrow is None else f"{text} (in {node.narrow.format})"
 
 
 def _collective(kind: str, axis: str, backward: bool, n_bytes: int) -> Collective:

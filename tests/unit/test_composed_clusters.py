@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import networkx as nx
 import pytest
+from typer.testing import CliRunner
 
+from autopar.cli import app
 from cost_models import mesh_axes
 from hardware_profiles import ProfileError, build_cluster, cluster_from, list_clusters, load_cluster, load_device
 
@@ -113,3 +117,20 @@ def test_a_pair_of_a_full_mesh_has_one_of_its_links() -> None:
     two = mesh_axes(mesh, {"x": 4, "y": 2})["y"].terms["all_gather"][1]
     eight = mesh_axes(mesh, {"x": 8})["x"].terms["all_gather"][1]
     assert two * 2 == pytest.approx(7 * eight * 8 / 7, rel=1e-6)
+
+
+def test_devices_are_listed_with_links_power_and_whose_curves_they_have() -> None:
+    rows = {row["name"]: row for row in json.loads(CliRunner().invoke(app, ["devices", "--json"]).output)}
+    assert rows["GB200"]["domain"] == 72 and rows["GB200"]["link"] == "nvlink5"
+    assert rows["H100-SXM-96GB-HBM2e-500W"]["power_watts"] == 500
+    assert rows["MI300X"]["usable_bytes"] == pytest.approx(192 * 2**30, rel=0.01)
+    assert rows["A10G"]["link"] is None
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["devices"]).output
+    assert "nvlink5 x 72" in shown and "hopper" in shown
+
+
+def test_composed_machines_of_several_kinds_on_one_fabric() -> None:
+    mixed = load_cluster("8xT4/4/pcie3/1x50gbps-ethernet+8xV100-SXM2-16GB/8/nvlink2-switch/1x10gbps-ethernet+dgx-h100")
+    assert [len({r for r in range(24) if mixed.node_of[r] == n}) for n in range(4)] == [4, 4, 8, 8]
+    assert {d.name for d in mixed.devices} == {"T4", "V100-SXM2-16GB", "H100-SXM-80GB"}
+    assert mesh_axes(mixed, {"x": 24})["x"].seconds("all_reduce", 1e8) > 0.1  # 10 Gb/s carry it

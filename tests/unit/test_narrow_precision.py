@@ -13,6 +13,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.planner.intra_op.building import parameter_sharding
 from autopar.plans.clusters import get_cluster
 from autopar.plans.plan import ParamChoice
+from autopar.report.rows import rule_text
 from autopar.rules.registry import rules_of
 from autopar.rules.saved_tensors import saved_of
 from autopar.words.graph import Graph, Spec
@@ -80,6 +81,15 @@ def test_linear_layers_of_blocks_are_narrow_and_nothing_else() -> None:
     shared = {node.module: node.narrow.shared for _, node in graph.of_kind("op") if node.narrow is not None}
     assert shared["blocks.0.q"] == shared["blocks.0.k"] == 2 and shared["blocks.0.down"] == 1
     assert not any(node.narrow for node in graph_of("bf16-mixed").nodes)
+
+
+def test_reports_say_what_is_narrow() -> None:
+    graph = graph_of("fp8-mixed")
+    texts = {
+        node.module: rule_text(node, rule)
+        for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None and rule.kind == "matmul"
+    }  # fmt: skip
+    assert texts["blocks.0.q"].endswith("(in fp8)") and not texts["head"].endswith("(in fp8)")
 
 
 def test_a_policy_is_wide_for_what_is_no_weight_of_a_narrow_product() -> None:

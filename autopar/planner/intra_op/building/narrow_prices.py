@@ -27,11 +27,14 @@ class LocalProduct:
     Attributes:
         ins: of each input.
         out: of the result.
+        between: of what lies between two products that are one operator, as of experts, and of the gradient of what
+            the first of them gives.
         wide: bytes of an element of the activations.
     """
 
     ins: Sequence[int]
     out: int
+    between: tuple[int, int]
     wide: int
 
 
@@ -53,8 +56,12 @@ def product_seconds(costs: Costs, device: Device, work: OpWork, use: NarrowUse, 
     )  # fmt: skip
     priced = costs.op(device, narrow)
     activations = sum(local.ins[position] for position in use.activations)
-    there = costs.copy(device, activations * numbers.cast_bytes(local.wide) / use.shared, work.dtype)
-    back = costs.copy(device, local.out * numbers.cast_bytes(local.wide), work.dtype) if work.differentiable else 0.0
+    each = numbers.cast_bytes(local.wide)
+    there = costs.copy(device, activations * each / use.shared, work.dtype)
+    back = costs.copy(device, local.out * each, work.dtype) if work.differentiable else 0.0
+    if any(local.between):
+        there += costs.copy(device, local.between[0] * each, work.dtype)
+        back += costs.copy(device, local.between[1] * each, work.dtype) if work.differentiable else 0.0
     return priced._replace(forward=priced.forward + there, total=priced.total + there + back)
 
 

@@ -237,8 +237,8 @@ def cost(
 def cast_bytes(
     spec: Spec, choice: ParamChoice, elements: float, microbatches: int, precision: Precision | None
 ) -> float:  # fmt: skip
-    """Bytes that are read and written in a step to cast a trained weight to narrow copies: once where a rank keeps them,
-    at every use where it gathers anew; nothing where ranks gather copies that the optimizer's step wrote.
+    """Bytes that are read and written in a step to cast a trained weight to narrow copies: once where a rank keeps
+    them, at every use where it gathers anew; nothing where ranks gather copies that the optimizer's step wrote.
 
     Args:
         elements: of the weight on one rank, as products read it.

@@ -164,8 +164,14 @@ class Pricer:
         if node.narrow is None:
             return self.costs.op(self.device, work)
         sizes = [self._local_elements(spec.shape, state) for spec, state in zip(ins, strategy.ins, strict=True)]
-        wide = graph.spec(node.refs[node.narrow.activations[0]]).item_bytes
-        local = LocalProduct(sizes, self._local_elements(outs[0].shape, strategy.outs[0]), wide)
+        at = node.narrow.activations[0]
+        rows = sizes[at] // max(1, local_shape(ins[at].shape, strategy.ins[at], self.mesh)[-1])
+        between = (0, 0)
+        if len(node.narrow.weights) > 1:  # [experts, in, out] twice: the first one's results, and what the second reads
+            one, two = (local_shape(ins[k].shape, strategy.ins[k], self.mesh) for k in node.narrow.weights[:2])
+            between = rows * two[-2], rows * one[-1]
+        out = self._local_elements(outs[0].shape, strategy.outs[0])
+        local = LocalProduct(sizes, out, between, ins[at].item_bytes)
         return product_seconds(self.costs, self.device, work, node.narrow, local)
 
     def waits(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> dict[str, tuple[float, float]]:
