@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -49,8 +49,14 @@ def _priced(task: tuple[list[Run], Path | None, float]) -> list[Priced]:
     return [price(run, graphs, most) for run in runs]
 
 
-def all_priced(runs: Sequence[Run], jobs: int, folder: Path | None, most: float) -> list[Priced]:
-    """Prices of all runs, with a line every few seconds on standard error."""
+def all_priced(
+    runs: Sequence[Run], jobs: int, folder: Path | None, most: float, keep: Callable[[list[Priced]], None]
+) -> list[Priced]:
+    """Prices of all runs, with a line every few seconds on standard error.
+
+    Args:
+        keep: told every few seconds what is priced so far.
+    """
     ordered = in_order(runs)
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in ordered:
@@ -63,11 +69,13 @@ def all_priced(runs: Sequence[Run], jobs: int, folder: Path | None, most: float)
             done.append(price(run, graphs, most))
             if time.monotonic() - last > 5:
                 last = time.monotonic()
+                keep(done)
                 print(f"{len(done)} of {len(runs)} rows", file=sys.stderr, flush=True)
         return done
     with ProcessPoolExecutor(jobs) as pool:
         for some in pool.map(_priced, [(group, folder, most) for group in groups.values()]):
             done += some
+            keep(done)
             print(f"{len(done)} of {len(runs)} rows", file=sys.stderr, flush=True)
     return done
 
@@ -106,11 +114,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.sample:
         runs = sampled(runs, given.sample, given.seed)
     priced = [p for path in given.before for p in loaded(path.read_text(encoding="utf-8"))]
-    priced += all_priced(runs, given.jobs, given.cache, given.row_seconds)
+    earlier = list(priced)
+
+    def keep(so_far: list[Priced]) -> None:
+        if given.json:
+            given.json.write_text(json.dumps(saved([*earlier, *so_far]), indent=0), encoding="utf-8")
+
+    priced += all_priced(runs, given.jobs, given.cache, given.row_seconds, keep)
+    keep(priced[len(earlier) :])
     found: list[Table] = tables(priced, refused)
     print(text_of(found, priced if given.rows else ()))
-    if given.json:
-        given.json.write_text(json.dumps(saved(priced), indent=0), encoding="utf-8")
     if given.page:
         write_page(given.page, priced, refused)
     if given.errors:

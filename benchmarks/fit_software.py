@@ -4,10 +4,10 @@
     python benchmarks/fit_software.py rows.json            prints factors, and the errors on both halves
     python benchmarks/fit_software.py rows.json --write    writes them into software.toml
 
-A price is proportional to its software's factor. So the factor is the median of measured seconds over prices with
-factor 1, each source of the software weighing the same. It is taken over one half of the models, every second one of
-each source by name, or of the layouts where a source has one model, and tested on the other half. Records of one
-trainer that differ in what they overlap share a factor.
+A price is proportional to its software's factor. The factor is that with the smallest median error, each source of the
+software weighing the same: rows that are far off for a reason of their own do not move it. It is taken over one half of
+the models, every second one of each source by name, or of the layouts where a source has one model, and tested on the
+other half. Records of one trainer that differ in what they overlap share a factor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from statistics import median
 
-from published.errors import loaded, time_error, weighted_median, with_factors
+from published.errors import loaded, time_error, with_factors
 from published.pricing import Priced
 from published.rows import OWN
 
@@ -53,7 +53,7 @@ class Fit:
         """For the file: how the factor was found, and how good it is."""
         second = "no rows there" if self.second is None else f"{self.second:.1%} of {self.rows[1]} rows"
         return (
-            f"median over {self.rows[0]} rows ({', '.join(self.models)}), sources alike: median error "
+            f"least median error over {self.rows[0]} rows ({', '.join(self.models)}), sources alike: median error "
             f"{self.first or 0:.1%}; on the other half {second}"
         )
 
@@ -91,12 +91,33 @@ def fits(priced: Sequence[Priced]) -> list[Fit]:
         ratios = [
             (log((p.run.seconds or 1) / (p.seconds or 1) * p.factor), 1 / count[p.run.source]) for p in first
         ]
-        factor = round(exp(weighted_median(ratios)), 3)
+        factor = round(exp(_nearest(ratios)), 3)
         models = tuple(sorted({p.run.model for p in first}))
         found.append(
             Fit(software, factor, models, (len(first), len(second)), _error(first, factor), _error(second, factor))
         )
     return found
+
+
+def _nearest(values: Sequence[tuple[float, float]]) -> float:
+    """The number from which half of the weight is least far: the middle of the narrowest span that holds half.
+
+    Args:
+        values: with their weights.
+    """
+    ordered = sorted(values)
+    half = sum(weight for _, weight in ordered) / 2
+    best, end, inside = (inf, 0.0), 0, 0.0
+    for low, weight in ordered:
+        while inside < half and end < len(ordered):
+            inside += ordered[end][1]
+            end += 1
+        if inside < half:
+            break
+        high = ordered[end - 1][0]
+        best = min(best, (high - low, (high + low) / 2))
+        inside -= weight
+    return best[1]
 
 
 def _error(rows: Sequence[Priced], factor: float) -> float | None:

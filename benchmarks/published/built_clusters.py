@@ -101,7 +101,7 @@ def _levels(kind: str, size: int, intra: str) -> list[dict[str, Any]]:
         found = re.search(r"gen ?(\d)", text)
         old = {"T4": 3, "V100": 3}.get(kind, 4)
         name = f"pcie{found[1] if found and found[1] in '345' else old}"
-        if kind in ("A100", "A800", "L40S") and name == "pcie4":
+        if kind == "L40S" and name == "pcie4":  # boxes without peer-to-peer
             name = "pcie4-slow"
         first = "nvlink3" if pairs else name
         # where two sockets share the GPUs, half of them are a socket's; a machine of four has one socket

@@ -9,7 +9,7 @@ from published.rows import Run, Shape, UnpricedError
 if TYPE_CHECKING:
     import torch
 
-OLD = ("megatron-2021", "megatron-deepspeed-2020")
+OLD = ("megatron-2021", "megatron-deepspeed-2022", "megatron-deepspeed-2020")
 """Software that makes the whole table of attention's scores in memory: before flash attention."""
 
 
@@ -27,7 +27,26 @@ def dropout_of(run: Run) -> float:
     return 0.1 if run.software in OLD else 0.0
 
 
-def build(shape: Shape, attention: str, dropout: float) -> torch.nn.Module:
+def casts_logits(run: Run) -> bool:
+    """Whether the loss reads logits in float32: llm-foundry's fused cross entropy reads them as they are."""
+    return run.software != "llm-foundry"
+
+
+def model_of(run: Run) -> torch.nn.Module:
+    """The model of a run.
+
+    Raises:
+        UnpricedError: it cannot be built.
+    """
+    return build(run.shape, attention_of(run), dropout_of(run), casts_logits(run))
+
+
+def key_of(run: Run) -> str:
+    """What is equal for runs of one model."""
+    return repr((run.shape, attention_of(run), dropout_of(run), casts_logits(run)))
+
+
+def build(shape: Shape, attention: str, dropout: float, casts: bool) -> torch.nn.Module:
     """A model that returns its loss, in bfloat16.
 
     Raises:
@@ -43,7 +62,7 @@ def build(shape: Shape, attention: str, dropout: float) -> torch.nn.Module:
             if shape.family == "gpt":
                 sizes = GptSizes(
                     shape.vocab, shape.seq, shape.hidden, shape.layers, shape.heads, shape.ffn, dropout,
-                    attention == "eager",
+                    attention == "eager", casts,
                 )  # fmt: skip
                 return Gpt(sizes).to(torch.bfloat16)
             config, kind = _config(transformers, shape)
@@ -101,4 +120,4 @@ def batch_of(rows: int, seq: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-__all__ = ["attention_of", "batch_of", "build", "dropout_of"]
+__all__ = ["attention_of", "batch_of", "key_of", "model_of"]

@@ -42,7 +42,7 @@ def memory_error(p: Priced) -> float | None:
 
     Of rows that print what the allocator held, the prediction has the software's fragmentation and its reserved bytes.
     """
-    if p.gib is None or not p.run.gib or p.run.is_out_of_memory:
+    if p.gib is None or not p.run.gib or p.run.is_out_of_memory or is_recompute_assumed(p):
         return None
     return predicted_gib(p) / p.run.gib - 1
 
@@ -56,6 +56,11 @@ def predicted_gib(p: Priced) -> float:
         return p.gib
     record = software_named(p.run.software)
     return p.gib * (1 + record.fragmentation) + record.reserved_bytes / 2**30
+
+
+def is_recompute_assumed(p: Priced) -> bool:
+    """Whether the row does not say what runs again: then whether it fits means nothing."""
+    return any(what.startswith("recompute") for what in p.run.assumed)
 
 
 def is_known(p: Priced) -> bool:
@@ -132,8 +137,9 @@ def line(some: Sequence[Priced]) -> tuple[str, ...]:
     time = [e for p in some if (e := time_error(p)) is not None]
     memory = [e for p in some if (e := memory_error(p)) is not None]
     ranks = ranks_of(some)
-    oom = [p for p in some if p.run.is_out_of_memory and p.fits is not None]
-    ran = [p for p in some if not p.run.is_out_of_memory and p.fits is not None]
+    said = [p for p in some if p.fits is not None and not is_recompute_assumed(p)]
+    oom = [p for p in said if p.run.is_out_of_memory]
+    ran = [p for p in said if not p.run.is_out_of_memory]
     return (
         str(len(time)), *_errors(time), f"{max(time, key=abs):+.0%}" if time else "-",
         f"{ranks[0]:.2f} ({ranks[1]})" if ranks else "-", str(len(memory)), *_errors(memory, band=False),

@@ -11,7 +11,13 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class GptSizes:
-    """Sizes of a :class:`Gpt`; ``makes_scores``: attention's scores are a tensor in memory (before flash attention)."""
+    """Sizes of a :class:`Gpt`.
+
+    Attributes:
+        makes_scores: attention's scores are a tensor in memory, as before flash attention.
+        casts_logits: the loss is computed of logits in float32.
+    """
+
 
     vocab: int
     seq: int
@@ -21,6 +27,7 @@ class GptSizes:
     ffn: int
     dropout: float = 0.0
     makes_scores: bool = False
+    casts_logits: bool = True
 
 
 class Attention(nn.Module):
@@ -74,7 +81,7 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(sizes.hidden)
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
         self.head.weight = self.words.weight
-        self.dropout = sizes.dropout
+        self.dropout, self.casts_logits = sizes.dropout, sizes.casts_logits
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -82,7 +89,8 @@ class Gpt(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
+        logits = logits.float() if self.casts_logits else logits
+        return functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
 __all__ = ["Gpt", "GptSizes"]

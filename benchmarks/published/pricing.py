@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from published.built_clusters import cluster_of
-from published.built_models import attention_of, batch_of, build, dropout_of
+from published.built_models import attention_of, batch_of, key_of, model_of
 from published.rows import GIB, Run, UnpricedError
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ class Priced:
 
 # --- precision -------------------------------------------------------------------------------------------------------
 
-_SIXTEEN_BIT_SUMS = ("megatron-2021", "megatron-deepspeed-2020", "fms-fsdp", "nemo", "mlperf")
+_SIXTEEN_BIT_SUMS = (
+    "megatron-2021", "megatron-deepspeed-2022", "megatron-deepspeed-2020", "fms-fsdp", "nemo", "mlperf",
+)  # fmt: skip
 """Software whose gradients are added up over ranks in 16 bits: Megatron with --fp16 unless it was told otherwise,
 fms-fsdp's bfSixteen policy, and NVIDIA's performance recipes (grad_reduce_in_fp32=False)."""
 
@@ -78,13 +80,13 @@ def policies_of(run: Run) -> tuple[str, ...]:
     wide = {"bloom", "zero"} & set(run.source.lower().split())  # BLOOM and the zero-bubble paper trained in bfloat16
     reduce = low if run.software in _SIXTEEN_BIT_SUMS and not wide else "float32"
     plain = f"params={low},reduce={reduce}"
-    if "nvfp4" in text or "fp4" in text:
-        return "nvfp4-mixed", "fp8-mixed", plain
-    if "mxfp8" in text or "fp8-mx" in text:
-        return "mxfp8-mixed", "fp8-mixed", plain
-    if "fp8" in text:
-        return "fp8-mixed", plain
-    return (plain,)
+    if "fp4" in text:
+        narrow = ("nvfp4", "mxfp8")
+    elif "mx" in text:
+        narrow = ("mxfp8", "fp8")
+    else:
+        narrow = ("fp8",) if "fp8" in text else ()
+    return *(f"products={name},reduce={reduce}" for name in narrow), plain
 
 
 def _policy_of(run: Run) -> tuple[Any, str]:
@@ -136,7 +138,7 @@ class Graphs:
             UnpricedError: the model cannot be built, or not be traced.
         """
         policy, text = _policy_of(run)
-        key = repr((2, run.shape, attention_of(run), dropout_of(run), text))
+        key = f"{key_of(run)} {text}"
         if key in self._refused:
             raise UnpricedError(self._refused[key])
         if key not in self._pairs:
@@ -160,7 +162,7 @@ class Graphs:
         if path is not None and path.is_file():
             with path.open("rb") as file:
                 return pickle.load(file)
-        model = build(run.shape, attention_of(run), dropout_of(run))
+        model = model_of(run)
         try:
             pair = tuple(
                 capture(model, (), batch_of(n, run.shape.seq), precision=policy).graph for n in ROWS
@@ -276,7 +278,7 @@ def parts_of(plan: Any) -> dict[str, float]:
 @cache
 def order_of(run: Run) -> tuple[object, ...]:
     """A key by which rows of one captured model follow each other."""
-    return run.shape.experts, repr(run.shape), attention_of(run), policies_of(run)[0], run.gpu, str(run.n_gpus)
+    return run.shape.experts, key_of(run), policies_of(run)[0], run.gpu, run.n_gpus
 
 
 def in_order(runs: Sequence[Run]) -> list[Run]:

@@ -206,8 +206,8 @@ SOFTWARE: tuple[tuple[str, str], ...] = (
     ("fms-fsdp", "fms-fsdp"),
     ("torchtitan", "torchtitan"),
     ("amp neurips", "megatron-deepspeed-2020"),
-    ("vtrain", "megatron-2021"),
-    ("bloom", "megatron-2021"),
+    ("vtrain", "megatron-deepspeed-2022"),
+    ("bloom", "megatron-deepspeed-2022"),
     ("deepspeed pr", "deepspeed"),
     ("simumax", "megatron-2023-plain"),
     ("zero bubble", "megatron-2021"),
@@ -216,7 +216,7 @@ SOFTWARE: tuple[tuple[str, str], ...] = (
     ("megatron-lm sc21", "megatron-2021"),
     ("narayanan", "megatron-2021"),
     ("korthikanti", "megatron-2021"),
-    ("megatron-deepspeed", "megatron-2021"),
+    ("megatron-deepspeed", "megatron-deepspeed-2022"),
     ("megatron", "megatron-2023"),
     ("deepspeed", "deepspeed"),
 )
@@ -352,6 +352,9 @@ def _sizes(cells: Mapping[str, str], assumed: list[str], software: str) -> tuple
     if zero is None:
         zero = 1 if software in ("nemo", "mlperf") else 0
         assumed.append(f"zero={zero}")
+    if zero == 2 and batch > one["dp"] * micro:
+        zero = 1  # with several microbatches gradients are whole until the last one, as under ZeRO-1
+        assumed.append("zero=1 for 2")
     sp = cells.get("sp", "")
     if not sp and one["tp"] > 1:
         assumed.append("sp")

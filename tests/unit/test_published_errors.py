@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from autopar.errors import ClusterError
+from autopar.plans.clusters import as_trainer
 from hardware_profiles import ProfileError, error_band, load_cluster, published_errors
 
 
@@ -55,3 +57,12 @@ def test_the_table_of_this_project_can_be_read() -> None:
         assert band.rows + band.memory_rows >= 5
         for value in (band.seconds_median, band.seconds_90, band.memory_median, band.memory_90):
             assert value is None or 0 <= value < 2
+
+
+def test_a_cluster_as_a_trainer_uses_it() -> None:
+    assert as_trainer("dgx-h100-x2", "nemo") == "dgx-h100-x2 as nemo" == as_trainer("dgx-h100-x2 as nemo", "nemo")
+    assert load_cluster(as_trainer("dgx-h100", "megatron-2023")).software.name == "megatron-2023"
+    with pytest.raises(ClusterError, match="is for nemo, and --as says nanotron"):
+        as_trainer("dgx-h100 as nemo", "nanotron")
+    with pytest.raises(ClusterError, match="unknown software 'megatron'"):
+        as_trainer("dgx-h100", "megatron")

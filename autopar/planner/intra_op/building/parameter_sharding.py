@@ -225,7 +225,8 @@ def cost(
         if grad and (microbatches > 1 or pricer.kernels.keeps_gradients) and used_elements != elements:
             gathered += used_elements * of_sum
             gathered -= stored * pricer.kernels.keeps_gradients  # the stored gradient is a part of the buffer
-    if pricer.kernels.buckets_gradients and any(not p.is_gather for p in passages(spec, grad, choice, mesh)):
+    moved = param_collectives(spec, grad, choice, mesh, precision)
+    if pricer.kernels.buckets_gradients and any(not is_gather for *_, is_gather in moved):
         gathered += used_elements * spec.item_bytes
     return ParamCost(
         by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, stored, stored if grad else 0,
