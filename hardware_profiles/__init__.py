@@ -3,7 +3,8 @@
 ===================== =================================================================================================
 :mod:`.model`         the nouns; :mod:`.abstract`: meshes without devices
 :mod:`.load`          names become devices, links and curves; :mod:`.clusters`: files become clusters
-:mod:`.software`      what trains on a cluster, one record for each trainer
+:mod:`.software`      what trains on a cluster, one record for each trainer; :mod:`.published_errors`: how far its
+                      published runs were from their prices
 :mod:`.profile_file`  files of what was measured; :mod:`.measurements`: the same as values
 :mod:`.product_names` which of the devices a GPU is, by the name that its driver gives
 :mod:`.strict`        one strict reader of files; :mod:`.reader`: of their tables; :mod:`.errors`: what it raises
