@@ -29,6 +29,7 @@ from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.planner.inter_op.exact.exact_stages import ExactPlans
 from autopar.planner.layouts.pricing import PricedLayout, PricedLayouts
 from autopar.planner.layouts.stage_starts import sizes_of
+from autopar.report.axes_in_words import axes_in_words, axis_shares
 from autopar.words.placements import State
 from hardware_profiles import load_cluster
 
@@ -280,3 +281,16 @@ def test_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExactPlans, "exact", search)
     monkeypatch.setattr("autopar.planner.intra_op.mesh_problem.MeshProblem.problem", search)
     assert priced(llama, 4, "pp=2,tp=2,m=4").seconds > 0
+
+
+def test_what_axes_cut_in_words() -> None:
+    found = priced(llama, 2, "dp=2,tp=2,m=2")
+    shares = axis_shares(found.captured.graph, found.plan)
+    assert shares == {"data=2": {"the batch": 1.0}, "tensor=2": {"features": 1.0}}
+    assert axes_in_words(shares) == "data=2 cuts the batch; tensor=2 cuts features"
+    found = priced(llama, 2, "cp=2,m=8", "local-x2")
+    assert axis_shares(found.captured.graph, found.plan) == {"context=2": {"the sequence": 1.0}}
+    found = priced(mixtral, 1, "dp=4,ep=2,m=1")
+    of_experts = axis_shares(found.captured.graph, found.plan)["expert=2"]
+    assert set(of_experts) == {"experts", "the batch"}
+    assert axes_in_words({"data=4": {"features": 0.9, "nothing": 0.1}}) == "data=4 cuts features (90%), nothing (10%)"
