@@ -102,7 +102,7 @@ def smaller(text: str) -> list[str]:
         ways.append({"zero": "1"})
     if words.get("recompute", "none") != "full":
         ways.append({"recompute": "full"})
-    if replicas and words.get("zero") != "3" and words.get("fsdp") != "":
+    if replicas and words.get("zero") != "3" and words.get("fsdp", "keep") == "keep":
         ways.append({"zero": "3", "fsdp": None})
     together: dict[str, str | None] = {}
     listed = list(ways)

@@ -1,10 +1,11 @@
 """What the words of a layout cut of each operator: one option for every axis of a mesh.
 
-``data`` cuts the rows of the batch, ``context`` the places of a sequence. ``tensor`` cuts what Megatron-LM cuts
-(Shoeybi et al. 2019, arXiv:1909.08053, section 3): classes of features that products with parameters make (their
-columns), that operators without communication go along, and that other products with parameters sum over (their rows),
-or that a loss takes in pieces; and the rows of the table of an embedding. All else is whole there, or, with sequence
-parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2), in pieces of the sequence.
+``data`` (and ``shard``, the part of it whose ranks share parameters) cuts the rows of the batch, ``context`` the places
+of a sequence. ``tensor`` cuts what Megatron-LM cuts (Shoeybi et al. 2019, arXiv:1909.08053, section 3): classes of
+features that products with parameters make (their columns), that operators without communication go along, and that
+other products with parameters sum over (their rows), or that a loss takes in pieces; and the rows of the table of an
+embedding. All else is whole there, or, with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section
+4.2), in pieces of the sequence. ``expert`` cuts the rows of the batch, which travel to routed experts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import INVARIANT, REPLICATED, Placement
 
-DATA, CONTEXT, TENSOR, EXPERT = "data", "context", "tensor", "expert"
+DATA, SHARD, CONTEXT, TENSOR, EXPERT = "data", "shard", "context", "tensor", "expert"
 RING, ALLGATHER, ULYSSES = "ring", "allgather", "ulysses"
 WAYS = (RING, ALLGATHER, ULYSSES)
 """Ways of an attention whose sequence is cut: keys and values travel round a ring, are gathered, or heads are exchanged
@@ -113,7 +114,10 @@ class OperatorCuts:
         Raises:
             PlanError: the words cannot be honoured there.
         """
-        cuts = {DATA: self._rows, EXPERT: self._rows_to_experts, CONTEXT: self._places, TENSOR: self._features}
+        cuts = {
+            DATA: self._rows, SHARD: self._rows, EXPERT: self._rows_to_experts, CONTEXT: self._places,
+            TENSOR: self._features,
+        }  # fmt: skip
         return self._completed(cuts[axis](size))
 
     def _hot(self) -> list[int]:
@@ -387,4 +391,7 @@ def _factors(terms: Sequence[Sequence[Sequence[str]]]) -> set[str]:
     return {f for term in terms for dim in term for f in dim}
 
 
-__all__ = ["ALLGATHER", "CONTEXT", "DATA", "EXPERT", "RING", "TENSOR", "ULYSSES", "WAYS", "OperatorCuts", "strategy_of"]
+__all__ = [
+    "ALLGATHER", "CONTEXT", "DATA", "EXPERT", "RING", "SHARD", "TENSOR", "ULYSSES", "WAYS", "OperatorCuts",
+    "strategy_of",
+]  # fmt: skip
