@@ -307,3 +307,10 @@ def test_what_axes_cut_in_words() -> None:
     of_experts = axis_shares(found.captured.graph, found.plan)["expert=2"]
     assert set(of_experts) == {"experts", "the batch"}
     assert axes_in_words({"data=4": {"features": 0.9, "nothing": 0.1}}) == "data=4 cuts features (90%), nothing (10%)"
+
+
+def test_what_context_parallelism_would_leave_to_every_rank_is_refused() -> None:
+    """Products over ``(batch sequence)`` are cut by rows alone; a single row at a time has no such dim."""
+    with pytest.raises(PlanError, match=r"cp=2 would have every rank compute .* take rows and places of a sequence"):
+        priced(gpt2, 2, "dp=2,cp=2,m=1")
+    assert priced(gpt2, 2, "cp=4,mbs=1").seconds > 0

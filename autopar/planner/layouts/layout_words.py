@@ -252,7 +252,8 @@ def parse_layout(text: str) -> Layout:
     precision = parse_precision(given["precision"]) if "precision" in given else None
     return Layout(
         text, sizes, experts, travel, shards, groups, chunks, numbers.get("mbs", 1),
-        numbers.get("m", numbers.get("gas")), not numbers.keys() & {"mbs", "m", "gas"}, _schedule(written, given.get("schedule"), groups, chunks),
+        numbers.get("m", numbers.get("gas")), not numbers.keys() & {"mbs", "m", "gas"},
+        _schedule(written, given.get("schedule"), groups, chunks),
         _recompute(written, given.get("recompute", NONE)), zero, keeps, "sp" in given, way, optimizer, precision,
     )  # fmt: skip
 

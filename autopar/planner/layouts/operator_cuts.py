@@ -129,6 +129,7 @@ class OperatorCuts:
             f = self._factor(i, self.classes.batch, size)
             if f is not None:
                 cut[i] = f
+        self._check_all(cut, f"dp={size} would have every rank compute", "are not made of the rows of the batch alone")
         return cut
 
     @cached_property
@@ -175,7 +176,20 @@ class OperatorCuts:
                 cut[i] = f
         if not cut:
             raise PlanError(f"{self.text}: cp={size} cuts sequences, and the model has none; leave cp out")
+        self._check_all(
+            cut, f"cp={size} would have every rank compute", "take rows and places of a sequence as one dim, which is "
+            "cut by rows alone: use dp=1 with mbs=1, or a model that keeps both dims",
+        )  # fmt: skip
         return cut
+
+    def _check_all(self, cut: Mapping[int, str], would: str, because: str) -> None:
+        """Refuse an axis along which much of the work of products with parameters is not cut."""
+        work = {i: self._rule(i).flops_at({}) for i in self._products}
+        left = sorted((i for i in work if i not in cut), key=lambda i: -work[i])
+        share = sum(work[i] for i in left) / (sum(work.values()) or 1.0)
+        if share > MOST_UNCUT:
+            which = first_few([self.graph.nodes[i].where for i in left], 2)
+            raise PlanError(f"{self.text}: {would} {share:.0%} of the matrix products: {which}; these {because}")
 
     def _of_attention(self, i: int, rule: Rule, size: int) -> str | None:
         """How an attention is cut over ``context``."""
