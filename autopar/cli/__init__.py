@@ -2,6 +2,7 @@
 
 ================= =====================================================================================================
 :mod:`.plan`      ``plan``; :mod:`.layouts`: its search over everything, ``--top`` and ``--like``
+:mod:`.fits`      ``fits``, whether a layout fits the memory
 :mod:`.check`     ``check``, the certificate; :mod:`.verify`: ``verify``, the numbers of one device
 :mod:`.show`      ``show`` and ``diff``; :mod:`.stages`: plans in stages as tables
 :mod:`.report`    ``report``, a plan as one HTML page; :mod:`.memory`: ``memory``, what fills its devices
@@ -25,7 +26,21 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import check, explain, hardware, inspect, memory, plan, profiling, report, run, show, simulate, verify
+from autopar.cli import (
+    check,
+    explain,
+    fits,
+    hardware,
+    inspect,
+    memory,
+    plan,
+    profiling,
+    report,
+    run,
+    show,
+    simulate,
+    verify,
+)
 from autopar.cli.common import err, print_error
 from autopar.cli.stopping import terminated_as_interrupted, to_its_end
 from autopar.errors import AutoparError
@@ -60,7 +75,7 @@ def _every(
 
 
 for name, command in (
-    ("plan", plan.plan), ("check", check.check), ("show", show.show), ("explain", explain.explain),
+    ("plan", plan.plan), ("fits", fits.fits), ("check", check.check), ("show", show.show), ("explain", explain.explain),
     ("report", report.report), ("memory", memory.memory), ("diff", show.diff),
     ("inspect", inspect.inspect), ("verify", verify.verify), ("run", run.run), ("simulate", simulate.simulate),
     ("devices", hardware.devices), ("clusters", hardware.clusters), ("profile", profiling.profile),

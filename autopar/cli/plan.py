@@ -294,18 +294,21 @@ def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -
         tried = outcome.tried if top == 1 else ()
         describe(outcome.captured, plan, outcome.timeline, hardware, False, {"tried": tried})
     else:
-        _of_one_stage(plan)
+        _of_one_stage(plan, outcome.captured.graph)
         if profiled := coverage([outcome.captured.graph], plan.stages, hardware):
             console.print("  " + line(profiled), markup=False)
     if path is not None:
         console.print(f"  written to {path}; look at it with: autopar show {path} --trust")
 
 
-def _of_one_stage(plan: Plan) -> None:
+def _of_one_stage(plan: Plan, graph: Graph) -> None:
+    from autopar.report.axes_in_words import axes_in_words, axis_shares
 
     p, console = plan.price, out()
     mesh, seconds = plan.mesh.shown(), show_seconds(p.seconds)
     console.print(styled("[bold]{}[/bold] on {}: {} a step", mesh, plan.cluster, seconds))
+    if cut := axes_in_words(axis_shares(graph, plan)):
+        console.print(f"  {cut}", markup=False)
     console.print(
         f"  compute {show_seconds(p.compute_seconds)}, activation collectives {show_seconds(p.activation_seconds)}, "
         f"parameter collectives {show_seconds(p.parameter_seconds)}"

@@ -20,6 +20,7 @@ WIDEST = 400
 def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
     """What there is to say of a plan in stages, as values."""
     from autopar.plans.stage_graphs import cut
+    from autopar.report.axes_in_words import axis_shares
     from autopar.report.coverage import coverage
     from autopar.report.stages import stage_rows, step_anatomy
 
@@ -30,7 +31,7 @@ def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
         "groups": plan.schedule.n_ranks, "cluster": plan.cluster, "pins": plan.pins, "seconds": plan.seconds,
         "makespan_seconds": timeline.makespan_seconds, "bubble_fraction": timeline.bubble_fraction,
         "idle_seconds": list(timeline.idle_seconds), "step": step_anatomy(plan, timeline), "stages": stages,
-        "transfers": [
+        "axes": axis_shares(captured.graph, plan), "transfers": [
             {"source": e.source, "target": e.target, "forward_seconds": e.forward_seconds,
              "backward_seconds": e.backward_seconds} for e in timeline.times.edges
         ], "notes": list(plan.notes), **({"profile": profiled} if profiled else {}),
@@ -56,6 +57,10 @@ def describe(
     )
     if asked := show_pins(plan.pins):
         console.print(f"asked for: {asked}", markup=False)
+    if facts["axes"]:
+        from autopar.report.axes_in_words import axes_in_words
+
+        console.print(axes_in_words(facts["axes"]), markup=False)
     console.print(times_table(stages))
     console.print(memory_table(stages))
     text = grid(timeline)

@@ -28,7 +28,8 @@ from autopar.certificate.recount import check
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.planner.inter_op.exact.exact_stages import ExactPlans
 from autopar.planner.layouts.pricing import PricedLayout, PricedLayouts
-from autopar.planner.layouts.stage_starts import sizes_of
+from autopar.planner.layouts.stage_starts import described, sizes_of
+from autopar.report.axes_in_words import axes_in_words, axis_shares
 from autopar.words.placements import State
 from hardware_profiles import load_cluster
 
@@ -164,6 +165,18 @@ def test_zero() -> None:
     assert gathered(priced(llama, 1, "dp=4,m=2")) == {"I R step": 12}
 
 
+def test_parameters_in_pieces_among_a_part_of_the_ranks() -> None:
+    """Hybrid sharding (Zhao et al. 2023, PyTorch FSDP, section 3.2.2): pieces in a node, replicas across."""
+    assert gathered(priced(llama, 1, "dp=4,fsdp=2,m=2")) == {"I,S0 R,R use": 12}
+    collectives = of_a_layer(llama, "dp=4,fsdp=2,m=1")
+    assert collectives == {
+        "parameter all_gather over shard": 18, "parameter reduce_scatter over shard": 9,
+        "parameter all_reduce over data": 9,
+    }  # fmt: skip
+    with pytest.raises(PlanError, match="fsdp=3 does not divide dp=4; use a divisor"):
+        priced(llama, 1, "dp=4,fsdp=3")
+
+
 # --- sequences and experts -------------------------------------------------------------------------------------------
 
 
@@ -215,6 +228,7 @@ def test_rows_travel_to_experts() -> None:
 def test_blocks_are_divided_evenly() -> None:
     assert sizes_of(126, 128) == [0, *[1] * 126, 0]
     assert sizes_of(8, 4) == [2, 2, 2, 2] and sizes_of(7, 4) == [2, 2, 2, 1] and sizes_of(6, 4) == [1, 2, 2, 1]
+    assert described(sizes_of(126, 128)) == "blocks of the stages: 0, 126 x 1, 0" and not described([2, 2])
     found = priced(llama, 4, "pp=2,vp=2,m=4", "local-x2")
     plan = found.plan
     graph = found.captured.graph
@@ -280,3 +294,23 @@ def test_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExactPlans, "exact", search)
     monkeypatch.setattr("autopar.planner.intra_op.mesh_problem.MeshProblem.problem", search)
     assert priced(llama, 4, "pp=2,tp=2,m=4").seconds > 0
+
+
+def test_what_axes_cut_in_words() -> None:
+    found = priced(llama, 2, "dp=2,tp=2,m=2")
+    shares = axis_shares(found.captured.graph, found.plan)
+    assert shares == {"data=2": {"the batch": 1.0}, "tensor=2": {"features": 1.0}}
+    assert axes_in_words(shares) == "data=2 cuts the batch; tensor=2 cuts features"
+    found = priced(llama, 2, "cp=2,m=8", "local-x2")
+    assert axis_shares(found.captured.graph, found.plan) == {"context=2": {"the sequence": 1.0}}
+    found = priced(mixtral, 1, "dp=4,ep=2,m=1")
+    of_experts = axis_shares(found.captured.graph, found.plan)["expert=2"]
+    assert set(of_experts) == {"experts", "the batch"}
+    assert axes_in_words({"data=4": {"features": 0.9, "nothing": 0.1}}) == "data=4 cuts features (90%), nothing (10%)"
+
+
+def test_what_context_parallelism_would_leave_to_every_rank_is_refused() -> None:
+    """Products over ``(batch sequence)`` are cut by rows alone; a single row at a time has no such dim."""
+    with pytest.raises(PlanError, match=r"cp=2 would have every rank compute .* take rows and places of a sequence"):
+        priced(gpt2, 2, "dp=2,cp=2,m=1")
+    assert priced(gpt2, 2, "cp=4,mbs=1").seconds > 0

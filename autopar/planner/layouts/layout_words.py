@@ -16,7 +16,8 @@ Each word pins what frameworks do under its name; nothing is searched.
     zero         0 (the default): every rank of dp and cp has the parameters whole. 1: parameters, gradients of a step
                  and optimizer state are stored in pieces; a step gathers parameters once and reduces gradients once.
                  2: the same, with one microbatch only. 3: parameters are gathered for every use
-    fsdp         fully_shard: zero=3. fsdp=keep: not resharded after the forward: with one microbatch only
+    fsdp         fully_shard: zero=3. fsdp=8: among so many neighbouring ranks of dp, with replicas of these (hybrid).
+                 fsdp=keep: not resharded after the forward: with one microbatch only
     mbs          rows of the batch on every data rank in one microbatch; 1 unless it or m is given
     m, gas       microbatches of a step, instead of mbs
     schedule     1f1b (the default), interleaved-1f1b (with vp), zb-h1, gpipe, ...
@@ -35,7 +36,7 @@ from math import lcm, prod
 from autopar.errors import PlanError, closest
 from autopar.planner.inter_op.simulating.order import SEARCHED, check_name
 from autopar.planner.intra_op.pins.options import Options
-from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, RING, TENSOR, WAYS
+from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, RING, SHARD, TENSOR, WAYS
 from autopar.planner.layouts.pinned_plan import Said
 from autopar.planner.layouts.stage_starts import blocks_of, lists_of_blocks, sizes_of
 from autopar.plans.wishes import OPTIMIZERS
@@ -66,6 +67,7 @@ class Layout:
         experts: the part of ``dp`` whose ranks share routed experts: ``ep``, or of an ``ep`` that counts the ranks of
             ``tp``, too, what these leave.
         experts_travel: rows travel to routed experts over ``tp``, too (``etp=1``).
+        shards: ranks of ``dp`` that share parameters, where these are not all of it (``fsdp=8``); else 1.
         groups: ``pp``; ``chunks``: ``vp``.
         rows: of a microbatch on every data rank.
         microbatches: of a step; None where ``rows`` says it.
@@ -78,6 +80,7 @@ class Layout:
     sizes: Mapping[str, int]
     experts: int
     experts_travel: bool
+    shards: int
     groups: int
     chunks: int
     rows: int
@@ -97,7 +100,8 @@ class Layout:
         """The mesh of every group; its last axis joins neighbours."""
         sizes = self.sizes
         axes = (
-            (DATA, sizes["dp"] // self.experts), (EXPERT, self.experts), (CONTEXT, sizes["cp"]), (TENSOR, sizes["tp"]),
+            (DATA, sizes["dp"] // self.experts // self.shards), (EXPERT, self.experts), (SHARD, self.shards),
+            (CONTEXT, sizes["cp"]), (TENSOR, sizes["tp"]),
         )  # fmt: skip
         return Mesh((axis, size) for axis, size in axes if size > 1) or Mesh.of(data=1)
 
@@ -239,14 +243,17 @@ def parse_layout(text: str) -> Layout:
             f"{written}: ep={experts} does not divide {shown}; rows travel to experts among ranks of dp, so dp counts "
             f"them, too: dp={lcm(experts, sizes['dp'])},ep={experts}"
         )
-    zero, keeps = _zero(written, given)
+    zero, keeps, shards = _zero(written, given, sizes["dp"])
+    if shards > 1 and experts > 1:
+        raise PlanError(f"{written}: fsdp={shards} beside ep={experts} cannot be said; write fsdp (among all of dp)")
     optimizer = given.get("optimizer")
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise PlanError(f"{written}: optimizer is '{optimizer}'; use {', '.join(OPTIMIZERS)}")
     precision = parse_precision(given["precision"]) if "precision" in given else None
     return Layout(
-        text, sizes, experts, travel, groups, chunks, numbers.get("mbs", 1), numbers.get("m", numbers.get("gas")),
-        not numbers.keys() & {"mbs", "m", "gas"}, _schedule(written, given.get("schedule"), groups, chunks),
+        text, sizes, experts, travel, shards, groups, chunks, numbers.get("mbs", 1),
+        numbers.get("m", numbers.get("gas")), not numbers.keys() & {"mbs", "m", "gas"},
+        _schedule(written, given.get("schedule"), groups, chunks),
         _recompute(written, given.get("recompute", NONE)), zero, keeps, "sp" in given, way, optimizer, precision,
     )  # fmt: skip
 
@@ -282,19 +289,28 @@ def _context(written: str, value: str | None) -> tuple[int, str]:
     return _count(written, "cp", size), way or RING
 
 
-def _zero(written: str, given: Mapping[str, str]) -> tuple[int, bool]:
-    """``zero``, and whether gathered parameters are kept until the backward."""
-    if "fsdp" in given:
-        if "zero" in given:
-            raise PlanError(f"{written}: fsdp is zero=3; give one of them")
-        if given["fsdp"] not in ("", "keep"):
-            raise PlanError(f"{written}: fsdp is '{given['fsdp']}'; write fsdp, or fsdp=keep (not resharded after the "
-                            "forward)")  # fmt: skip
-        return (1, True) if given["fsdp"] else (3, False)
+def _zero(written: str, given: Mapping[str, str], dp: int) -> tuple[int, bool, int]:
+    """``zero``, whether gathered parameters are kept until the backward, and the ranks of ``dp`` that share parameters,
+    where these are fewer than all."""
     value = given.get("zero", "0")
-    if value not in ("0", "1", "2", "3"):
-        raise PlanError(f"{written}: zero is '{value}'; write zero=0, 1, 2 or 3")
-    return int(value), False
+    if "fsdp" not in given:
+        if value not in ("0", "1", "2", "3"):
+            raise PlanError(f"{written}: zero is '{value}'; write zero=0, 1, 2 or 3")
+        return int(value), False, 1
+    if "zero" in given:
+        raise PlanError(f"{written}: fsdp is zero=3; give one of them")
+    how = given["fsdp"]
+    if how == "keep":
+        return 1, True, 1
+    if not how:
+        return 3, False, 1
+    if not how.isdecimal():
+        raise PlanError(f"{written}: fsdp is '{how}'; write fsdp, fsdp=8 (among 8 ranks of dp), or fsdp=keep (not "
+                        "resharded after the forward)")  # fmt: skip
+    shards = _count(written, "fsdp", how)
+    if dp % shards:
+        raise PlanError(f"{written}: fsdp={shards} does not divide dp={dp}; use a divisor")
+    return 3, False, shards if shards < dp else 1
 
 
 def _schedule(written: str, name: str | None, groups: int, chunks: int) -> str:

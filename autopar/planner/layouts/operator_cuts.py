@@ -1,10 +1,11 @@
 """What the words of a layout cut of each operator: one option for every axis of a mesh.
 
-``data`` cuts the rows of the batch, ``context`` the places of a sequence. ``tensor`` cuts what Megatron-LM cuts
-(Shoeybi et al. 2019, arXiv:1909.08053, section 3): classes of features that products with parameters make (their
-columns), that operators without communication go along, and that other products with parameters sum over (their rows),
-or that a loss takes in pieces; and the rows of the table of an embedding. All else is whole there, or, with sequence
-parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2), in pieces of the sequence.
+``data`` (and ``shard``, the part of it whose ranks share parameters) cuts the rows of the batch, ``context`` the places
+of a sequence. ``tensor`` cuts what Megatron-LM cuts (Shoeybi et al. 2019, arXiv:1909.08053, section 3): classes of
+features that products with parameters make (their columns), that operators without communication go along, and that
+other products with parameters sum over (their rows), or that a loss takes in pieces; and the rows of the table of an
+embedding. All else is whole there, or, with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section
+4.2), in pieces of the sequence. ``expert`` cuts the rows of the batch, which travel to routed experts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import INVARIANT, REPLICATED, Placement
 
-DATA, CONTEXT, TENSOR, EXPERT = "data", "context", "tensor", "expert"
+DATA, SHARD, CONTEXT, TENSOR, EXPERT = "data", "shard", "context", "tensor", "expert"
 RING, ALLGATHER, ULYSSES = "ring", "allgather", "ulysses"
 WAYS = (RING, ALLGATHER, ULYSSES)
 """Ways of an attention whose sequence is cut: keys and values travel round a ring, are gathered, or heads are exchanged
@@ -113,7 +114,10 @@ class OperatorCuts:
         Raises:
             PlanError: the words cannot be honoured there.
         """
-        cuts = {DATA: self._rows, EXPERT: self._rows_to_experts, CONTEXT: self._places, TENSOR: self._features}
+        cuts = {
+            DATA: self._rows, SHARD: self._rows, EXPERT: self._rows_to_experts, CONTEXT: self._places,
+            TENSOR: self._features,
+        }  # fmt: skip
         return self._completed(cuts[axis](size))
 
     def _hot(self) -> list[int]:
@@ -125,6 +129,7 @@ class OperatorCuts:
             f = self._factor(i, self.classes.batch, size)
             if f is not None:
                 cut[i] = f
+        self._check_all(cut, f"dp={size} would have every rank compute", "are not made of the rows of the batch alone")
         return cut
 
     @cached_property
@@ -171,7 +176,20 @@ class OperatorCuts:
                 cut[i] = f
         if not cut:
             raise PlanError(f"{self.text}: cp={size} cuts sequences, and the model has none; leave cp out")
+        self._check_all(
+            cut, f"cp={size} would have every rank compute", "take rows and places of a sequence as one dim, which is "
+            "cut by rows alone: use dp=1 with mbs=1, or a model that keeps both dims",
+        )  # fmt: skip
         return cut
+
+    def _check_all(self, cut: Mapping[int, str], would: str, because: str) -> None:
+        """Refuse an axis along which much of the work of products with parameters is not cut."""
+        work = {i: self._rule(i).flops_at({}) for i in self._products}
+        left = sorted((i for i in work if i not in cut), key=lambda i: -work[i])
+        share = sum(work[i] for i in left) / (sum(work.values()) or 1.0)
+        if share > MOST_UNCUT:
+            which = first_few([self.graph.nodes[i].where for i in left], 2)
+            raise PlanError(f"{self.text}: {would} {share:.0%} of the matrix products: {which}; these {because}")
 
     def _of_attention(self, i: int, rule: Rule, size: int) -> str | None:
         """How an attention is cut over ``context``."""
@@ -387,4 +405,7 @@ def _factors(terms: Sequence[Sequence[Sequence[str]]]) -> set[str]:
     return {f for term in terms for dim in term for f in dim}
 
 
-__all__ = ["ALLGATHER", "CONTEXT", "DATA", "EXPERT", "RING", "TENSOR", "ULYSSES", "WAYS", "OperatorCuts", "strategy_of"]
+__all__ = [
+    "ALLGATHER", "CONTEXT", "DATA", "EXPERT", "RING", "SHARD", "TENSOR", "ULYSSES", "WAYS", "OperatorCuts",
+    "strategy_of",
+]  # fmt: skip

@@ -22,7 +22,7 @@ from autopar.planner.intra_op.memory.recompute import patterns_in
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.layouts.dim_classes import DimClasses
-from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, OperatorCuts, strategy_of
+from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, OperatorCuts, strategy_of
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
 from autopar.plans.memory_decisions import GATHER_AGAIN
 from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, route_key
@@ -51,7 +51,7 @@ class Said:
         schedule: its name, as :func:`cost_models.schedules.build` takes it.
         microbatches: of a step.
         zero: 0: parameters are whole on all ranks of ``data`` and ``context``; 1: cut there, and gathered once a step;
-            3: gathered for every use.
+            3: gathered for every use. Where the mesh has an axis ``shard``, it and ``context`` cut them.
         sequence_parallel: norms and the residual are cut by sequence on ``tensor``.
         way: of attention on ``context``.
         experts_travel: rows travel to routed experts over ``tensor``, too.
@@ -277,7 +277,7 @@ class _Pinned:
         mesh, grad, zero = self.said.mesh, node.needs_grad, self.said.zero
         used = self._used(uses, grad)
         offered = choices(node.out, grad, [used], mesh)
-        replicas = (DATA, EXPERT, CONTEXT)
+        replicas = (SHARD, CONTEXT) if mesh.size_of.get(SHARD, 1) > 1 else (DATA, EXPERT, CONTEXT)
         sharded = {
             a for a, (axis, n) in enumerate(mesh) if zero and axis in replicas and n > 1 and not used[a].is_shard
         }  # fmt: skip

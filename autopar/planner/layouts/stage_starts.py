@@ -9,6 +9,7 @@ block is in the first stage, what is behind the last one in the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from autopar.errors import PlanError
 from autopar.plans.stage_graphs import hot_ops
@@ -88,8 +89,12 @@ def starts(graph: Graph, n_stages: int, text: str) -> list[str]:
 
 
 def described(sizes: Sequence[int]) -> str:
-    """Return how blocks are divided, for a note; nothing where all stages have as many."""
-    return "" if len(set(sizes)) < 2 else f"blocks of the stages: {', '.join(map(str, sizes))}"
+    """Return how blocks are divided, for a note: ``blocks of the stages: 0, 126 x 1, 0``; nothing where all stages have
+    as many."""
+    if len(set(sizes)) < 2:
+        return ""
+    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+    return "blocks of the stages: " + ", ".join(f"{n} x {size}" if n > 1 else f"{size}" for size, n in runs)
 
 
 __all__ = ["block_of", "blocks_of", "described", "lists_of_blocks", "numbered", "sizes_of", "starts"]

@@ -1,0 +1,175 @@
+"""``autopar fits``: whether a layout fits the devices' memory, by how much, how sure that is, and what would do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.cli.common import Batch, Json, Seq, load_and_capture, out, print_json, progress, show_bytes, show_seconds
+from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    from autopar.planner.layouts.pricing import PricedLayout, PricedLayouts
+    from hardware_profiles.published_errors import ErrorBand
+
+MOST_TRIED = 8
+"""Other layouts that are priced at most, to say what would do."""
+
+
+def fits(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json.")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="Name of a cluster, 'NAME as TRAINER', or a .toml or .json file.")
+    ],
+    like: Annotated[
+        str, typer.Option("--like", help="The layout, in the words of autopar plan --like: tp=8,dp=8,sp,zero=1,mbs=1.")
+    ],
+    batch: Batch = None,
+    seq: Seq = None,
+    memory_limit: Annotated[
+        str | None, typer.Option("--memory-limit", help="Bytes per device: 70GiB. Default: what the device has for it.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="bf16-mixed and so on, as for autopar plan.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or sgd_momentum.")] = "adamw",
+    as_json: Json = False,
+) -> None:
+    """Say whether a layout fits the devices' memory: exit code 0 if it does, 1 if it does not.
+
+    Nothing is searched. The answer comes with the seconds of a step, how far prices of memory were from published runs
+    of this software on this device, and, if the layout does not fit, layouts near it that do: smaller microbatches,
+    recomputation, parameters in pieces. Memory of the host (offload) is not used.
+
+    Examples:
+
+    autopar fits hf:llama/config.json --batch 128 --seq 8192 -c dgx-h100-x8 --like tp=8,dp=8,sp,zero=1
+
+    autopar fits gpt.py:make -c 'dgx-a100 as megatron-2023' --like dp=8,mbs=4,recompute=full --json
+    """
+    from autopar.planner.layouts.layout_words import parse_layout
+    from autopar.planner.layouts.pricing import PricedLayouts
+    from autopar.planner.planning import options_of
+    from autopar.plans.asked import as_option, asked
+    from autopar.plans.clusters import get_cluster
+    from hardware_profiles.published_errors import error_band
+
+    hardware = get_cluster(cluster)
+    layout = parse_layout(like)
+    layout.check_devices(hardware.n_devices)
+    given = {"memory_limit": memory_limit, "precision": precision, "optimizer": optimizer}
+    wanted = asked({name: value for name, value in given.items() if value is not None}, spelled=as_option)
+    policy = layout.precision if layout.precision is not None else wanted.pins.precision
+    loaded, captured = load_and_capture(model, batch, seq, precision=policy, by_default=True)
+    of_model = PricedLayouts(loaded.model, captured, (loaded.args, loaded.kwargs), options_of(wanted))
+    with progress(f"pricing {like}"):
+        found = of_model.price(cluster, layout)
+        others = [] if found.fits else nearby(of_model, cluster, found)
+    band = error_band(hardware)
+    if as_json:
+        print_json(_facts(found, band, others))
+    else:
+        for line in answer(found, band, others):
+            out().print(line, markup=False, soft_wrap=True)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[PricedLayout]:
+    """Price layouts that need less than one that does not fit, the nearest first; those that fit."""
+    fitting = []
+    for text in smaller(found.layout.text)[:MOST_TRIED]:
+        try:
+            other = layouts.price(cluster, text)
+        except AutoparError:  # rows that do not divide, nothing to recompute: no way out
+            continue
+        if other.fits:
+            fitting.append(other)
+    return fitting
+
+
+def smaller(text: str) -> list[str]:
+    """Return layouts that need less memory: one thing changed at first, then several."""
+    words = dict((part.strip().partition("=")[::2]) for part in text.split(","))
+    ways: list[dict[str, str | None]] = []
+    if words.get("mbs", "1") != "1":
+        ways.append({"mbs": str(max(1, int(words["mbs"]) // 2))})
+    if "tp" in words and "sp" not in words and words["tp"] != "1":
+        ways.append({"sp": ""})
+    replicas = any(words.get(word, "1").partition(":")[0] != "1" for word in ("dp", "cp"))
+    if replicas and words.get("zero", "0") == "0" and "fsdp" not in words:
+        ways.append({"zero": "1"})
+    if words.get("recompute", "none") != "full":
+        ways.append({"recompute": "full"})
+    if replicas and words.get("zero") != "3" and words.get("fsdp", "keep") == "keep":
+        ways.append({"zero": "3", "fsdp": None})
+    together: dict[str, str | None] = {}
+    listed = list(ways)
+    for way in ways:
+        together = {**together, **way}
+        if len(together) > 1:
+            listed.append(dict(together))
+    return list(dict.fromkeys(_changed(words, way) for way in listed))
+
+
+def _changed(words: dict[str, str], way: dict[str, str | None]) -> str:
+    """Words with some of them changed; None leaves one out."""
+    merged = {**words, **way}
+    return ",".join(word if not value else f"{word}={value}" for word, value in merged.items() if value is not None)
+
+
+def answer(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayout]) -> list[str]:
+    """Return the answer as lines for people."""
+    layout, pinned = found.layout, found.pinned
+    over = found.memory_bytes - found.limit_bytes
+    side = f"{show_bytes(over)} too much" if over > 0 else f"{show_bytes(-over)} left"
+    lines = [
+        f"{'yes' if found.fits else 'no'}: {layout.text} needs {show_bytes(found.memory_bytes)} of the "
+        f"{show_bytes(found.limit_bytes)} that the fullest device may fill, {side}; a step takes "
+        f"{show_seconds(found.seconds)}"
+    ]
+    lines += [f"  {note}" for note in pinned.notes]
+    lines.append("  " + certainty(found, band))
+    if found.fits:
+        return lines
+    for other in others:
+        lines.append(
+            f"  would do: {other.layout.text}: {show_bytes(other.memory_bytes)}, {show_seconds(other.seconds)} a step"
+        )
+    if not others:
+        lines.append(
+            "  none of the layouts near it fits (smaller microbatches, recompute=full, zero=3): use more devices, a "
+            "larger tp or pp, or devices with more memory"
+        )
+    lines.append("  offload to the host's memory is not supported")
+    return lines
+
+
+def certainty(found: PricedLayout, band: ErrorBand | None) -> str:
+    """Return how sure the answer is, by published runs."""
+    if band is None or band.memory_90 is None:
+        return "how far that may be off is not known: no published run of this software gives its memory"
+    what = f"{band.memory_rows} published runs of {band.software}"
+    where = "" if band.device == "any" else f" on {band.device}"
+    known = f"of {what}{where}, nine of ten were within {band.memory_90:.0%}"
+    least, most = (found.memory_bytes * (1 + sign * band.memory_90) for sign in (-1, 1))
+    if least <= found.limit_bytes < most:
+        return f"{known}: too near the limit to be sure"
+    return f"{known}: sure by that"
+
+
+def _facts(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayout]) -> dict[str, Any]:
+    """Return the answer as values."""
+    return {
+        "like": found.layout.text, "fits": found.fits, "memory_bytes": found.memory_bytes,
+        "limit_bytes": found.limit_bytes, "over_bytes": found.memory_bytes - found.limit_bytes,
+        "seconds": found.seconds, "error_band": band, "notes": list(found.pinned.notes),
+        "would_do": [
+            {"like": other.layout.text, "memory_bytes": other.memory_bytes, "seconds": other.seconds}
+            for other in others
+        ],
+    }  # fmt: skip
+
+
+__all__ = ["fits"]

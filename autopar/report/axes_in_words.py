@@ -1,0 +1,84 @@
+"""What each axis of a plan's meshes cuts, in words: the batch, the sequence, features, experts.
+
+Names of axes are only names: a search gives them in order, and the axis ``data`` of one plan may cut what ``tensor``
+cuts in another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from autopar.capture.batch_factor import inputs_with_rows
+from autopar.planner.layouts.dim_classes import DimClasses
+from autopar.planner.layouts.operator_cuts import OperatorCuts
+from autopar.plans.plan import Plan
+from autopar.rules.experts.expert_block import BLOCK, TRAVEL
+from autopar.rules.notation import Rule
+from autopar.rules.option_names import factor_and_block
+from autopar.rules.registry import rules_of
+from autopar.words.graph import Graph
+from cost_models.operator_cost import COMPUTE_KINDS
+
+BATCH, SEQUENCE, FEATURES, EXPERTS, NOTHING = "the batch", "the sequence", "features", "experts", "nothing"
+SHOWN = 0.005
+"""A part of the work that is named, at least."""
+
+
+def axis_shares(graph: Graph, plan: Plan) -> dict[str, dict[str, float]]:
+    """Return what each axis cuts, as shares of the floating-point operations of products and attention.
+
+    Args:
+        graph: of one microbatch.
+
+    Returns:
+        By axis, ``tensor=4``, the shares of :data:`BATCH`, :data:`SEQUENCE`, :data:`FEATURES`, :data:`EXPERTS` and
+        :data:`NOTHING` (every rank of the axis does the same).
+    """
+    rules = rules_of(graph)
+    of_inputs = [node.out.shape[0] for _, node in graph.of_kind("input") if node.out.shape]
+    rows = inputs_with_rows(graph, int(of_inputs[0])).rows if of_inputs else frozenset()
+    cuts = OperatorCuts(DimClasses(graph, rules, rows), "")
+    work: dict[str, Counter[str]] = {}
+    for stage in plan.stages:
+        for name, options in stage.ops.items():
+            i = graph.index.get(name)
+            rule = rules[i] if i is not None else None
+            if i is None or rule is None or rule.kind not in COMPUTE_KINDS:
+                continue
+            for option, (axis, size) in zip(options, stage.mesh, strict=True):
+                if size > 1:
+                    what = _cut(cuts, i, rule, option)
+                    work.setdefault(f"{axis}={size}", Counter())[what] += rule.flops_at({})  # type: ignore[assignment]
+    return {
+        axis: {what: n / total for what, n in of_axis.most_common()}
+        for axis, of_axis in work.items() if (total := sum(of_axis.values()))
+    }  # fmt: skip
+
+
+def _cut(cuts: OperatorCuts, i: int, rule: Rule, option: str) -> str:
+    """What an option cuts."""
+    factor = factor_and_block(option)[0]
+    if factor not in rule.sizes:
+        return NOTHING
+    if factor in (TRAVEL, "e") and cuts.graph.nodes[i].target == BLOCK:
+        return EXPERTS
+    classes = {cuts.classes.root((i, f)) for f in (factor, *rule.together.get(factor, ()))}
+    if classes & cuts.classes.batch:
+        return BATCH
+    return SEQUENCE if classes & cuts.sequences else FEATURES
+
+
+def axes_in_words(shares: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the shares as one line: ``data=2 cuts the batch; tensor=4 cuts features (93%), the sequence (7%)``."""
+    texts = []
+    for axis, of_axis in shares.items():
+        named = {what: share for what, share in of_axis.items() if share >= SHOWN}
+        if len(named) == 1:
+            texts.append(f"{axis} cuts {next(iter(named))}")
+        else:
+            texts.append(f"{axis} cuts " + ", ".join(f"{what} ({share:.0%})" for what, share in named.items()))
+    return "; ".join(texts)
+
+
+__all__ = ["axes_in_words", "axis_shares"]

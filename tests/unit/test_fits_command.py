@@ -1,0 +1,89 @@
+"""``autopar fits``: yes or no, by how much, how sure, and what would do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar.cli import app, fits
+from hardware_profiles.published_errors import ErrorBand
+
+NET = '''
+import torch
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+def make():
+    return Net(), (torch.zeros(4096, 64),)
+'''
+
+
+@pytest.fixture(autouse=True)
+def _inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["fits", "net.py:make", "-c", "local-x4", *words])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout
+
+
+def test_yes_and_no() -> None:
+    code, text = run("--like", "dp=4,m=1")
+    assert code == 0 and text.startswith("yes: dp=4,m=1 needs ") and " left; a step takes " in text
+    code, text = run("--like", "dp=4,mbs=1024", "--memory-limit", "8MiB")
+    assert code == 1 and text.startswith("no: dp=4,mbs=1024 needs ") and "too much" in text
+    assert "would do: dp=4,mbs=512" in text or "would do: dp=4,mbs=1024,recompute=full" in text
+    assert "offload to the host's memory is not supported" in text
+    code, text = run("--like", "dp=4,mbs=1024", "--memory-limit", "1KiB")
+    assert code == 1 and "none of the layouts near it fits" in text
+
+
+def test_as_json() -> None:
+    code, text = run("--like", "dp=4,mbs=1024", "--memory-limit", "8MiB", "--json")
+    facts: dict[str, Any] = json.loads(text)
+    assert code == 1 and not facts["fits"] and facts["over_bytes"] == facts["memory_bytes"] - facts["limit_bytes"] > 0
+    assert facts["limit_bytes"] == 2**23 and facts["seconds"] > 0
+    assert all(other["memory_bytes"] <= 2**23 for other in facts["would_do"]) and facts["would_do"]
+
+
+def test_smaller_layouts() -> None:
+    assert fits.smaller("dp=8,mbs=4") == [
+        "dp=8,mbs=2", "dp=8,mbs=4,zero=1", "dp=8,mbs=4,recompute=full", "dp=8,mbs=4,zero=3",
+        "dp=8,mbs=2,zero=1", "dp=8,mbs=2,zero=1,recompute=full", "dp=8,mbs=2,zero=3,recompute=full",
+    ]  # fmt: skip
+    assert fits.smaller("tp=4,sp,recompute=full") == []
+    assert fits.smaller("tp=4,recompute=full") == ["tp=4,recompute=full,sp"]
+
+
+def test_how_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    band = ErrorBand("autopar", "any", memory_rows=40, memory_median=0.03, memory_90=0.2)
+    found = type("Found", (), {"memory_bytes": 90.0, "limit_bytes": 100.0})()
+    assert fits.certainty(found, band) == (
+        "of 40 published runs of autopar, nine of ten were within 20%: too near the limit to be sure"
+    )
+    found.memory_bytes = 50.0
+    assert fits.certainty(found, band).endswith("within 20%: sure by that")
+    assert "not known" in fits.certainty(found, None)
