@@ -2,8 +2,9 @@
 
 Repeated blocks are what folding finds; they begin where in their period the fewest bytes cross, and of places that are
 alike in that where the outermost module ends: between two layers, and not between the attention of one and the rest of
-it. Where nothing repeats, a long stretch is cut into pieces of about equal work. None begins between operators that
-read and change one buffer. Blocks of the same kind cost the same, so they share one solve.
+it. Where nothing repeats, a long stretch is cut into pieces of about equal work, none of which has less than a block
+that repeats. None begins between operators that read and change one buffer. Blocks of the same kind cost the same, so
+they share one solve.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
     every = [i for i, n in enumerate(graph.nodes) if n.kind == "op"]
     cuts = {0, len(ops)}
     inside: set[int] = set()
+    least = work[-1]
     for first, length, repeats in folding.blocks:
         hot = {at: _hot_from(every, position, at) for at in range(first + length, first + 2 * length)}
         begin = min(hot, key=lambda at: (crossing[hot[at]], depths[hot[at]], at)) - length
@@ -58,12 +60,14 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
         end = _hot_from(every, position, begin + repeats * length) if begin != first else 0
         if end < len(ops) and crossing[end] <= crossing[bounds[-1]]:
             cuts.add(end)  # of a layer that folding saw half of
+        least = min([least, *(work[b] - work[a] for a, b in pairwise(bounds))])
         cuts.update(bounds)
         inside.update(range(bounds[0] + 1, bounds[-1]))
     for a, b in pairwise(sorted(cuts)):
         if a not in inside and a + 1 not in inside:
             share = (work[b] - work[a]) / work[-1] if work[-1] else 0.0
-            cuts.update(_pieces(crossing, depths, work, a, b, round(share * MAX_PIECES)))
+            most = (work[b] - work[a]) // least if folding.blocks and least else MAX_PIECES
+            cuts.update(_pieces(crossing, depths, work, a, b, min(round(share * MAX_PIECES), int(most))))
     parted = spans_of_written_buffers(graph)
     ends = [at for at in sorted(cuts) if not any(first < at <= last for first, last in parted)]
     return [
