@@ -66,10 +66,9 @@ class Replanner:
 
     def _simulated(self, graphs: Sequence[StageGraph], stages: tuple[StagePlan, ...]) -> tuple[Plan, Timeline]:
         stages = tuple(with_agreed_buffers(graphs, stages, self.plan.schedule, self.cluster))
-        timing, step = timing_of(graphs, stages, self.plan.schedule, self.cluster)
+        timing, once = timing_of(graphs, stages, self.plan.schedule, self.cluster)
         timeline = simulate(self.plan.schedule, timing)
-        seconds = timeline.makespan_seconds + step
-        return replace(self.plan, stages=stages, crossings=crossings_of(graphs), seconds=seconds), timeline
+        return replace(self.plan, stages=stages, crossings=crossings_of(graphs), seconds=once.seconds(timeline)), timeline
 
     def limit_bytes(self, number: int, options: Options | None = None) -> float:
         """The memory of a device that a stage may fill; see :func:`limit_of_stage`."""

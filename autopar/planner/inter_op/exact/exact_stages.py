@@ -23,7 +23,7 @@ from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.exact.stage_plans import StagePlans, is_pinned, pace_of, rounded
 from autopar.planner.inter_op.simulating.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.simulating.phases import phases
-from autopar.planner.inter_op.simulating.timing import timing_of
+from autopar.planner.inter_op.simulating.timing import OnceAStep, timing_of
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.intra_op.building.fold import Fold, fold
 from autopar.planner.intra_op.building.integer_program import Beaten, NoChoice
@@ -184,12 +184,12 @@ class ExactPlans:
                 return None  # this schedule does not allow these counts
         if n == 1:
             schedule = one_stage(self.asked.microbatches)
-        choices, timing, step = self._stages(graphs, schedule, candidate, best_known, thorough, explains)
+        choices, timing, once = self._stages(graphs, schedule, candidate, best_known, thorough, explains)
         if asked == SEARCHED and n > 1:
             limits = [self.limit(devices) for devices in candidate.devices]
             choices, schedule = better_order(choices, schedule, timing, limits)
         timeline = simulate(schedule, timing)
-        seconds = timeline.makespan_seconds + step
+        seconds = once.seconds(timeline)
         plan = Plan(
             self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule, crossings_of(graphs),
             seconds,
@@ -235,8 +235,8 @@ class ExactPlans:
         best_known: float,
         thorough: bool,
         explains: bool,
-    ) -> tuple[tuple[StagePlan, ...], Times, float]:
-        """Plans of the stages, what the schedule is simulated with, and the seconds that follow it once a step.
+    ) -> tuple[tuple[StagePlan, ...], Times, OnceAStep]:
+        """Return plans of the stages, what the schedule is simulated with, and what a step takes beside it.
 
         Stages of a group share its memory. How many microbatches of each they keep when the group is fullest depends
         on what each keeps of one: an estimate at first, then what the plans say. Where that is more than the group
@@ -249,7 +249,7 @@ class ExactPlans:
         of_groups, rooms, retried, refined = schedule.stages_of_rank, list(limits), 0, 0
         full: list[int] = []
         given = self.asked.starts is not None and any(len(of) > 1 for of in of_groups) and max(limits) < inf
-        if given:
+        if given and not candidate.n_bytes:
             rooms = [UNLIMITED] * len(limits)
         while refined < REFINED:
             live = live_at_peak(schedule, kept)
@@ -257,7 +257,7 @@ class ExactPlans:
                 choices = self._planned(graphs, schedule, candidate, live, rooms, best_known, thorough, explains)
             except _StageTooLarge as error:
                 retried += 1
-                if not given or retried > RETRIED:
+                if not (given and candidate.n_bytes) or retried > RETRIED:
                     raise
                 candidate = with_more(candidate, error.stage)
                 continue
@@ -267,9 +267,9 @@ class ExactPlans:
             needed = [bytes_together([choices[s].price for s in of_group]) for of_group in of_groups]
             full = [g for g, of in enumerate(of_groups) if (len(of) > 1 or given) and needed[g] > limits[g]]
             if not full:
-                timing, step = timing_of(graphs, choices, schedule, self.cluster)
-                return tuple(choices), timing, step
-            if rooms[0] == UNLIMITED:
+                timing, once = timing_of(graphs, choices, schedule, self.cluster)
+                return tuple(choices), timing, once
+            if given and not candidate.n_bytes:  # these were the fastest plans, whatever they need
                 candidate, rooms = with_needs(candidate, of_groups, choices), list(limits)
                 continue
             refined += 1
@@ -332,8 +332,8 @@ class ExactPlans:
         choices = [planned[number][0] for number in range(len(graphs))]
         asked = [planned[number][1] for number in range(len(graphs))]
         if self.n_devices > SMALL and best_known < inf:
-            timing, step = timing_of(graphs, choices, schedule, self.cluster)
-            if simulate(schedule, timing).makespan_seconds + step > FINER * best_known:
+            timing, once = timing_of(graphs, choices, schedule, self.cluster)
+            if once.seconds(simulate(schedule, timing)) > FINER * best_known:
                 raise Beaten
         self._refine(graphs, choices, asked, schedule)
         return with_agreed_buffers(graphs, choices, schedule, self.cluster)
@@ -352,7 +352,8 @@ class ExactPlans:
             spent = phases(graphs[number].graph, plan, pricer(self.cluster, plan.mesh, plan.devices))
             whole = plan.whole_backward
             exact[number] = replace(
-                exact[number], forward_seconds=spent.forward_seconds, step_seconds=spent.step_seconds,
+                exact[number], forward_seconds=spent.forward_seconds, gather_seconds=spent.gather_seconds,
+                reduction_seconds=spent.reduction_seconds, optimizer_seconds=spent.optimizer_seconds,
                 seconds=spent.forward_seconds + spent.backward_seconds,
                 weight_seconds=0.0 if whole else min(spent.weight_seconds, spent.backward_seconds),
             )  # fmt: skip

@@ -21,7 +21,8 @@ from autopar.words.graph import Graph, Node, Spec
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import elements_moved, local_shape
 from autopar.words.placements import State, Step, step_collectives
-from cost_models.costs import Axis, Costs, OpSeconds, OpWork, costs_of
+from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
+from cost_models.parameter_overlap import Shares, shares_of
 from hardware_profiles import Cluster, Device
 from hardware_profiles.measurements import op_key, tensor_text
 
@@ -36,6 +37,7 @@ class Pricer:
         costs: where seconds come from.
         axes: collective costs by axis name.
         device: the slowest device of the mesh stands for all.
+        shares: how far collectives of parameters run beside computing.
     """
 
     mesh: Mesh
@@ -43,8 +45,10 @@ class Pricer:
     costs: Costs
     axes: Mapping[str, Axis]
     device: Device
+    shares: Shares = Shares(0.0, 0.0)
     _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
     _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
+    _parameters: dict[object, float] = field(default_factory=dict)
 
     # -- reshards
 
@@ -151,6 +155,19 @@ class Pricer:
                 seconds[comm.when] = (there, back + spent) if comm.backward else (there + spent, back)
         return seconds
 
+    def parameter_step(self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str) -> float:
+        """Seconds of a step that the optimizer takes for one parameter, and its gradient to be added up over
+        microbatches."""
+        key = used_bytes, stored_bytes, microbatches, optimizer
+        if key not in self._parameters:
+            both = ((used_bytes, stored_bytes),), ()
+            one, none = (self.costs.stage(lambda p=p: StageWork((), p, 0, microbatches, optimizer)) for p in both)
+            seconds = 0.0
+            if one is not None and none is not None:
+                seconds = one.step - none.step + microbatches * (one.backward - none.backward)
+            self._parameters[key] = seconds
+        return self._parameters[key]
+
     def launches(self, graph: Graph) -> float:
         """Seconds, forward and backward, that the graph's operators take however small a part of each a device has:
         those of their launches. Of no meaning where the cost source does not compute with them."""
@@ -254,4 +271,5 @@ def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -
 
 @lru_cache(maxsize=4096)
 def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...], costs: Costs) -> Pricer:
-    return Pricer(mesh, devices, costs, costs.axes(mesh.size_of, devices), cluster.slowest(devices))
+    axes = costs.axes(mesh.size_of, devices)
+    return Pricer(mesh, devices, costs, axes, cluster.slowest(devices), shares_of(cluster))
