@@ -16,7 +16,6 @@ import argparse
 import json
 import random
 import re
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -172,7 +171,7 @@ def measure(family: str, axes: str, precision: str | None, part: float | None, c
         limit = part * plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=PLENTY)).price.memory_bytes
     start = time.process_time()
     found = compare(graph, cluster, mesh, limit, count, seed)
-    row = {
+    row: dict[str, Any] = {
         "model": family, "mesh": axes, "precision": precision or "as the model is", "limit": part,
         "seconds": found.seconds, "fastest pinned": found.fastest, "pins": count,
         "searched": found.searched, "bound above": found.slower, "refused": found.refused,
@@ -201,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

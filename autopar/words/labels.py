@@ -20,6 +20,19 @@ def op_labels(graph: Graph) -> dict[str, str]:
     return labels
 
 
+def common_depth(before: str, after: str) -> int:
+    """Return how many modules are around both of two paths: the fewer, the more of a model's structure lies between.
+
+    ``layers.0.mlp`` and ``layers.1.norm`` have one in common, ``layers.0.attn`` and ``layers.0.norm`` two.
+    """
+    depth = 0
+    for a, b in zip(before.split("."), after.split("."), strict=False):
+        if a != b or not a:
+            break
+        depth += 1
+    return depth
+
+
 def matches(pattern: str, node: Node, label: str) -> bool:
     """Whether a pattern names an op: by label, by the path of its module, or by node name."""
     return fnmatchcase(label, pattern) or fnmatchcase(node.module, pattern) or node.name == pattern

@@ -25,10 +25,11 @@ from hardware_profiles import load_cluster
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 SEQUENCE, ROWS = 1024, 8
+COLUMNS, ROWS_OF = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 MEGATRON = {
-    **dict.fromkeys(("*q_proj:*", "*k_proj:*", "*v_proj:*", "*gate_proj:*", "*up_proj:*"), {"data": "b", "tensor": "n"}),
-    **dict.fromkeys(("*o_proj:*", "*down_proj:*"), {"data": "b", "tensor": "k"}),
-}
+    f"*{name}:*": {"data": "b", "tensor": factor}
+    for names, factor in ((COLUMNS, "n"), (ROWS_OF, "k")) for name in names
+}  # fmt: skip
 """Tensor parallelism as in Megatron: cut by columns, then by rows."""
 
 
@@ -115,5 +116,5 @@ def test_stages_of_given_cuts_share_memory_by_need() -> None:
     assert 2 * largest > 1.2 * max(needed), "equal parts are too little"
     fitting, _ = cut_by_hand(1.01 * max(needed))
     assert fitting.seconds == pytest.approx(free.seconds)
-    with pytest.raises(InfeasibleError, match="shares .* the others of its group"):
+    with pytest.raises(InfeasibleError, match=r"shares .* the others of its group"):
         cut_by_hand(0.1 * max(needed))

@@ -1,8 +1,10 @@
 """Where a pipeline may cut a model: blocks of operators, found in the graph.
 
-Repeated blocks are what folding finds; they begin where in their period the fewest bytes cross. Where nothing repeats,
-a long stretch is cut into pieces of about equal work. None begins between operators that read and change one buffer.
-Blocks of the same kind cost the same, so they share one solve.
+Repeated blocks are what folding finds; they begin where in their period the fewest bytes cross, and of places that are
+alike in that where the outermost module ends: between two layers, and not between the attention of one and the rest of
+it. Where nothing repeats, a long stretch is cut into pieces of about equal work, none of which has less than a block
+that repeats. None begins between operators that read and change one buffer. Blocks of the same kind cost the same, so
+they share one solve.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from autopar.planner.intra_op.building.fold import Fold
 from autopar.plans.stage_graphs import hot_ops, spans_of_written_buffers
 from autopar.rules.notation import Rule
 from autopar.words.graph import Graph, Ref
+from autopar.words.labels import common_depth
 
 MAX_PIECES = 16
 """Pieces that a stretch without repeats is cut into at most."""
@@ -41,22 +44,30 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
     """The blocks of a graph in execution order; every operator that a stage is made of is in one."""
     ops = hot_ops(graph)
     position = {i: p for p, i in enumerate(ops)}
+    modules = [graph.nodes[i].module for i in ops]
+    depths = [0, *(common_depth(a, b) for a, b in pairwise(modules)), 0]
     crossing = _crossing(graph, ops, position)
     work = list(accumulate((_work(graph, rules, i) for i in ops), initial=0.0))
     every = [i for i, n in enumerate(graph.nodes) if n.kind == "op"]
     cuts = {0, len(ops)}
     inside: set[int] = set()
+    least = work[-1]
     for first, length, repeats in folding.blocks:
-        second = range(first + length, first + 2 * length)
-        begin = min(second, key=lambda at: (crossing[_hot_from(every, position, at)], at)) - length
+        hot = {at: _hot_from(every, position, at) for at in range(first + length, first + 2 * length)}
+        begin = min(hot, key=lambda at: (crossing[hot[at]], depths[hot[at]], at)) - length
         last = repeats if begin == first else repeats - 1
         bounds = [_hot_from(every, position, begin + k * length) for k in range(last + 1)]
+        end = _hot_from(every, position, begin + repeats * length) if begin != first else 0
+        if end < len(ops) and crossing[end] <= crossing[bounds[-1]]:
+            cuts.add(end)  # of a layer that folding saw half of
+        least = min([least, *(work[b] - work[a] for a, b in pairwise(bounds))])
         cuts.update(bounds)
         inside.update(range(bounds[0] + 1, bounds[-1]))
     for a, b in pairwise(sorted(cuts)):
         if a not in inside and a + 1 not in inside:
             share = (work[b] - work[a]) / work[-1] if work[-1] else 0.0
-            cuts.update(_pieces(crossing, work, a, b, round(share * MAX_PIECES)))
+            most = (work[b] - work[a]) // least if folding.blocks and least else MAX_PIECES
+            cuts.update(_pieces(crossing, depths, work, a, b, min(round(share * MAX_PIECES), int(most))))
     parted = spans_of_written_buffers(graph)
     ends = [at for at in sorted(cuts) if not any(first < at <= last for first, last in parted)]
     return [
@@ -95,14 +106,17 @@ def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> lis
     return list(accumulate(change))[: len(ops) + 1]
 
 
-def _pieces(crossing: Sequence[int], work: Sequence[float], a: int, b: int, n: int) -> list[int]:
-    """Up to ``n - 1`` cuts between ``a`` and ``b``: near equal shares of the work, where the fewest bytes cross."""
+def _pieces(
+    crossing: Sequence[int], depths: Sequence[int], work: Sequence[float], a: int, b: int, n: int
+) -> list[int]:  # fmt: skip
+    """Up to ``n - 1`` cuts between ``a`` and ``b``: near equal shares of the work, where the fewest bytes cross, and of
+    such places where the outermost module ends."""
     cuts = []
     for k in range(1, n):
         low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-NEAR, NEAR))
         start, stop = bisect_left(work, low, a + 1, b), bisect_left(work, high, a + 1, b)
         if start <= stop < b:
-            cuts.append(min(range(start, stop + 1), key=lambda p: (crossing[p], p)))
+            cuts.append(min(range(start, stop + 1), key=lambda p: (crossing[p], depths[p], p)))
     return cuts
 
 

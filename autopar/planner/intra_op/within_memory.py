@@ -384,6 +384,8 @@ class _Room:
         """Bytes that are left now, by number of the moment's row; those of None, of every row."""
         self.too_little: dict[int | None, float] = {}
         """The most of which it is known that it is too little."""
+        self.enough: dict[int | None, float] = {}
+        """Those with which a plan did fit last; empty until one does."""
         self.times: Counter[int | None] = Counter()
         self.latest: int | None = None
         """The one that was changed last."""
@@ -397,16 +399,17 @@ class _Room:
 
     def note(self, fits: bool) -> None:
         """Remember whether what is left was enough."""
-        if not fits:
+        if fits:
+            self.enough = dict(self.left)
+        else:
             self.too_little[self.latest] = self.left.get(self.latest, 0.0)
-            return
-        self.enough = dict(self.left)
 
     def take_back(self) -> bool:
         """Leave less where that may be enough, too: half-way between too little and enough; returns whether the two
         are far enough apart to try."""
         number = self.latest
-        low, high = self.too_little.get(number, 0.0), self.enough.get(number, 0.0)
+        low = self.too_little.get(number, 0.0)
+        high = self.enough.get(number, low)
         if high - low <= CLOSE * self.limit:
             return False
         self._set(number, (low + high) / 2)

@@ -249,7 +249,7 @@ class ExactPlans:
         of_groups, rooms, retried, refined = schedule.stages_of_rank, list(limits), 0, 0
         full: list[int] = []
         given = self.asked.starts is not None and any(len(of) > 1 for of in of_groups) and max(limits) < inf
-        if given:
+        if given and not candidate.n_bytes:
             rooms = [UNLIMITED] * len(limits)
         while refined < REFINED:
             live = live_at_peak(schedule, kept)
@@ -257,7 +257,7 @@ class ExactPlans:
                 choices = self._planned(graphs, schedule, candidate, live, rooms, best_known, thorough, explains)
             except _StageTooLarge as error:
                 retried += 1
-                if not given or retried > RETRIED:
+                if not (given and candidate.n_bytes) or retried > RETRIED:
                     raise
                 candidate = with_more(candidate, error.stage)
                 continue
@@ -269,7 +269,7 @@ class ExactPlans:
             if not full:
                 timing, once = timing_of(graphs, choices, schedule, self.cluster)
                 return tuple(choices), timing, once
-            if rooms[0] == UNLIMITED:
+            if given and not candidate.n_bytes:  # these were the fastest plans, whatever they need
                 candidate, rooms = with_needs(candidate, of_groups, choices), list(limits)
                 continue
             refined += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from autopar.capture.graph.dead_operators import has_effect
 from autopar.planner.intra_op.building.fold import Fold
@@ -23,6 +23,7 @@ from autopar.plans.plan import Recompute, route_key
 from autopar.plans.regather import can_make_again
 from autopar.rules.notation import Rule
 from autopar.words.graph import Graph, Node, Ref
+from autopar.words.labels import common_depth
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def again(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence
 
 def block_starts(graph: Graph, folding: Fold) -> list[int]:
     """The operators with which repeated blocks begin, and what stands behind them: where in their period the fewest
-    bytes cross."""
+    bytes cross, and of such places where the outermost module ends, which is between two layers."""
     ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
     position = {i: p for p, i in enumerate(ops)}
     change = [0] * (len(ops) + 1)
@@ -118,9 +119,13 @@ def block_starts(graph: Graph, folding: Fold) -> list[int]:
                 change[position[i] + 1] += spec.n_bytes
                 change[max(readers) + 1 if max(readers) < len(ops) else len(ops)] -= spec.n_bytes
     crossing = list(accumulate(change))
+    modules = [graph.nodes[i].module for i in ops]
+    depths = [0, *(common_depth(a, b) for a, b in pairwise(modules)), 0]
     starts = []
     for first, length, repeats in folding.blocks:
-        begin = min(range(first, first + length), key=lambda at: (crossing[at + length], at))
+        begin = min(
+            range(first, first + length), key=lambda at: (crossing[at + length], depths[at + length], at)
+        )
         starts += [begin + k * length for k in range(repeats)]
         end = begin + repeats * length  # perhaps behind the last repeat: a layer that folding saw half of ends there
         if begin == first or (end < len(ops) and crossing[end] <= crossing[end - length]):

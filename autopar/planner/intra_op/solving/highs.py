@@ -36,8 +36,6 @@ NUDGE = 1e-3
 ITERATIONS = 2**31 - 1
 """HiGHS's own limit of simplex iterations: none."""
 HULL_GAP = 0.01
-NEAR_GAP = 0.02
-"""What is this near to a relaxation without a limit is taken, where any gap is allowed: its bound says how near it is."""
 """How far the fastest choice may be from the best, where branch and bound is needed to find it."""
 
 
@@ -207,7 +205,7 @@ class HighsProgram(Relaxation):
         """
         if gap > 0.0 and self._relaxed is not None and self.lp.fullest is None:
             near = self._decided_in_turn(self._relaxed)
-            if near.whole and near.seconds - self._relaxed.bound <= max(gap, NEAR_GAP) * near.seconds:
+            if near.whole and near.seconds - self._relaxed.bound <= gap * near.seconds:
                 return self.choice(replace(near, bound=self._relaxed.bound, gap=gap))
         return self.choice(self.best(gap if self.lp.fullest is not None or self.problem.overlaps else 0.0))
 
