@@ -248,7 +248,12 @@ class Rule:
 
     def _needed(self, cut: Iterable[str]) -> set[str]:
         """Those of the factors ``cut`` that only lowerings can cut."""
-        return {f for f in cut if any(f in lowering.factors for lowering in self.lowerings)}
+        return {f for f in cut if f in self._lowered}
+
+    @cached_property
+    def _lowered(self) -> frozenset[str]:
+        """The factors that some lowering cuts."""
+        return frozenset(f for lowering in self.lowerings for f in lowering.factors)
 
     @cached_property
     def derived(self) -> dict[object, Any]:

@@ -6,6 +6,7 @@ Plans and pins have them, as people write them: there ``replicate`` is the optio
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from autopar.words.placements import REPLICATE
 
@@ -15,6 +16,7 @@ GRADIENTS_PENDING = "R"
 """The option in which everything is whole, and gradients are pending sums."""
 
 
+@cache
 def factor_and_block(option: str) -> tuple[str, int]:
     """The factor in the name of an option, and of how many elements its blocks are; 0 where it is cut as it comes."""
     factor, _, block = option.partition("*")

@@ -38,6 +38,8 @@ def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
         factor, block = factor_and_block(option.name)
         if factor in rule.sizes and size > 1:
             cuts.setdefault(factor, []).append((size, block))
+    if not cuts:
+        return True
     if not rule.can_lower(cuts):
         return False
     if not _can_travel(rule, cuts):

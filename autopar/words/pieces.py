@@ -12,7 +12,7 @@ from math import prod
 
 from autopar.errors import MeshError
 from autopar.words.meshes import Mesh
-from autopar.words.placements import State, Step
+from autopar.words.placements import State, changed_axis
 
 
 def piece_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
@@ -105,13 +105,13 @@ def elements_moved(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> 
 
     Of a gather or a reduce-scatter that is the whole of the axis, of an all-to-all what one rank sends.
     """
-    step = Step.between(src, dst)
-    size, d = mesh.size(step.axis), step.after.dim
+    axis = changed_axis(src, dst)
+    size, d, from_shard = mesh.size(axis), dst[axis].dim, src[axis].is_shard
     before = local_shape(shape, src, mesh)
     if d is None:
-        return prod(before) * (size if step.before.is_shard else 1)
+        return prod(before) * (size if from_shard else 1)
     after = local_shape(shape, dst, mesh)
-    if not step.before.is_shard:
+    if not from_shard:
         return prod(after) * size
     return prod(before[:d]) * prod(before[d + 1 :]) * after[d] * size
 
@@ -123,13 +123,16 @@ def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     operator may run on an empty one says its rule (``Rule.needs_some``).
     """
     local = list(shape)
-    for placement, size in zip(state, mesh.sizes, strict=True):
-        d, unit = placement.dim, placement.unit
+    units = False
+    for placement, (_, size) in zip(state, mesh, strict=True):
+        d = placement.dim
         if d is not None:
+            unit = placement.unit
             if d >= len(local) or local[d] < size * unit:
                 return False
-            local[d] = largest_piece(local[d], size, unit)
-    return not state.has_units or _units_are_needed(shape, state, mesh)
+            local[d] = -(-local[d] // (size * unit)) * unit
+            units = units or unit > 1
+    return not units or _units_are_needed(shape, state, mesh)
 
 
 def _units_are_needed(shape: Sequence[int], state: State, mesh: Mesh) -> bool:

@@ -217,7 +217,7 @@ class Step(NamedTuple):
     @classmethod
     def between(cls, src: State, dst: State) -> Step:
         """The step between two states that differ on one axis."""
-        return cls(next(axis for axis in range(len(src)) if src[axis] != dst[axis]), src, dst)
+        return cls(changed_axis(src, dst), src, dst)
 
     @property
     def before(self) -> Placement:
@@ -235,6 +235,14 @@ class Step(NamedTuple):
         return _STEPS[self.before.kind, self.after.kind]
 
 
+def changed_axis(src: State, dst: State) -> int:
+    """The first axis on which two states differ: the one that a step between them changes."""
+    for axis, (before, after) in enumerate(zip(src, dst, strict=True)):
+        if before is not after:  # of every text there is one object
+            return axis
+    raise ValueError(f"no axis changes between {src.text} and {dst.text}")
+
+
 def step_collectives(src: Placement, dst: Placement) -> tuple[str | None, str | None]:
     """Collectives (forward, backward) of changing one axis from ``src`` to ``dst``; None is free of communication."""
     return _STEPS[src.kind, dst.kind]
@@ -243,12 +251,13 @@ def step_collectives(src: Placement, dst: Placement) -> tuple[str | None, str | 
 def step_is_legal(state: State, axis: int, dst: Placement) -> bool:
     """Whether ``axis`` may change to ``dst`` in one step: nested shards of one dim are changed innermost first."""
     src = state[axis]
-    if src == dst or (src.kind, dst.kind) not in _STEPS:
+    if src is dst or (src.kind, dst.kind) not in _STEPS:
         return False
-    dims = {p.dim for p in (src, dst) if p.is_shard}
-    if len(dims) == 1 and src.kind == dst.kind:
+    if src.dim is None and dst.dim is None:
+        return True
+    if src.dim == dst.dim:
         return False  # from one unit to another one
-    return not any(later.dim in dims for later in state[axis + 1 :])
+    return not any(later.is_shard and later.dim in (src.dim, dst.dim) for later in state[axis + 1 :])
 
 
 def path(src: State, dst: State) -> list[Step] | None:

@@ -220,10 +220,9 @@ class _Numbers:
                 self._take(search, search.candidates(share=self.share, beaten=self.to_beat, fewest=self.fewest_groups))
             self._look_deeper()
             return
-        if not self.few:
-            decided = BlockPlans()
-            for search in self.searches:
-                search.decided = decided
+        decided = BlockPlans()
+        for search in self.searches:
+            search.decided = decided
         start = len(self.searches) // 2
         if not self.few:
             # a second microbatch launches everything once more

@@ -78,8 +78,8 @@ def plan_graph(
     if free.price.seconds >= options.worth_seconds:  # with all memory that it wants, and what saves memory takes longer
         raise Beaten(free.price.seconds)
     best, bound, too_large = choosing(setting, limit, earlier.ends)  # the same problem, and more to choose from
-    if best is None and not too_large and bound == float("inf") and not options.explains:
-        raise OutOfReach(f"no plan fits {show_bytes(limit)} per device on {mesh.shown()}")  # with less to choose from, too
+    if best is None and not too_large and bound == float("inf") and not options.explains:  # nor with fewer choices
+        raise OutOfReach(f"no plan fits {show_bytes(limit)} per device on {mesh.shown()}")
     if best is None or (best.solution is not None and best.solution.gap > FAR):
         keeping().known_seconds = best.price.seconds if best is not None else float("inf")
         try:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import OnlyWith, Tensor
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.reshard import axis_sets, state_graph
+from autopar.planner.intra_op.reshard import Edge, axis_sets, state_graph
 from autopar.plans.regather import is_gather, is_same
 from autopar.words.graph import Graph, Ref
 from autopar.words.meshes import Mesh
-from autopar.words.placements import INVARIANT, REPLICATED, State, Step, step_collectives
+from autopar.words.placements import INVARIANT, REPLICATED, Placement, State, changed_axis, step_collectives
 
 
 @dataclass
@@ -91,22 +92,20 @@ def flow(
     goals = tuple(
         tuple(dict.fromkeys((*g, *(p for p in s if p in whole)))) for g, s in zip(goals, sources, strict=True)
     )
-    states, edges = state_graph(spec.shape, mesh, sources, goals)
-    if graph.nodes[group.ref.node].kind == "param" and len(readers) == 1:
-        # gathering a parameter is the business of its stored placement and lifetime, not of a reshard
-        edges = tuple((a, b) for a, b in edges if _is_free(a, b))
-    number = {s: k for k, s in enumerate(states)}
+    # gathering a parameter is the business of its stored placement and lifetime, not of a reshard
+    only_free = graph.nodes[group.ref.node].kind == "param" and len(readers) == 1
+    number, edges, ends = _network(spec.shape, mesh, sources, goals, only_free)
     for s in (*made_as, *(s for _, all_, _ in readers for s in all_)):
         if s not in number:
             raise AssertionError(f"{graph.nodes[group.ref.node].where}: state {s} of {spec} is not legal")
     price, parts = pricer.step, pricer.step_parts
     times, again = group.count * microbatches, group.again * microbatches
-    steps = tuple(
-        (number[a], number[b], times * price(spec, grad, a, b) + again * (again and parts(spec, grad, a, b)[0]))
-        for a, b in edges
-    )
+    seconds = [times * s for s in pricer.steps(spec, grad, edges)]
+    if again:
+        seconds = [s + again * parts(spec, grad, a, b)[0] for s, (a, b) in zip(seconds, edges, strict=True)]
+    steps = tuple((a, b, s) for (a, b), s in zip(ends, seconds, strict=True))
     twice = {s for _, states, flags in readers for s, flag in zip(states, flags, strict=False) if flag}
-    copies, more = _gathered_twice(twice, edges, mesh, len(states))
+    copies, more = _gathered_twice(twice, edges, mesh, len(number))
     steps += tuple(
         (copies[a] if from_copy else number[a], copies[b],
          times * (price(spec, grad, a, b) + (is_gather(a, b, mesh) and parts(spec, grad, a, b)[0])))
@@ -119,6 +118,20 @@ def flow(
     return Tensor(
         graph.nodes[group.ref.node].name, producer, tuple(number[s] for s in made_as), consumers, steps
     )
+
+
+@lru_cache(maxsize=20_000)
+def _network(
+    shape: tuple[int, ...], mesh: Mesh, sources: tuple[tuple[Placement, ...], ...],
+    goals: tuple[tuple[Placement, ...], ...], only_free: bool,
+) -> tuple[dict[State, int], tuple[Edge, ...], tuple[tuple[int, int], ...]]:  # fmt: skip
+    """States by number, the steps between them, and the numbers of each step's ends; without collectives, if those
+    steps alone are wanted."""
+    states, edges = state_graph(shape, mesh, sources, goals)
+    if only_free:
+        edges = tuple((a, b) for a, b in edges if _is_free(a, b))
+    number = {s: k for k, s in enumerate(states)}
+    return number, edges, tuple((number[a], number[b]) for a, b in edges)
 
 
 def pieces_for_copies(
@@ -164,7 +177,7 @@ def _gathered_twice(
 
 def _is_free(src: State, dst: State) -> bool:
     """Whether a step makes no collective, forward or backward."""
-    axis = Step.between(src, dst).axis
+    axis = changed_axis(src, dst)
     return step_collectives(src[axis], dst[axis]) == (None, None)
 
 

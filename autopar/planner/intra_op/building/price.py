@@ -30,7 +30,7 @@ from autopar.rules.strategy import Strategy, grads_of
 from autopar.words.graph import Graph, Node, Spec
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import elements_moved, local_shape
-from autopar.words.placements import State, Step, step_collectives
+from autopar.words.placements import State, changed_axis, step_collectives
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
 from cost_models.parameter_overlap import Shares, shares_of
 from hardware_profiles import Cluster, Device
@@ -61,6 +61,7 @@ class Pricer:
     _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
     _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
     _parameters: dict[object, float] = field(default_factory=dict)
+    _edges: dict[tuple[Spec, bool, int], tuple[object, list[float]]] = field(default_factory=dict)
 
     # -- reshards
 
@@ -72,9 +73,17 @@ class Pricer:
             seconds = self._steps[key] = sum(self.step_parts(spec, grad, src, dst))
         return seconds
 
+    def steps(self, spec: Spec, grad: bool, edges: tuple[tuple[State, State], ...]) -> list[float]:
+        """:meth:`step` of many, which are remembered together: tensors alike are asked about in every program."""
+        key = spec, grad, id(edges)
+        known = self._edges.get(key)
+        if known is None or known[0] is not edges:
+            known = self._edges[key] = edges, [self.step(spec, grad, src, dst) for src, dst in edges]
+        return known[1]
+
     def step_parts(self, spec: Spec, grad: bool, src: State, dst: State) -> tuple[float, float]:
         """Seconds of the forward and of the backward of one step."""
-        axis = Step.between(src, dst).axis
+        axis = changed_axis(src, dst)
         name, size = self.mesh[axis]
         if size == 1:
             return 0.0, 0.0
