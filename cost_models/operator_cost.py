@@ -136,8 +136,8 @@ def op_seconds(
         row: elements of a row that is normalized or summed; 0 where that does not matter.
         aligned: the inner sizes of a product are multiples of 16 bytes.
         backward: by the curve of the backward, where there is one.
-        joins: it runs in the kernel of an op before it. Its launch counts all the same: most kernels that are written by
-            hand join fewer ops than this takes for one.
+        joins: it runs in the kernel of an op before it. Its launch counts all the same: most kernels written by hand
+            join fewer ops than this takes for one.
 
     Raises:
         ValueError: an unknown kind.
