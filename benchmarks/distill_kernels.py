@@ -94,7 +94,8 @@ class Time:
         return f"{self.kind}_backward" if self.backward else self.kind
 
 
-MOVED: dict[str, tuple[str, float, float]] = {  # operator: kind, passes of the forward and of the backward over its tensor, as the planner counts them
+# Operator: kind, passes of the forward and of the backward over its tensor, as the planner counts them.
+MOVED: dict[str, tuple[str, float, float]] = {
     "add": ("pointwise", 3, 0), "gelu": ("pointwise", 2, 3), "silu": ("pointwise", 2, 3), "mul": ("pointwise", 3, 5),
     "dropout": ("pointwise", 2.5, 2.5), "clone": ("pointwise", 2, 0), "copy": ("pointwise", 2, 0),
     "layer_norm": ("norm", 2, 3), "rms_norm": ("rms_norm", 2, 3), "softmax": ("softmax", 2, 3),

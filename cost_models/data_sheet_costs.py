@@ -131,6 +131,11 @@ class Roofline:
             known = self._devices[device] = replace(device, launch_seconds=seconds)
         return known
 
+    @cached_property
+    def _without_launches(self) -> Device:
+        """The slowest device, for kernels that take many tensors at once."""
+        return replace(self.cluster.slowest(range(self.cluster.n_devices)), launch_seconds=0.0, kernel_seconds=0.0)
+
     def copy(self, device: Device, n_bytes: float, dtype: str) -> float:
         """By the device's memory bandwidth."""
         return self.software.factor * op_seconds(self._as_launched(device), "copy", 0.0, n_bytes, dtype)
@@ -149,15 +154,21 @@ class Roofline:
 
     def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
         """The optimizer's step, additions of gradients that arrive over several ways, and those of weights to the
+<<<<<<< HEAD
         gradients of earlier microbatches, and casts of weights to narrow copies, by the bytes that they move on the
         slowest device; None on devices of which nothing but the four curves is known."""
         device = self._as_launched(self.cluster.slowest(range(self.cluster.n_devices)))
+=======
+        gradients of earlier microbatches, by the bytes that they move on the slowest device; None on devices of which
+        nothing but the four curves is known."""
+        device = self._without_launches
+>>>>>>> w-rates
         if self.cluster.abstract or not _knows_backwards(device):
             return None
         asked, factor = work(), self.software.factor
 
         def seconds(kind: str, n_bytes: float) -> float:
-            return factor * op_seconds(device, kind, 0.0, n_bytes, "float32", joins=True)
+            return factor * op_seconds(device, kind, 0.0, n_bytes, "float32")
 
         summed = sum(times * seconds("pointwise", ADD_PASSES * n_bytes) for times, n_bytes in asked.summed)
         used, stored = (sum(sizes[i] for sizes in asked.parameters) for i in (0, 1))
