@@ -144,7 +144,7 @@ class Roofline:
         """By the links that the collectives cross."""
         axes = mesh_axes(self.cluster, shape, devices)
         factor = self.software.factor
-        return axes if factor == 1.0 else {name: _longer(axis, factor) for name, axis in axes.items()}
+        return axes if factor == 1.0 else {name: axis.times(factor) for name, axis in axes.items()}
 
     def transfer(self, source: int, target: int, n_bytes: float) -> float:
         """By the links of the route."""
@@ -154,15 +154,9 @@ class Roofline:
 
     def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
         """The optimizer's step, additions of gradients that arrive over several ways, and those of weights to the
-<<<<<<< HEAD
         gradients of earlier microbatches, and casts of weights to narrow copies, by the bytes that they move on the
         slowest device; None on devices of which nothing but the four curves is known."""
-        device = self._as_launched(self.cluster.slowest(range(self.cluster.n_devices)))
-=======
-        gradients of earlier microbatches, by the bytes that they move on the slowest device; None on devices of which
-        nothing but the four curves is known."""
         device = self._without_launches
->>>>>>> w-rates
         if self.cluster.abstract or not _knows_backwards(device):
             return None
         asked, factor = work(), self.software.factor
@@ -181,11 +175,6 @@ class Roofline:
 def _knows_backwards(device: Device) -> bool:
     """Whether the device has curves for backwards."""
     return "pointwise_backward" in device.efficiency
-
-
-def _longer(axis: AxisCost, factor: float) -> AxisCost:
-    """The axis whose collectives take so many times as long."""
-    return axis.times(factor)
 
 
 cost_source(Roofline)
