@@ -39,11 +39,15 @@ class Shares(NamedTuple):
         return self.reductions or self.gathers
 
 
+HIDES_NOTHING = Shares(0.0, 0.0)
+HIDES_ALL = Shares(1.0, 1.0)
+
+
 def shares_of(cluster: Cluster) -> Shares:
     """Return how far collectives of parameters run beside computing: as the software says, and not at all where
     collectives use the cores that compute, or where the cluster states no compute."""
     if not cluster.overlap or cluster.abstract:
-        return Shares(0.0, 0.0)
+        return HIDES_NOTHING
     return Shares(cluster.software.hides_gathers, cluster.software.hides_reductions)
 
 
@@ -113,4 +117,18 @@ def exposed(
     return ParameterSeconds(*[max(0.0, seconds) for seconds in left])  # rounding: all of it may be hidden
 
 
-__all__ = ["SLOWDOWN", "Computing", "ParameterSeconds", "Shares", "exposed", "hidden_seconds", "shares_of"]
+def tensor_exposed(cluster: Cluster) -> float:
+    """Return the fraction that a step waits for of collectives of tensor parallelism: of those that run in parts beside
+    the products that they belong to, what both lose together."""
+    if not cluster.overlap or cluster.abstract:
+        return 1.0
+    return 1 - (1 - SLOWDOWN) * cluster.software.hides_tensor
+
+
+TENSOR = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+"""Collectives of tensor and sequence parallelism between operators."""
+
+__all__ = [
+    "HIDES_ALL", "HIDES_NOTHING", "SLOWDOWN", "TENSOR", "Computing", "ParameterSeconds", "Shares", "exposed",
+    "hidden_seconds", "shares_of", "tensor_exposed",
+]  # fmt: skip

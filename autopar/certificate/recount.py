@@ -30,15 +30,24 @@ from autopar.rules.function import PREFIX
 from autopar.rules.kernels import as_on_gpu, kernels_of
 from autopar.rules.lowering_helpers.lowering_trial import Begun, ToOther, as_last_rank
 from autopar.rules.proving.many_ranks import fake_world
-from autopar.torch_private import FakeTensorMode
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
+from autopar.torch_private import FakeTensorMode
 from autopar.words.graph import ITEM_BYTES, Graph, Ref
 from autopar.words.pieces import elements_moved, local_shape
 from autopar.words.placements import State, Step, whole_state
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
-from cost_models.parameter_overlap import Computing, ParameterSeconds, Shares, exposed, shares_of
+from cost_models.parameter_overlap import (
+    HIDES_ALL,
+    TENSOR,
+    Computing,
+    ParameterSeconds,
+    Shares,
+    exposed,
+    shares_of,
+    tensor_exposed,
+)
 from hardware_profiles import Cluster, Device
 
 
@@ -87,9 +96,9 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
         if types:
             typecheck(program)
         with as_on_gpu() if kernels.gpu else nullcontext():
-            computing = _recount(program, plan, graph, device, costs, axes, names, report)
+            computing = _recount(program, plan, graph, device, costs, axes, names, report, tensor_exposed(cluster))
     parameter_bytes, gradient_bytes, optimizer_bytes = _stored(plan, graph)
-    collectives = _parameters(plan, graph, axes, costs.bucket_bytes, frozenset(), report)
+    collectives = _parameters(plan, graph, axes, costs.bucket_bytes, frozenset(), report, HIDES_ALL)
     first = _first_parameters(graph, costs.bucket_bytes)
     shares = shares_of(cluster)
     may_hide = _parameters(plan, graph, axes, costs.bucket_bytes, first, None, shares)
@@ -115,8 +124,13 @@ def _recount(
     axes: Mapping[str, Axis],
     names: Mapping[str, str],
     report: Report,
+    tensor: float,
 ) -> Computing:
-    """Count what a microbatch takes, of which what operators that depend on parameters compute is returned."""
+    """Count what a microbatch takes, of which what operators that depend on parameters compute is returned.
+
+    Args:
+        tensor: what is waited for of collectives of tensor parallelism.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True), spmd.no_typecheck():
         values = []
         for slot in program.slots:
@@ -145,7 +159,7 @@ def _recount(
     for group, kind, n_bytes in counter.seen:
         axis = names[group]
         report.collectives[axis, kind] += 1
-        moved += axes[axis].seconds(kind, n_bytes)
+        moved += axes[axis].seconds(kind, n_bytes) * (tensor if kind in TENSOR else 1.0)
     moved += _message_seconds(pricer.counted.messages, pricer.beside, axes)
     moved -= _hidden_seconds(pricer.counted.begun, pricer.windows, axes)
     for message in pricer.counted.messages:
@@ -263,7 +277,7 @@ def _made_in(plan: StagePlan, graph: Graph, ref: Ref) -> State:
 
 def _parameters(
     plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_bytes: float, without: frozenset[str],
-    report: Report | None, shares: Shares = Shares(1.0, 1.0),
+    report: Report | None, shares: Shares,
 ) -> ParameterSeconds:  # fmt: skip
     """Return seconds of the collectives between stored and used placements, by when they run: how often each is made
     in a step follows from its lifetime.
@@ -289,8 +303,9 @@ def _parameters(
             use = choice.lifetime == "use"
             often = plan.microbatches if use else 1
             forth = often * (2 if use and node.needs_grad else 1)
-            for kind, times, each, is_gather in ((forward, forth, node.out.item_bytes, True),
-                                                 (backward if node.needs_grad else None, often, back, False)):  # fmt: skip
+            gather = forward, forth, node.out.item_bytes, True
+            reduction = backward if node.needs_grad else None, often, back, False
+            for kind, times, each, is_gather in (gather, reduction):
                 if kind is None:
                     continue
                 n_bytes = moved * each

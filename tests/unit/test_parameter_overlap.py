@@ -26,9 +26,10 @@ from autopar.planner.intra_op.solving import highs
 from autopar.plans.plan import Plan
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
+from autopar.words.placements import INVARIANT, State, shard
 from cost_models.parameter_overlap import SLOWDOWN, Computing, ParameterSeconds, Shares, exposed
 from cost_models.schedules import Edge, build, simulate, times
-from hardware_profiles import Cluster, load_cluster, software_named
+from hardware_profiles import load_cluster, software_named
 
 LOST = SLOWDOWN
 ALL = Shares(1.0, 1.0)
@@ -48,13 +49,14 @@ def test_the_shorter_of_both_is_hidden_but_for_what_both_lose() -> None:
     assert waits == pytest.approx((0, 0, 0.5 + LOST, 3 * LOST))
     assert waits.of_step(4) == pytest.approx(4 * (0.5 + 4 * LOST))
     both = exposed(of_step.plus(each), of_step.plus(each), Computing(1.0, 5.0), ALL)
-    assert both == pytest.approx((2.0, 1 + 2 * LOST, 0.5 + LOST, 3 * LOST)), "of the first forward each hides 1 s in all"
+    assert both == pytest.approx((2.0, 1 + 2 * LOST, 0.5 + LOST, 3 * LOST)), "1 s of the first forward"
 
 
 def test_blocks_of_a_stage_hide_together() -> None:
     def load(reductions: float, backward: float) -> ParameterLoad:
         of_step = ParameterSeconds(reductions=reductions)
-        return ParameterLoad((), of_step, of_step, ParameterSeconds(reductions=reductions / 4), Computing(0, backward), ALL)
+        first = ParameterSeconds(reductions=reductions / 4)
+        return ParameterLoad((), of_step, of_step, first, Computing(0, backward), ALL)
 
     stage = together([(3, load(4.0, 1.0)), (1, load(0.0, 20.0))])
     assert stage.collectives.reductions == 12.0 and stage.first.reductions == 1.0, "one block is the first"
@@ -65,20 +67,20 @@ def test_blocks_of_a_stage_hide_together() -> None:
 
 
 def _random_problem(rng: random.Random) -> Problem:
-    items = tuple(
-        Item(f"i{k}", tuple(float(rng.randint(4, 20)) for _ in range(n)), tuple(float(rng.randint(1, 9)) for _ in range(n)))
-        for k, n in enumerate(rng.randint(1, 4) for _ in range(rng.randint(2, 5)))
-    )
+    def numbers(n: int, least: int, most: int) -> tuple[float, ...]:
+        return tuple(float(rng.randint(least, most)) for _ in range(n))
 
-    def side(numbers: Sequence[int]) -> tuple[tuple[int, tuple[float, ...]], ...]:
-        return tuple((k, tuple(rng.uniform(0, s / 2) for s in items[k].seconds)) for k in numbers)
+    sizes = [rng.randint(1, 4) for _ in range(rng.randint(2, 5))]
+    items = tuple(Item(f"i{k}", numbers(n, 4, 20), numbers(n, 1, 9)) for k, n in enumerate(sizes))
+
+    def side(of_items: Sequence[int]) -> tuple[tuple[int, tuple[float, ...]], ...]:
+        return tuple((k, tuple(rng.uniform(0, s / 2) for s in items[k].seconds)) for k in of_items)
 
     overlaps = []
     for _ in range(rng.randint(1, 2)):
-        numbers = list(range(len(items)))
-        rng.shuffle(numbers)
+        order = rng.sample(range(len(items)), len(items))
         at = rng.randint(1, len(items) - 1)
-        overlaps.append(HiddenSeconds((side(numbers[:at]), side(numbers[at:]))))
+        overlaps.append(HiddenSeconds((side(order[:at]), side(order[at:]))))
     limit = float(rng.randint(2 * len(items), 8 * len(items))) if rng.random() < 0.5 else None
     return Problem(items, (), limit_bytes=limit, overlaps=tuple(overlaps))
 
@@ -184,6 +186,21 @@ def test_phases_add_up_and_one_plan_has_one_price() -> None:
             whole = Plan.alone(plan, cluster.name)
             again, _ = Replanner(graph(), whole, cluster, options).simulated()
             assert again.seconds == pytest.approx(whole.seconds, rel=1e-9)
+
+
+def test_collectives_of_tensor_parallelism_are_hidden_where_the_software_says_so() -> None:
+    cluster, mesh = load_cluster("dgx-h100"), Mesh.of(tensor=8)
+    half = replace(cluster, software=replace(software_named("autopar"), name="half", hides_tensor=0.5))
+    spec = graph().nodes[7].out
+    plain, hides = pricer(cluster, mesh), pricer(half, mesh)
+    whole, pieces = State([INVARIANT]), State([shard(0)])
+    there, _ = plain.step_parts(spec, True, pieces, whole)
+    assert there > 0 and hides.step_parts(spec, True, pieces, whole)[0] == pytest.approx(
+        there * (1 - 0.5 * (1 - SLOWDOWN))
+    )
+    for other in (cluster, half):
+        plan = plan_graph(graph(), other, mesh, Options())
+        assert check(plan, graph(), other).failures == []
 
 
 # -- pipelines

@@ -17,10 +17,10 @@ from autopar.planner.inter_op.estimating.equal import Equal
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group
 from autopar.planner.inter_op.estimating.filling import Filled, Fillers
 from autopar.planner.inter_op.estimating.simulated_estimate import STEADY, best, simulated
-from autopar.planner.inter_op.simulating.timing import OnceAStep
 from autopar.planner.inter_op.exact import stage_plans
 from autopar.planner.inter_op.exact.exact_stages import spread_out
 from autopar.planner.inter_op.per_microbatch_count import OneNumber
+from autopar.planner.inter_op.simulating.timing import OnceAStep
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.building.integer_program import Beaten
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again

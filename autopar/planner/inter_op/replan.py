@@ -68,7 +68,8 @@ class Replanner:
         stages = tuple(with_agreed_buffers(graphs, stages, self.plan.schedule, self.cluster))
         timing, once = timing_of(graphs, stages, self.plan.schedule, self.cluster)
         timeline = simulate(self.plan.schedule, timing)
-        return replace(self.plan, stages=stages, crossings=crossings_of(graphs), seconds=once.seconds(timeline)), timeline
+        seconds = once.seconds(timeline)
+        return replace(self.plan, stages=stages, crossings=crossings_of(graphs), seconds=seconds), timeline
 
     def limit_bytes(self, number: int, options: Options | None = None) -> float:
         """The memory of a device that a stage may fill; see :func:`limit_of_stage`."""

@@ -321,8 +321,8 @@ def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple
         once = price.exposed_seconds + price.optimizer_seconds
         stored, passing = price.stored_bytes - peak, max(0, price.passing_bytes)
         return (
-            price.microbatch_seconds, once, once + price.hidden_seconds, stored, plan.kept_bytes, passing, peak, _is_whole(plan),
-            bool(plan.recompute),
+            price.microbatch_seconds, once, once + price.hidden_seconds, stored, plan.kept_bytes, passing, peak,
+            _is_whole(plan), bool(plan.recompute),
         )  # fmt: skip
 
     accounts = [account(plan, peak) for plan, peak in zip(plans, peaks, strict=True)]

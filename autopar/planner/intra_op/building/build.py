@@ -131,8 +131,8 @@ class Builder:
             item_of[i] = len(items)
             costs, n = [o[1] for o in options], counts[i]
             peaks = tuple(c.peak_bytes for c in costs) if self.keep_memory and any(c.peak_bytes for c in costs) else ()
-            seconds, n_bytes = tuple(n * (c.seconds + c.step_seconds) for c in costs), tuple(n * c.n_bytes for c in costs)
-            items.append(Item(node.name, seconds, n_bytes, peaks))
+            seconds = tuple(n * (c.seconds + c.step_seconds) for c in costs)
+            items.append(Item(node.name, seconds, tuple(n * c.n_bytes for c in costs), peaks))
             hides = n - waits_first[i]
             if hides and any(any(c.may_hide) for c in costs):
                 may_hide.append((item_of[i], [ParameterSeconds().plus(c.may_hide, hides) for c in costs]))

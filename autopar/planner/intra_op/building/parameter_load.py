@@ -18,7 +18,7 @@ from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref, Spec
 from autopar.words.placements import State
 from cost_models.costs import StageWork
-from cost_models.parameter_overlap import Computing, ParameterSeconds, Shares, exposed
+from cost_models.parameter_overlap import HIDES_NOTHING, Computing, ParameterSeconds, Shares, exposed
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,15 @@ class ParameterLoad:
         return exposed(self.collectives, self.may_hide.plus(self.first, -1), self.computing, self.shares)
 
 
-NOTHING = ParameterLoad((), ParameterSeconds(), ParameterSeconds(), ParameterSeconds(), Computing(0.0, 0.0), Shares(0, 0))
+NONE = ParameterSeconds()
+NOTHING = ParameterLoad((), NONE, NONE, NONE, Computing(0.0, 0.0), HIDES_NOTHING)
 """The load of a stage without parameters."""
 
 
 def together(loads: Sequence[tuple[int, ParameterLoad]]) -> ParameterLoad:
     """Return the load of a stage of so many blocks each: all hide together, and of one block alone parameters are read
     before anything is computed."""
-    collectives = may_hide = first = ParameterSeconds()
+    collectives = may_hide = first = NONE
     forward = backward = 0.0
     for n, load in loads:
         collectives, may_hide = collectives.plus(load.collectives, n), may_hide.plus(load.may_hide, n)
@@ -76,7 +77,7 @@ def parameter_load(
     first_read = P.first_read(graph, pricer.costs.bucket_bytes)
     costs: list[P.ParamCost] = []
     cost_of: dict[tuple[Spec, bool, ParamChoice, bool], P.ParamCost] = {}  # repeated blocks have the same parameters
-    collectives = may_hide = first = ParameterSeconds()
+    collectives = may_hide = first = NONE
     for i, choice in owned.items():
         key = nodes[i].out, nodes[i].needs_grad, choice, nodes[i].narrow is not None
         cost = cost_of.get(key)

@@ -32,7 +32,7 @@ from autopar.words.meshes import Mesh
 from autopar.words.pieces import elements_moved, local_shape
 from autopar.words.placements import State, changed_axis, step_collectives
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
-from cost_models.parameter_overlap import Shares, shares_of
+from cost_models.parameter_overlap import HIDES_NOTHING, TENSOR, Shares, shares_of, tensor_exposed
 from hardware_profiles import Cluster, Device
 from hardware_profiles.measurements import op_key, tensor_text
 
@@ -49,6 +49,7 @@ class Pricer:
         device: the slowest device of the mesh stands for all.
         shares: how far collectives of parameters run beside computing.
         kernels: which run on these devices.
+        tensor: the fraction that is waited for of collectives of tensor parallelism between operators.
     """
 
     mesh: Mesh
@@ -56,8 +57,9 @@ class Pricer:
     costs: Costs
     axes: Mapping[str, Axis]
     device: Device
-    shares: Shares = Shares(0.0, 0.0)
+    shares: Shares = HIDES_NOTHING
     kernels: Kernels = CPU
+    tensor: float = 1.0
     _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
     _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
     _parameters: dict[object, float] = field(default_factory=dict)
@@ -94,7 +96,8 @@ class Pricer:
             moved = elements_moved(spec.shape, src, dst, self.mesh) * spec.item_bytes
         seconds = []
         for kind in (forward, backward if grad else None):
-            seconds.append(cost.seconds(kind, moved) if kind is not None else 0.0)
+            waits = self.tensor if kind in TENSOR else 1.0
+            seconds.append(waits * cost.seconds(kind, moved) if kind is not None else 0.0)
         if forward is None and not (src[axis].is_whole and dst[axis].is_whole):
             n_bytes = self.local_bytes(spec, src) + self.local_bytes(spec, dst)
             copy = self.costs.copy(self.device, n_bytes, spec.dtype)
@@ -300,4 +303,6 @@ def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -
 def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...], costs: Costs) -> Pricer:
     axes = costs.axes(mesh.size_of, devices)
     device = cluster.slowest(devices)
-    return Pricer(mesh, devices, costs, axes, device, shares_of(cluster), kernels_of(cluster, device))
+    return Pricer(
+        mesh, devices, costs, axes, device, shares_of(cluster), kernels_of(cluster, device), tensor_exposed(cluster)
+    )
