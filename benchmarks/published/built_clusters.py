@@ -66,7 +66,7 @@ def cluster_of(run: Run) -> Cluster:
     try:
         return _cluster(device, run.n_gpus, per_node, run.intra, run.inter, run.software)
     except ProfileError as error:
-        raise UnpricedError(f"no cluster: {str(error).splitlines()[0][:120]}") from None
+        raise UnpricedError(f"no cluster: {' '.join(str(error).split())[:200]}") from None
 
 
 @cache

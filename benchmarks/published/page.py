@@ -48,6 +48,18 @@ prediction is better than that on rows that it was not fitted to.
 
 These are errors on runs of their authors, with their kernels measured beforehand; the tables below are of runs by
 others.
+
+## What is known to be missing
+
+- **Nanotron across machines.** 526 of the 845 rows have tensor parallelism beside a pipeline on several machines.
+  There a layer of one microbatch takes about 12 ms with tp=2, 16 with tp=4, 25 with tp=8, 52 with tp=16 and 136 with
+  tp=32, with one row or two and from hidden size 2,048 to 4,096 alike; without a pipeline it takes 4.5 to 15 ms.
+  Neither bytes nor products explain that, so no price does, and nothing was fitted to it.
+- **Hosts that hold the device up** are priced operator by operator: the longer of launch and kernel. Where large
+  kernels and small ones alternate, a host that runs ahead hides some of that.
+- **What a row does not say.** Recomputation is not in most rows of Megatron-Bridge: then nothing is said of memory.
+  The multi-token prediction of DeepSeek-V3 is one more layer here; GPT-OSS is built without its sinks and windows;
+  machines of several kinds are not priced, because the rows do not say which is where.
 """
 
 
