@@ -92,8 +92,7 @@ def by_hand(n: int, rows: int) -> list[str]:
 
 
 def at_random(count: int, n: int, rows: int, seed: int = 0) -> list[str]:
-    """So many different layouts of ``n`` devices, or as many as there are. Where microbatches have fewer rows than
-    there are devices along ``dp``, these cut something else."""
+    """So many different layouts of ``n`` devices, or as many as there are."""
     rng = random.Random(seed)
     layouts: dict[str, None] = {}
     sizes = [k for k in range(1, n + 1) if n % k == 0]
@@ -103,11 +102,15 @@ def at_random(count: int, n: int, rows: int, seed: int = 0) -> list[str]:
         tensor = rng.choice([k for k in sizes if k <= 8])
         groups = rng.choice([k for k in sizes if (n // tensor) % k == 0])
         data = n // tensor // groups
-        counts = [m for m in range(1, rows + 1) if rows % m == 0 and ((rows // m) % data == 0 or rows // m < data)]
+        counts = [m for m in range(1, rows + 1) if rows % m == 0 and (rows // m) % data == 0]
+        if not counts:
+            continue
         words = f"tp={tensor},pp={groups},dp={data},m={rng.choice(counts)}"
         if groups > 1:
             deep = rng.choice([1, 1, 2, 3, 4, 8])
             words += f",vp={deep},schedule={rng.choice(['zb-h1', 'interleaved-1f1b'] if deep > 1 else SINGLE)}"
+        words += rng.choice(["", ",sp"]) if tensor > 1 else ""
+        words += rng.choice(["", ",zero=1", ",zero=3"]) if data > 1 else ""
         layouts[words + rng.choice(["", ",recompute=none", ",recompute=full"])] = None
     return list(layouts)
 

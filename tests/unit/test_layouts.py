@@ -40,6 +40,7 @@ def test_words() -> None:
     assert second.options.recompute == ("transformer.h.1", "transformer.h.3")
     assert parse_layout("tp=1").mesh == Mesh.of(data=1)
     assert parse_layout("pp=4,schedule=zb-h1").schedule == "zb-h1"
+    assert (parse_layout("pp=2,schedule=zb-v").schedule, parse_layout("pp=2,schedule=zb-v").chunks) == ("zb-v", 2)
     assert parse_layout("cp=4").way == "ring" and parse_layout("cp=4:ulysses").way == "ulysses"
     assert parse_layout("dp=8,fsdp").zero == 3 and parse_layout("dp=8,gas=4").microbatches == 4
     experts = parse_layout("dp=8,ep=4,tp=2,pp=2")

@@ -235,6 +235,7 @@ def test_blocks_are_divided_evenly() -> None:
     starts = [graph.nodes[graph.index[name]].module for name in plan.starts]
     assert [name.split(".input")[0] for name in starts] == ["model.layers.1", "model.layers.2", "model.layers.3"]
     assert plan.schedule.name.startswith("interleaved-1f1b")
+    assert priced(llama, 4, "pp=4,mbs=1").plan.microbatches == ROWS
     with pytest.raises(PlanError, match=r"8 stages .pp x vp. are more than the model's 4 blocks"):
         priced(llama, 4, "pp=2,vp=4,m=4", "local-x2")
 

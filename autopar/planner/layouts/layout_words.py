@@ -43,6 +43,7 @@ from autopar.plans.wishes import OPTIMIZERS
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.precision import Precision, parse_precision
+from cost_models.schedules import parse_kind
 from cost_models.schedules.actions import check_size
 from hardware_profiles.strict import Unreadable, parse_count, shortened
 
@@ -235,7 +236,8 @@ def parse_layout(text: str) -> Layout:
     sizes = {"dp": numbers.get("dp", 1), "cp": cp, "tp": numbers.get("tp", 1)}
     if "sp" in given and sizes["tp"] == 1:
         raise PlanError(f"{written}: sp cuts the residual over the ranks of tp, which is 1; give tp=2 or more, or cp")
-    groups, chunks = numbers.get("pp", 1), numbers.get("vp", 1)
+    groups = numbers.get("pp", 1)
+    schedule, chunks = _schedule(written, given.get("schedule"), groups, numbers.get("vp"))
     experts, travel = _experts(written, numbers)
     if sizes["dp"] % experts:
         shown = f"dp={sizes['dp']}" if "dp" in numbers else "dp, 1 where it is not given"
@@ -253,7 +255,7 @@ def parse_layout(text: str) -> Layout:
     return Layout(
         text, sizes, experts, travel, shards, groups, chunks, numbers.get("mbs", 1),
         numbers.get("m", numbers.get("gas")), not numbers.keys() & {"mbs", "m", "gas"},
-        _schedule(written, given.get("schedule"), groups, chunks),
+        schedule,
         _recompute(written, given.get("recompute", NONE)), zero, keeps, "sp" in given, way, optimizer, precision,
     )  # fmt: skip
 
@@ -313,15 +315,18 @@ def _zero(written: str, given: Mapping[str, str], dp: int) -> tuple[int, bool, i
     return 3, False, shards if shards < dp else 1
 
 
-def _schedule(written: str, name: str | None, groups: int, chunks: int) -> str:
-    if chunks > 1 and groups == 1:
-        raise PlanError(f"{written}: vp={chunks} needs a pipeline; give pp=2 or more")
-    name = name or ("interleaved-1f1b" if chunks > 1 else "1f1b")
+def _schedule(written: str, name: str | None, groups: int, vp: int | None) -> tuple[str, int]:
+    """The schedule, and the stages on each group: ``vp``, or as many as it always has (two under ``zb-v``)."""
+    if vp is not None and vp > 1 and groups == 1:
+        raise PlanError(f"{written}: vp={vp} needs a pipeline; give pp=2 or more")
+    name = name or ("interleaved-1f1b" if vp is not None and vp > 1 else "1f1b")
     if name == SEARCHED:
         raise PlanError(f"{written}: schedule={SEARCHED} is no pinned one; leave --like out for a search")
-    full = f"{name}:{chunks}" if chunks > 1 else name
-    check_name(full)
-    return full
+    check_name(f"{name}:{vp}" if vp is not None and vp > 1 else name)
+    kind, _ = parse_kind(name)
+    chunks = vp or (kind.fewest if kind.fewest == kind.most and groups > 1 else 1)
+    full = f"{name}:{chunks}" if chunks > 1 and kind.fewest != kind.most else name
+    return full, chunks
 
 
 def _recompute(written: str, value: str) -> str:

@@ -129,7 +129,9 @@ class OperatorCuts:
             f = self._factor(i, self.classes.batch, size)
             if f is not None:
                 cut[i] = f
-        self._check_all(cut, f"dp={size} would have every rank compute", "are not made of the rows of the batch alone")
+        if size > 1:
+            because = "are not made of the rows of the batch alone"
+            self._check_all(cut, f"dp={size} would have every rank compute", because)
         return cut
 
     @cached_property
