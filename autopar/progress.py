@@ -20,7 +20,7 @@ class _Listener:
     """Who listens, and when it heard something last."""
 
     def __init__(self, say: Say) -> None:
-        self.say, self.last = say, 0.0
+        self.say, self.last, self.best = say, 0.0, ""
 
 
 _LISTENER: ContextVar[_Listener | None] = ContextVar("listener", default=None)
@@ -47,6 +47,8 @@ def tell(text: Callable[[], str], *, often: bool = True) -> None:
     Args:
         text: makes it; called only then.
         often: it comes often, and may be left out where something was heard within :data:`SECONDS`.
+
+    What is the best so far (:func:`note_best`) is told with it.
     """
     listener = _LISTENER.get()
     if listener is None:
@@ -54,7 +56,14 @@ def tell(text: Callable[[], str], *, often: bool = True) -> None:
     now = time.monotonic()
     if not often or now - listener.last > SECONDS:
         listener.last = now
-        listener.say(text())
+        listener.say(text() + listener.best)
 
 
-__all__ = ["Say", "heard", "is_heard", "tell"]
+def note_best(text: str) -> None:
+    """Note what is the best so far of what is looked for: it ends all that is told from now on. Nothing ends it."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener.best = f"; best so far {text}" if text else ""
+
+
+__all__ = ["Say", "heard", "is_heard", "note_best", "tell"]

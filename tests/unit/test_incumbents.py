@@ -75,3 +75,14 @@ def test_the_fastest_is_planned_with_equal_shares_too(stages: int, planned: list
     best.share_equally([search])  # type: ignore[list-item]
     assert search.planned == planned
     assert [bool(plan.candidate.n_bytes) for plan in best.plans] == [True, False][: len(planned)]
+
+
+@pytest.mark.parametrize("top, planned", [(2, [10.8, 10.9]), (3, [10.8, 10.9, 11.5])])
+def test_the_next_best_are_planned_after_the_best(top: int, planned: list[float]) -> None:
+    """Until there are so many layouts, and two in a row are no faster than the last of them."""
+    search, best = Search({10.8: 10.85, 10.9: 10.95, 11.5: 11.6, 12.0: 12.1, 12.5: 12.6}), Incumbents(MANY)
+    ways = [(search, estimated(seconds)) for seconds in (10.8, 12.5, 12.0, 10.9, 11.5)]
+    best.plan_exactly(ways[:1])  # type: ignore[arg-type]
+    best.next_best(top, ways)  # type: ignore[arg-type]
+    assert search.planned == planned
+    assert best.fastest.seconds == 10.85

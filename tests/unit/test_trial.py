@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
 from autopar.capture.microbatches import resized
-from autopar.planner.inter_op.estimating.block_costs import BlockPlans, evenly_cut
+from autopar.planner.inter_op.estimating.block_costs import BlockPlans, Menus, evenly_cut
 from autopar.planner.inter_op.estimating.equal import Equal
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group
 from autopar.planner.inter_op.estimating.filling import Filled, Fillers
@@ -26,7 +26,7 @@ from autopar.planner.intra_op.building.integer_program import Beaten
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
-from cost_models.schedules import Edge, build, fill_of, simulate, times
+from cost_models.schedules import Edge, Fill, build, fill_of, simulate, times
 from hardware_profiles import load_cluster
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-1f1b:3", "zb-h1", "zb-h1:4", "zb-v")
@@ -100,6 +100,37 @@ def test_filling_the_commonest_blocks_first_finds_the_same_cut() -> None:
     every, fewer = found
     assert fewer[0] == every[0]
     assert set(fewer) <= set(every), "what is not near is not planned"
+
+
+def test_fastest_ways_alone_find_the_cut_that_all_ways_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ways of blocks are looked for only where the fastest need more memory than there is."""
+    graph, cluster, microbatches = llama(), load_cluster("dgx-h100-x4"), 32
+    search = OneNumber(graph, cluster, 32, PipelineOptions(microbatches), "")
+    every: list[bool] = []
+    ways = Menus.ways
+    monkeypatch.setattr(Menus, "ways", lambda *args: every.append(True) or ways(*args))
+
+    def all_ways(self: Equal, groups: list[Group], fill: Fill, near: float, only: int | None) -> EstimatedCut | None:
+        found = self._filled(groups, fill, near, only, fastest=False)
+        return found[0] if found is not None else None
+
+    def cuts(n_bytes: float) -> list[EstimatedCut]:
+        equal = Equal(
+            cluster, search._pools, search.blocks, Fillers(search.menus, search.blocks, microbatches),
+            lambda size: [Mesh.of(data=2, tensor=2)] if size == 4 else [], ("1f1b",), microbatches,
+            [n_bytes] * len(search._pools), groups=8, thorough=True,
+        )  # fmt: skip
+        return equal.cuts()
+
+    (free,) = cuts(80.0 * 2**30)
+    assert not every
+    limit = 0.9 * max(stage.n_bytes for stage in free.stages)
+    (tight,) = cuts(limit)
+    assert every and tight.seconds > free.seconds
+    monkeypatch.setattr(Equal, "_cut", all_ways)
+    for found, n_bytes in ((free, 80.0 * 2**30), (tight, limit)):
+        (alike,) = cuts(n_bytes)
+        assert alike.bounds == found.bounds and alike.seconds == pytest.approx(found.seconds, rel=1e-9)
 
 
 def test_stages_of_a_group_share_its_memory() -> None:

@@ -12,7 +12,7 @@ from autopar.planner.inter_op.candidates import SMALL, Candidate
 from autopar.planner.inter_op.exact.exact_stages import Exact
 from autopar.planner.inter_op.per_microbatch_count import CANDIDATES, OneNumber
 from autopar.planner.intra_op.building.integer_program import Beaten
-from autopar.progress import tell
+from autopar.progress import note_best, tell
 from autopar.words.texts import show_seconds
 
 FAILED = 12
@@ -67,11 +67,6 @@ class Incumbents:
         return min(self.plans, key=lambda plan: plan.seconds)
 
     @property
-    def so_far(self) -> str:
-        """The best plan so far, for whoever waits for the search."""
-        return f"; best so far {show_seconds(self.fastest.seconds)} a step, {self.fastest.what}" if self.plans else ""
-
-    @property
     def to_beat(self) -> float:
         """Seconds of the last of the best plans of so many different layouts: what takes longer is of no interest."""
         best_of: dict[str, float] = {}
@@ -96,7 +91,7 @@ class Incumbents:
         Args:
             slack: by this factor it may take longer than what it has to beat until its slowest stages were refined.
         """
-        tell(lambda: f"{search.what(candidate)}{self.so_far}", often=False)
+        tell(lambda: search.what(candidate), often=False)
         try:
             plan = search.exact(candidate, slack * self.to_beat)
         except Beaten as beaten:
@@ -110,6 +105,7 @@ class Incumbents:
             self.unfit.add((id(search), candidate))
             return inf
         self.plans.append(plan)
+        note_best(f"{show_seconds(self.fastest.seconds)} a step, {self.fastest.what}")
         return plan.seconds
 
     def next_best(self, top: int, promising: Sequence[tuple[OneNumber, Candidate]]) -> None:

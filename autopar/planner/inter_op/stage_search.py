@@ -35,7 +35,7 @@ from autopar.planner.intra_op.building.integer_program import Beaten
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.within_memory import TIGHT
 from autopar.plans.plan import Plan
-from autopar.progress import tell
+from autopar.progress import note_best, tell
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
@@ -98,6 +98,7 @@ def plan_pipeline(
         first = searches[0].graph
         segments_of(first, rules_of(first, fold(first).representative), asked.options.recompute)
     best = Incumbents(n_devices, beaten)
+    note_best("")
     promising: list[tuple[OneNumber, Candidate]] = []
     bounds = [0.0] * len(searches)
     few = n_devices <= SMALL

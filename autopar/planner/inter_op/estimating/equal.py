@@ -21,6 +21,7 @@ from autopar.planner.inter_op.estimating.block_costs import ALONE, kinds_of
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, crossing_seconds, estimated
 from autopar.planner.inter_op.estimating.filling import PRECISE, Fillers, Places
 from autopar.planner.intra_op.within_memory import UNLIMITED
+from autopar.progress import tell
 from autopar.words.meshes import Mesh
 from autopar.words.texts import show_bytes
 from cost_models.costs import costs_of
@@ -103,6 +104,8 @@ class Equal:
         looked = 0
         while places and looked < MOST_PLACES:
             least, meshes = heappop(places)
+            shown = " and ".join(mesh.shown() for mesh in meshes)
+            tell(lambda shown=shown: f"estimates for {self.microbatches} microbatches, {shown}")  # type: ignore[misc]
             near = self._near(cuts)
             if least == inf or least > near:
                 break

@@ -36,6 +36,7 @@ from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.plans.plan import Plan, StagePlan, one_stage
 from autopar.plans.prices import bytes_together
 from autopar.plans.stage_graphs import StageGraph, crossings_of, cut, hot_ops
+from autopar.progress import tell
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes
@@ -298,6 +299,7 @@ class ExactPlans:
         for of_group in spread_out(schedule.stages_of_rank):  # one that alone takes too long ends it
             spent = 0.0
             for number in of_group:
+                tell(lambda n=number: f"{self.what(candidate)}: stage {n} of {len(graphs)}")  # type: ignore[misc]
                 stage = graphs[number]
                 mesh, devices = candidate.meshes[group[number]], candidate.devices[group[number]]
                 wishes = of_stage(self.asked.options, stage, mesh)
