@@ -86,12 +86,12 @@ def test_the_residual_is_a_piece_where_that_is_better(recompute: tuple[str, ...]
     assert free.price.seconds <= 1.01 * pinned.price.seconds
 
 
-@pytest.mark.parametrize("make, limit", [(llama, None), (llama, 0.75), (gpt2, 0.8)])
+@pytest.mark.parametrize("make, limit", [(llama, None), (llama, 0.75), (gpt2, 0.93)])
 def test_no_random_pins_have_a_better_plan(make: Any, limit: float | None) -> None:
     pins, mesh, cluster = benchmark("pins"), Mesh.of(data=2, tensor=2), load_cluster("dgx-h100")
     most = plan_graph(make(), cluster, mesh, Options(memory_limit_bytes=pins.PLENTY)).price.memory_bytes
     found = pins.compare(make(), cluster, mesh, limit and limit * most, 6)
-    assert found.behind == []
+    assert found.seconds < float("inf") and found.behind == []
     assert found.searched + found.slower >= 3, "most pins can be"
     assert limit is not None or found.fastest >= found.seconds * (1 - 1e-6)
 
