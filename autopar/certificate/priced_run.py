@@ -92,6 +92,7 @@ class PricedRun(Watched):
         self.source, self.device, self.flops = graph, device, flops
         self.mesh = program.mesh
         self.seconds: list[float] = []
+        self.hot: list[OpSeconds] = []  # of operators that depend on parameters, where they run first
         self.copy_seconds: list[float] = []  # of reshards without a collective
         self.counted = Counted()
         self.beside: dict[int, OpSeconds] = {}  # by the call that messages run beside, what it computes
@@ -123,6 +124,8 @@ class PricedRun(Watched):
             flops = self._flops_so_far() - before + self.flops_of_parts.pop(meta["node"], 0.0)
             spent = self._op(n, ins, outs, flops, lambda: self._key(n, args, kwargs, outs))
             self.seconds.append(spent.forward if self.second else spent.total)
+            if not self.second and self.source.nodes[self.source.index[meta["node"]]].hot:
+                self.hot.append(spent)
             self.beside |= {id(m.beside): spent for m in self.counted.messages[sent:] if m.beside is not None}
             if self.now_open is not None and self.counted.under_way:
                 self.now_open.append(spent)

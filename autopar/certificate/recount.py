@@ -28,12 +28,24 @@ from autopar.plans.prices import Price
 from autopar.rules.function import PREFIX
 from autopar.rules.lowering_helpers.lowering_trial import Begun, ToOther, as_last_rank
 from autopar.rules.proving.many_ranks import fake_world
+from autopar.rules.registry import rules_of
+from autopar.rules.strategy import strategy_named
 from autopar.torch_private import FakeTensorMode
-from autopar.words.graph import ITEM_BYTES, Graph
+from autopar.words.graph import ITEM_BYTES, Graph, Ref
 from autopar.words.pieces import elements_moved, local_shape
-from autopar.words.placements import Step
+from autopar.words.placements import State, Step, whole_state
 from cost_models import optimizer_state_bytes
-from cost_models.costs import Axis, Costs, OpSeconds, costs_of
+from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
+from cost_models.parameter_overlap import (
+    HIDES_ALL,
+    TENSOR,
+    Computing,
+    ParameterSeconds,
+    Shares,
+    exposed,
+    shares_of,
+    tensor_exposed,
+)
 from hardware_profiles import Cluster, Device
 
 
@@ -80,11 +92,18 @@ def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float =
         names = {str(mesh.get_group(name).group_name): name for name in plan.mesh.names}
         if types:
             typecheck(program)
-        _recount(program, plan, graph, device, costs, axes, names, report)
+        computing = _recount(program, plan, graph, device, costs, axes, names, report, tensor_exposed(cluster))
     parameter_bytes, gradient_bytes, optimizer_bytes = _stored(plan, graph)
+    collectives = _parameters(plan, graph, axes, costs.bucket_bytes, frozenset(), report, HIDES_ALL)
+    first = _first_parameters(graph, costs.bucket_bytes)
+    shares = shares_of(cluster)
+    may_hide = _parameters(plan, graph, axes, costs.bucket_bytes, first, None, shares)
+    seconds = collectives.of_step(plan.microbatches)
+    waits = exposed(collectives, may_hide, computing, shares).of_step(plan.microbatches)
+    overhead, once = _beside_operators(plan, graph, costs)
     report.price = replace(
         report.price, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes, optimizer_bytes=optimizer_bytes,
-        parameter_seconds=_parameters(plan, graph, axes, costs.bucket_bytes, report),
+        parameter_seconds=seconds, hidden_seconds=seconds - waits, overhead_seconds=overhead, optimizer_seconds=once,
     )  # fmt: skip
     _claims(plan, report, tolerance)
     _activations(plan, graph, report)
@@ -100,7 +119,13 @@ def _recount(
     axes: Mapping[str, Axis],
     names: Mapping[str, str],
     report: Report,
-) -> None:
+    tensor: float,
+) -> Computing:
+    """Count what a microbatch takes, of which what operators that depend on parameters compute is returned.
+
+    Args:
+        tensor: what is waited for of collectives of tensor parallelism.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True), spmd.no_typecheck():
         values = []
         for slot in program.slots:
@@ -129,7 +154,7 @@ def _recount(
     for group, kind, n_bytes in counter.seen:
         axis = names[group]
         report.collectives[axis, kind] += 1
-        moved += axes[axis].seconds(kind, n_bytes)
+        moved += axes[axis].seconds(kind, n_bytes) * (tensor if kind in TENSOR else 1.0)
     moved += _message_seconds(pricer.counted.messages, pricer.beside, axes)
     moved -= _hidden_seconds(pricer.counted.begun, pricer.windows, axes)
     for message in pricer.counted.messages:
@@ -138,6 +163,7 @@ def _recount(
         plan.microbatches * sum(pricer.seconds), plan.microbatches * moved,
         activation_bytes=plan.in_flight * report.kept_bytes + pricer.again_bytes, again_bytes=pricer.again_bytes,
     )  # fmt: skip
+    return Computing(sum(op.forward for op in pricer.hot), sum(op.total - op.forward for op in pricer.hot))
 
 
 def _message_seconds(
@@ -197,17 +223,71 @@ def _stored(plan: StagePlan, graph: Graph) -> tuple[int, int, int]:
     return parameters, gradients, optimizer
 
 
+def _first_parameters(graph: Graph, bucket_bytes: float) -> frozenset[str]:
+    """Return the parameters that operators read first, as many as begin within a bucket; at least one."""
+    first: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.kind == "op" and first and sum(first.values()) >= bucket_bytes:
+            break
+        for ref in node.refs if node.kind == "op" else ():
+            read = graph.nodes[ref.node]
+            if read.kind == "param":
+                first[read.target] = read.out.n_bytes
+    return frozenset(first)
+
+
+def _beside_operators(plan: StagePlan, graph: Graph, costs: Costs) -> tuple[float, float]:
+    """Return seconds beside operators: of all microbatches, and once a step."""
+
+    def work() -> StageWork:
+        summed, parameters = [], []
+        for ref, readers in graph.consumers.items():
+            node, spec = graph.nodes[ref.node], graph.spec(ref)
+            gradients = sum(graph.nodes[i].needs_grad for i, _ in readers)
+            if gradients > 1 and node.needs_grad and spec.is_float and node.kind != "buffer":
+                shape = local_shape(spec.shape, _made_in(plan, graph, ref), plan.mesh)
+                summed.append((gradients - 1, prod(shape) * spec.item_bytes))
+        for _, node in graph.of_kind("param"):
+            if node.needs_grad:
+                choice = plan.params[node.target]
+                used, stored = (prod(local_shape(node.out.shape, s, plan.mesh)) for s in (choice.used, choice.stored))
+                parameters.append((used * node.out.item_bytes, stored * graph.stored(node).item_bytes))
+        n_ops = sum(n.kind == "op" and n.needs_grad for n in graph.nodes)
+        return StageWork(summed, parameters, n_ops, plan.microbatches, plan.optimizer)
+
+    extra = costs.stage(work)
+    return (plan.microbatches * (extra.forward + extra.backward), extra.step) if extra is not None else (0.0, 0.0)
+
+
+def _made_in(plan: StagePlan, graph: Graph, ref: Ref) -> State:
+    """Return the state in which a tensor with a gradient is made."""
+    node = graph.nodes[ref.node]
+    if node.kind == "param":
+        return plan.params[node.target].used
+    if node.kind == "input":
+        return plan.inputs.get(node.target, whole_state(plan.mesh))
+    before = sum(out is not None for out in node.outs[: ref.out])
+    return strategy_named(graph, node, rules_of(graph)[ref.node], plan.ops[node.name]).outs[before]
+
+
 def _parameters(
-    plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_bytes: float, report: Report
-) -> float:  # fmt: skip
-    """Seconds of the collectives between stored and used placements, which the report is told of: how often each is
-    made in a step follows from its lifetime."""
-    seconds = 0.0
+    plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_bytes: float, without: frozenset[str],
+    report: Report | None, shares: Shares,
+) -> ParameterSeconds:  # fmt: skip
+    """Return seconds of the collectives between stored and used placements, by when they run: how often each is made
+    in a step follows from its lifetime.
+
+    Args:
+        without: parameters that are left out.
+        report: is told of the collectives.
+        shares: collectives that run beside nothing are left out.
+    """
+    gathers = reductions = forward_each = backward_each = 0.0
     for _, node in graph.of_kind("param"):
         choice, state = plan.params[node.target], plan.params[node.target].stored
         for a in range(len(plan.mesh) - 1, -1, -1):
             name, size = plan.mesh[a]
-            if state[a] == choice.used[a] or size == 1:
+            if state[a] == choice.used[a] or size == 1 or node.target in without:
                 continue
             step = Step(a, state, state.changed(a, choice.used[a]))
             forward, backward = step.collectives
@@ -215,16 +295,26 @@ def _parameters(
             moved = elements_moved(node.out.shape, step.src, step.dst, plan.mesh)
             policy = graph.precision
             back = ITEM_BYTES[policy.summed(node.out.dtype)] if policy is not None else node.out.item_bytes
-            often = plan.microbatches if choice.lifetime == "use" else 1
-            forth = often * (2 if choice.lifetime == "use" and node.needs_grad else 1)
-            for kind, times, each in ((forward, forth, node.out.item_bytes),
-                                      (backward if node.needs_grad else None, often, back)):  # fmt: skip
-                if kind is not None:
-                    n_bytes = moved * each
-                    whole = max(n_bytes, bucket_bytes)
-                    seconds += times * axes[name].seconds(kind, whole) * n_bytes / whole
+            use = choice.lifetime == "use"
+            often = plan.microbatches if use else 1
+            forth = often * (2 if use and node.needs_grad else 1)
+            gather = forward, forth, node.out.item_bytes, True
+            reduction = backward if node.needs_grad else None, often, back, False
+            for kind, times, each, is_gather in (gather, reduction):
+                if kind is None:
+                    continue
+                n_bytes = moved * each
+                whole = max(n_bytes, bucket_bytes)
+                seconds = axes[name].seconds(kind, whole) * n_bytes / whole
+                if report is not None:
                     report.collectives[name, f"parameter {kind}"] += times
-    return seconds
+                if not (shares.gathers if is_gather else shares.reductions):
+                    continue
+                gathers += seconds * (is_gather and not use)
+                reductions += seconds * (not is_gather and not use)
+                forward_each += seconds * (is_gather and use)
+                backward_each += seconds * (use and (node.needs_grad or not is_gather))
+    return ParameterSeconds(gathers, reductions, forward_each, backward_each)
 
 
 def _claims(plan: StagePlan, report: Report, tolerance: float) -> None:
@@ -236,7 +326,7 @@ def _claims(plan: StagePlan, report: Report, tolerance: float) -> None:
     if abs(counted.seconds - said.seconds) > tolerance * max(counted.seconds, said.seconds):
         parts = ", ".join(
             f"{what} {getattr(said, f'{what}_seconds'):.4g} and {getattr(counted, f'{what}_seconds'):.4g}"
-            for what in ("compute", "activation", "parameter")
+            for what in ("compute", "activation", "parameter", "hidden", "overhead", "optimizer")
         )
         report.failures.append(
             f"seconds: the plan says {said.seconds:.6g}, the emitted program {counted.seconds:.6g} ({parts})"

@@ -305,6 +305,9 @@ def _of_one_stage(plan: Plan, graph: Graph) -> None:
     console.print(
         f"  compute {show_seconds(p.compute_seconds)}, activation collectives {show_seconds(p.activation_seconds)}, "
         f"parameter collectives {show_seconds(p.parameter_seconds)}"
+        + (f" ({show_seconds(p.hidden_seconds)} of them beside computing)" if p.hidden_seconds else "")
+        + (f", executor {show_seconds(p.overhead_seconds)}" if p.overhead_seconds else "")
+        + (f", optimizer {show_seconds(p.optimizer_seconds)}" if p.optimizer_seconds else "")
     )
     console.print(
         f"  memory per device {show_bytes(p.memory_bytes)}: parameters {show_bytes(p.parameter_bytes)}, gradients "

@@ -127,7 +127,7 @@ def _step_seconds(plan: Plan, graphs: Sequence[StageGraph], hardware: Callable[[
     if len(graphs) == 1:
         return plan.stages[0].price.seconds
     timing, once = timing_of(graphs, plan.stages, plan.schedule, hardware())
-    return simulate(plan.schedule, timing).makespan_seconds + once
+    return once.seconds(simulate(plan.schedule, timing))
 
 
 def _check_cuts(document: Document, graphs: Sequence[StageGraph]) -> None:

@@ -33,7 +33,7 @@ def plan_table(plan: Any) -> str:
         price = stage.price
         cells = (
             str(number), stage.mesh.shown() or "one device", show_seconds(price.compute_seconds),
-            show_seconds(price.activation_seconds), show_seconds(price.parameter_seconds),
+            show_seconds(price.activation_seconds), show_seconds(price.exposed_seconds + price.optimizer_seconds),
             *(show_bytes(getattr(price, f"{category}_bytes")) for category in CATEGORIES),
             show_bytes(price.memory_bytes),
         )  # fmt: skip

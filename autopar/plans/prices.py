@@ -25,7 +25,10 @@ class Price:
     Attributes:
         compute_seconds: forward and backward of the ops.
         activation_seconds: collectives on activations, forward and backward, those inside distributed ops included.
-        parameter_seconds: gradient reductions and parameter gathers.
+        parameter_seconds: gradient reductions and parameter gathers, as long as they take by themselves.
+        hidden_seconds: of these, what passes while operators compute (:mod:`cost_models.parameter_overlap`).
+        overhead_seconds: what the executor takes beside operators in all microbatches, sums of gradients included.
+        optimizer_seconds: the optimizer's step, and what else is done once.
         parameter_bytes, gradient_bytes, optimizer_bytes: stored state of one rank; exact.
         gathered_bytes: copies of parameters (and their gradients) in the used placement, alive at once.
         activation_bytes: what autograd keeps for the backward of all microbatches in flight; of recomputed segments
@@ -39,6 +42,9 @@ class Price:
     compute_seconds: float = 0.0
     activation_seconds: float = 0.0
     parameter_seconds: float = 0.0
+    hidden_seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
@@ -50,7 +56,20 @@ class Price:
     @property
     def seconds(self) -> float:
         """The whole step."""
-        return self.compute_seconds + self.activation_seconds + self.parameter_seconds
+        return (
+            self.compute_seconds + self.activation_seconds + self.exposed_seconds + self.overhead_seconds
+            + self.optimizer_seconds
+        )  # fmt: skip
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What a step waits for gradient reductions and parameter gathers."""
+        return self.parameter_seconds - self.hidden_seconds
+
+    @property
+    def microbatch_seconds(self) -> float:
+        """Forwards and backwards of all microbatches, without collectives of parameters."""
+        return self.compute_seconds + self.activation_seconds + self.overhead_seconds
 
     @property
     def memory_bytes(self) -> int:

@@ -173,7 +173,7 @@ def _price(asked: Replanner) -> Mapping[str, Any]:
     for number, choice in enumerate(plan.stages):
         values[f"stage {number} forward_seconds"] = t.forward_seconds[number]
         values[f"stage {number} backward_seconds"] = t.backward_seconds[number]
-        values[f"stage {number} step_seconds"] = choice.price.parameter_seconds
+        values[f"stage {number} step_seconds"] = choice.price.exposed_seconds + choice.price.optimizer_seconds
         values[f"stage {number} memory_bytes"] = choice.price.memory_bytes
     values["price.makespan_seconds"] = timeline.makespan_seconds
     values["price.bubble_fraction"] = timeline.bubble_fraction

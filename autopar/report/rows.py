@@ -282,7 +282,8 @@ def totals(p: Price) -> dict[str, Any]:
     return {
         "seconds": {
             "compute": p.compute_seconds, "activation collectives": p.activation_seconds,
-            "parameter collectives": p.parameter_seconds, "step": p.seconds,
+            "parameter collectives": p.parameter_seconds, "of these beside computing": p.hidden_seconds,
+            "executor and sums of gradients": p.overhead_seconds, "optimizer": p.optimizer_seconds, "step": p.seconds,
         },
         "bytes": {
             "parameters": p.parameter_bytes, "gradients": p.gradient_bytes, "optimizer": p.optimizer_bytes,

@@ -33,7 +33,9 @@ def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -
             "devices": list(choice.devices), "mesh": choice.mesh.size_of,
             "forward_seconds": t.forward_seconds[number], "input_seconds": t.input_seconds[number],
             "weight_seconds": t.weight_seconds[number], "backward_seconds": t.backward_seconds[number],
-            "step_seconds": price.parameter_seconds, "in_flight": choice.in_flight,
+            "step_seconds": price.exposed_seconds + price.optimizer_seconds,
+            "parameter_seconds": price.parameter_seconds, "hidden_seconds": price.hidden_seconds,
+            "optimizer_seconds": price.optimizer_seconds, "in_flight": choice.in_flight,
             "parameter_bytes": price.parameter_bytes, "gradient_bytes": price.gradient_bytes,
             "optimizer_bytes": price.optimizer_bytes, "gathered_bytes": price.gathered_bytes,
             "activation_bytes": price.activation_bytes, "microbatch_bytes": choice.kept_bytes,
@@ -48,16 +50,14 @@ def step_anatomy(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     """Where the seconds of a step go; the four parts add up to it.
 
     ``even_seconds`` would be enough if all groups computed equally long; ``uneven_seconds`` more does the one that
-    computes longest; ``waiting_seconds`` it waits for others and for transfers; ``once_seconds`` are the gradients and
-    gathers that follow.
+    computes longest; ``waiting_seconds`` it waits for others and for transfers; ``once_seconds`` are what a step has
+    beside its microbatches: the optimizer, and what is waited for of gradients and gathers.
     """
     busy = timeline.busy_seconds
     mean, longest = sum(busy) / len(busy), max(busy)
-    once = max(
-        sum(plan.stages[s].price.parameter_seconds for s in of_rank) for of_rank in plan.schedule.stages_of_rank
-    )  # fmt: skip
+    once = plan.seconds - timeline.makespan_seconds
     return {
-        "seconds": timeline.makespan_seconds + once, "even_seconds": mean, "uneven_seconds": longest - mean,
+        "seconds": plan.seconds, "even_seconds": mean, "uneven_seconds": longest - mean,
         "waiting_seconds": timeline.makespan_seconds - longest, "once_seconds": once,
         "bubble_fraction": timeline.bubble_fraction, "busy_seconds": list(busy), "busiest_group": busy.index(longest),
     }  # fmt: skip

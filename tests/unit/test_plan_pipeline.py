@@ -55,7 +55,8 @@ def gpt(layers: int, hidden: int, heads: int, batch: int, seq: int) -> Graph:
 
 def random_way(rng: random.Random) -> Way:
     forward, kept = rng.uniform(1, 4), rng.uniform(2, 6)
-    way = Way(forward, 2 * forward, rng.uniform(0, 2), rng.uniform(1, 8), kept)
+    step = rng.uniform(0, 2)
+    way = Way(forward, 2 * forward, step, rng.uniform(1, 8), kept, optimizer_seconds=step)
     if rng.random() < 0.4:
         way = replace(
             way, backward_seconds=3 * forward, kept_bytes=kept / 4, again_bytes=kept, recomputed=True,

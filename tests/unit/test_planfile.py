@@ -358,7 +358,7 @@ def test_no_damage_passes_unseen(graph: Graph, seed: int) -> None:
         loads(json.dumps(document), graph)
     except (PlanError, MeshError):
         return
-    assert key in ("seconds", "compute_seconds", "activation_seconds", "parameter_seconds") or at[key] in ({}, None, [])
+    assert key.endswith("seconds") or at[key] in ({}, None, [])
 
 
 def test_loading_executes_nothing(graph: Graph, tmp_path: Path) -> None:

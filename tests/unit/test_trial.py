@@ -20,6 +20,7 @@ from autopar.planner.inter_op.estimating.simulated_estimate import STEADY, best,
 from autopar.planner.inter_op.exact import stage_plans
 from autopar.planner.inter_op.exact.exact_stages import spread_out
 from autopar.planner.inter_op.per_microbatch_count import OneNumber
+from autopar.planner.inter_op.simulating.timing import OnceAStep
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.building.integer_program import Beaten
 from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
@@ -58,7 +59,8 @@ def random_cut(rng: random.Random, schedule: str, groups: int) -> EstimatedCut:
     stages = []
     for _ in range(groups * chunks):
         forward, inputs, weights = (rng.uniform(0.9, 1.3) for _ in range(3))
-        stages.append(Filled(forward + inputs + weights, rng.uniform(0, 1), 1.0, 0, forward, weights))
+        once = {f"{what}_seconds": rng.uniform(0, 1) for what in ("gather", "reduction", "optimizer")}
+        stages.append(Filled(forward + inputs + weights, 1.0, 0, forward, weights, **once))
     places = tuple(Group(Mesh.of(data=1), (g,)) for g in range(groups))
     crossing = tuple(rng.uniform(0, 0.2) for _ in stages[1:])
     return EstimatedCut(places, fill_of(schedule), tuple(range(1, len(stages))), tuple(stages), crossing, 0.0)
@@ -76,8 +78,8 @@ def test_many_microbatches_are_carried_on_from_fewer(schedule: str) -> None:
             edges=[Edge(k, k + 1, wire, wire) for k, wire in enumerate(cut.crossing)],
         )  # fmt: skip
         every = build(fill_of(schedule).name, len(stages), groups, microbatches)
-        whole = simulate(every, timing).makespan_seconds
-        step = max(sum(stages[s].step_seconds for s in held) for held in every.stages_of_rank)
+        timeline = simulate(every, timing)
+        whole, step = timeline.makespan_seconds, OnceAStep.of(stages, every.stages_of_rank).more(timeline)
         exact = microbatches <= (STEADY + 1) * groups
         assert simulated(cut, microbatches) == pytest.approx(whole + step, rel=1e-9 if exact else 0.02)
     assert [s for s, _ in best([cut, random_cut(rng, schedule, 8)], 16, 1)] == [simulated(cut, 16)]

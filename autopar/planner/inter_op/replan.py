@@ -66,9 +66,9 @@ class Replanner:
 
     def _simulated(self, graphs: Sequence[StageGraph], stages: tuple[StagePlan, ...]) -> tuple[Plan, Timeline]:
         stages = tuple(with_agreed_buffers(graphs, stages, self.plan.schedule, self.cluster))
-        timing, step = timing_of(graphs, stages, self.plan.schedule, self.cluster)
+        timing, once = timing_of(graphs, stages, self.plan.schedule, self.cluster)
         timeline = simulate(self.plan.schedule, timing)
-        seconds = timeline.makespan_seconds + step
+        seconds = once.seconds(timeline)
         return replace(self.plan, stages=stages, crossings=crossings_of(graphs), seconds=seconds), timeline
 
     def limit_bytes(self, number: int, options: Options | None = None) -> float:

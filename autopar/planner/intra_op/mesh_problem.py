@@ -10,6 +10,7 @@ from autopar.planner.intra_op.building.build import Builder
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
 from autopar.planner.intra_op.building.fold import fold, unfolded
 from autopar.planner.intra_op.building.integer_program import Problem
+from autopar.planner.intra_op.building.parameter_sharding import cost
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.memory.recompute_choices import Again
@@ -100,13 +101,22 @@ class MeshProblem:
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:
-        """The seconds of a plan without the operators that follow demand, which the problem leaves out."""
+        """Return the seconds of a plan without what the problem leaves out: operators that follow demand, and what is
+        done beside operators, parameters apart."""
         follow = 0.0
         for node, rule in zip(self.graph.nodes, self.rules, strict=True):
             if node.kind == "op" and not node.hot and rule is not None:
                 strategy = strategy_named(self.graph, node, rule, plan.ops[node.name])
                 follow += sum(self.priced.op(self.graph, node, rule, strategy))
-        return plan.price.seconds - follow * self.options.microbatches
+        steps = sum(
+            cost(
+                node.out, node.needs_grad, plan.params[node.target], self.priced, plan.optimizer, plan.microbatches,
+                self.graph.precision,
+            ).step_seconds
+            for _, node in self.graph.of_kind("param")
+        )  # fmt: skip
+        left_out = plan.price.overhead_seconds + plan.price.optimizer_seconds - steps
+        return plan.price.seconds - follow * self.options.microbatches - left_out
 
 
 __all__ = ["MeshProblem"]

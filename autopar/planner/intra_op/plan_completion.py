@@ -8,8 +8,8 @@ from typing import Any
 
 from autopar.capture.graph.dead_operators import has_effect
 from autopar.errors import PlanError
-from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.hidden_seconds import hidden
+from autopar.planner.intra_op.building.parameter_load import beside_ops, parameter_load
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again
@@ -25,7 +25,7 @@ from autopar.plans.stage_graphs import first_op
 from autopar.rules.lowering_helpers.meanwhile import Routes
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Graph, Ref, Spec
+from autopar.words.graph import Graph, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import PENDING, State, whole_state
 
@@ -225,8 +225,9 @@ def complete(
     segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
     beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, routes, segment_of).values())
     price = _price(
-        graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight, routes, holds
-    )
+        graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight, routes, holds,
+        made_as,
+    )  # fmt: skip
     peaks = None
     if walk is not None:
         price, peaks = with_working_bytes(price, walk, holds, owned, out_states, optimizer, microbatches, in_flight)
@@ -264,7 +265,7 @@ def that_can_be(
 def _price(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
     owned: Mapping[int, ParamChoice], moved_seconds: float, optimizer: str, microbatches: int,
-    in_flight: int, routes: Routes, holds: Ledger,
+    in_flight: int, routes: Routes, holds: Ledger, made_as: Mapping[Ref, State],
 ) -> Price:  # fmt: skip
     """The price, in which passing bytes are still missing.
 
@@ -285,23 +286,21 @@ def _price(
             memo[key] = pricer.op(graph, node, rule, strategy)
         compute += memo[key][0]
         inside += memo[key][1]
+    load = parameter_load(graph, rules, pricer, chosen, owned, microbatches, optimizer)
+    extra = pricer.costs.stage(lambda: beside_ops(graph, pricer, owned, made_as, microbatches, optimizer))
     totals = [0] * 4
-    parameter_seconds = 0.0
     peak = 0
-    cost_of: dict[tuple[Spec, bool, ParamChoice], P.ParamCost] = {}  # repeated blocks have the same parameters
-    for i, choice in owned.items():
-        key = nodes[i].out, nodes[i].needs_grad, choice
-        cost = cost_of.get(key)
-        if cost is None:
-            cost = cost_of[key] = P.cost(*key, pricer, optimizer, microbatches, graph.precision)
-        parameter_seconds += cost.seconds
+    for cost in load.costs:
         for k, n in enumerate((cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.gathered_bytes)):
             totals[k] += n
         peak = max(peak, cost.peak_bytes)
     lives_again = holds.again_bytes
+    collectives = load.collectives.of_step(microbatches)
     return Price(
-        compute * microbatches, (moved_seconds + inside) * microbatches, parameter_seconds, totals[0],
-        totals[1], totals[2],
-        totals[3] + peak,
+        compute * microbatches, (moved_seconds + inside) * microbatches, collectives,
+        collectives - load.exposed().of_step(microbatches),
+        microbatches * (extra.forward + extra.backward) if extra is not None else 0.0,
+        extra.step if extra is not None else 0.0,
+        totals[0], totals[1], totals[2], totals[3] + peak,
         in_flight * holds.kept_bytes + lives_again, lives_again,
     )  # fmt: skip

@@ -274,7 +274,8 @@ class WithinMemory:
         Raises:
             Beaten: it is not worth the search.
         """
-        return self._finish(self._program(self.problem).solve(worth_seconds=self.setting.options.worth_seconds))
+        options = self.setting.options
+        return self._finish(self._program(self.problem).solve(options.memory_gap, options.worth_seconds))
 
     def relax(self) -> None:
         """Find :attr:`bound` alone.

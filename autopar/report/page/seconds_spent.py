@@ -14,6 +14,7 @@ from typing import Any
 
 from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.hidden_seconds import Hidden, hidden
+from autopar.planner.intra_op.building.parameter_load import parameter_load
 from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.memory.ledger import waiting_seconds
 from autopar.planner.intra_op.memory.memory_walk import ledger
@@ -37,6 +38,9 @@ BESIDE, IDLE, LATER = (
 )
 
 
+OPTIMIZER = "optimizer"
+
+
 def _sums() -> defaultdict[Any, float]:
     return defaultdict(float)
 
@@ -48,7 +52,7 @@ class StageTally:
     Attributes:
         seconds: of one microbatch, by kind: :data:`FORWARD`, ..., ``all_reduce over tensor``.
         forward_moves, backward_moves: of these, what collectives take in each pass.
-        once: once a step, by kind: gradients and gathers of parameters.
+        once: once a step, by kind: what is waited for of gradients and gathers of parameters, and the optimizer.
         traffic: ``{(axis, kind of collective): bytes of buffers}`` of a whole step.
     """
 
@@ -89,15 +93,37 @@ def stage_tally(graph: Graph, stage: StagePlan, priced: Pricer) -> StageTally:
         _beside_others(tally, graph, stage, priced, i, chosen[i], less)
     if stage.memory:
         _again(tally, graph, stage, priced, chosen)
-    for _, node in graph.of_kind("param"):
-        choice = stage.params[node.target]
-        for axis, kind, n_bytes, times in P.collectives(
-            node.out, node.needs_grad, choice, stage.mesh, stage.microbatches
+    _parameters(tally, graph, stage, priced, chosen)
+    return tally
+
+
+def _parameters(
+    tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]
+) -> None:
+    """Collectives of parameters, by what is waited for of each, and the optimizer's step."""
+    owned = {i: stage.params[node.target] for i, node in graph.of_kind("param")}
+    load = parameter_load(graph, rules_of(graph), priced, chosen, owned, stage.microbatches, stage.optimizer)
+    shown = [waits / alone if alone else 0.0 for waits, alone in zip(load.exposed(), load.collectives, strict=True)]
+    for i, choice in owned.items():
+        node = graph.nodes[i]
+        for axis, kind, n_bytes, is_gather in P.param_collectives(
+            node.out, node.needs_grad, choice, stage.mesh, graph.precision
         ):
             seconds = P.bucketed_seconds(priced.axes[axis], kind, n_bytes, priced.costs.bucket_bytes)
-            tally.once[f"{kind} over {axis}, of parameters"] += times * seconds
-            tally.traffic[axis, kind] += n_bytes * times
-    return tally
+            name = f"{kind} over {axis}, of parameters"
+            for place in P.places_of(choice, node.needs_grad, is_gather):
+                if place < 2:
+                    tally.once[name] += seconds * shown[place]
+                    tally.traffic[axis, kind] += n_bytes
+                    continue
+                tally.seconds[name] += seconds * shown[place]
+                tally.traffic[axis, kind] += n_bytes * stage.microbatches
+                if place == 2:
+                    tally.forward_moves += seconds * shown[place]
+                else:
+                    tally.backward_moves += seconds * shown[place]
+    if stage.price.optimizer_seconds:
+        tally.once[OPTIMIZER] += stage.price.optimizer_seconds
 
 
 def _inside(
@@ -208,7 +234,8 @@ def step_parts(plan: Plan, timeline: Timeline, of_stages: Sequence[StageTally]) 
         once = [item for number in stages for item in of_stages[number].once.items()]
         for kind, seconds in once:
             parts[kind] += seconds
-        parts[LATER] += once_longest - sum(seconds for _, seconds in once)
+        rest = once_longest - sum(seconds for _, seconds in once)
+        parts[LATER if rest > 0 else IDLE] += rest  # what a group does once a step may pass while others compute
     least = 1e-9 * plan.seconds
     return {kind: total / schedule.n_ranks for kind, total in parts.items() if abs(total) / schedule.n_ranks > least}
 

@@ -15,6 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.integer_program import PRICES
+from autopar.planner.intra_op.building.parameter_load import NOTHING, ParameterLoad
 from autopar.planner.intra_op.building.parameter_sharding import peak_bytes
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.memory.recompute import patterns_in
@@ -42,7 +43,8 @@ class Way:
     """One way to run a block; seconds of one microbatch (but for ``step_seconds``), bytes of one device.
 
     Attributes:
-        step_seconds: once a step.
+        step_seconds: of the whole step: the optimizer, and what is waited for of collectives of parameters if the block
+            stands alone. Blocks of a stage hide theirs together (:mod:`.filling`).
         weight_seconds: of the backward, what is for gradients of weights and may run later.
         static_bytes: whatever does not grow with the microbatches in flight, but for ``peak_bytes``.
         kept_bytes: of one microbatch in flight.
@@ -50,6 +52,8 @@ class Way:
             blocks of a stage.
         recomputed: something of it runs again.
         peak_bytes: of parameters that are gathered for each use: once for all blocks of a stage, too.
+        optimizer_seconds: the optimizer's part of ``step_seconds``.
+        load: its parameters' collectives, and what is computed beside them.
     """
 
     forward_seconds: float
@@ -61,6 +65,8 @@ class Way:
     recomputed: bool = False
     weight_seconds: float = 0.0
     peak_bytes: float = 0.0
+    optimizer_seconds: float = 0.0
+    load: ParameterLoad = NOTHING
 
     @property
     def seconds(self) -> float:
@@ -272,12 +278,15 @@ class Menus:
         ways = []
         for plan, peak in _undominated(plans, peaks):
             spent, price = phases(graph, plan, priced, rules), plan.price
+            waits = spent.load.exposed()
             ways.append(
                 Way(
-                    spent.forward_seconds, spent.backward_seconds, spent.step_seconds,
+                    spent.forward_seconds - waits.forward_each, spent.backward_seconds - waits.backward_each,
+                    waits.of_step(plan.microbatches) + spent.optimizer_seconds,
                     price.stored_bytes - peak, plan.kept_bytes, max(0, price.passing_bytes),
                     recomputed=bool(plan.recompute), peak_bytes=peak,
                     weight_seconds=0.0 if _is_whole(plan) else min(spent.weight_seconds, spent.backward_seconds),
+                    optimizer_seconds=spent.optimizer_seconds, load=spent.load,
                 )
             )  # fmt: skip
         return tuple(ways)
@@ -295,11 +304,11 @@ def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple
 
     def account(plan: StagePlan, peak: int) -> tuple[float, ...]:
         price = plan.price
-        a_microbatch = price.compute_seconds + price.activation_seconds
+        once = price.exposed_seconds + price.optimizer_seconds
         stored, passing = price.stored_bytes - peak, max(0, price.passing_bytes)
         return (
-            a_microbatch, price.parameter_seconds, stored, plan.kept_bytes, passing, peak, _is_whole(plan),
-            bool(plan.recompute),
+            price.microbatch_seconds, once, once + price.hidden_seconds, stored, plan.kept_bytes, passing, peak,
+            _is_whole(plan), bool(plan.recompute),
         )  # fmt: skip
 
     accounts = [account(plan, peak) for plan, peak in zip(plans, peaks, strict=True)]

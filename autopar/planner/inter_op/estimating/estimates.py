@@ -64,17 +64,19 @@ def estimated(
     loads = [
         StageLoad(
             sum(filled[s].seconds for s in of_group), sum(filled[s].backward_seconds for s in of_group),
-            sum(filled[s].step_seconds for s in of_group), sum(crossing[s] for s in of_group if s < len(crossing)),
+            sum(filled[s].reduction_seconds for s in of_group), sum(crossing[s] for s in of_group if s < len(crossing)),
         )
         for of_group in stages_of
     ]  # fmt: skip
     again = any(s.recomputed for s in filled)  # a backward that recomputes is not split
     bubble = fill.whole_bubble if again else fill.bubble
-    seconds = estimated_seconds(bubble, 0.0, microbatches, loads)  # nothing hides in the simulated step either
+    seconds = estimated_seconds(bubble, fill.drain, microbatches, loads)
     # However few microbatches there are, the first goes all the way and back; only weight gradients may wait.
     apart = not again and fill.kind.splits
     way = sum(s.seconds - (s.weight_seconds if apart else 0.0) for s in filled) + 2 * sum(crossing)
-    seconds = max(seconds, way + max(load.once_seconds for load in loads))
+    seconds = max(seconds, way + loads[0].once_seconds)
+    seconds += sum(filled[s].gather_seconds for s in stages_of[0])
+    seconds += max(sum(filled[s].optimizer_seconds for s in of_group) for of_group in stages_of)
     firsts = tuple(first for first, _ in stages[1:])
     return EstimatedCut(tuple(groups), fill, firsts, filled, tuple(crossing), seconds)
 

@@ -16,6 +16,7 @@ from math import inf
 
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.estimating.block_costs import Menus, Way, kinds_of, menus_of
+from autopar.planner.intra_op.building.parameter_load import together
 from autopar.words.meshes import Mesh
 from cost_models.schedules import Fill
 
@@ -31,7 +32,7 @@ class Filled:
 
     Attributes:
         seconds: of a microbatch.
-        step_seconds: once a step.
+        gather_seconds, reduction_seconds, optimizer_seconds: once a step, of the simulation's phases.
         recomputed: of how many blocks something runs again.
         forward_seconds: the part of a microbatch's seconds that is forward.
         weight_seconds: the part of its backward that may run later: none where a block runs again.
@@ -42,7 +43,6 @@ class Filled:
     """
 
     seconds: float
-    step_seconds: float
     n_bytes: float
     recomputed: int
     forward_seconds: float = 0.0
@@ -50,6 +50,14 @@ class Filled:
     kept_bytes: float = 0.0
     static_bytes: float = 0.0
     once_bytes: float = 0.0
+    gather_seconds: float = 0.0
+    reduction_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """All that happens once a step."""
+        return self.gather_seconds + self.reduction_seconds + self.optimizer_seconds
 
     @property
     def backward_seconds(self) -> float:
@@ -131,11 +139,14 @@ class Filler:
         again = sum(n for n, w in picked if w.recomputed)
         ways = [w for _, w in picked]
         once = max((w.again_bytes for w in ways), default=0.0) + max((w.peak_bytes for w in ways), default=0.0)
+        waits = together([(n, w.load) for n, w in picked]).exposed()
+        forward = sum(n * w.forward_seconds for n, w in picked) + waits.forward_each
         return Filled(
-            sum(n * w.seconds for n, w in picked), sum(n * w.step_seconds for n, w in picked),
-            memory_bytes - left, again, sum(n * w.forward_seconds for n, w in picked),
+            forward + sum(n * w.backward_seconds for n, w in picked) + waits.backward_each,
+            memory_bytes - left, again, forward,
             0.0 if again else sum(n * w.weight_seconds for n, w in picked), sum(n * w.kept_bytes for n, w in picked),
-            once_bytes=once,
+            once_bytes=once, gather_seconds=waits.gathers, reduction_seconds=waits.reductions,
+            optimizer_seconds=sum(n * w.optimizer_seconds for n, w in picked),
         )  # fmt: skip
 
     def _total(self, way: Way) -> float:

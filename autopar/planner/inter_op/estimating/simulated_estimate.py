@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import inf
 
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut
+from autopar.planner.inter_op.simulating.timing import OnceAStep
 from cost_models.schedules import Edge, build, simulate, times
 
 BEYOND = 1.1
@@ -32,8 +33,8 @@ def simulated(cut: EstimatedCut, microbatches: int) -> float:
     )  # fmt: skip
     few, more = STEADY * n, (STEADY + 1) * n
     schedule = build(cut.schedule.name, len(stages), n, min(microbatches, more))
-    step = max(sum(stages[s].step_seconds for s in of_group) for of_group in schedule.stages_of_rank)
-    last = simulate(schedule, timing).makespan_seconds
+    timeline = simulate(schedule, timing)
+    last, step = timeline.makespan_seconds, OnceAStep.of(stages, schedule.stages_of_rank).more(timeline)
     if microbatches <= more:
         return last + step
     first = simulate(build(cut.schedule.name, len(stages), n, few), timing).makespan_seconds

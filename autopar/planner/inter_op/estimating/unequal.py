@@ -74,7 +74,7 @@ class Unequal:
             recompute="blocks" if self.fillers.menus.recompute else "never", max_stages=groups,
         )  # fmt: skip
         try:
-            fill = replace(fill_of(schedules[0]), drain=0.0)  # nothing hides in the simulated step either
+            fill = fill_of(schedules[0])
             best = stage(problem, self.microbatches, fill, n_candidates=n)
         except NothingFits as error:
             raise InfeasibleError(str(error)) from None

@@ -23,7 +23,7 @@ from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.exact.stage_plans import StagePlans, is_pinned, pace_of, rounded
 from autopar.planner.inter_op.simulating.order import SEARCHED, START, better_order
 from autopar.planner.inter_op.simulating.phases import phases
-from autopar.planner.inter_op.simulating.timing import timing_of
+from autopar.planner.inter_op.simulating.timing import OnceAStep, timing_of
 from autopar.planner.inter_op.stage_pins import of_stage
 from autopar.planner.intra_op.building.fold import Fold, fold
 from autopar.planner.intra_op.building.integer_program import Beaten
@@ -167,12 +167,12 @@ class ExactPlans:
                 return None  # this schedule does not allow these counts
         if n == 1:
             schedule = one_stage(self.asked.microbatches)
-        choices, timing, step = self._stages(graphs, schedule, candidate, best_known, thorough, explains)
+        choices, timing, once = self._stages(graphs, schedule, candidate, best_known, thorough, explains)
         if asked == SEARCHED and n > 1:
             limits = [self.limit(devices) for devices in candidate.devices]
             choices, schedule = better_order(choices, schedule, timing, limits)
         timeline = simulate(schedule, timing)
-        seconds = timeline.makespan_seconds + step
+        seconds = once.seconds(timeline)
         plan = Plan(
             self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule, crossings_of(graphs),
             seconds,
@@ -218,8 +218,8 @@ class ExactPlans:
         best_known: float,
         thorough: bool,
         explains: bool,
-    ) -> tuple[tuple[StagePlan, ...], Times, float]:
-        """Plans of the stages, what the schedule is simulated with, and the seconds that follow it once a step.
+    ) -> tuple[tuple[StagePlan, ...], Times, OnceAStep]:
+        """Return plans of the stages, what the schedule is simulated with, and what a step takes beside it.
 
         Stages of a group share its memory. How many microbatches of each they keep when the group is fullest depends
         on what each keeps of one: an estimate at first, then what the plans say. Where that is more than the group
@@ -238,8 +238,8 @@ class ExactPlans:
             shared = [g for g, of_group in enumerate(schedule.stages_of_rank) if len(of_group) > 1]
             full = [g for g in shared if needed[g] > limits[g]]
             if not full:
-                timing, step = timing_of(graphs, choices, schedule, self.cluster)
-                return tuple(choices), timing, step
+                timing, once = timing_of(graphs, choices, schedule, self.cluster)
+                return tuple(choices), timing, once
             for g in full:
                 rooms[g] *= limits[g] / needed[g]
         raise InfeasibleError(
@@ -294,8 +294,8 @@ class ExactPlans:
         choices = [planned[number][0] for number in range(len(graphs))]
         asked = [planned[number][1] for number in range(len(graphs))]
         if self.n_devices > SMALL and best_known < inf:
-            timing, step = timing_of(graphs, choices, schedule, self.cluster)
-            if simulate(schedule, timing).makespan_seconds + step > FINER * best_known:
+            timing, once = timing_of(graphs, choices, schedule, self.cluster)
+            if once.seconds(simulate(schedule, timing)) > FINER * best_known:
                 raise Beaten
         self._refine(graphs, choices, asked, schedule)
         return with_agreed_buffers(graphs, choices, schedule, self.cluster)
@@ -314,7 +314,8 @@ class ExactPlans:
             spent = phases(graphs[number].graph, plan, pricer(self.cluster, plan.mesh, plan.devices))
             whole = plan.whole_backward
             exact[number] = replace(
-                exact[number], forward_seconds=spent.forward_seconds, step_seconds=spent.step_seconds,
+                exact[number], forward_seconds=spent.forward_seconds, gather_seconds=spent.gather_seconds,
+                reduction_seconds=spent.reduction_seconds, optimizer_seconds=spent.optimizer_seconds,
                 seconds=spent.forward_seconds + spent.backward_seconds,
                 weight_seconds=0.0 if whole else min(spent.weight_seconds, spent.backward_seconds),
             )  # fmt: skip

@@ -101,7 +101,7 @@ def is_pinned(options: Options) -> bool:
 
 def pace_of(plan: StagePlan) -> float:
     """Seconds of a microbatch, forward and backward."""
-    return (plan.price.compute_seconds + plan.price.activation_seconds) / plan.microbatches
+    return plan.price.microbatch_seconds / plan.microbatches
 
 
 def _gap(plan: StagePlan) -> float:

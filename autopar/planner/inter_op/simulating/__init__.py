@@ -2,7 +2,7 @@
 
 ============== ========================================================================================================
 :mod:`.timing` seconds of phases and of what crosses between stages, and bytes
-:mod:`.phases` when within a step a plan's seconds are spent; :mod:`.reduction_and_step`: those that no operator takes
+:mod:`.phases` when within a step a plan's seconds are spent
 :mod:`.order`  schedules that are searched for, within the stages' memory
 ============== ========================================================================================================
 """

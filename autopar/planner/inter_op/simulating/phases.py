@@ -7,25 +7,30 @@ its inputs; everything else of the backward belongs to the first half, recompute
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopar.planner.inter_op.simulating.reduction_and_step import beside_ops
 from autopar.planner.intra_op.building.hidden_seconds import Hidden, hidden
+from autopar.planner.intra_op.building.parameter_load import NOTHING, ParameterLoad, beside_ops, parameter_load
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import seconds_again
 from autopar.planner.intra_op.memory.memory_walk import ledger
+from autopar.planner.intra_op.plan_completion import needs
 from autopar.plans.plan import StagePlan, route_key, segment_numbers
 from autopar.rules.lowering_helpers.meanwhile import any_in_parts
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_named
 from autopar.words.graph import Graph, Ref
-from cost_models.costs import OpSeconds
+from cost_models.costs import OpSeconds, StageSeconds, StageWork
 
 
 @dataclass(frozen=True)
 class Phases:
     """Seconds of one microbatch on one stage, and of what happens once a step.
+
+    Collectives of parameters are counted by what is waited for: of those in every microbatch, in the phases of a
+    microbatch. Once a step, ``gather_seconds`` come before the first forward, ``reduction_seconds`` follow the last
+    backward, and ``optimizer_seconds`` follow the reductions of all stages.
 
     ``again_seconds`` are those of recomputed forwards: part of ``input_seconds``. The runtime does not split a
     backward that recomputes: what is made again for the inputs' gradients would have to wait for those of the weights.
@@ -35,20 +40,28 @@ class Phases:
     forward_seconds: float
     input_seconds: float
     weight_seconds: float
-    step_seconds: float
+    gather_seconds: float = 0.0
+    reduction_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
     again_seconds: float = 0.0
     split_seconds: float = 0.0
+    load: ParameterLoad = NOTHING
 
     @property
     def backward_seconds(self) -> float:
         """The whole backward of a microbatch."""
         return self.input_seconds + self.weight_seconds - self.split_seconds
 
+    @property
+    def step_seconds(self) -> float:
+        """All that happens once a step."""
+        return self.gather_seconds + self.reduction_seconds + self.optimizer_seconds
+
 
 def phases(
     graph: Graph, plan: StagePlan, pricer: Pricer, rules: Sequence[Rule | None] | None = None
 ) -> Phases:  # fmt: skip
-    """The phases of a plan; their sum over a step is the plan's price, and what a profile knows beside it.
+    """Return the phases of a plan; their sum over a step is the plan's price.
 
     Args:
         rules: of the graph, where they are at hand.
@@ -57,7 +70,7 @@ def phases(
     second = bool(plan.memory)  # something is done again in the backward
     rules = rules_of(graph) if rules is None else rules
     every = second or any_in_parts(rules)  # whether strategies of all nodes are asked for
-    memo: dict[object, OpSeconds] = {}
+    memo: dict[object, tuple[Strategy, OpSeconds]] = {}
     splits: list[float] = []
     chosen: dict[int, Strategy] = {}
     for i, node in enumerate(graph.nodes):
@@ -69,11 +82,11 @@ def phases(
                 node.needs_grad,
                 tuple(graph.nodes[r.node].needs_grad for r in node.refs),
             )
-            if key not in memo or every:
-                chosen[i] = strategy_named(graph, node, rule, plan.ops[node.name])
             if key not in memo:
-                memo[key] = pricer.phases(graph, node, rule, chosen[i])
-            spent = memo[key]
+                strategy = strategy_named(graph, node, rule, plan.ops[node.name])
+                memo[key] = strategy, pricer.phases(graph, node, rule, strategy)
+            same, spent = memo[key]
+            chosen[i] = strategy_named(graph, node, rule, plan.ops[node.name]) if every else same
             forward, total, weights = forward + spent.forward, total + spent.total, weights + spent.weights
             splits.append(spent.split)
     for i, node in enumerate(graph.nodes):
@@ -96,21 +109,31 @@ def phases(
     total += again
     inputs = max(0.0, total - forward - weights)  # rounding: all of it may be the weights'
     later = beside.backward - beside.split  # gradients of weights that a split backward computes beside nothing
-    ops = Phases(forward, inputs + later, weights, plan.price.parameter_seconds, again, later)
-    return _with_overheads(ops, sum(splits), graph, rules, plan, pricer)
+    owned = {i: plan.params[node.target] for i, node in graph.of_kind("param")}
+    load = parameter_load(graph, rules, pricer, chosen, owned, plan.microbatches, plan.optimizer)
+    waits = load.exposed()
+    ops = Phases(
+        forward + waits.forward_each, inputs + later + waits.backward_each, weights, waits.gathers, waits.reductions,
+        again_seconds=again, split_seconds=later, load=load,
+    )  # fmt: skip
+
+    def work() -> StageWork:
+        outputs = {k: state for k, state in enumerate(plan.outputs) if state is not None}
+        made_as, _, _ = needs(graph, plan.mesh, chosen, owned, plan.buffers, plan.inputs, outputs)
+        return beside_ops(graph, pricer, owned, made_as, plan.microbatches, plan.optimizer)
+
+    return _with_overheads(ops, sum(splits), graph, pricer.costs.stage(work))
 
 
-def _with_overheads(
-    ops: Phases, split_seconds: float, graph: Graph, rules: Sequence[Rule | None], plan: StagePlan, pricer: Pricer
-) -> Phases:
-    """The phases with what the executor does beside the ops, and with halves that take longer, where the cost source
-    knows of these.
+def _with_overheads(ops: Phases, split_seconds: float, graph: Graph, extra: StageSeconds | None) -> Phases:
+    """Return the phases with what the executor does beside the operators, and with halves that take longer, where the
+    cost source knows of these.
 
     Args:
         ops: what operators and collectives take.
         split_seconds: what the halves of all operators take more, each by itself.
+        extra: what the cost source says.
     """
-    extra = pricer.costs.stage(lambda: beside_ops(graph, rules, plan))
     if extra is None:
         return ops
     backward = ops.backward_seconds + extra.backward
@@ -120,9 +143,9 @@ def _with_overheads(
     else:  # nobody waits for a gradient of this stage: all of its backward is that of its weights
         inputs = extra.inputs
         weights = ops.backward_seconds + extra.weights + extra.summed
-    return Phases(
-        ops.forward_seconds + extra.forward, inputs, weights, ops.step_seconds + extra.step,
-        ops.again_seconds, inputs + weights - backward,
+    return replace(
+        ops, forward_seconds=ops.forward_seconds + extra.forward, input_seconds=inputs, weight_seconds=weights,
+        optimizer_seconds=extra.step, split_seconds=inputs + weights - backward,
     )  # fmt: skip
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol
 
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.price import pricer
@@ -14,15 +15,67 @@ from autopar.plans.transfer import Load, Side, loads, transfer
 from autopar.words.graph import Spec
 from autopar.words.placements import State, path
 from cost_models.costs import costs_of
-from cost_models.schedules import Edge, Schedule, Times, times
+from cost_models.schedules import Edge, Schedule, Timeline, Times, times
 from hardware_profiles import Cluster
+
+
+@dataclass(frozen=True)
+class OnceAStep:
+    """Seconds of every group of devices before, behind and after the actions of a schedule.
+
+    Attributes:
+        gathers: of parameters, before the first action.
+        reductions: of gradients, behind the last one.
+        optimizer: after the reductions of all groups.
+    """
+
+    gathers: tuple[float, ...]
+    reductions: tuple[float, ...]
+    optimizer: tuple[float, ...]
+
+    @staticmethod
+    def of(stages: Sequence[Parts], groups: Sequence[Sequence[int]]) -> OnceAStep:
+        """Return the seconds of groups, from those of their stages."""
+        def total(of_stage: Callable[[Parts], float]) -> tuple[float, ...]:
+            return tuple(sum(of_stage(stages[s]) for s in of_group) for of_group in groups)
+
+        return OnceAStep(
+            total(lambda p: p.gather_seconds), total(lambda p: p.reduction_seconds),
+            total(lambda p: p.optimizer_seconds),
+        )  # fmt: skip
+
+    def more(self, timeline: Timeline) -> float:
+        """Return the seconds that a step takes more than its schedule. While a group waits for its first microbatch it
+        gathers, and the last group to be done is not the one that is done first with its gradients."""
+        starts = [row[0] if row else 0.0 for row in timeline.starts]
+        ends = [row[-1] if row else 0.0 for row in timeline.ends]
+        before = max(max(0.0, gather - start) for gather, start in zip(self.gathers, starts, strict=True))
+        behind = max(end + reduction for end, reduction in zip(ends, self.reductions, strict=True)) - max(ends)
+        return before + behind + max(self.optimizer)
+
+    def seconds(self, timeline: Timeline) -> float:
+        """Return the seconds of a whole step."""
+        return timeline.makespan_seconds + self.more(timeline)
+
+
+class Parts(Protocol):
+    """What a stage does once a step."""
+
+    @property
+    def gather_seconds(self) -> float: ...
+
+    @property
+    def reduction_seconds(self) -> float: ...
+
+    @property
+    def optimizer_seconds(self) -> float: ...
 
 
 def timing_of(
     graphs: Sequence[StageGraph], stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster,
     alike: Sequence[int] = (),
-) -> tuple[Times, float]:  # fmt: skip
-    """What a schedule is simulated with, and the seconds that follow it once a step (gradients, gathers).
+) -> tuple[Times, OnceAStep]:  # fmt: skip
+    """Return what a schedule is simulated with, and what a step takes beside it.
 
     Args:
         alike: for each stage the first one with the same plan of the same operators, on devices alike, where that is
@@ -42,6 +95,10 @@ def timing_of(
         there = crossing_seconds(crossing.spec, made_as, wanted, cluster)
         back = crossing_seconds(crossing.spec, wanted, made_as, cluster) if crossing.needs_grad else 0.0
         row = edges.setdefault((source, target), [0.0, 0.0])
+        if not cluster.software.hides_transfers and group[source] != group[target]:  # senders wait for their messages
+            of_stage[source] = replace(of_stage[source], forward_seconds=of_stage[source].forward_seconds + there)
+            of_stage[target] = replace(of_stage[target], input_seconds=of_stage[target].input_seconds + back)
+            continue
         if group[source] == group[target]:  # not on the way between groups: the ranks themselves are busy with it
             of_stage[source] = replace(of_stage[source], input_seconds=of_stage[source].input_seconds + back)
             of_stage[target] = replace(of_stage[target], forward_seconds=of_stage[target].forward_seconds + there)
@@ -58,7 +115,7 @@ def timing_of(
         activation_bytes=[stage.kept_bytes for stage in stages],
         static_bytes=[_static_bytes([stages[s] for s in of_group]) for of_group in schedule.stages_of_rank],
     )  # fmt: skip
-    return timing, max(sum(of_stage[s].step_seconds for s in of_group) for of_group in schedule.stages_of_rank)
+    return timing, OnceAStep.of(of_stage, schedule.stages_of_rank)
 
 
 def _static_bytes(plans: Sequence[StagePlan]) -> float:
@@ -107,4 +164,4 @@ def _crossing(spec: Spec, source: Side, target: Side) -> tuple[tuple[tuple[State
     return tuple((a, b) for _, a, b in steps), loads(moved)
 
 
-__all__ = ["crossing_messages", "crossing_seconds", "timing_of"]
+__all__ = ["OnceAStep", "crossing_messages", "crossing_seconds", "timing_of"]

@@ -5,7 +5,8 @@
 :mod:`.space`   what each operator can do on each axis; :mod:`.parameter_sharding`: how a parameter can be stored and
                 used
 :mod:`.price`   seconds and bytes of an operator and of a step of a reshard; :mod:`.hidden_seconds`: seconds of
-                collectives that pass while others compute, :mod:`.overlap_terms`: in the problem
+                collectives that pass while others compute, :mod:`.parameter_load`: the same of parameters, and what a
+                stage does beside operators; :mod:`.overlap_terms`: in the problem
 :mod:`.chains`  operators that follow each other's cuts, decided as one; :mod:`.flows`: tensors on the way to their
                 readers
 :mod:`.build`   graph -> :mod:`.integer_program`, where the mathematics stands

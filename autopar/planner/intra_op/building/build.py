@@ -21,7 +21,7 @@ from autopar.planner.intra_op.building.decoder import Decoder
 from autopar.planner.intra_op.building.flows import ReadAlike, flow, pieces_for_copies, read_alike
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Item, OnlyWith, Problem, Tensor
-from autopar.planner.intra_op.building.overlap_terms import overlaps
+from autopar.planner.intra_op.building.overlap_terms import overlaps, parameter_overlaps
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.memory.kept import KeptBytes, StrategyRows
@@ -36,6 +36,7 @@ from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.pieces import fits
 from autopar.words.placements import State, shard, whole_placement, whole_state
+from cost_models.parameter_overlap import ParameterSeconds, hidden_seconds
 
 FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
 Allowed = Callable[[Node, Strategy], bool]
@@ -111,6 +112,9 @@ class Builder:
             return tuple((node, position) in row for row in gathers_of.get(item_of[node], ()))
 
         parameters = []
+        may_hide: list[tuple[int, list[ParameterSeconds]]] = []
+        first_read = P.first_read(graph, self.pricer.costs.bucket_bytes)
+        waits_first = Counter(rep[i] for i in first_read)
         made_by_param: dict[int, list[State]] = {}
         for i, node in enumerate(graph.nodes):
             if node.kind != "param" or rep[i] != i:
@@ -119,12 +123,17 @@ class Builder:
                 s.started(node.needs_grad)
                 for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
             }  # fmt: skip
-            options = self._param_options(node, uses, counts[i])
+            options = self._param_options(node, uses)
             parameters.append((len(items), i, tuple(o[0] for o in options)))
             made_by_param[i] = [o[0].used for o in options]
             item_of[i] = len(items)
-            peaks = tuple(o[3] for o in options) if self.keep_memory and any(o[3] for o in options) else ()
-            items.append(Item(node.name, tuple(o[1] for o in options), tuple(o[2] for o in options), peaks))
+            costs, n = [o[1] for o in options], counts[i]
+            peaks = tuple(c.peak_bytes for c in costs) if self.keep_memory and any(c.peak_bytes for c in costs) else ()
+            seconds = tuple(n * (c.seconds + c.step_seconds) for c in costs)
+            items.append(Item(node.name, seconds, tuple(n * c.n_bytes for c in costs), peaks))
+            hides = n - waits_first[i]
+            if hides and any(any(c.may_hide) for c in costs):
+                may_hide.append((item_of[i], [ParameterSeconds().plus(c.may_hide, hides) for c in costs]))
         arrivals = []
         for i, node in enumerate(graph.nodes):
             if node.kind == "input" and node.hot:
@@ -176,7 +185,12 @@ class Builder:
             items = kept.added_to(items)
         problem = Problem(
             tuple(items), tuple(tensors), kept.shared() if kept is not None else (),
-            overlaps=overlaps(graph, self.rules, self.fold, self.pricer, self.microbatches, item_of, row_of),
+            overlaps=(
+                *overlaps(graph, self.rules, self.fold, self.pricer, self.microbatches, item_of, row_of),
+                *parameter_overlaps(
+                    graph, self.rules, self.fold, self.pricer, self.microbatches, may_hide, item_of, row_of
+                ),
+            ),
             only_with=tuple(only_with),
         )  # fmt: skip
         moments = None
@@ -233,13 +247,13 @@ class Builder:
 
     # -- parameters
 
-    def _param_options(self, node: Node, uses: set[State], count: int) -> list[tuple[ParamChoice, float, float, float]]:
-        """``(choice, seconds, bytes, peak bytes)``; seconds and bytes are those of all parameters of the class."""
+    def _param_options(self, node: Node, uses: set[State]) -> list[tuple[ParamChoice, P.ParamCost]]:
+        """Return the choices that are worth keeping, with the price of each for one parameter."""
         mesh = self.pricer.mesh
         whole = whole_state(mesh, node.needs_grad)
         spec = node.out
-        options: list[tuple[ParamChoice, float, float, float]] = []
-        by_use: dict[State, list[tuple[ParamChoice, float, float, float]]] = {}
+        options: list[tuple[ParamChoice, P.ParamCost]] = []
+        by_use: dict[State, list[tuple[ParamChoice, P.ParamCost]]] = {}
         every = self.allowed_params is not None
         for choice in P.choices(spec, node.needs_grad, uses or {whole}, mesh, all_dims=every):
             if self.allowed_params is not None and not self.allowed_params(node, choice):
@@ -247,12 +261,17 @@ class Builder:
             cost = P.cost(
                 spec, node.needs_grad, choice, self.pricer, self.optimizer, self.microbatches, self.graph.precision
             )  # fmt: skip
-            row = (choice, cost.seconds * count, cost.n_bytes * count, cost.peak_bytes)
-            by_use.setdefault(choice.used, []).append(row)
+            by_use.setdefault(choice.used, []).append((choice, cost))
         for of_use in by_use.values():
             # peaks of several parameters do not add up, so a choice with one is compared by the bytes it adds at least
-            options.extend(of_use[k] for k in P.cheapest([(o[1], o[2]) for o in of_use], self.keep_memory))
+            accounts = [(*self._least_and_most(cost), cost.n_bytes) for _, cost in of_use]
+            options.extend(of_use[k] for k in P.cheapest(accounts, self.keep_memory))
         return options
+
+    def _least_and_most(self, cost: P.ParamCost) -> tuple[float, float]:
+        """Return the seconds of a step that a parameter takes if nothing of it is hidden, and if all is that may be."""
+        seconds, may_hide = cost.seconds + cost.step_seconds, cost.may_hide.of_step(self.microbatches)
+        return seconds, seconds - hidden_seconds(may_hide, may_hide)
 
     # -- what is recomputed
 

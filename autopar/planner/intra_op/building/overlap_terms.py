@@ -1,5 +1,7 @@
 """Collectives beside which others compute, as the integer program has them: what is hidden depends on both.
 
+Collectives of parameters run beside all that is computed in their pass (:func:`parameter_overlaps`), those of operators
+beside some others (:func:`overlaps`).
 Where operators that might stand beside are cut in a way in which they communicate, or are brought there by collectives,
 or run again at another time, the plan hides less than is said here (:mod:`.hidden_seconds`), so the bound remains one.
 """
@@ -15,6 +17,7 @@ from autopar.planner.intra_op.building.price import Pricer
 from autopar.rules.lowering_helpers.meanwhile import any_in_parts, halves, independent_of
 from autopar.rules.notation import Rule
 from autopar.words.graph import Graph
+from cost_models.parameter_overlap import SLOWDOWN, Computing, ParameterSeconds
 
 
 def overlaps(
@@ -47,6 +50,45 @@ def overlaps(
     return tuple(result)
 
 
+def parameter_overlaps(
+    graph: Graph, rules: Sequence[Rule | None], fold: Fold, pricer: Pricer, microbatches: int,
+    parameters: Sequence[tuple[int, Sequence[ParameterSeconds]]], item_of: Mapping[int, int],
+    row_of: Mapping[int, tuple[Sequence[Any], int]],
+) -> tuple[HiddenSeconds, ...]:  # fmt: skip
+    """Return the overlaps of collectives of parameters with what is computed in the same pass
+    (:mod:`cost_models.parameter_overlap`).
+
+    Args:
+        parameters: of each item that is a parameter, by strategy the seconds that may be hidden, of all of its class.
+        item_of, row_of: as for :func:`overlaps`.
+    """
+    most = ParameterSeconds()
+    for _, of_item in parameters:
+        most = most.plus(ParameterSeconds(*map(max, zip(*of_item, strict=True))))
+    if not any(most):
+        return ()
+    sides: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
+    counts = fold.counts
+    for k in row_of:
+        for backward, side in sides.items():
+            _add(side, graph, rules, k, backward, counts[k], pricer, item_of, row_of)
+    result = []
+    for number, (backward, times, seconds) in enumerate(most.passes(microbatches)):
+        share = Computing(1.0, 1.0).side(backward, pricer.shares)
+        if not times * seconds * share:
+            continue
+        lost = times * (1 - SLOWDOWN)
+        moved = [(i, tuple([lost * p.passes(microbatches)[number][2] for p in of_item])) for i, of_item in parameters]
+        computed = sides[backward].items()
+        result.append(
+            HiddenSeconds((
+                tuple([of_item for of_item in moved if any(of_item[1])]),
+                tuple([(i, tuple([lost * share * s for s in of_item])) for i, of_item in computed if any(of_item)]),
+            ))
+        )  # fmt: skip
+    return tuple(result)
+
+
 def _add(
     computed: dict[int, list[float]], graph: Graph, rules: Sequence[Rule | None], k: int, backward: bool, times: int,
     pricer: Pricer, item_of: Mapping[int, int], row_of: Mapping[int, tuple[Sequence[Any], int]],
@@ -62,4 +104,4 @@ def _add(
         of_item[number] += times * (spent.total - spent.forward if backward else spent.forward)
 
 
-__all__ = ["overlaps"]
+__all__ = ["overlaps", "parameter_overlaps"]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice, StagePlan
@@ -21,17 +22,26 @@ from autopar.words.placements import Placement, State, path, shard, step_collect
 from autopar.words.precision import Precision
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis
+from cost_models.parameter_overlap import ParameterSeconds
 
 
 @dataclass(frozen=True)
 class ParamCost:
     """Seconds per step, and bytes on one rank, of a :class:`ParamChoice`.
 
-    ``peak_bytes`` is what copies gathered for one use take while they live: this one and the next, which is fetched
-    ahead. Of all parameters the largest counts.
+    Attributes:
+        seconds: of its collectives, by themselves.
+        collectives: the same, by when they run.
+        may_hide: of these, what may run beside computing.
+        step_seconds: of the optimizer, and of adding its gradients up over microbatches.
+        peak_bytes: what copies gathered for one use take while they live: this one and the next, which is fetched
+            ahead. Of all parameters the largest counts.
     """
 
     seconds: float
+    collectives: ParameterSeconds
+    may_hide: ParameterSeconds
+    step_seconds: float
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -98,14 +108,23 @@ def bucketed_seconds(cost: Axis, kind: str, n_bytes: float, bucket_bytes: float)
     return cost.seconds(kind, bucket_bytes) * n_bytes / bucket_bytes
 
 
-def collectives(
-    spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int, precision: Precision | None = None
-) -> list[tuple[str, str, int, int]]:
-    """``(axis, kind, bytes, times)`` of the collectives that a parameter costs per step, by its lifetime."""
-    result: list[tuple[str, str, int, int]] = []
+class ParamCollective(NamedTuple):
+    """A collective that a parameter makes, once or in every microbatch: a gather on the way to its use, or a reduction
+    of its gradient on the way back. Bytes as collectives count them."""
+
+    axis: str
+    kind: str
+    n_bytes: int
+    is_gather: bool
+
+
+def param_collectives(
+    spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, precision: Precision | None = None
+) -> list[ParamCollective]:
+    """Return the collectives between the stored and the used placement of a parameter."""
+    result: list[ParamCollective] = []
     steps = path(choice.stored, choice.used)
     assert steps is not None
-    per_use = choice.lifetime == "use"
     for axis, src, dst in steps:
         name, size = mesh[axis]
         if size == 1:
@@ -115,10 +134,61 @@ def collectives(
         back = whole if precision is None else moved * ITEM_BYTES[precision.summed(spec.dtype)]
         forward, backward = step_collectives(src[axis], dst[axis])
         if forward:
-            result.append((name, forward, whole, 2 * microbatches if per_use and grad else 1))
+            result.append(ParamCollective(name, forward, whole, True))
         if backward and grad:
-            result.append((name, backward, back, microbatches if per_use else 1))
+            result.append(ParamCollective(name, backward, back, False))
     return result
+
+
+def collectives(
+    spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int, precision: Precision | None = None
+) -> list[tuple[str, str, int, int]]:
+    """``(axis, kind, bytes, times)`` of the collectives that a parameter costs per step, by its lifetime."""
+    per_use = choice.lifetime == "use"
+    return [
+        (axis, kind, n_bytes, 1 if not per_use else microbatches * (2 if is_gather and grad else 1))
+        for axis, kind, n_bytes, is_gather in param_collectives(spec, grad, choice, mesh, precision)
+    ]
+
+
+def places_of(choice: ParamChoice, grad: bool, is_gather: bool) -> tuple[int, ...]:
+    """Return when a collective of a parameter runs, as places in :class:`ParameterSeconds`."""
+    if choice.lifetime == "step":
+        return (0,) if is_gather else (1,)
+    return (2, 3) if is_gather and grad else (2,) if is_gather else (3,)
+
+
+def seconds_of(
+    spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, precision: Precision | None = None
+) -> tuple[ParameterSeconds, ParameterSeconds]:
+    """Return the seconds of a parameter's collectives by when they run, and of those that may run beside computing."""
+    seconds, may_hide = [0.0] * 4, [0.0] * 4  # in the order of ParameterSeconds
+    for axis, kind, n_bytes, is_gather in param_collectives(spec, grad, choice, pricer.mesh, precision):
+        one = bucketed_seconds(pricer.axes[axis], kind, n_bytes, pricer.costs.bucket_bytes)
+        for place in places_of(choice, grad, is_gather):
+            seconds[place] += one
+            if (pricer.shares.gathers if is_gather else pricer.shares.reductions) > 0:
+                may_hide[place] += one
+    return ParameterSeconds(*seconds), ParameterSeconds(*may_hide)
+
+
+def first_read(graph: Graph, bucket_bytes: float) -> frozenset[int]:
+    """Return the parameters that are read first, up to a bucket of them.
+
+    Nothing is computed before they are there, and nothing after their gradients: these collectives are waited for.
+    """
+    key = "first read", bucket_bytes
+    found: frozenset[int] | None = graph.derived.get(key)
+    if found is None:
+        numbers: dict[int, None] = {}
+        n_bytes = 0
+        for node in graph.nodes:
+            for ref in node.refs if node.kind == "op" and (not numbers or n_bytes < bucket_bytes) else ():
+                if graph.nodes[ref.node].kind == "param" and ref.node not in numbers:
+                    numbers[ref.node] = None
+                    n_bytes += graph.spec(ref).n_bytes
+        found = graph.derived[key] = frozenset(numbers)
+    return found
 
 
 def cost(
@@ -132,10 +202,7 @@ def cost(
         precision: a policy, under which it is stored, and its gradient added up, in other formats.
     """
     mesh = pricer.mesh
-    seconds = sum(
-        times * bucketed_seconds(pricer.axes[axis], kind, n, pricer.costs.bucket_bytes)
-        for axis, kind, n, times in collectives(spec, grad, choice, mesh, microbatches, precision)
-    )
+    by_itself, may_hide = seconds_of(spec, grad, choice, pricer, precision)
     elements = prod(local_shape(spec.shape, choice.stored, mesh))
     of_master = spec.item_bytes if precision is None else ITEM_BYTES[precision.stored(spec.dtype)]
     of_sum = spec.item_bytes if precision is None else ITEM_BYTES[precision.accumulated(spec.dtype)]
@@ -147,24 +214,27 @@ def cost(
         gathered = used
         if grad and microbatches > 1 and used_elements != elements:
             gathered += used_elements * of_sum
+    step_seconds = pricer.parameter_step(used, stored, microbatches, optimizer) if grad else 0.0
     return ParamCost(
-        seconds, stored, stored if grad else 0,
+        by_itself.of_step(microbatches), by_itself, may_hide, step_seconds, stored, stored if grad else 0,
         optimizer_state_bytes(optimizer, elements, of_moments, 1) if grad else 0, gathered,
         2 * used if choice.lifetime == "use" and choice.stored != choice.used else 0,
     )  # fmt: skip
 
 
-def cheapest(options: Sequence[tuple[float, float]], keep_memory: bool) -> list[int]:
-    """Numbers of the options ``(seconds, bytes)`` worth keeping: not beaten in both, or only the fastest."""
+def cheapest(options: Sequence[tuple[float, ...]], keep_memory: bool) -> list[int]:
+    """Numbers of the options worth keeping: no other is as good in everything.
+
+    Args:
+        options: ``(seconds if nothing is hidden, seconds if all is that may be, bytes)``.
+        keep_memory: bytes count too.
+    """
     order = sorted(range(len(options)), key=lambda i: (options[i], i))
     kept: list[int] = []
-    lowest = float("inf")
     for i in order:
-        if options[i][1] < lowest:
+        counted = options[i] if keep_memory else options[i][:-1]
+        if not any(all(a <= b for a, b in zip(options[k], counted, strict=False)) for k in kept):
             kept.append(i)
-            lowest = options[i][1]
-            if not keep_memory:
-                break
     return kept
 
 

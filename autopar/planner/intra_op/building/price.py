@@ -21,7 +21,8 @@ from autopar.words.graph import Graph, Node, Spec
 from autopar.words.meshes import Mesh
 from autopar.words.pieces import elements_moved, local_shape
 from autopar.words.placements import State, Step, step_collectives
-from cost_models.costs import Axis, Costs, OpSeconds, OpWork, costs_of
+from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
+from cost_models.parameter_overlap import HIDES_NOTHING, TENSOR, Shares, shares_of, tensor_exposed
 from hardware_profiles import Cluster, Device
 from hardware_profiles.measurements import op_key, tensor_text
 
@@ -36,6 +37,8 @@ class Pricer:
         costs: where seconds come from.
         axes: collective costs by axis name.
         device: the slowest device of the mesh stands for all.
+        shares: how far collectives of parameters run beside computing.
+        tensor: the fraction that is waited for of collectives of tensor parallelism between operators.
     """
 
     mesh: Mesh
@@ -43,8 +46,11 @@ class Pricer:
     costs: Costs
     axes: Mapping[str, Axis]
     device: Device
+    shares: Shares = HIDES_NOTHING
+    tensor: float = 1.0
     _steps: dict[tuple[Spec, bool, State, State], float] = field(default_factory=dict)
     _elements: dict[tuple[tuple[int, ...], State], int] = field(default_factory=dict)
+    _parameters: dict[object, float] = field(default_factory=dict)
 
     # -- reshards
 
@@ -69,7 +75,8 @@ class Pricer:
             moved = elements_moved(spec.shape, src, dst, self.mesh) * spec.item_bytes
         seconds = []
         for kind in (forward, backward if grad else None):
-            seconds.append(cost.seconds(kind, moved) if kind is not None else 0.0)
+            waits = self.tensor if kind in TENSOR else 1.0
+            seconds.append(waits * cost.seconds(kind, moved) if kind is not None else 0.0)
         if forward is None and not (src[axis].is_whole and dst[axis].is_whole):
             n_bytes = self.local_bytes(spec, src) + self.local_bytes(spec, dst)
             copy = self.costs.copy(self.device, n_bytes, spec.dtype)
@@ -150,6 +157,20 @@ class Pricer:
                 there, back = seconds[comm.when]
                 seconds[comm.when] = (there, back + spent) if comm.backward else (there + spent, back)
         return seconds
+
+    def parameter_step(self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str) -> float:
+        """Seconds of a step that the optimizer takes for one parameter, and its gradient to be added up over
+        microbatches."""
+        key = used_bytes, stored_bytes, microbatches, optimizer
+        if key not in self._parameters:
+            parameter = (used_bytes, stored_bytes)
+            one = self.costs.stage(lambda: StageWork((), (parameter,), 0, microbatches, optimizer))
+            none = self.costs.stage(lambda: StageWork((), (), 0, microbatches, optimizer))
+            seconds = 0.0
+            if one is not None and none is not None:
+                seconds = one.step - none.step + microbatches * (one.backward - none.backward)
+            self._parameters[key] = seconds
+        return self._parameters[key]
 
     def launches(self, graph: Graph) -> float:
         """Seconds, forward and backward, that the graph's operators take however small a part of each a device has:
@@ -254,4 +275,5 @@ def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -
 
 @lru_cache(maxsize=4096)
 def _pricer(cluster: Cluster, mesh: Mesh, devices: tuple[int, ...], costs: Costs) -> Pricer:
-    return Pricer(mesh, devices, costs, costs.axes(mesh.size_of, devices), cluster.slowest(devices))
+    axes = costs.axes(mesh.size_of, devices)
+    return Pricer(mesh, devices, costs, axes, cluster.slowest(devices), shares_of(cluster), tensor_exposed(cluster))

@@ -37,6 +37,8 @@ ITERATIONS = 2**31 - 1
 """HiGHS's own limit of simplex iterations: none."""
 HULL_GAP = 0.01
 """How far the fastest choice may be from the best, where branch and bound is needed to find it."""
+NEAR_GAP = 0.02
+"""A choice without a limit that is this near to the relaxation is taken, where a gap is allowed at all."""
 
 
 def program(problem: Problem, *, effort: Effort = PATIENT, solver: str = "auto") -> HighsProgram | ByCbc:
@@ -172,7 +174,8 @@ class HighsProgram(Relaxation):
 
         Args:
             gap: relative distance from the proven bound at which the solver may stop; 0 asks for the optimum. It is
-                used only where memory counts, since the problem without it is easy.
+                used where the relaxation is not whole: where memory counts, and where collectives take as long as
+                what they hide behind.
             worth_seconds: what takes as long is not worth branch and bound.
 
         Raises:
@@ -185,7 +188,7 @@ class HighsProgram(Relaxation):
         if self.problem.limit_bytes is None:
             if self.least() >= worth_seconds:
                 raise Beaten
-            return self.choice(self.best(gap if self.lp.fullest is not None else 0.0))
+            return self._within(gap)
         start: Point | None = None
         if gap > 0.0 and self._relaxed is not None:
             _, beside = self.around(self._relaxed)
@@ -195,6 +198,18 @@ class HighsProgram(Relaxation):
         if self._relaxed and self.choice(self._relaxed).bound >= worth_seconds:
             raise Beaten
         return self.choice(self.best(gap, start))
+
+    def _within(self, gap: float) -> Choice:
+        """The cheapest strategies without a limit, or those next to the relaxation's if these are as near as the gap.
+
+        As many collectives as a pass can hide divide parameters between two ways to be stored, both of which are as
+        good: whole choices are near, and branch and bound takes a hundred times as long to say so.
+        """
+        if gap > 0.0 and self._relaxed is not None and self.lp.fullest is None:
+            near = self._decided_in_turn(self._relaxed)
+            if near.whole and near.seconds - self._relaxed.bound <= max(gap, NEAR_GAP) * near.seconds:
+                return self.choice(replace(near, bound=self._relaxed.bound, gap=gap))
+        return self.choice(self.best(gap if self.lp.fullest is not None or self.problem.overlaps else 0.0))
 
     def around(self, relaxed: Point) -> tuple[Point, Point]:
         """The whole choices that are best a little below and a little above the relaxation's price of a byte."""

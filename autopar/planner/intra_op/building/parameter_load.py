@@ -1,0 +1,133 @@
+"""The collectives of a stage's parameters against what the stage computes, and what it does beside operators.
+
+How much of the collectives is hidden is said in :mod:`cost_models.parameter_overlap`; how long gradients take to be
+added up and parameters to be stepped is the cost source's business (:mod:`cost_models.costs`). This is where both are
+asked for a plan: by its price, by the phases of a pipeline and by the estimate of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.planner.intra_op.building import parameter_sharding as P
+from autopar.planner.intra_op.building.price import Pricer
+from autopar.plans.plan import ParamChoice
+from autopar.rules.notation import Rule
+from autopar.rules.strategy import Strategy
+from autopar.words.graph import Graph, Ref, Spec
+from autopar.words.placements import State
+from cost_models.costs import StageWork
+from cost_models.parameter_overlap import HIDES_NOTHING, Computing, ParameterSeconds, Shares, exposed
+
+
+@dataclass(frozen=True)
+class ParameterLoad:
+    """What the parameters of a stage cost a step.
+
+    Attributes:
+        costs: of every parameter; empty where loads were put together.
+        collectives: seconds by themselves, by when they run.
+        may_hide: of these, what may run beside computing, as if no parameter were read first.
+        first: of these, what parameters take that are read first, beside which nothing is computed.
+        computing: seconds of a microbatch, of operators that depend on parameters.
+    """
+
+    costs: Sequence[P.ParamCost]
+    collectives: ParameterSeconds
+    may_hide: ParameterSeconds
+    first: ParameterSeconds
+    computing: Computing
+    shares: Shares
+
+    def exposed(self) -> ParameterSeconds:
+        """Return what of the collectives a step waits for."""
+        return exposed(self.collectives, self.may_hide.plus(self.first, -1), self.computing, self.shares)
+
+
+NONE = ParameterSeconds()
+NOTHING = ParameterLoad((), NONE, NONE, NONE, Computing(0.0, 0.0), HIDES_NOTHING)
+"""The load of a stage without parameters."""
+
+
+def together(loads: Sequence[tuple[int, ParameterLoad]]) -> ParameterLoad:
+    """Return the load of a stage of so many blocks each: all hide together, and of one block alone parameters are read
+    before anything is computed."""
+    collectives = may_hide = first = NONE
+    forward = backward = 0.0
+    for n, load in loads:
+        collectives, may_hide = collectives.plus(load.collectives, n), may_hide.plus(load.may_hide, n)
+        first = ParameterSeconds(*map(max, zip(first, load.first, strict=True)))
+        forward, backward = forward + n * load.computing.forward, backward + n * load.computing.backward
+    shares = loads[0][1].shares if loads else NOTHING.shares
+    return ParameterLoad((), collectives, may_hide, first, Computing(forward, backward), shares)
+
+
+def parameter_load(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
+    owned: Mapping[int, ParamChoice], microbatches: int, optimizer: str,
+) -> ParameterLoad:  # fmt: skip
+    """Return the load of a plan's parameters.
+
+    Args:
+        chosen: strategies by node, of all operators that depend on parameters.
+        owned: how parameters are stored and used, by node.
+    """
+    nodes, alike = graph.nodes, graph.alike
+    first_read = P.first_read(graph, pricer.costs.bucket_bytes)
+    costs: list[P.ParamCost] = []
+    cost_of: dict[tuple[Spec, bool, ParamChoice], P.ParamCost] = {}  # repeated blocks have the same parameters
+    collectives = may_hide = first = NONE
+    for i, choice in owned.items():
+        key = nodes[i].out, nodes[i].needs_grad, choice
+        cost = cost_of.get(key)
+        if cost is None:
+            cost = cost_of[key] = P.cost(*key, pricer, optimizer, microbatches, graph.precision)
+        costs.append(cost)
+        if cost.seconds:
+            collectives, may_hide = collectives.plus(cost.collectives), may_hide.plus(cost.may_hide)
+            first = first.plus(cost.may_hide) if i in first_read else first
+    forward = backward = 0.0
+    spent_on: dict[tuple[int, int], tuple[float, float]] = {}
+    for i, node in enumerate(nodes) if any(may_hide) else ():
+        rule = rules[i]
+        if node.kind != "op" or not node.hot or rule is None:
+            continue
+        same = alike[i], id(chosen[i])
+        if same not in spent_on:
+            spent = pricer.compute(graph, node, rule, chosen[i])
+            spent_on[same] = spent.forward, spent.total - spent.forward
+        forward, backward = forward + spent_on[same][0], backward + spent_on[same][1]
+    return ParameterLoad(costs, collectives, may_hide, first, Computing(forward, backward), pricer.shares)
+
+
+def beside_ops(
+    graph: Graph, pricer: Pricer, owned: Mapping[int, ParamChoice], made_as: Mapping[Ref, State], microbatches: int,
+    optimizer: str,
+) -> StageWork:  # fmt: skip
+    """Return what one rank does on a stage beside operators.
+
+    Args:
+        owned: how parameters are stored and used, by node.
+        made_as: the state in which each tensor is made.
+    """
+    summed: list[tuple[int, float]] = []
+    nodes = graph.nodes
+    for ref, readers in graph.consumers.items():
+        node, spec = nodes[ref.node], graph.spec(ref)
+        if len(readers) > 1 and node.needs_grad and spec.is_float and node.kind != "buffer":
+            paths = sum(nodes[i].needs_grad for i, _ in readers)
+            if paths > 1:
+                summed.append((paths - 1, pricer.local_bytes(spec, made_as[ref])))
+    parameters: list[tuple[float, float]] = []
+    for i, node in graph.of_kind("param"):
+        if node.needs_grad:
+            choice = owned[i]
+            parameters.append(
+                (pricer.local_bytes(node.out, choice.used), pricer.local_bytes(graph.stored(node), choice.stored))
+            )
+    n_ops = sum(n.kind == "op" and n.needs_grad for n in nodes)
+    return StageWork(summed, parameters, n_ops, microbatches, optimizer)
+
+
+__all__ = ["NOTHING", "ParameterLoad", "beside_ops", "parameter_load", "together"]
