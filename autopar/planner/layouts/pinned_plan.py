@@ -152,9 +152,9 @@ class _Pinned:
         before = stages
         stages = with_agreed_buffers(graphs, stages, schedule, self.cluster)
         alike = alike if all(a is b for a, b in zip(before, stages, strict=True)) else ()
-        timing, once = timing_of(graphs, stages, schedule, self.cluster, alike)
+        timing, step = timing_of(graphs, stages, schedule, self.cluster, alike)
         timeline = simulate(schedule, timing)
-        seconds = once.seconds(timeline)
+        seconds = step.seconds(timeline)
         limits = [device_limit(self.cluster, of, said.options.memory_limit_bytes) for of in devices]
         needed = [bytes_together([stages[s].price for s in of]) for of in schedule.stages_of_rank]
         fullest = max(range(said.groups), key=lambda g: needed[g] / limits[g])
