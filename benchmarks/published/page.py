@@ -25,9 +25,10 @@ row does not say is what its software does by default. Errors are price over mea
 fast, or too little memory.
 
 What is fitted: one factor for each software (hardware_profiles/data/software.toml), on every second model of its
-sources, by `benchmarks/fit_software.py`; the tables below show all rows, and the factor beside the software. Nothing
-else is fitted to these rows: rates of devices and links come from data sheets and from measurements of single kernels
-and collectives.
+sources, by `benchmarks/fit_software.py`; the tables below show all rows, and the factor beside the software; where it
+is 1.00 there were too few rows to fit. For two trainers, Megatron-DeepSpeed and Nanotron, the time that their host takes
+to launch an operator is read off the floor of their own tables. Nothing else is fitted to these rows: rates of devices
+and links come from data sheets and from measurements of single kernels and collectives.
 
 What was measured here: one H200 (hardware_profiles/measured/h200). All else on this page are claims of others about
 their runs: they were read, not repeated.
@@ -66,7 +67,8 @@ others.
 def write_page(path: Path, priced: Sequence[Priced], refused: Mapping[tuple[str, str], int]) -> None:
     """Write the page, its picture and the rows beside it."""
     found = tables(priced, refused)
-    text = [HEAD, f"![Priced over measured seconds and memory]({path.stem}.svg)\n"]
+    drawn = f"This page has {len(priced)} rows; where the tables have more, these were drawn from all sources alike.\n"
+    text = [HEAD, drawn, f"![Priced over measured seconds and memory]({path.stem}.svg)\n"]
     text += [_markdown(table) for table in found if table.rows]
     path.write_text("\n".join(text), encoding="utf-8")
     path.with_suffix(".svg").write_text(picture(priced), encoding="utf-8")
