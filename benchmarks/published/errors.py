@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from statistics import fmean, median
 from typing import Any
 
@@ -153,7 +154,7 @@ def _errors(errors: Sequence[float], band: bool = True) -> tuple[str, ...]:
         return ("-",) * (3 if band else 2)
     sizes = sorted(abs(e) for e in errors)
     found = (f"{fmean(errors):+.1%}", f"{median(sizes):.1%}")
-    return (*found, f"{sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]:.0%}") if band else found
+    return (*found, f"{sizes[ceil(0.9 * len(sizes)) - 1]:.0%}") if band else found
 
 
 def split(some: Sequence[Priced], key: Callable[[Priced], str]) -> dict[str, list[Priced]]:

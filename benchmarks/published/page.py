@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from math import log10
+from math import ceil, log10
 from pathlib import Path
 from statistics import median
 
@@ -26,9 +26,9 @@ fast, or too little memory.
 
 What is fitted: one factor for each software (hardware_profiles/data/software.toml), on every second model of its
 sources, by `benchmarks/fit_software.py`; the tables below show all rows, and the factor beside the software; where it
-is 1.00 there were too few rows to fit. For two trainers, Megatron-DeepSpeed and Nanotron, the time that their host takes
-to launch an operator is read off the floor of their own tables. Nothing else is fitted to these rows: rates of devices
-and links come from data sheets and from measurements of single kernels and collectives.
+is 1.00 there were too few rows to fit. For two trainers, Megatron-DeepSpeed and Nanotron, the time that their host
+takes to launch an operator is read off the floor of their own tables. Nothing else is fitted to these rows: rates of
+devices and links come from data sheets and from measurements of single kernels and collectives.
 
 What was measured here: one H200 (hardware_profiles/measured/h200). All else on this page are claims of others about
 their runs: they were read, not repeated.
@@ -126,7 +126,7 @@ def write_errors(path: Path, priced: Sequence[Priced]) -> None:
 
 def _band(what: str, errors: Sequence[float], rows: str) -> list[str]:
     ordered = sorted(errors)
-    most = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    most = ordered[ceil(0.9 * len(ordered)) - 1]
     return [f"{rows} = {len(ordered)}", f"{what}_median = {median(ordered):.3f}", f"{what}_90 = {most:.3f}"]
 
 
