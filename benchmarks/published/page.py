@@ -52,10 +52,11 @@ others.
 
 ## What is known to be missing
 
-- **Nanotron across machines.** 526 of the 845 rows have tensor parallelism beside a pipeline on several machines.
-  There a layer of one microbatch takes about 12 ms with tp=2, 16 with tp=4, 25 with tp=8, 52 with tp=16 and 136 with
-  tp=32, with one row or two and from hidden size 2,048 to 4,096 alike; without a pipeline it takes 4.5 to 15 ms.
-  Neither bytes nor products explain that, so no price does, and nothing was fitted to it.
+- **Nanotron across machines.** 586 of the 845 rows have a pipeline over several machines, 526 of them with tensor
+  parallelism. There a layer of one microbatch of one or two rows (1B to 8B) takes, as the median, 14 ms with tp=2, 19
+  with tp=4, 29 with tp=8, 59 with tp=16 and 199 with tp=32; without a pipeline 10, 6, 6, 9 and 16 ms. Neither bytes
+  nor products explain that, so no price does, and nothing was fitted to it: such rows are priced 3 to 8 times too
+  fast.
 - **Hosts that hold the device up** are priced operator by operator: the longer of launch and kernel. Where large
   kernels and small ones alternate, a host that runs ahead hides some of that.
 - **What a row does not say.** Recomputation is not in most rows of Megatron-Bridge: then nothing is said of memory.
