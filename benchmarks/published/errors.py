@@ -138,9 +138,8 @@ def line(some: Sequence[Priced]) -> tuple[str, ...]:
     time = [e for p in some if (e := time_error(p)) is not None]
     memory = [e for p in some if (e := memory_error(p)) is not None]
     ranks = ranks_of(some)
-    said = [p for p in some if p.fits is not None and not is_recompute_assumed(p)]
-    oom = [p for p in said if p.run.is_out_of_memory]
-    ran = [p for p in said if not p.run.is_out_of_memory]
+    oom = [p for p in some if p.run.is_out_of_memory and p.fits is not None]
+    ran = [p for p in some if not p.run.is_out_of_memory and p.fits is not None and not is_recompute_assumed(p)]
     return (
         str(len(time)), *_errors(time), f"{max(time, key=abs):+.0%}" if time else "-",
         f"{ranks[0]:.2f} ({ranks[1]})" if ranks else "-", str(len(memory)), *_errors(memory, band=False),
