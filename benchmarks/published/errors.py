@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from statistics import fmean, median
 from typing import Any
 
@@ -137,9 +138,8 @@ def line(some: Sequence[Priced]) -> tuple[str, ...]:
     time = [e for p in some if (e := time_error(p)) is not None]
     memory = [e for p in some if (e := memory_error(p)) is not None]
     ranks = ranks_of(some)
-    said = [p for p in some if p.fits is not None and not is_recompute_assumed(p)]
-    oom = [p for p in said if p.run.is_out_of_memory]
-    ran = [p for p in said if not p.run.is_out_of_memory]
+    oom = [p for p in some if p.run.is_out_of_memory and p.fits is not None]
+    ran = [p for p in some if not p.run.is_out_of_memory and p.fits is not None and not is_recompute_assumed(p)]
     return (
         str(len(time)), *_errors(time), f"{max(time, key=abs):+.0%}" if time else "-",
         f"{ranks[0]:.2f} ({ranks[1]})" if ranks else "-", str(len(memory)), *_errors(memory, band=False),
@@ -153,7 +153,7 @@ def _errors(errors: Sequence[float], band: bool = True) -> tuple[str, ...]:
         return ("-",) * (3 if band else 2)
     sizes = sorted(abs(e) for e in errors)
     found = (f"{fmean(errors):+.1%}", f"{median(sizes):.1%}")
-    return (*found, f"{sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]:.0%}") if band else found
+    return (*found, f"{sizes[ceil(0.9 * len(sizes)) - 1]:.0%}") if band else found
 
 
 def split(some: Sequence[Priced], key: Callable[[Priced], str]) -> dict[str, list[Priced]]:

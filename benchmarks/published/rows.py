@@ -142,6 +142,8 @@ def run_of(row: Mapping[str, str]) -> Run:
         UnpricedError: something that a price needs is not said, and has no default.
     """
     cells = dict(row)
+    if (moved := cells.get("offload", "").lower()) and "none" not in moved and " 0 gb" not in moved:
+        raise UnpricedError("offload to the host has no price")
     assumed: list[str] = []
     software = software_of(cells)
     shape = _shape(cells, assumed, software)

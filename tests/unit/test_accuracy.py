@@ -72,7 +72,8 @@ def test_a_row_is_read(published: ModuleType) -> None:
     [
         ({"micro_batch": ""}, "micro_batch"), ({"dp": "3"}, "are 6 GPUs, the row has 4"), ({"hidden": ""}, "hidden"),
         ({"step_time_s": ""}, "neither seconds nor memory"), ({"global_batch": "6"}, "does not divide"),
-        ({"model": "Gemma 4 26B"}, "gemma"), ({"task": "lora"}, "lora"), ({"tp": "two"}, "tp is no number"),
+        ({"model": "Gemma 4 26B"}, "gemma"), ({"task": "lora"}, "lora"),
+        ({"offload": "all eligible activations to CPU"}, "offload"), ({"tp": "two"}, "tp is no number"),
     ],
 )  # fmt: skip
 def test_a_row_without_what_a_price_needs_is_refused(published: ModuleType, cells: dict[str, str], why: str) -> None:

@@ -56,7 +56,7 @@ def test_the_table_of_this_project_can_be_read() -> None:
         assert (band.software, band.device) == (software, device)
         assert band.rows + band.memory_rows >= 5
         for value in (band.seconds_median, band.seconds_90, band.memory_median, band.memory_90):
-            assert value is None or 0 <= value < 2
+            assert value is None or value >= 0
 
 
 def test_a_cluster_as_a_trainer_uses_it() -> None:
