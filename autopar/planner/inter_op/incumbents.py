@@ -115,15 +115,20 @@ class Incumbents:
         The search itself looks for one plan alone: to prove of hundreds of ways that they are not among five took three
         times as long as to find the best.
         """
-        self.top, more, worse = top, 0, 0
-        unplanned = dict.fromkeys((*self.slower, *promising))
-        for search, candidate in sorted(unplanned, key=lambda way: way[1].seconds):
+        self.top, self.failed, more, worse = top, 0, 0, 0
+        unplanned = [
+            (search, candidate) for search, candidate in dict.fromkeys((*self.slower, *promising))
+            if (id(search), candidate) not in self.unfit and search.what(candidate) not in self._different
+        ]  # fmt: skip
+        unplanned.sort(key=lambda way: way[1].seconds)
+        near, far = unplanned[: 2 * top], unplanned[2 * top :]
+        if self.n_devices > SMALL:  # what takes few programs first: those of many take minutes where memory binds
+            near.sort(key=lambda way: (way[0].n_programs(way[1]), way[1].seconds))
+        for search, candidate in (*near, *far):
             enough = len(self._different) >= top
-            if self.interrupted or (enough and (more >= top or worse >= SLOWER)):
+            if self.interrupted or self.failed >= FAILED or (enough and (more >= top or worse >= SLOWER)):
                 return
-            if (id(search), candidate) in self.unfit or search.what(candidate) in self._different:
-                continue
-            if candidate.seconds < self.to_beat:
+            if search.what(candidate) not in self._different and candidate.seconds < self.to_beat:
                 last, more = self.to_beat, more + 1
                 worse = 0 if self.add(search, candidate) < last else worse + 1
 
