@@ -71,7 +71,7 @@ def measured(step: Callable[[], Any], device: str, times: int = 1) -> tuple[dict
     Returns:
         Seconds by kind, and the twenty operators that took longest as ``[name, seconds, calls]`` of one step.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it writes to the terminal that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to the terminal that it starts and stops
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device != "cpu"
