@@ -575,11 +575,14 @@ def _call_by_new_names() -> None:
 
 _call_by_new_names()
 
+HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+"""Whether RMS norm is one kernel on GPUs."""
+
 __all__ = [
     "AGENT_OF_TORCHRUN", "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS",
     "DTENSOR_RESULT", "DTENSOR_STRATEGIES", "DTENSOR_STRATEGY", "EXPORT_BUFFER_HOOK", "EXPORT_INSIDE",
-    "FAKE_PARAMETERS", "FLEX_NAMES", "GRADIENT_NODE", "GROUP_NAME", "LINEAR_REDUCTION_OP_MAP", "OPEN_STORE",
-    "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR",
+    "FAKE_PARAMETERS", "FLEX_NAMES", "GRADIENT_NODE", "GROUP_NAME", "HAS_FUSED_RMS_NORM", "LINEAR_REDUCTION_OP_MAP",
+    "OPEN_STORE", "OPTIMIZERS_OF_ELEMENTS", "OPTIMIZERS_OF_MATRICES", "OPTIMIZER_STATES", "PLAIN_BESIDE_DTENSOR",
     "STATE_DICT_OPTIONS", "TENSOR_LIST_CHECK", "TORCH", "TOTAL_NORM", "TRACEBACK_OF_NODES", "VARLEN_OPERATOR",
     "AttributeProxy", "BackwardHookFunction", "DTensorSpec", "DisableTorchFunction", "DisableTorchFunctionSubclass",
     "FakeTensor", "FakeTensorMode", "LocalIntNode", "LocalTensor", "LocalTensorMode", "ModuleStackTracer", "Namespace",

@@ -133,8 +133,8 @@ def tell(row: dict[str, Any]) -> None:
     most, counted = row["measured_bytes"], row["predicted_bytes"]
     print(
         f"{row['model']:8} {row['ranks']} {row['wishes']}: {1e3 * own:.1f} ms, predicted {1e3 * other:.1f} "
-        f"({other / own - 1:+.0%}); {most / 2**20:.1f} MiB, predicted {counted / 2**20:.1f} ({counted / most - 1:+.1%}); "
-        f"others {row['others']:.2f}",
+        f"({other / own - 1:+.0%}); {most / 2**20:.1f} MiB, predicted {counted / 2**20:.1f} "
+        f"({counted / most - 1:+.1%}); others {row['others']:.2f}",
         flush=True,
     )
 

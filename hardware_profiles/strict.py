@@ -69,6 +69,16 @@ def read_text(path: str | Path) -> str:
         raise Unreadable(f"{error}: give the path of a file") from error
 
 
+def read_beginning(path: Path, n_bytes: int) -> bytes:
+    """Return up to so many bytes of a file that need not be text, to tell its kind.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return file.read(n_bytes)
+
+
 def parse_json(text: str, repeated: list[str] | None = None) -> Any:
     """What a JSON text holds.
 
@@ -176,6 +186,6 @@ def _bounded(value: Any) -> Any:
 
 
 __all__ = [
-    "LARGEST_WHOLE", "MOST_COUNTED", "Unreadable", "is_there", "parse_count", "parse_json", "parse_toml", "read_text",
-    "shortened",
+    "LARGEST_FILE_BYTES", "LARGEST_WHOLE", "MOST_COUNTED", "Unreadable", "is_there", "parse_count", "parse_json",
+    "parse_toml", "read_beginning", "read_text", "shortened",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli.common import UsageError
-from hardware_profiles.strict import Unreadable, read_text
+from hardware_profiles.strict import LARGEST_FILE_BYTES, Unreadable, read_beginning, read_text
 
 Force = Annotated[bool, typer.Option("--force", help="Write the output even over a file of another kind, or a link.")]
 
@@ -94,7 +94,8 @@ class OutputFile:
     def _is_of_kind(self) -> bool:
         """Whether the file that is there is of this kind; an empty one may become anything."""
         try:
-            text = self.path.read_bytes().decode("latin-1") if self.kind.is_binary else read_text(self.path)
+            binary = read_beginning(self.path, LARGEST_FILE_BYTES) if self.kind.is_binary else None
+            text = read_text(self.path) if binary is None else binary.decode("latin-1")
         except (Unreadable, OSError):
             return False
         return not text or bool(self.kind.recognizes(text))

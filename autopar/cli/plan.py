@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -35,6 +34,7 @@ from autopar.cli.output_files import PLAN, Force, OutputFile
 from autopar.garbage_collection import uncollected
 from autopar.plans.asked import as_option, asked
 from autopar.plans.wishes import OPTIMIZERS, WISHES
+from hardware_profiles.strict import parse_json
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -179,8 +179,8 @@ def plan(
         rows = []
         for row in priced:
             of_row = dumps(*_file(_as_outcome(row.found), loaded, captured, cluster, Path())) if row.found else "null"
-            rows.append(row.facts(hardware, json.loads(of_row)))
-        print_json({**json.loads(text), "layouts": rows})
+            rows.append(row.facts(hardware, parse_json(of_row)))
+        print_json({**parse_json(text), "layouts": rows})
     else:
         _summary(outcome, outcome.cluster or hardware, output, top)
         layouts.show(outcome, hardware, top, priced, output, like_output)

@@ -163,7 +163,7 @@ def snapshot(plan: Plan, memory: DeviceMemory) -> tuple[dict[str, Any], int, int
     row: Sequence[Any] = plan.schedule.rows[memory.group]
     for step in row:
         for action in parts(step):
-            if action.kind in ("F", "B", "I"):
+            if action.kind != "W":  # gradients of weights make nothing that a later action needs
                 stages[action.stage].run(action.microbatch, action.kind != "F")
         shown += 1
         if len(device.events) > MOST_EVENTS:

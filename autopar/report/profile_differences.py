@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from hardware_profiles import Cluster
+from hardware_profiles.measurements import Measured
 
 FARTHEST = 10
 """So many operators are named, those whose seconds differ by the largest factor among the ones that matter."""
@@ -19,8 +20,8 @@ def profile_differences(a: Cluster, b: Cluster) -> tuple[list[tuple[Any, ...]], 
     Args:
         a, b: profiles.
     """
-    assert a.measured is not None and b.measured is not None, "both are profiles"
     first, second = a.measured, b.measured
+    assert isinstance(first, Measured) and isinstance(second, Measured), "both are profiles"
     both = [key for key in first.ops if key in second.ops]
     kinds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     pairs: list[tuple[str, float, float]] = []

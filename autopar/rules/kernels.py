@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autopar.torch_private import HAS_FUSED_RMS_NORM
 from hardware_profiles import Cluster, Device, is_gpu
 
 
@@ -81,7 +82,7 @@ def _rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, e
 
 
 OF_GPU: Mapping[str, Callable[..., Any]] = (
-    {"aten.rms_norm.default": _rms_norm} if hasattr(torch.ops.aten, "_fused_rms_norm_backward") else {}
+    {"aten.rms_norm.default": _rms_norm} if HAS_FUSED_RMS_NORM else {}
 )
 """Stand-ins for operators whose kernel for GPUs keeps something else than the CPU's. They give tensors without values.
 Older versions of torch compute an RMS norm in parts everywhere."""

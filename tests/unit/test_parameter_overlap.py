@@ -136,7 +136,7 @@ def graph() -> Graph:
 
 def test_reductions_are_hidden_in_the_price_of_a_plan_and_its_certificate() -> None:
     cluster = load_cluster("dgx-h100")
-    plan = plan_graph(graph(), cluster, Mesh.of(data=8), Options())
+    plan = plan_graph(graph(), cluster, Mesh.of(data=8), Options(params={"*": "I"}))
     price = plan.price
     assert {(c.stored.text, c.used.text) for c in plan.params.values()} == {("I", "R")}, "data parallelism"
     assert price.parameter_seconds > 0 and price.compute_seconds > 2 * price.parameter_seconds

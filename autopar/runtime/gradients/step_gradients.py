@@ -8,12 +8,14 @@ end (:meth:`Gradients.give`): a step that breaks half-way leaves the parameters'
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 
+from autopar.errors import RunError
 from autopar.runtime.gradients.gradient_reduction import Reducer, bucket_bytes
 from autopar.runtime.gradients.taking_part import InStep, Took
 from autopar.runtime.parameters.prefetch import GatherOrder
@@ -127,8 +129,17 @@ class Gradients:
         if not (held_param.adjoint or held_param.per_use or held_param.casts):
             return
 
+        # a tensor's hooks are out of reach for the collector of garbage: what they held would stay for ever
+        gradients, held = weakref.ref(self), weakref.ref(held_param)
+
         def ready(leaf: torch.Tensor) -> None:
-            self._ready(held_param, leaf)
+            there, of = gradients(), held()
+            if there is None or of is None:
+                raise RunError(
+                    "the parallel module was freed before the backward of its loss, which has nowhere to put its "
+                    "gradients; keep the module until then"
+                )
+            there._ready(of, leaf)
 
         wanted = held_param.leaf.requires_grad
         held_param.leaf.requires_grad_()  # a frozen parameter may be thawed later
