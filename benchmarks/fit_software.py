@@ -6,8 +6,10 @@
 
 A price is proportional to its software's factor. The factor is that with the smallest median error, each source of the
 software weighing the same: rows that are far off for a reason of their own do not move it. It is taken over one half of
-the models, every second one of each source by name, or of the layouts where a source has one model, and tested on the
-other half. Records of one trainer that differ in what they overlap share a factor.
+the models, every second one of each source from that with most rows on, or of the layouts where a source has one model,
+and tested on the other half. Records of one trainer that differ in what they overlap share a factor. Rows of quality C,
+such as those that were read off a chart, are not fitted to; nor is a factor taken that leaves a median error above
+:data:`WORST`: what is missing there is no factor.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ TOGETHER = {"nanotron-ddp": "nanotron", "megatron-2023-plain": "megatron-2023"}
 """Records that share the factor of another one."""
 FEWEST = 4
 """Rows of the first half from which a factor is fitted; with fewer the factor stays as it is."""
+WORST = 0.3
+"""Median error beyond which a factor says nothing."""
 FILE = Path(__file__).resolve().parents[1] / "hardware_profiles" / "data" / "software.toml"
 
 
@@ -59,7 +63,8 @@ class Fit:
 
 
 def halves(some: Sequence[Priced]) -> tuple[list[Priced], list[Priced]]:
-    """The rows to fit to and those to test on: every second model of each source; of a single one, every second row."""
+    """The rows to fit to and those to test on: every second model of each source, from that with most rows on; of a
+    single one, every second row."""
     first: list[Priced] = []
     second: list[Priced] = []
     by_source: dict[str, dict[str, list[Priced]]] = defaultdict(lambda: defaultdict(list))
@@ -71,7 +76,7 @@ def halves(some: Sequence[Priced]) -> tuple[list[Priced], list[Priced]]:
             first += rows[::2]
             second += rows[1::2]
             continue
-        for i, name in enumerate(sorted(models)):
+        for i, name in enumerate(sorted(models, key=lambda name: (-len(models[name]), name))):
             (second if i % 2 else first).extend(models[name])
     return first, second
 
@@ -80,7 +85,7 @@ def fits(priced: Sequence[Priced]) -> list[Fit]:
     """The factors of all software of which there are enough rows."""
     groups: dict[str, list[Priced]] = defaultdict(list)
     for p in priced:
-        if p.run.software != OWN and not p.standin and time_error(p) is not None:
+        if p.run.software != OWN and not p.standin and p.run.quality != "C" and time_error(p) is not None:
             groups[TOGETHER.get(p.run.software, p.run.software)].append(p)
     found = []
     for software, rows in sorted(groups.items()):
@@ -92,6 +97,8 @@ def fits(priced: Sequence[Priced]) -> list[Fit]:
             (log((p.run.seconds or 1) / (p.seconds or 1) * p.factor), 1 / count[p.run.source]) for p in first
         ]
         factor = round(exp(_nearest(ratios)), 3)
+        if (_error(first, factor) or 0.0) > WORST:
+            continue
         models = tuple(sorted({p.run.model for p in first}))
         found.append(
             Fit(software, factor, models, (len(first), len(second)), _error(first, factor), _error(second, factor))
