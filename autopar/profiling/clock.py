@@ -20,10 +20,9 @@ AHEAD_BYTES = 2**26
 class Clock:
     """Measures what a rank does on its device.
 
-    On a processor the seconds of an op are those that the calling thread has worked. On an accelerator they are the
-    longer of two: what the device takes between two events of the current stream, with other work queued before so that
-    it waits for nobody, and what the host takes to launch it. A step takes the longer of both sums; of the price of
-    each operator this is what can be added up (as :mod:`cost_models.operator_cost` does).
+    On a processor the seconds of an op are those that the calling thread has worked. On an accelerator they are those
+    between two events of the current stream around it, with other work queued before, so that the device waits for
+    nobody: in a step the host is ahead, or the step takes as long as the host, which no op alone tells.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,13 +42,11 @@ class Clock:
         begin, end = (self.module.Event(enable_timing=True) for _ in range(2))
         self._work_ahead()
         begin.record()
-        start = time.perf_counter()
 
         def worked() -> float:
-            launched = time.perf_counter() - start
             end.record()
             end.synchronize()
-            return max(launched, float(begin.elapsed_time(end)) / 1e3)
+            return float(begin.elapsed_time(end)) / 1e3
 
         return worked
 
