@@ -108,10 +108,13 @@ def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[Pr
 
 def smaller(text: str) -> list[str]:
     """Return layouts that need less memory: one thing changed at first, then several."""
-    words = dict((part.strip().partition("=")[::2]) for part in text.split(","))
+    parts = (part.partition("=")[::2] for part in text.split(","))
+    words = {word.strip(): value.strip() for word, value in parts}
     ways: list[dict[str, str | None]] = []
     if words.get("mbs", "1") != "1":
         ways.append({"mbs": str(max(1, int(words["mbs"]) // 2))})
+    for word in {"m", "gas"} & words.keys():
+        ways.append({word: str(2 * int(words[word]))})
     if "tp" in words and "sp" not in words and words["tp"] != "1":
         ways.append({"sp": ""})
     replicas = any(words.get(word, "1").partition(":")[0] != "1" for word in ("dp", "cp"))

@@ -235,10 +235,12 @@ def _check_kept(said: dict[str, Any], graph: Graph) -> None:
 
 def _noted(outcome: Outcome, loaded: Loaded, policy_note: str) -> Outcome:
     """With what the reader of the plan should know of the model's loss and of its precision."""
+    from autopar.capture.graph.marked_products import none_narrow
     from autopar.comparison.parts_of_loss import with_notes
 
     plan = with_notes(outcome.plan, outcome.captured, loaded.model, (loaded.args, loaded.kwargs, ()))
-    return replace(outcome, plan=replace(plan, notes=(policy_note, *plan.notes)) if policy_note else plan)
+    notes = tuple(filter(None, (policy_note, none_narrow(outcome.captured.graph))))
+    return replace(outcome, plan=replace(plan, notes=(*notes, *plan.notes)))
 
 
 def _file(

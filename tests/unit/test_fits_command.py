@@ -146,3 +146,12 @@ def test_a_plan_that_the_model_cannot_run_is_not_written(tmp_path: Path) -> None
     assert not (tmp_path / "best.json").exists() and not (tmp_path / "ours.json").exists()
     code, text = run("--like", "tp=4,m=1", "--json")
     assert code == 0 and not json.loads(text)["runs"]
+
+
+def test_a_narrow_precision_without_narrow_products_is_refused() -> None:
+    done = CliRunner().invoke(app, ["fits", "net.py:make", "-c", "local-x4", "--like", "dp=4,precision=fp8-mixed"])
+    assert "no product of the model would be in fp8" in str(done.exception), done.exception
+
+
+def test_more_microbatches_are_smaller_ones() -> None:
+    assert fits.smaller("dp=4 ,m=2, zero=3,recompute=full") == ["dp=4,m=4,zero=3,recompute=full"]
