@@ -25,6 +25,8 @@ _NAME = re.compile(
     r"(?P<n>[1-9]\d{0,5})x(?P<gpu>[^/]+)/(?P<per_node>[1-9]\d{0,5})(/(?P<inside>[^/]*))?(/(?P<between>[^/]*))?"
 )
 _ADAPTERS = re.compile(r"(?P<adapters>[1-9]\d{0,3})x(?P<gbits>\d+(\.\d+)?)gbps(-(?P<kind>efa|ethernet))?")
+NETWORKS = ("ib-", "ethernet-", "roce-", "efa", "tcpx-", "slingshot-", "dcn")
+"""How the names of links begin that join machines, not the devices of one."""
 INFINIBAND = {"edr": 100.0, "hdr": 200.0, "ndr": 400.0, "xdr": 800.0}
 """Gb/s of an adapter."""
 
@@ -102,7 +104,7 @@ def _link_named(device: Device, inside: str, where: str) -> str:
     text = inside.strip().lower()
     if not text:
         return device.link or device.host_link or "pcie4"
-    if text in builtin_links():
+    if text in builtin_links() and not text.startswith(NETWORKS):
         return text
     if "nvlink" in text and device.link.startswith("nvlink"):
         generation = re.search(r"nvlink-?(\d)", text)
@@ -110,8 +112,9 @@ def _link_named(device: Device, inside: str, where: str) -> str:
             return device.link
     if (match := re.search(r"pcie\D*([345])", text)) and "nvlink" not in text:
         return f"pcie{match[1]}"
-    raise ProfileError(where, [f"'{inside}' names no link inside a machine of {device.name}: "
-                               f"{closest(text, builtin_links())}"])  # fmt: skip
+    within = [link for link in builtin_links() if not link.startswith(NETWORKS)]
+    raise ProfileError(where, [f"'{inside}' names no link inside a machine of {device.name} (which stands before that "
+                               f"between machines): {closest(text, within)}"])  # fmt: skip
 
 
 def _wiring(device: Device, per_node: int, link: str) -> dict[str, Any]:

@@ -40,11 +40,15 @@ def check(
     little more than the plan says; of a pipeline, without tensors that are on their way between stages. Ends with exit
     code 1 where a claim does not hold, or where that is more than the memory limit.
 
+    Plans of products in 8 or 4 bits are refused: no program is emitted for these yet.
+
     Example: autopar check plan.json --trust
     """
     document = open_plan(path)
     _, captured = model_of(document, path, model, trust=trust)
     plan, cluster = bound(document, captured)
+    if captured.graph.precision is not None:
+        captured.graph.precision.check_runs()
     with progress("checking") as say:
         from autopar import certificate
         from autopar.plans.prices import bytes_together

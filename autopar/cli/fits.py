@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.common import Batch, Json, Seq, load_and_capture, out, print_json, progress, show_bytes, show_seconds
+from autopar.cli.common import (
+    Batch,
+    Json,
+    Seq,
+    UsageError,
+    load_and_capture,
+    out,
+    print_json,
+    progress,
+    show_bytes,
+    show_seconds,
+)
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
@@ -33,7 +44,9 @@ def fits(
     precision: Annotated[
         str | None, typer.Option("--precision", help="bf16-mixed and so on, as for autopar plan.")
     ] = None,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or sgd_momentum.")] = "adamw",
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", help="adamw (the default), sgd or sgd_momentum.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say whether a layout fits the devices' memory: exit code 0 if it does, 1 if it does not.
@@ -60,6 +73,10 @@ def fits(
     layout.check_devices(hardware.n_devices)
     given = {"memory_limit": memory_limit, "precision": precision, "optimizer": optimizer}
     wanted = asked({name: value for name, value in given.items() if value is not None}, spelled=as_option)
+    for word, of_words, of_flag in (("precision", layout.precision, wanted.pins.precision if precision else None),
+                                    ("optimizer", layout.optimizer, optimizer)):  # fmt: skip
+        if of_words is not None and of_flag is not None and of_words != of_flag:
+            raise UsageError(f"--{word} says {of_flag}, --like {of_words}; give one of them")
     policy = layout.precision if layout.precision is not None else wanted.pins.precision
     loaded, captured = load_and_capture(model, batch, seq, precision=policy, by_default=True)
     of_model = PricedLayouts(loaded.model, captured, (loaded.args, loaded.kwargs), options_of(wanted))
@@ -91,10 +108,13 @@ def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[Pr
 
 def smaller(text: str) -> list[str]:
     """Return layouts that need less memory: one thing changed at first, then several."""
-    words = dict((part.strip().partition("=")[::2]) for part in text.split(","))
+    parts = (part.partition("=")[::2] for part in text.split(","))
+    words = {word.strip(): value.strip() for word, value in parts}
     ways: list[dict[str, str | None]] = []
     if words.get("mbs", "1") != "1":
         ways.append({"mbs": str(max(1, int(words["mbs"]) // 2))})
+    for word in {"m", "gas"} & words.keys():
+        ways.append({word: str(2 * int(words[word]))})
     if "tp" in words and "sp" not in words and words["tp"] != "1":
         ways.append({"sp": ""})
     replicas = any(words.get(word, "1").partition(":")[0] != "1" for word in ("dp", "cp"))
@@ -162,7 +182,7 @@ def certainty(found: PricedLayout, band: ErrorBand | None) -> str:
 def _facts(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayout]) -> dict[str, Any]:
     """Return the answer as values."""
     return {
-        "like": found.layout.text, "fits": found.fits, "memory_bytes": found.memory_bytes,
+        "like": found.layout.text, "fits": found.fits, "runs": found.pinned.runs, "memory_bytes": found.memory_bytes,
         "limit_bytes": found.limit_bytes, "over_bytes": found.memory_bytes - found.limit_bytes,
         "seconds": found.seconds, "error_band": band, "notes": list(found.pinned.notes),
         "would_do": [

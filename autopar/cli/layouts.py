@@ -102,7 +102,8 @@ class Priced:
         return {
             "like": self.text, "seconds": row.seconds, "fits": self.found.fits,
             "memory_bytes": self.found.memory_bytes, "limit_bytes": self.found.limit_bytes, "idle": row.bubble,
-            "tokens_per_second": row.tokens_per_second, "of_peak": row.utilisation, "plan": plan,
+            "tokens_per_second": row.tokens_per_second, "of_peak": row.utilisation,
+            "runs": self.found.pinned.runs, "notes": list(self.found.pinned.notes), "plan": plan,
         }  # fmt: skip
 
 

@@ -100,8 +100,8 @@ def _written(file: OutputFile, plan: Plan, memory: DeviceMemory) -> str:
     of = len(plan.schedule.rows[memory.group])
     part = "a whole step" if n_actions == of else f"the first {n_actions} of {of} forwards and backwards"
     return (
-        f"written to {file.path}: {part} of a device of group {memory.group}, at most {show_bytes(most)}; open it at "
-        "https://pytorch.org/memory_viz"
+        f"written to {file.path}: {part} of a device of group {memory.group}, at most {show_bytes(most)}, where the "
+        f"plan counts {show_bytes(memory.n_bytes)}; open it at https://pytorch.org/memory_viz"
     )
 
 

@@ -112,7 +112,6 @@ def plan(
     autopar plan gpt.py:make -c local-x4 --pin 'layers.*.mlp.up:tensor=n' --keep-replicated '*.norm.weight'
     """
     from autopar.capture.microbatches import first_part
-    from autopar.errors import PlanError
     from autopar.planfile import dumps
     from autopar.planner import planning
     from autopar.plans.clusters import as_trainer, profile_of
@@ -155,6 +154,8 @@ def plan(
     if (likes or top != 1) and not planning.can_be_cut(captured.graph, (loaded.args, loaded.kwargs)):
         raise UsageError("--like and --top need a model that returns its loss, and a batch with rows")
     priced = layouts.priced(loaded, captured, cluster, wanted, likes, words)
+    if like_output is not None:
+        _check_written(priced[0], like_output)
     with progress("planning") as say, heard(say):
         outcome = planning.find(
             loaded.model, captured, lambda: (loaded.args, loaded.kwargs), hardware, hardware.n_devices, wanted,
@@ -166,8 +167,6 @@ def plan(
         files["-o"].write(dumps(*_file(outcome, loaded, captured, chosen, output.parent)))
     found = [row.found for row in priced if row.found is not None]
     if like_output is not None:
-        if not found:
-            raise PlanError(priced[0].error)
         described = _file(_noted(_as_outcome(found[0]), loaded, policy_note), loaded, captured, cluster,
                           like_output.parent)  # fmt: skip
         files["--like-output"].write(dumps(*described))
@@ -191,6 +190,23 @@ def _as_outcome(found: PricedLayout) -> Outcome:
     from autopar.planner.planning import Outcome
 
     return Outcome(found.plan, found.captured, found.timeline)
+
+
+def _check_written(like: layouts.Priced, path: Path) -> None:
+    """Refuse to write the plan of a layout that has none, or one that the module as it is cannot run.
+
+    Raises:
+        PlanError: with what is missing.
+    """
+    from autopar.errors import PlanError
+
+    if like.found is None:
+        raise PlanError(like.error)
+    if not like.found.pinned.runs:
+        raise PlanError(
+            f"--like {like.text}: {path} would be a plan that this model cannot run: {like.found.pinned.notes[0]}; or "
+            "leave out --like-output, and the layout is priced only"
+        )
 
 
 def _check_kept(said: dict[str, Any], graph: Graph) -> None:
@@ -219,10 +235,12 @@ def _check_kept(said: dict[str, Any], graph: Graph) -> None:
 
 def _noted(outcome: Outcome, loaded: Loaded, policy_note: str) -> Outcome:
     """With what the reader of the plan should know of the model's loss and of its precision."""
+    from autopar.capture.graph.marked_products import none_narrow
     from autopar.comparison.parts_of_loss import with_notes
 
     plan = with_notes(outcome.plan, outcome.captured, loaded.model, (loaded.args, loaded.kwargs, ()))
-    return replace(outcome, plan=replace(plan, notes=(policy_note, *plan.notes)) if policy_note else plan)
+    notes = tuple(filter(None, (policy_note, none_narrow(outcome.captured.graph))))
+    return replace(outcome, plan=replace(plan, notes=(*notes, *plan.notes)))
 
 
 def _file(

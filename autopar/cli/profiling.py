@@ -99,9 +99,16 @@ def profile(
         seconds, count, meshes, most_ops, timeout=timeout, device=measured_on, partial=partial
     )
     if partial.with_name(f"{partial.name}.0").exists():
-        err().print(f"goes on from what was measured for {output} before it was interrupted")
+        err().print(f"goes on from what was measured for {output} before it was interrupted, where it is of this model")
     with progress(f"measuring in {count} processes, about {seconds:.0f} s"):
-        measured = documents.profile(captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked)
+        try:
+            measured = documents.profile(
+                captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked
+            )
+        except KeyboardInterrupt:
+            if partial.with_name(f"{partial.name}.0").exists():
+                err().print(f"what was measured is kept in {partial}.*: the same command goes on from there")
+            raise
     file.write(documents.dumps(measured))
     report = summary(measured)
     if as_json:

@@ -201,7 +201,7 @@ def layout_of(run: Run) -> str:
     return ",".join(words)
 
 
-_FEED_FORWARD = {"gpt": "up", "mixtral": "block_sparse_moe"}
+_FEED_FORWARD = {"gpt": "up"}
 
 
 def _recomputed(run: Run) -> str:

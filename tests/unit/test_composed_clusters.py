@@ -134,3 +134,8 @@ def test_composed_machines_of_several_kinds_on_one_fabric() -> None:
     assert [len({r for r in range(24) if mixed.node_of[r] == n}) for n in range(4)] == [4, 4, 8, 8]
     assert {d.name for d in mixed.devices} == {"T4", "V100-SXM2-16GB", "H100-SXM-80GB"}
     assert mesh_axes(mixed, {"x": 24})["x"].seconds("all_reduce", 1e8) > 0.1  # 10 Gb/s carry it
+
+
+def test_a_network_inside_a_machine_is_refused() -> None:
+    with pytest.raises(ProfileError, match="'ib-ndr' names no link inside a machine"):
+        load_cluster("64xH100-SXM-80GB/8/ib-ndr/nvlink4")

@@ -87,3 +87,71 @@ def test_how_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     found.memory_bytes = 50.0
     assert fits.certainty(found, band).endswith("within 20%: sure by that")
     assert "not known" in fits.certainty(found, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("dp=4,recompute=selective:nothing", "no block has a module 'nothing'"),
+        ("dp=4,recompute=selective:up+dwn", "did you mean 'down'?"),
+        ("dp=4,recompute=every:5", "none of the model's 4 blocks"),
+        ("dp=4,recompute=full:5", "a stage has 4 blocks at most"),
+        ("dp=4,etp=1", "etp=1 needs routed experts"),
+        ("dp=2,pp=2,schedule=interleaved-1f1b:2,vp=4", "puts 2 stages on each of several groups, beside vp=4"),
+        ("dp=2,pp=2,schedule=1f1b,vp=2", "pp=2 with vp=2"),
+        ("dp=4,schedule=zb-v", "pp=1 with vp=1"),
+        ("dp=4,precision=banana", "--like dp=4,precision=banana: precision is 'banana'"),
+        ("dp=4,precision=bf16-true", "--precision says bf16-mixed, --like bf16-true"),
+    ],
+)
+def test_words_without_effect_are_refused(words: str, message: str) -> None:
+    flags = ("-c", "local-x4", "--precision", "bf16-mixed", "--like", words)
+    done = CliRunner().invoke(app, ["fits", "net.py:make", *flags])
+    assert message in str(done.exception), done.exception
+
+
+ONE_WEIGHT = '''
+import torch
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = (y.view(*x.shape[:2], 4, 16).transpose(1, 2) for y in self.qkv(x).split(64, 2))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).reshape(x.shape))
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+def make():
+    return Net(), (torch.zeros(8, 16, 64),)
+'''
+
+
+def test_a_plan_that_the_model_cannot_run_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(ONE_WEIGHT)
+    words = ("plan", "net.py:make", "-c", "local-x2", "--like", "tp=2,m=1", "-o", "best.json")
+    done = CliRunner().invoke(app, [*words, "--like-output", "ours.json"])
+    assert "ours.json would be a plan that this model cannot run" in str(done.exception), done.exception
+    assert not (tmp_path / "best.json").exists() and not (tmp_path / "ours.json").exists()
+    code, text = run("--like", "tp=4,m=1", "--json")
+    assert code == 0 and not json.loads(text)["runs"]
+
+
+def test_a_narrow_precision_without_narrow_products_is_refused() -> None:
+    done = CliRunner().invoke(app, ["fits", "net.py:make", "-c", "local-x4", "--like", "dp=4,precision=fp8-mixed"])
+    assert "no product of the model would be in fp8" in str(done.exception), done.exception
+
+
+def test_more_microbatches_are_smaller_ones() -> None:
+    assert fits.smaller("dp=4 ,m=2, zero=3,recompute=full") == ["dp=4,m=4,zero=3,recompute=full"]

@@ -67,7 +67,7 @@ def test_words() -> None:
                       "dp=24,ep=3"),
         ("tp=2,ep=4", "ep=4 does not divide dp, 1 where it is not given"),
         ("ep=4", "so dp counts them, too: dp=4,ep=4"),
-        ("pp=2,vp=2,schedule=1f1b", "1f1b holds 1 stages a rank, not 2"),
+        ("pp=2,vp=2,schedule=1f1b", "1f1b puts 1 stages on each of several groups, pp=2 with vp=2"),
         ("pp=2,schedule=fifo", "no schedule 'fifo'"),
     ],
 )

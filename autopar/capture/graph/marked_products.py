@@ -45,6 +45,18 @@ def with_narrow_products(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
+def none_narrow(graph: Graph) -> str:
+    """Return what is wrong where a policy asks for narrow products and a graph has none; empty where nothing is."""
+    policy = graph.precision
+    if policy is None or not policy.products or any(n.narrow for _, n in graph.of_kind("op")):
+        return ""
+    return (
+        f"precision {policy}: no product of the model would be in {policy.products}: it wants products in modules of a "
+        f"list (layers.0), with {LEAST_FEATURES} features or more on both sides, and features and rows of a microbatch "
+        f"that are multiples of {MULTIPLE}; all is priced as {policy.wide}"
+    )
+
+
 def _use_of(graph: Graph, node: Node, name: str) -> NarrowUse | None:
     if node.target not in PRODUCTS or not _OF_A_BLOCK.search(node.module):
         return None
@@ -75,4 +87,4 @@ def _mark_parameters(graph: Graph, nodes: list[Node], start: int, name: str) -> 
         waiting += [ref.node for ref in node.refs]
 
 
-__all__ = ["with_narrow_products"]
+__all__ = ["none_narrow", "with_narrow_products"]

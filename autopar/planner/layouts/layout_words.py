@@ -29,17 +29,19 @@ Each word pins what frameworks do under its name; nothing is searched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import lcm, prod
 
-from autopar.errors import PlanError, closest
+from autopar.errors import AutoparError, PlanError, closest
 from autopar.planner.inter_op.simulating.order import SEARCHED, check_name
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, RING, SHARD, TENSOR, WAYS
 from autopar.planner.layouts.pinned_plan import Said
-from autopar.planner.layouts.stage_starts import blocks_of, lists_of_blocks, sizes_of
+from autopar.planner.layouts.stage_starts import blocks_of, lists_of_blocks, numbered, sizes_of
 from autopar.plans.wishes import OPTIMIZERS
+from autopar.rules.experts.expert_block import BLOCK
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.precision import Precision, parse_precision
@@ -73,6 +75,7 @@ class Layout:
         rows: of a microbatch on every data rank.
         microbatches: of a step; None where ``rows`` says it.
         is_default: neither was given, so that ``rows`` is 1.
+        routed: a word that needs routed experts, such as ``etp=1``; empty for none.
         recompute: ``none``; or which blocks run again, ``full``, ``full:2``, ``every:2``, ``selective:self_attn``.
         keeps: parameters that are gathered for a use are kept until the backward.
     """
@@ -88,6 +91,7 @@ class Layout:
     microbatches: int | None
     is_default: bool
     schedule: str
+    routed: str
     recompute: str
     zero: int
     keeps: bool
@@ -162,10 +166,12 @@ class Layout:
             rows: of a step's batch.
 
         Raises:
-            PlanError: the layout is for another number of devices, the rows do not divide, or there is nothing to
-                recompute.
+            PlanError: the layout is for another number of devices, the rows do not divide, there is nothing to
+                recompute, or there are no experts.
         """
         self.check_devices(n_devices)
+        if self.routed and all(node.target != BLOCK for _, node in graph.of_kind("op")):
+            raise PlanError(f"{self.written}: {self.routed} needs routed experts, the model has none; leave it out")
         m = self.microbatches_of(rows)
         if self.keeps and m > 1:
             raise PlanError(
@@ -196,15 +202,27 @@ class Layout:
         if kind == FULL and not which:
             return tuple(f"{name}.*" if name else "*" for name in lists)
         if kind == SELECTIVE:
-            patterns = tuple(f"{name}.*.{part}" for name in lists for part in which.split("+"))
-            return patterns
+            parts = [part.strip() for part in which.split("+")]
+            _check_there(self.written, parts, lists, graph)
+            return tuple(f"{name}.*.{part}" for name in lists for part in parts)
         blocks = list(blocks_of(graph))
         n = int(which)
         if kind == EVERY:
+            if n > len(blocks):
+                raise PlanError(
+                    f"{self.written}: this would run none of the model's {len(blocks)} blocks again; "
+                    "write a smaller number, or recompute=none"
+                )
             return tuple(blocks[n - 1 :: n])
+        sizes = sizes_of(len(blocks), self.groups * self.chunks)
+        if not 0 < n <= max(sizes):
+            raise PlanError(
+                f"{self.written}: a stage has {max(sizes)} blocks at most; write 1 to "
+                f"{max(sizes)}, or recompute={FULL} for all"
+            )
         chosen: list[str] = []
         done = 0
-        for size in sizes_of(len(blocks), self.groups * self.chunks):
+        for size in sizes:
             chosen += blocks[done : done + min(size, n)]
             done += size
         return tuple(chosen)
@@ -251,11 +269,15 @@ def parse_layout(text: str) -> Layout:
     optimizer = given.get("optimizer")
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise PlanError(f"{written}: optimizer is '{optimizer}'; use {', '.join(OPTIMIZERS)}")
-    precision = parse_precision(given["precision"]) if "precision" in given else None
+    try:
+        precision = parse_precision(given["precision"]) if "precision" in given else None
+    except AutoparError as error:
+        raise PlanError(f"{written}: {error}") from None
     return Layout(
         text, sizes, experts, travel, shards, groups, chunks, numbers.get("mbs", 1),
         numbers.get("m", numbers.get("gas")), not numbers.keys() & {"mbs", "m", "gas"},
-        schedule,
+        schedule, next((f"{word}={numbers[word]}" for word in ("ep", "etp") if numbers.get(word, 1) > 1
+                        or word == "etp" in numbers), ""),
         _recompute(written, given.get("recompute", NONE)), zero, keeps, "sp" in given, way, optimizer, precision,
     )  # fmt: skip
 
@@ -322,10 +344,24 @@ def _schedule(written: str, name: str | None, groups: int, vp: int | None) -> tu
     name = name or ("interleaved-1f1b" if vp is not None and vp > 1 else "1f1b")
     if name == SEARCHED:
         raise PlanError(f"{written}: schedule={SEARCHED} is no pinned one; leave --like out for a search")
-    check_name(f"{name}:{vp}" if vp is not None and vp > 1 else name)
-    kind, _ = parse_kind(name)
-    chunks = vp or (kind.fewest if kind.fewest == kind.most and groups > 1 else 1)
-    full = f"{name}:{chunks}" if chunks > 1 and kind.fewest != kind.most else name
+    try:
+        check_name(name)
+    except PlanError as error:
+        raise PlanError(f"{written}: {error}") from None
+    kind, stages = parse_kind(name)
+    if stages is not None and (groups == 1 or (vp or stages) != stages):
+        other = f"vp={vp}" if groups > 1 else "pp=1"
+        raise PlanError(f"{written}: {name} puts {stages} stages on each of several groups, beside {other}; "
+                        "change one of them")  # fmt: skip
+    chunks = vp or stages or (kind.fewest if kind.fewest == kind.most and groups > 1 else 1)
+    if not kind.allows_degree(chunks):
+        several = "" if kind.fewest == kind.most else " or more"
+        raise PlanError(
+            f"{written}: {name} puts {kind.fewest}{several} stages on each of several groups, pp={groups} "
+            f"with vp={chunks} are asked for; change one of them"
+        )
+    base = name.partition(":")[0]
+    full = f"{base}:{chunks}" if chunks > 1 and kind.fewest != kind.most else base
     return full, chunks
 
 
@@ -349,6 +385,25 @@ def _recompute(written: str, value: str) -> str:
     return value
 
 
+def _check_there(written: str, parts: Sequence[str], lists: Sequence[str], graph: Graph) -> None:
+    """Refuse modules to run again that no block has.
+
+    Raises:
+        PlanError: with names that blocks have.
+    """
+    modules = {node.module for _, node in graph.of_kind("op")}
+    inside = {path for module in modules for path in _with_parents(module) if numbered(path)[1] in lists}
+    for part in parts:
+        if not any(fnmatchcase(path, f"{name}.*.{part}") for name in lists for path in inside):
+            known = sorted({path.removeprefix(numbered(path)[0]).strip(".") for path in inside} - {""})
+            raise PlanError(
+                f"{written}: no block has a module '{part}'; {closest(part, known)}"
+            )
+
+
+def _with_parents(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 __all__ = ["WORDS", "Layout", "parse_layout"]

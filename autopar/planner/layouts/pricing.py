@@ -20,6 +20,7 @@ import torch
 
 from autopar.capture import Captured, capture
 from autopar.capture.batch_factor import inputs_with_rows
+from autopar.capture.graph.marked_products import none_narrow
 from autopar.capture.in_parts import InputRows
 from autopar.capture.microbatches import rows_of
 from autopar.errors import InfeasibleError, PlanError, first_few
@@ -134,6 +135,8 @@ class PricedLayouts:
         graph = graphs.graph(said.microbatches)
         if graph.loss is None:
             raise PlanError(f"{said.text}: a layout is of a model that returns its loss; give loss_fn= and targets=")
+        if wide := none_narrow(graph):
+            raise PlanError(f"{said.text}: {wide}, so write that, or other microbatches")
         names = names_with_rows(graphs.captured.graph, rows)
         pinned = _pinned(graph, where, said, names, reference(cluster))
         part = graphs.captured_of(said.microbatches)
