@@ -273,13 +273,13 @@ def _price(
         moved_seconds: of reshards, without what others' computation hides of collectives inside operators.
     """
     compute, inside = seconds_again(graph, rules, pricer, chosen, routes, holds)
-    memo: dict[tuple[int, int], tuple[float, float]] = {}
+    memo: dict[object, tuple[float, float]] = {}
     nodes, alike = graph.nodes, graph.alike
     for i, node in enumerate(nodes):
         if node.kind != "op":
             continue
         strategy = chosen[i]
-        key = (alike[i], id(strategy))
+        key = alike[i], id(strategy), pricer.of_kernel(graph, node)
         if key not in memo:
             rule = rules[i]
             assert rule is not None

@@ -81,6 +81,7 @@ def phases(
                 plan.ops[node.name],
                 node.needs_grad,
                 tuple(graph.nodes[r.node].needs_grad for r in node.refs),
+                pricer.of_kernel(graph, node),
             )
             if key not in memo:
                 strategy = strategy_named(graph, node, rule, plan.ops[node.name])

@@ -127,6 +127,13 @@ class Pricer:
         """Seconds of what one device computes of an op, without collectives inside."""
         return self._priced(graph, node, rule, strategy)[0]
 
+    def of_kernel(self, graph: Graph, node: Node) -> tuple[bool, ...]:
+        """Return what of an op goes through memory, if kernels are fused: ops that are alike may differ in it.
+
+        The first norm of a stage, whose input arrives, reads it; those of later blocks do not.
+        """
+        return through_memory(graph, node) if self.costs.fuses else ()
+
     def _priced(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[OpSeconds, float, float]:
         """Seconds of what one device computes of an op, and of collectives inside: of all, and of the forward alone.
 
@@ -137,8 +144,7 @@ class Pricer:
             latest = rule.derived["seconds"] = self, {}
         read = tuple([(graph.nodes[ref.node].needs_grad, graph.nodes[ref.node].kind == "param") for ref in node.refs])
         key: tuple[object, ...] = node.target, node.needs_grad, read, strategy.names
-        if self.costs.fuses:
-            key = *key, *through_memory(graph, node)
+        key = *key, *self.of_kernel(graph, node)
         priced = latest[1].get(key)
         if priced is None:
             pieces, axes = cuts_of(rule, strategy.options, self.mesh)

@@ -124,7 +124,7 @@ def seconds_again(
         for i in segment.ops:
             rule = rules[i]
             assert rule is not None
-            key = (id(rule), chosen[i].names)
+            key = id(rule), chosen[i].names, pricer.of_kernel(graph, graph.nodes[i])
             if key not in memo:
                 memo[key] = pricer.forward(graph, graph.nodes[i], rule, chosen[i])
             compute += memo[key][0]
