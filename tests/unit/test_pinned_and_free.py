@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from unit.test_portfolio import benchmark
 
 from autopar.capture import capture
 from autopar.errors import InfeasibleError
@@ -23,7 +21,6 @@ from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 SEQUENCE, ROWS = 1024, 8
 COLUMNS, ROWS_OF = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 MEGATRON = {
@@ -31,16 +28,6 @@ MEGATRON = {
     for names, factor in ((COLUMNS, "n"), (ROWS_OF, "k")) for name in names
 }  # fmt: skip
 """Tensor parallelism as in Megatron: cut by columns, then by rows."""
-
-
-def benchmark(name: str) -> Any:
-    """A module of benchmarks/."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @cache

@@ -37,8 +37,6 @@ ITERATIONS = 2**31 - 1
 """HiGHS's own limit of simplex iterations: none."""
 HULL_GAP = 0.01
 """How far the fastest choice may be from the best, where branch and bound is needed to find it."""
-NEAR_GAP = 0.02
-"""A choice without a limit that is this near to the relaxation is taken, where a gap is allowed at all."""
 
 
 def program(problem: Problem, *, effort: Effort = PATIENT, solver: str = "auto") -> HighsProgram | ByCbc:
