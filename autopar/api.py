@@ -29,11 +29,10 @@ from autopar.parallelizing.given_plans import check_rows, outcome_of, parts_of_b
 from autopar.planner import planning
 from autopar.planner.layouts.pricing import PricedLayouts
 from autopar.planner.planning import Outcome
-from autopar.plans.asked import Asked
-from autopar.plans.asked import asked as asked_for
 from autopar.plans.clusters import get_cluster, profile_of, reference
 from autopar.plans.plan import Plan
-from autopar.plans.wishes import MOST_AXES, WISHES, documented
+from autopar.plans.plan_options import MOST_AXES, PLAN_OPTIONS, documented
+from autopar.plans.request import PlanRequest, request_of
 from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
 from autopar.rules.experts.expert_load import with_load
@@ -176,21 +175,21 @@ def plan(
         ).price(cluster, like)  # fmt: skip
         priced.check_fits()
         return with_notes(priced.plan, priced.captured, model, example_of(model, inputs, example_kwargs, targets))
-    asked = asked_for({**given, "optimizer": arguments.check_optimizer(optimizer)})
+    request = request_of({**given, "optimizer": arguments.check_optimizer(optimizer)})
     batch = example_of(model, inputs, example_kwargs, targets)
-    asked = replace(asked, input_rows=input_rows)
-    if captured is None or asked.microbatches > 1:
+    request = replace(request, input_rows=input_rows)
+    if captured is None or request.microbatches > 1:
         captured = captured_in_parts(
             lambda part: capture(
-                model, part[0], example_kwargs=part[1], loss_fn=loss_fn, targets=part[2], precision=asked.pins.precision
+                model, part[0], example_kwargs=part[1], loss_fn=loss_fn, targets=part[2], precision=request.pins.precision
             ),
-            batch, asked.microbatches, model, input_rows,
+            batch, request.microbatches, model, input_rows,
         )  # fmt: skip
     with unheard():
-        asked = with_measured_load(asked, captured, model, first_part(batch, asked.microbatches, no_rows_in(captured)))
+        request = with_measured_load(request, captured, model, first_part(batch, request.microbatches, no_rows_in(captured)))
         where = get_cluster(cluster)
         outcome = planning.find(
-            model, captured, lambda: batch, where, where.n_devices, asked, reference(cluster), runs=False
+            model, captured, lambda: batch, where, where.n_devices, request, reference(cluster), runs=False
         )
         return with_notes(outcome.plan, outcome.captured, model, batch)
 
@@ -233,20 +232,20 @@ def layouts(
         "precision": precision, "expert_load": expert_load,
     }  # fmt: skip
     arguments.check(**given)
-    said = [w.name for w in WISHES if w.name in given and w.name not in BESIDE_LAYOUTS and given[w.name] != w.default]
+    said = [w.name for w in PLAN_OPTIONS if w.name in given and w.name not in BESIDE_LAYOUTS and given[w.name] != w.default]
     if said:
         raise PlanError(f"like= says {', '.join(said)}, too; leave {'these' if len(said) > 1 else 'it'} out, or like=")
-    asked = asked_for(given)
+    request = request_of(given)
     batch = example_of(model, inputs, example_kwargs, targets)
     if captured is None:
         captured = capture(
             model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets,
-            precision=asked.pins.precision,
+            precision=request.pins.precision,
         )  # fmt: skip
     with unheard():
-        asked = with_measured_load(asked, captured, model, batch)
-    captured = replace(captured, graph=with_load(captured.graph, asked.pins.expert_load))
-    return PricedLayouts(model, captured, batch, planning.options_of(asked), input_rows)
+        request = with_measured_load(request, captured, model, batch)
+    captured = replace(captured, graph=with_load(captured.graph, request.pins.expert_load))
+    return PricedLayouts(model, captured, batch, planning.options_of(request), input_rows)
 
 
 BESIDE_LAYOUTS = ("memory_limit", "optimizer", "precision", "expert_load", "max_axes", "time_limit")
@@ -342,8 +341,8 @@ def parallelize(
             a ``plan`` that is given keeps its price.
         batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
             rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
-            is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.batches.own_rows`). In a
-            pipeline the nth ranks of all groups have the same rows (:mod:`autopar.runtime.batches.own_rows_in_stages`).
+            is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.batches.local_batch`). In a
+            pipeline the nth ranks of all groups have the same rows (:mod:`autopar.runtime.batches.local_batch_in_stages`).
         compile: whether the programs are compiled, as ``pm.compile()`` does; or the options of ``torch.compile``, such
             as ``{"fullgraph": True}``.
         input_rows: the inputs that have one entry for each row of the batch, by the names or positions of arguments of
@@ -386,9 +385,9 @@ def parallelize(
                 mesh = profile_of(profile, mesh)
         if plan is not None and precision is None:
             given["precision"] = policy_of(plan, group)
-        asked = all_ranks.on_all(group, lambda: replace(_asked(given, device_mesh), input_rows=input_rows))
-        if asked.pins.precision is not None:
-            asked.pins.precision.check_runs()
+        request = all_ranks.on_all(group, lambda: replace(_asked(given, device_mesh), input_rows=input_rows))
+        if request.pins.precision is not None:
+            request.pins.precision.check_runs()
         bare = example_inputs, example_kwargs, targets
         padded: Padded | None = None
         if buckets:
@@ -396,8 +395,8 @@ def parallelize(
             example_inputs, example_kwargs, targets = padded.example
         parts_of_rows = 1
         if batch == "local":
-            parts_of_rows = all_ranks.on_all(group, lambda: parts_of_batch(plan, asked, dist.get_world_size(group)))
-        fixed = asked.microbatches  # of 1 where it is to be chosen
+            parts_of_rows = all_ranks.on_all(group, lambda: parts_of_batch(plan, request, dist.get_world_size(group)))
+        fixed = request.microbatches  # of 1 where it is to be chosen
 
         def first(microbatches: int, one: Captured | None = None) -> Any:
             """The first of so many parts of the batch: ``(args, kwargs, targets)``."""
@@ -407,7 +406,7 @@ def parallelize(
         def taken_of(batch_taken: Any) -> Captured:
             args, kwargs, of_loss = batch_taken
             return capture(
-                model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
+                model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=request.pins.precision
             )  # fmt: skip
 
         def taken() -> Captured:
@@ -442,20 +441,20 @@ def parallelize(
             shown = split_example(example_inputs, example_kwargs, targets)
             args, kwargs, of_loss = of_size(in_buckets, shown, (rows * size[0], size[1]))
             return capture(
-                model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=asked.pins.precision
+                model, args, example_kwargs=kwargs, loss_fn=loss_fn, targets=of_loss, precision=request.pins.precision
             )  # fmt: skip
 
         def decide() -> Outcome:
-            nonlocal together, asked
+            nonlocal together, request
             if plan is None:
-                asked = with_measured_load(asked, captured, model, first(fixed, captured))
-            if plan is None and buckets and asked.microbatches == 1 and not asked.piped:
+                request = with_measured_load(request, captured, model, first(fixed, captured))
+            if plan is None and buckets and request.microbatches == 1 and not request.piped:
                 where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
-                together = bucket_plans.find(captured, buckets, in_bucket, where, n, asked, name)
+                together = bucket_plans.find(captured, buckets, in_bucket, where, n, request, name)
                 return together.outcome
             if plan is None:
                 where, n, name = all_ranks.hardware_of(all_ranks.device_type_of(model), mesh, cluster, records)
-                return planning.find(model, captured, lambda: first(1), where, n, asked, name)
+                return planning.find(model, captured, lambda: first(1), where, n, request, name)
             return outcome_of(plan, part, get_cluster(cluster) if cluster is not None else None)
 
         def part(microbatches: int) -> Captured:
@@ -482,7 +481,7 @@ def parallelize(
             pm.gradient_dtype = gradient_dtype
         if batch == "local" and dist.get_world_size(group) > 1:
             all_ranks.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
-            pm._autopar_take_own_rows(no_rows_in(one))
+            pm._autopar_take_local_batch(no_rows_in(one))
         device_type = all_ranks.device_type_of(model)
         cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, mesh, cluster, records)
         prepared = together.by_graph if together is not None else None
@@ -508,12 +507,12 @@ def parallelize(
         return pm
 
 
-def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:
+def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> PlanRequest:
     """The wishes among the arguments of :func:`parallelize`; a DeviceMesh says the mesh, and maybe the stages."""
     wanted = {**given, "mesh": None, "optimizer": arguments.check_optimizer(given["optimizer"])}
     if device_mesh is not None:
         wanted["mesh"] = all_ranks.axes_of(device_mesh)
-        if any(wanted[wish.name] is not None for wish in WISHES if wish.pipelines) or (
+        if any(wanted[option.name] is not None for option in PLAN_OPTIONS if option.pipelines) or (
             "pipe" in (device_mesh.mesh_dim_names or ())
         ):
             wanted["stages"], wanted["mesh"] = all_ranks.groups_of(device_mesh, given["stages"])
@@ -521,7 +520,7 @@ def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> Asked:
         wanted["microbatches"] = None
     elif given["gradient_dtype"] is not None:  # so that the bytes of the sums are priced
         wanted["precision"] = adding_up_in(parse_precision(wanted["precision"]), given["gradient_dtype"])
-    return asked_for(wanted, whole=True)
+    return request_of(wanted, whole=True)
 
 
 def _ranks_of(pm: ParallelModule | PipelineModule) -> list[int]:

@@ -38,7 +38,7 @@ from autopar.plans.detection import cluster_of_ranks, record_here
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """A row to be run: its name, its function and arguments, and its limit in seconds."""
 
     name: str
@@ -66,23 +66,23 @@ def machine(n: int, device: str, said: str) -> dict[str, str]:
     return about
 
 
-def rows(n: int, device: str, quick: bool, output: Path) -> Iterator[Asked]:
+def rows(n: int, device: str, quick: bool, output: Path) -> Iterator[PlanRequest]:
     """All rows in the order of what they tell."""
 
-    def ranks(name: str, check: str, *args: Any, limit: float = 60.0) -> Asked:
-        return Asked(name, on_ranks, (n, device, limit, check, *args), limit)
+    def ranks(name: str, check: str, *args: Any, limit: float = 60.0) -> PlanRequest:
+        return PlanRequest(name, on_ranks, (n, device, limit, check, *args), limit)
 
-    def step(name: str, *ways: str, precision: str = "bf16", limit: float = 60.0, **options: Any) -> Asked:
+    def step(name: str, *ways: str, precision: str = "bf16", limit: float = 60.0, **options: Any) -> PlanRequest:
         if quick or device == "cpu":
             precision = "float32"
         shown = "".join(f", {key} {value}" for key, value in options.items())
         args = (name, ways, precision, device, quick, options)
-        return Asked(f"a step, {name}, {precision}{shown}", steps, args, limit)
+        return PlanRequest(f"a step, {name}, {precision}{shown}", steps, args, limit)
 
-    def whole(name: str, layers: int, plans: int = 2) -> Asked:
-        return Asked(f"program on 2x2, {name}", program, (name, device, quick, layers, plans), 60.0)
+    def whole(name: str, layers: int, plans: int = 2) -> PlanRequest:
+        return PlanRequest(f"program on 2x2, {name}", program, (name, device, quick, layers, plans), 60.0)
 
-    yield Asked("rules on the device", rules, (device, quick), 120.0)
+    yield PlanRequest("rules on the device", rules, (device, quick), 120.0)
     yield step("GPT-2", "eager", "autopar", "compile")
     yield step("Llama-1B", "eager", "autopar")
     yield step("GPT-2", "eager", "autopar", dropout=0.1)
@@ -98,11 +98,11 @@ def rows(n: int, device: str, quick: bool, output: Path) -> Iterator[Asked]:
     yield ranks("no waiting, best plan", "no_waiting", {})
     if not quick:
         yield ranks("a step as a CUDA graph", "cuda_graph")
-    yield Asked("kernels", kernels, (device, quick, 2.0 if quick else 60.0), 90.0)
-    yield Asked("rates under load", rates, (device, quick, 2.0 if quick else 80.0), 120.0)
+    yield PlanRequest("kernels", kernels, (device, quick, 2.0 if quick else 60.0), 90.0)
+    yield PlanRequest("rates under load", rates, (device, quick, 2.0 if quick else 80.0), 120.0)
     if not quick:
         file = output.with_name(f"profile_{output.stem}.json")
-        yield Asked("autopar profile", profiled, (device, quick, 40.0, str(file)), 110.0)
+        yield PlanRequest("autopar profile", profiled, (device, quick, 40.0, str(file)), 110.0)
     yield whole("Llama-1B", 2)
     yield whole("ResNet-50", 1)
     if not quick:
@@ -111,7 +111,7 @@ def rows(n: int, device: str, quick: bool, output: Path) -> Iterator[Asked]:
         yield step("ViT-L", "eager", "autopar")
         yield step("T5-large", "eager", "autopar")
         yield step("Mixtral-like", "eager", "autopar")
-        yield Asked("dropout kernels", with_dropout, (device, quick), 60.0)
+        yield PlanRequest("dropout kernels", with_dropout, (device, quick), 60.0)
         yield whole("ViT-L", 2)
         yield whole("T5-large", 1)
         yield whole("Mixtral-like", 1)
@@ -120,7 +120,7 @@ def rows(n: int, device: str, quick: bool, output: Path) -> Iterator[Asked]:
     yield ranks("memory, best plan", "memory", {})
     yield ranks("a small training", "training")
     if n > 1 and not quick:
-        yield Asked("a step, all ranks", beside_others, (n, device, 240.0), 240.0)
+        yield PlanRequest("a step, all ranks", beside_others, (n, device, 240.0), 240.0)
 
 
 def main() -> int:

@@ -33,7 +33,7 @@ from autopar import planfile as files
 from autopar.planner.inter_op.replan import Replanner
 from autopar.planner.intra_op.mesh_plan import Options
 from autopar.planner.planning import in_stages
-from autopar.plans.asked import asked as asked_for
+from autopar.plans.request import request_of
 from autopar.profiling import document as profiles
 from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
 from autopar.runtime.pipelines.pipeline import PipelineModule
@@ -184,7 +184,7 @@ def measure(name: str, seconds: float, steps: int, patience: float) -> dict[str,
         cluster = load_cluster(path)
     rows, texts = [], []
     for schedule, count in CASES:
-        asked = asked_for({"stages": 2, "schedule": schedule, "microbatches": count, "mesh": "data=1"})
+        asked = request_of({"stages": 2, "schedule": schedule, "microbatches": count, "mesh": "data=1"})
         found = in_stages({count: captured.graph}, cluster, 2, asked, "local-x2")
         old, _ = Replanner(captured.graph, found.plan, plain, Options()).simulated()
         times = found.timeline.times

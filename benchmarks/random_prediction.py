@@ -41,7 +41,7 @@ DRAWS = 20
 """Draws for one plan until the model can have one."""
 
 
-def wishes(graph: Any, ranks: int, rows: int, rng: random.Random) -> dict[str, Any]:
+def plan_options(graph: Any, ranks: int, rows: int, rng: random.Random) -> dict[str, Any]:
     """Random wishes for so many ranks."""
     given: dict[str, Any] = {"microbatches": rng.choice([m for m in (1, 2, 4) if rows % m == 0])}
     stages = rng.choice([n for n in (1, 2, 4) if ranks % n == 0])
@@ -102,7 +102,7 @@ def measure(name: str, ranks: int, plans: int, seconds: float, steps: int, seed:
         path.write_text(profiles.dumps(profiles.profile(captured.graph, plain, plain.name, name, options)))
         for number in range(plans):
             for _ in range(DRAWS):
-                given = wishes(captured.graph, ranks, n_rows, rng)
+                given = plan_options(captured.graph, ranks, n_rows, rng)
                 try:
                     plan = autopar.plan(model, str(path), batch, captured=captured, **given)
                     break

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import autopar
 from autopar.parallelizing.all_ranks import spread
 from autopar.planner.planning import in_stages
-from autopar.plans.asked import asked as asked_for
+from autopar.plans.request import request_of
 from hardware_profiles import load_cluster
 
 TOKENS = 128
@@ -56,7 +56,7 @@ def rank(microbatches: int, size: int, runs: int) -> dict[str, Any]:
     captured = autopar.capture(model, ids[:size], loss_fn=loss_of, targets=labels[:size])
     ops = [n for n in captured.graph.nodes if n.kind == "op" and n.hot]
     half = next(n.name for n in ops if n.module.startswith(f"layers.{LAYERS // 2}"))
-    asked = asked_for(
+    asked = request_of(
         {"stages": 2, "schedule": "1f1b", "microbatches": microbatches, "mesh": "data=1", "cuts": [half]}
     )
     found = in_stages({microbatches: captured.graph}, load_cluster("local-x2"), 2, asked, "local-x2")

@@ -4,7 +4,7 @@
 :mod:`.costs`           what the planner asks for prices; :mod:`.data_sheet_costs` and :mod:`.measured` answer it, and
                         importing them makes them known (the one that is imported last is asked first)
 :mod:`.operator_cost`   seconds of an operator from a data sheet
-:mod:`.collective_cost` seconds of a collective; :mod:`.mesh_links`: which links it crosses; :mod:`.routes`: a
+:mod:`.collective_cost` seconds of a collective; :mod:`.mesh_links`: which links it crosses; :mod:`.reshard_paths`: a
                         transfer's; :mod:`.parameter_overlap`: what a step waits for of those of parameters
 :mod:`.optimizer_bytes` bytes that an optimizer keeps
 :mod:`.fitting`         measurements as the few numbers of a curve

@@ -25,7 +25,7 @@ import numpy as np
 from hardware_profiles import Cluster, Link
 
 from .collective_cost import KINDS, AxisCost, abstract_terms
-from .routes import Edge, route
+from .reshard_paths import Edge, reshard_path
 
 MAX_HOPS = 4096  # above this many hops only the traffic of some nodes is followed
 SAMPLED_NODES = 6  # of every make, the first ones ...
@@ -63,10 +63,10 @@ def mesh_axes(cluster: Cluster, shape: Mapping[str, int], devices: Sequence[int]
         return _abstract_axes(cluster, shape)
     grid = np.asarray(list(ranks)[:wanted], dtype=np.int64).reshape(tuple(shape.values()) or (1,))
     axes = {}
-    routes: dict[tuple[int, int], list[Edge]] = {}
+    reshard_paths: dict[tuple[int, int], list[Edge]] = {}
     for position, (name, size) in enumerate(shape.items()):
         groups = np.moveaxis(grid, position, -1).reshape(-1, size)
-        axes[name] = _axis(cluster, name, groups, routes)
+        axes[name] = _axis(cluster, name, groups, reshard_paths)
     return axes
 
 
@@ -83,12 +83,12 @@ def link_bytes(
     if cluster.abstract:
         return carried
     grid = np.asarray(list(devices), dtype=np.int64).reshape(tuple(shape.values()) or (1,))
-    routes: dict[tuple[int, int], list[Edge]] = {}
+    reshard_paths: dict[tuple[int, int], list[Edge]] = {}
     for position, (name, size) in enumerate(shape.items()):
         of_axis = {kind: n_bytes for (axis, kind), n_bytes in traffic.items() if axis == name and n_bytes}
         if size == 1 or not of_axis:
             continue
-        loads, _, _ = _loads(cluster, np.moveaxis(grid, position, -1).reshape(-1, size), routes)
+        loads, _, _ = _loads(cluster, np.moveaxis(grid, position, -1).reshape(-1, size), reshard_paths)
         for kind, n_bytes in of_axis.items():
             pattern = kind if kind in ("all_to_all", "send_recv") else "ring"
             for edge, (load, _) in loads[pattern].items():
@@ -124,12 +124,12 @@ def _abstract_axes(cluster: Cluster, shape: Mapping[str, int]) -> dict[str, Axis
     return axes
 
 
-def _axis(cluster: Cluster, name: str, groups: np.ndarray, routes: dict) -> AxisCost:
+def _axis(cluster: Cluster, name: str, groups: np.ndarray, reshard_paths: dict) -> AxisCost:
     """groups [group, member] of ranks -> the cost of the axis."""
     size = groups.shape[1]
     if size == 1:
         return AxisCost(name, 1, dict.fromkeys(KINDS, (0.0, 0.0, 1.0)), "")
-    loads, members, nodes = _loads(cluster, groups, routes)
+    loads, members, nodes = _loads(cluster, groups, reshard_paths)
     terms: dict[str, tuple[float, float, float]] = {}
     others: dict[str, tuple[tuple[float, float, float], ...]] = {}
     bottleneck = ""
@@ -237,7 +237,7 @@ def steps_of(kind: str, members: int, nodes: int) -> tuple[int, int]:
     return members - 1, nodes - 1
 
 
-def _loads(cluster: Cluster, groups: np.ndarray, routes: dict) -> tuple[Loads, int, int]:
+def _loads(cluster: Cluster, groups: np.ndarray, reshard_paths: dict) -> tuple[Loads, int, int]:
     """Loads of every pattern, the most members of a group in one node, the most nodes of a group."""
     loads: Loads = {key: {} for key in ("ring", "all_to_all", "send_recv", "inside", "between")}
     followed = _followed_nodes(cluster, groups)
@@ -258,18 +258,18 @@ def _loads(cluster: Cluster, groups: np.ndarray, routes: dict) -> tuple[Loads, i
             here = followed is None or node in followed
             if m > 1 and here:
                 for a, b, part in _inside_hops(cluster, local):
-                    path = _path(cluster, routes, a, b)
+                    path = _path(cluster, reshard_paths, a, b)
                     _add(loads, ("ring", "inside"), path, part, m)
                     _add(loads, ("all_to_all",), path, part * (m - 1) / size, m)
             if len(nodes) > 1 and (here or (followed and cluster.node_of[following[0]] in followed)):
                 rails = max(m, len(following))
                 for i in range(rails):
-                    path = _path(cluster, routes, local[i % m], following[i % len(following)])
+                    path = _path(cluster, reshard_paths, local[i % m], following[i % len(following)])
                     _add(loads, ("ring", "between"), path, 1 / rails, len(nodes))
                     _add(loads, ("all_to_all",), path, m / rails * (size - m) / size, len(nodes))
         for a, b in pairwise(group):
             if followed is None or cluster.node_of[a] in followed or cluster.node_of[b] in followed:
-                _add(loads, ("send_recv",), _path(cluster, routes, a, b), 1.0, 2)
+                _add(loads, ("send_recv",), _path(cluster, reshard_paths, a, b), 1.0, 2)
     return loads, most_members, most_nodes
 
 
@@ -308,10 +308,10 @@ def _inside_hops(cluster: Cluster, local: list[int]) -> list[tuple[int, int, flo
     return hops
 
 
-def _path(cluster: Cluster, routes: dict, a: int, b: int) -> list[Edge]:
-    path = routes.get((a, b))
+def _path(cluster: Cluster, reshard_paths: dict, a: int, b: int) -> list[Edge]:
+    path = reshard_paths.get((a, b))
     if path is None:
-        path = routes[a, b] = route(cluster.graph, a, b)
+        path = reshard_paths[a, b] = reshard_path(cluster.graph, a, b)
     return path
 
 

@@ -53,13 +53,13 @@ def inputs(batch: int, device: str = "meta") -> tuple[torch.Tensor, torch.Tensor
     return images, torch.randint(0, 1000, (batch,), device=device, generator=generator)
 
 
-def planned(batch: int, groups: int = 2, **wishes: object) -> Plan:
+def planned(batch: int, groups: int = 2, **plan_options: object) -> Plan:
     with torch.device("meta"):
         model = AlexNet(groups)
     images, classes = inputs(batch)
     return autopar.plan(
         model, CLUSTER, images, loss_fn=F.cross_entropy, targets=classes, mesh="tensor=2", optimizer="sgd_momentum",
-        **wishes,
+        **plan_options,
     )  # type: ignore[arg-type,return-value]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar.planner.planning import in_stages
-from autopar.plans.asked import asked as asked_for
+from autopar.plans.request import asked as asked_for
 from autopar.plans.stage_graphs import cut
 from autopar.report import trace
 from cost_models.schedules import grid

@@ -70,10 +70,10 @@ def main() -> list[float]:
         graph = autopar.capture(net, images, loss_fn=F.cross_entropy, targets=discs).graph
         for choice, stage in zip(model.plan.stages, cut(graph, model.plan.starts), strict=True):
             print(f"stage {stage.number} begins at {choice.first}, on rank {choice.devices[0]}")
-            for crossing in stage.takes:
-                between = stage.number - crossing.source - 1
+            for stage_edge in stage.takes:
+                between = stage.number - stage_edge.source - 1
                 past = f", past {between} stage" if between else ""
-                print(f"    takes {crossing.tensor} from stage {crossing.source}{past}")
+                print(f"    takes {stage_edge.tensor} from stage {stage_edge.source}{past}")
         print(grid(model.plan.schedule))
         print("losses", " ".join(f"{x:.4f}" for x in losses), flush=True)
     return losses

@@ -43,8 +43,8 @@ from autopar.errors import AutoparError
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.planning import can_be_cut, in_stages
-from autopar.plans.asked import Asked
 from autopar.plans.plan import Pins, StagePlan
+from autopar.plans.request import PlanRequest
 from autopar.progress import heard
 from autopar.rules.discovery import why_not_found
 from autopar.rules.local_calls import cuts_of
@@ -130,7 +130,7 @@ def _staged(case: Case, cluster: Cluster) -> Result:
     parts = 2 if len({len(x) for x in tensors}) == 1 else 1
     args, kwargs = first_part(case.batch, parts)
     part = capture(case.model, args, kwargs)
-    asked = Asked(Pins(stages=2, mesh=Mesh.of(tensor=1)), microbatches=parts)
+    asked = PlanRequest(Pins(stages=2, mesh=Mesh.of(tensor=1)), microbatches=parts)
     outcome = in_stages({parts: part.graph}, cluster, 2, asked, cluster.name)
     difference = verify_pipeline(part, case.model, args, kwargs, outcome.plan)
     return _verdict(difference)

@@ -273,7 +273,7 @@ class _Following:
         """What each factor of a call is made of."""
         labels: dict[str, tuple[Part, ...]] = {}
         of: dict[str, list[Flow]] = {}
-        moved, own = node.target in SAME_NUMBERS, self._own_rows(node, rule, flows)
+        moved, own = node.target in SAME_NUMBERS, self._local_batch(node, rule, flows)
         for flow, term in zip(flows, rule.inputs, strict=False):
             for parts, dim in zip(flow.dims, term, strict=False):
                 for f, some in _divided(parts, [(f, rule.sizes.get(f, 1)) for f in dim]):
@@ -299,7 +299,7 @@ class _Following:
         return labels
 
     @staticmethod
-    def _own_rows(node: Node, rule: Rule, flows: Sequence[Flow]) -> tuple[str, str] | None:
+    def _local_batch(node: Node, rule: Rule, flows: Sequence[Flow]) -> tuple[str, str] | None:
         """Of ``x[arange(rows), i]``, where each row is picked by its own number: the factor of the numbers, which has
         rows then, and that of the rows of x."""
         if node.target != INDEXED:

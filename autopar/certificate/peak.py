@@ -35,8 +35,8 @@ from autopar.rules.proving.many_ranks import fake_world
 from autopar.runtime.pipelines.received_tensors import Arrived, arriving
 from autopar.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
 from autopar.words.graph import Graph, Ref
-from autopar.words.pieces import local_shape
 from autopar.words.placements import path
+from autopar.words.shards import local_shape
 from autopar.words.texts import show_bytes
 from cost_models import optimizer_state_bytes
 from hardware_profiles import Cluster

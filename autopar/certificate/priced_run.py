@@ -22,8 +22,8 @@ from autopar.rules.registry import rules_of
 from autopar.torch_private import OpOverload, TorchDispatchMode, group_names, pytree
 from autopar.words.graph import Graph
 from autopar.words.load_shares import busiest, uniform
-from autopar.words.pieces import local_shape
 from autopar.words.placements import Step
+from autopar.words.shards import local_shape
 from cost_models.costs import Costs, OpSeconds, OpWork
 from cost_models.operator_cost import ALIGNMENT_BYTES
 from hardware_profiles import Device
@@ -254,7 +254,7 @@ class PricedRun(Watched):
         src, dst = meta["step"]
         step = Step.between(src, dst)
         forward, backward = step.collectives
-        if forward is not None or (step.before.is_whole and step.after.is_whole):
+        if forward is not None or (step.before.is_replicated and step.after.is_replicated):
             return 0.0
         spec = self.source.spec(meta["ref"])
         n_bytes = sum(prod(local_shape(spec.shape, s, self.mesh)) * spec.item_bytes for s in (src, dst))

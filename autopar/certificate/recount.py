@@ -34,8 +34,8 @@ from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.torch_private import FakeTensorMode
 from autopar.words.graph import ITEM_BYTES, Graph, Ref
-from autopar.words.pieces import elements_moved, local_shape
 from autopar.words.placements import State, Step, whole_state
+from autopar.words.shards import elements_moved, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis, Costs, OpSeconds, StageWork, costs_of
 from cost_models.parameter_overlap import (

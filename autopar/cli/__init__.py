@@ -59,8 +59,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(request: bool) -> None:
+    if request:
         typer.echo(f"autopar {importlib.metadata.version('autopar')}")
         raise typer.Exit
 

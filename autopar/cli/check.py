@@ -69,8 +69,8 @@ def check(
                 continue
             said_bytes = bytes_together([stage.price for stage in on_rank])
             most.append((peak, said_bytes))
-            asked = plan.pins.memory_limit_bytes
-            above = certificate.over_limit(peak, on_rank[0], cluster, asked, said_bytes)
+            request = plan.pins.memory_limit_bytes
+            above = certificate.over_limit(peak, on_rank[0], cluster, request, said_bytes)
             reports[of_rank[0]].failures += [above] if above is not None else []
     fullest, fullest_said = max(most, key=lambda counted: counted[0].n_bytes, default=(None, 0))
     if as_json:

@@ -165,7 +165,7 @@ def print_error(error: BaseException) -> None:
     err().print(styled("[bold red]error:[/bold red] [red]{}[/red]", said), soft_wrap=True)
 
 
-def where_to_run(asked: str, processes: int) -> tuple[str, str]:
+def where_to_run(request: str, processes: int) -> tuple[str, str]:
     """On what processes of this machine run, and how that is said.
 
     Args:
@@ -177,19 +177,19 @@ def where_to_run(asked: str, processes: int) -> tuple[str, str]:
     """
     import torch
 
-    if asked not in ("cpu", "cuda", "auto"):
-        raise UsageError(f"--device is {asked}; it is cpu, cuda or auto")
+    if request not in ("cpu", "cuda", "auto"):
+        raise UsageError(f"--device is {request}; it is cpu, cuda or auto")
     check_ranks_here(processes)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked == "cuda" and gpus < processes:
+    if request == "cuda" and gpus < processes:
         raise UsageError(
             f"--device is cuda, {processes} processes are to run on this machine, and "
             + (f"torch finds {gpus} GPUs" if gpus else "torch finds no GPU")
             + "; use --device cpu, or a plan for as many devices as there are"
         )
-    if asked != "cpu" and gpus >= processes:
+    if request != "cpu" and gpus >= processes:
         return "cuda", f"{processes} of {gpus} GPUs ({torch.cuda.get_device_name(0)})"
-    few = f"; {gpus} GPUs are here, too few" if asked == "auto" and gpus else ""
+    few = f"; {gpus} GPUs are here, too few" if request == "auto" and gpus else ""
     return "cpu", f"{processes} processes on the CPU{few}"
 
 
@@ -393,6 +393,6 @@ def show_solution(solution: Solution | None) -> str:
 
 def show_pins(pins: Pins) -> str:
     """What the user asked for: ``layers.*.up: tensor=n; at most 70.00 GiB per device``; empty for nothing."""
-    from autopar.plans.wishes import pin_words
+    from autopar.plans.plan_options import pin_words
 
     return "; ".join(pin_words(pins))

@@ -67,7 +67,7 @@ def explain(
     Examples: autopar explain plan.json layers.3.mlp.up --trust; autopar explain plan.json layers.3.mlp.up --instead
     tensor=k --trust; autopar explain plan.json stage:1 --model gpt.py:make
     """
-    from autopar.plans.wishes import parse_choices
+    from autopar.plans.plan_options import parse_choices
     from autopar.words.texts import parse_bytes
 
     wanted = None
@@ -76,29 +76,29 @@ def explain(
         if wanted is None:
             raise UsageError(f"--instead '{instead}' is no axis=factor; write it like tensor=k or tensor=replicate")
     limit = parse_bytes(memory_limit)
-    captured, asked = opened(path, model, trust=trust)
+    captured, request = opened(path, model, trust=trust)
     stage = re.fullmatch(r"stage:(.*)", op)
     if stage is None:
-        _explain_op(asked, op, wanted, limit, top, as_json)
+        _explain_op(request, op, wanted, limit, top, as_json)
     elif wanted is not None or limit is not None:
         raise UsageError(f"--instead and --memory-limit are for an op; '{op}' is a cut, whose neighbours are shown")
     else:
-        explain_cut(captured, asked, stage[1], as_json)
+        explain_cut(captured, request, stage[1], as_json)
 
 
 def _explain_op(
-    asked: Replanner, op: str, wanted: dict[str, str] | None, limit: float | None, top: int, as_json: bool
+    request: Replanner, op: str, wanted: dict[str, str] | None, limit: float | None, top: int, as_json: bool
 ) -> None:
     from autopar.planner.inter_op.stage_pins import check
     from autopar.planner.intra_op.building.price import pricer
     from autopar.planner.intra_op.mesh_plan import Options
     from autopar.words.labels import op_labels
 
-    graph, plan = asked.graph, asked.plan
+    graph, plan = request.graph, request.plan
     labels = op_labels(graph)
     names = {graph.nodes[i].name for i in found_ops(graph, op)}
     in_stage = {
-        part.number: numbers for part in asked.graphs
+        part.number: numbers for part in request.graphs
         if (numbers := [i for i, n in enumerate(part.graph.nodes) if n.kind == "op" and n.name in names])
     }  # fmt: skip
     if not in_stage:
@@ -107,13 +107,13 @@ def _explain_op(
         check(graph, Options(constraints={op: wanted or {}}), plan.stages[number].mesh)
     facts: list[dict[str, Any]] = []
     for number, numbers in in_stage.items():
-        part, stage = asked.graphs[number].graph, plan.stages[number]
-        results = priced_ops(part, stage, pricer(asked.cluster, stage.mesh, stage.devices), numbers)
+        part, stage = request.graphs[number].graph, plan.stages[number]
+        results = priced_ops(part, stage, pricer(request.cluster, stage.mesh, stage.devices), numbers)
         if as_json:
             facts += [{"stage": number, **as_facts(part, result, labels)} for result in results]
         else:
             print_ops(part, stage, results, labels, top, f", stage {number}" if len(plan.stages) > 1 else "")
-    best = None if wanted is None else _instead(asked, in_stage, wanted, limit)
+    best = None if wanted is None else _instead(request, in_stage, wanted, limit)
     if as_json:
         print_json({"ops": facts, "instead": best})
     elif best is not None:
@@ -121,21 +121,21 @@ def _explain_op(
 
 
 def _instead(
-    asked: Replanner, in_stage: dict[int, list[int]], wanted: dict[str, str], limit: float | None
+    request: Replanner, in_stage: dict[int, list[int]], wanted: dict[str, str], limit: float | None
 ) -> dict[str, Any]:
     """The stages with the ops and their copies cut as wanted solved again, and the step simulated with them."""
-    stages = list(asked.plan.stages)
-    whole, ops = asked.graph, 0
+    stages = list(request.plan.stages)
+    whole, ops = request.graph, 0
     for number, numbers in in_stage.items():
-        graph = asked.graphs[number].graph
+        graph = request.graphs[number].graph
         alike = copies_able(whole, [whole.index[graph.nodes[i].name] for i in numbers], wanted)
         targets = [name for i in alike if (name := whole.nodes[i].name) in graph.index]
         ops += len(targets)
-        options = wishing(asked.options, targets, wanted, limit)
+        options = wishing(request.options, targets, wanted, limit)
         with progress(f"solving stage {number} again" if len(stages) > 1 else "solving again"):
-            stages[number] = asked.solved(number, options)
-    before, now = asked.simulated()
-    after, then = asked.simulated(stages)
+            stages[number] = request.solved(number, options)
+    before, now = request.simulated()
+    after, then = request.simulated(stages)
     return {
         "wanted": wanted, "ops": ops, "plan_stages": len(stages),
         "seconds": after.seconds, "plan_seconds": before.seconds,

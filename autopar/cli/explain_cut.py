@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from autopar.plans.plan import Plan
 
 
-def explain_cut(captured: Captured, asked: Replanner, stage: str, as_json: bool) -> None:
+def explain_cut(captured: Captured, request: Replanner, stage: str, as_json: bool) -> None:
     """Why a stage begins where it does.
 
     Args:
         stage: its number, as it was given.
     """
-    number = _number(asked.plan, stage)
-    plan, timeline = asked.simulated()
-    facts = facts_of(captured, plan, timeline, asked.cluster)
+    number = _number(request.plan, stage)
+    plan, timeline = request.simulated()
+    facts = facts_of(captured, plan, timeline, request.cluster)
     stages = facts["stages"]
-    others = [_moved(captured, asked, number, by) for by in (-1, 1)]
-    crossing = sum(crossing.spec.n_bytes for crossing in asked.graphs[number].takes)
+    others = [_moved(captured, request, number, by) for by in (-1, 1)]
+    stage_edge = sum(stage_edge.spec.n_bytes for stage_edge in request.graphs[number].takes)
     seconds = [e for e in facts["transfers"] if e["target"] == number]
     cut = {
         "stage": number, "begins_at": stages[number]["begins_at"], "pinned": bool(plan.pins.cuts),
-        "arriving_bytes": crossing, "forward_seconds": sum(e["forward_seconds"] for e in seconds),
+        "arriving_bytes": stage_edge, "forward_seconds": sum(e["forward_seconds"] for e in seconds),
         "backward_seconds": sum(e["backward_seconds"] for e in seconds), "instead": others,
     }  # fmt: skip
     if as_json:
@@ -44,7 +44,7 @@ def explain_cut(captured: Captured, asked: Replanner, stage: str, as_json: bool)
     for line in why(facts):
         console.print(line, markup=False)
     console.print(
-        f"at the cut {show_bytes(crossing)} a microbatch arrive from earlier stages: "
+        f"at the cut {show_bytes(stage_edge)} a microbatch arrive from earlier stages: "
         f"{show_seconds(cut['forward_seconds'])} forward, {show_seconds(cut['backward_seconds'])} backward"
     )
     for neighbour in others:
@@ -53,12 +53,12 @@ def explain_cut(captured: Captured, asked: Replanner, stage: str, as_json: bool)
         console.print("The cut is where it was asked for.")
 
 
-def _moved(captured: Captured, asked: Replanner, number: int, by: int) -> dict[str, Any]:
+def _moved(captured: Captured, request: Replanner, number: int, by: int) -> dict[str, Any]:
     """The step with the cut one block earlier or later, or why that cannot be."""
     from autopar.errors import AutoparError
     from autopar.words.labels import op_labels
 
-    first = asked.neighbour(number, by)
+    first = request.neighbour(number, by)
     facts: dict[str, Any] = {"blocks": by, "begins_at": None, "seconds": None, "why_not": None}
     if first is None:
         facts["why_not"] = f"stage {number - 1 if by < 0 else number} would be empty"
@@ -66,7 +66,7 @@ def _moved(captured: Captured, asked: Replanner, number: int, by: int) -> dict[s
     facts["begins_at"] = op_labels(captured.graph)[first]
     try:
         with progress(f"moving the cut by {by:+d}"):
-            plan, timeline = asked.moved(number, first)
+            plan, timeline = request.moved(number, first)
     except AutoparError as error:
         facts["why_not"] = str(error)
         return facts

@@ -64,15 +64,15 @@ def fits(
     from autopar.planner.layouts.layout_words import parse_layout
     from autopar.planner.layouts.pricing import PricedLayouts
     from autopar.planner.planning import options_of
-    from autopar.plans.asked import as_option, asked
     from autopar.plans.clusters import get_cluster
+    from autopar.plans.request import as_option, request_of
     from hardware_profiles.published_errors import error_band
 
     hardware = get_cluster(cluster)
     layout = parse_layout(like)
     layout.check_devices(hardware.n_devices)
     given = {"memory_limit": memory_limit, "precision": precision, "optimizer": optimizer}
-    wanted = asked({name: value for name, value in given.items() if value is not None}, spelled=as_option)
+    wanted = request_of({name: value for name, value in given.items() if value is not None}, spelled=as_option)
     for word, of_words, of_flag in (("precision", layout.precision, wanted.pins.precision if precision else None),
                                     ("optimizer", layout.optimizer, optimizer)):  # fmt: skip
         if of_words is not None and of_flag is not None and of_words != of_flag:

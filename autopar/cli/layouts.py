@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autopar.planner.layouts.layout_words import Layout
     from autopar.planner.layouts.pricing import PricedLayout
     from autopar.planner.planning import Outcome
-    from autopar.plans.asked import Asked
+    from autopar.plans.request import PlanRequest
     from autopar.report.layouts import LayoutRow
     from hardware_profiles import Cluster
 
@@ -41,14 +41,14 @@ def parsed(like: Sequence[str]) -> list[Layout | AutoparError]:
 
 
 def priced(
-    loaded: Loaded, captured: Captured, cluster: str, asked: Asked, like: Sequence[str],
+    loaded: Loaded, captured: Captured, cluster: str, request: PlanRequest, like: Sequence[str],
     layouts: Sequence[Layout | AutoparError],
 ) -> list[Priced]:  # fmt: skip
     """Price the layouts of ``--like``; one that cannot be has an error, and the others go on."""
     from autopar.planner.layouts.pricing import PricedLayouts
     from autopar.planner.planning import options_of
 
-    of_model = PricedLayouts(loaded.model, captured, (loaded.args, loaded.kwargs), options_of(asked), asked.input_rows)
+    of_model = PricedLayouts(loaded.model, captured, (loaded.args, loaded.kwargs), options_of(request), request.input_rows)
     rows: list[Priced] = []
     for text, layout in zip(like, layouts, strict=True):
         if isinstance(layout, AutoparError):

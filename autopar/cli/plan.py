@@ -32,8 +32,8 @@ from autopar.cli.common import (
 )
 from autopar.cli.output_files import PLAN, Force, OutputFile
 from autopar.garbage_collection import uncollected
-from autopar.plans.asked import as_option, asked
-from autopar.plans.wishes import OPTIMIZERS, WISHES
+from autopar.plans.plan_options import OPTIMIZERS, PLAN_OPTIONS
+from autopar.plans.request import as_option, request_of
 from hardware_profiles.strict import parse_json
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def plan(
     if trainer is not None:
         cluster = as_trainer(cluster, trainer)
     hardware = load_cluster(cluster)
-    wanted = asked(_arguments(said), spelled=as_option)
+    wanted = request_of(_arguments(said), spelled=as_option)
     if (likes or top != 1) and not wanted.everything:
         flags = "--like" if likes else "--top"
         raise UsageError(
@@ -269,13 +269,13 @@ def _policy_of(precision: Precision) -> str:
 def _arguments(said: dict[str, Any]) -> dict[str, Any]:
     """The arguments of :func:`autopar.plan` that the options say; what was not said is not there."""
     given: dict[str, Any] = {}
-    for wish in WISHES:
-        for flag in wish.flags:
+    for option in PLAN_OPTIONS:
+        for flag in option.flags:
             text = said[flag.parameter]
             if text is None or text == []:
                 continue
             value = flag.read(text)
-            given[wish.name] = {**given.get(wish.name, {}), **value} if isinstance(value, dict) else value
+            given[option.name] = {**given.get(option.name, {}), **value} if isinstance(value, dict) else value
     if given.get("optimizer", OPTIMIZERS[0]) not in OPTIMIZERS:
         raise UsageError(f"unknown optimizer '{given['optimizer']}'; use {', '.join(OPTIMIZERS)}")
     return given
@@ -286,7 +286,7 @@ def _with_flags(command: Any) -> Any:
     signature = inspect.signature(command, eval_str=True)
     arguments = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     flags = []
-    for flag in (flag for wish in WISHES for flag in wish.flags):
+    for flag in (flag for option in PLAN_OPTIONS for flag in option.flags):
         kind = list[str] | None if flag.repeatable else flag.kind | None
         option = typer.Option(*flag.names, help=flag.help, callback=seconds_within if flag.kind is float else None)
         annotation = Annotated[kind, option]  # type: ignore[valid-type]

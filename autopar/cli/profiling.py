@@ -95,7 +95,7 @@ def profile(
     loaded, captured = load_and_capture(model, batch, seq, parts=microbatches)
     cluster = cluster_from(cluster, output.parent)
     partial = output.with_name(f".{output.name}.partial")
-    asked = documents.ProfilingOptions(
+    request = documents.ProfilingOptions(
         seconds, count, meshes, most_ops, timeout=timeout, device=measured_on, partial=partial
     )
     if partial.with_name(f"{partial.name}.0").exists():
@@ -103,7 +103,7 @@ def profile(
     with progress(f"measuring in {count} processes, about {seconds:.0f} s"):
         try:
             measured = documents.profile(
-                captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), asked
+                captured.graph, hardware, cluster, str(loaded.named(output.parent)["spec"]), request
             )
         except KeyboardInterrupt:
             if partial.with_name(f"{partial.name}.0").exists():
@@ -130,7 +130,7 @@ def profile(
     console.print(f"written to {output}; plan with it: autopar plan {model} --cluster {output}")
 
 
-def on_device_of(cluster: str, hardware: Cluster, asked: str, count: int) -> str:
+def on_device_of(cluster: str, hardware: Cluster, request: str, count: int) -> str:
     """``cpu`` or ``cuda``: what is measured, for a cluster whose devices it has to be.
 
     Raises:
@@ -142,11 +142,11 @@ def on_device_of(cluster: str, hardware: Cluster, asked: str, count: int) -> str
     kind = hardware.device(0).name
     is_known = kind in list_devices()
     if is_known and kind.startswith("cpu"):
-        if asked == "cuda":
+        if request == "cuda":
             raise UsageError(f"--device is cuda, and {cluster} has processors ({kind}); name a cluster of the GPUs "
                              "that are here: autopar devices lists them")  # fmt: skip
         return "cpu"
-    device_type, how = where_to_run(asked, count)
+    device_type, how = where_to_run(request, count)
     if is_known and device_type == "cpu":
         raise UsageError(f"{cluster} has devices {kind}, and what would be measured here is {how}; name a cluster of "
                          "this machine's devices, such as local-x2")  # fmt: skip

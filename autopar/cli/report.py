@@ -57,15 +57,15 @@ def report(
     document = open_plan(path)
     _, captured = model_of(document, path, model, trust=trust)
     with progress("reading the plan"):
-        asked = what_if(captured, *bound(document, captured))
-        plan, timeline = asked.simulated()
+        request = what_if(captured, *bound(document, captured))
+        plan, timeline = request.simulated()
     name = model if model is not None else str((document.model or {}).get("spec", "a model"))
     folder = path.parent if model is None else None
     layouts: list[LayoutRow] = []
     if top > 1:
-        layouts = _layouts(name, folder, document, plan, timeline, captured, asked.cluster, top)
+        layouts = _layouts(name, folder, document, plan, timeline, captured, request.cluster, top)
     with progress("drawing"):
-        page = html_page(Subject(name, captured.graph, asked.graphs, plan, timeline, asked.cluster, layouts))
+        page = html_page(Subject(name, captured.graph, request.graphs, plan, timeline, request.cluster, layouts))
     file.write(page)
     out().print(f"written to {output} ({show_bytes(len(page.encode()))}); open it in a browser", markup=False)
 
@@ -85,7 +85,7 @@ def _layouts(
     from autopar.cli.common import load_and_capture
     from autopar.cli.layouts import rows_of_layouts
     from autopar.planner import planning
-    from autopar.plans.asked import Asked
+    from autopar.plans.request import PlanRequest
     from autopar.progress import heard
     from autopar.report.layouts import layout_row, with_front
     from autopar.report.page.tradeoff import THIS
@@ -96,7 +96,7 @@ def _layouts(
     if not planning.can_be_cut(whole.graph, example):
         raise UsageError("--top needs a model that returns its loss, and a batch with rows")
     pins = replace(plan.pins, stages=None, cuts=(), schedules=(), microbatches=None, mesh=None)
-    wanted = Asked(pins, plan.optimizer, top=top)
+    wanted = PlanRequest(pins, plan.optimizer, top=top)
     with progress("planning") as say, heard(say):
         outcome = planning.find(
             loaded.model, whole, lambda: example, cluster, cluster.n_devices, wanted, plan.cluster, runs=False, say=say

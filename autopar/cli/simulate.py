@@ -25,15 +25,15 @@ def simulate(
 
     Example: autopar simulate plan.json --trust --trace out.json
     """
-    captured, asked = opened(path, model, trust=trust)
+    captured, request = opened(path, model, trust=trust)
     check_trace(trace)
     with progress("simulating"):
-        plan, timeline = asked.simulated()
+        plan, timeline = request.simulated()
     if trace is not None:
         from autopar.report import trace as traces
 
         traces.write(trace, traces.predicted(timeline))
-    describe(captured, plan, timeline, asked.cluster, as_json, {"trace": str(trace) if trace else None})
+    describe(captured, plan, timeline, request.cluster, as_json, {"trace": str(trace) if trace else None})
 
 
 def check_trace(path: Path | None) -> None:

@@ -55,8 +55,8 @@ def describe(
         + f"schedule {plan.schedule.name}, {plan.microbatches} microbatch{'es' if plan.microbatches != 1 else ''}, "
         f"{plan.n_devices} devices"
     )
-    if asked := show_pins(plan.pins):
-        console.print(f"asked for: {asked}", markup=False)
+    if request := show_pins(plan.pins):
+        console.print(f"asked for: {request}", markup=False)
     if facts["axes"]:
         from autopar.report.axes_in_words import axes_in_words
 

@@ -15,12 +15,12 @@ import torch
 import torch.fx
 
 from autopar.rules.lowering_helpers.collective_helpers import summed_back
-from autopar.rules.lowering_helpers.local_piece import length_of, padded
+from autopar.rules.lowering_helpers.local_shard import length_of, padded
 from autopar.torch_private import functional_collectives, group_of_axis
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import cut_extent
-from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, axis_and_unit, axis_text
+from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, State, Step, axis_and_block, axis_text
 from autopar.words.placements import shard as placement_of
+from autopar.words.shards import cut_extent
 
 Collective = TypeVar("Collective", bound=Callable[..., torch.Tensor])
 _TYPE: dict[str, Any] = {REPLICATED: spmd.R, INVARIANT: spmd.I, PENDING: spmd.P}
@@ -138,7 +138,7 @@ def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
 
 def _sizes(n: int, axes: Sequence[str]) -> tuple[Any, Any, Any, int]:
     """``(whole, largest piece, own piece, ranks)`` of a dim on the ranks of the last of the axes."""
-    axis, unit = axis_and_unit(axes[-1])
+    axis, unit = axis_and_block(axes[-1])
     ranks = spmd.normalize_axis(axis).size()
     whole = length_of(n, axes[:-1])
     return whole, -(-whole // (ranks * unit)) * unit, length_of(n, axes), ranks
@@ -154,25 +154,25 @@ def _first(x: torch.Tensor, *lengths: tuple[int, Any]) -> torch.Tensor:
         lengths: dims, each with how many of its elements.
     """
     for dim, n in lengths:
-        is_whole = isinstance(n, int) and isinstance(x.shape[dim], int) and x.shape[dim] == n
-        if not is_whole or torch.compiler.is_compiling():
+        is_replicated = isinstance(n, int) and isinstance(x.shape[dim], int) and x.shape[dim] == n
+        if not is_replicated or torch.compiler.is_compiling():
             x = x.narrow(dim, 0, n)
     return x.contiguous()
 
 
-def all_gather_pieces(x: torch.Tensor, axis: str, dim: int, to: str, n: int, axes: Sequence[str]) -> torch.Tensor:
+def all_gather_shards(x: torch.Tensor, axis: str, dim: int, to: str, n: int, axes: Sequence[str]) -> torch.Tensor:
     """:func:`all_gather` of pieces that are not equal."""
     whole, largest, _, _ = _sizes(n, axes)
     return _first(all_gather(padded(x, dim, largest), axis, dim, to), (dim, whole))
 
 
-def reduce_scatter_pieces(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
+def reduce_scatter_shards(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
     """:func:`reduce_scatter` into pieces that are not equal."""
     _, largest, length, ranks = _sizes(n, axes)
     return _first(reduce_scatter(padded(x, dim, largest * ranks), axis, dim), (dim, length))
 
 
-def all_to_all_pieces(
+def all_to_all_shards(
     x: torch.Tensor, axis: str, src: int, dst: int, n_src: int, axes_src: Sequence[str], n_dst: int,
     axes_dst: Sequence[str],
 ) -> torch.Tensor:  # fmt: skip
@@ -183,7 +183,7 @@ def all_to_all_pieces(
     return _first(all_to_all(x, axis, src, dst), (src, whole), (dst, length))
 
 
-def shard_pieces(x: torch.Tensor, axis: str, dim: int, of: str, n: int, axes: Sequence[str]) -> torch.Tensor:
+def shard_sizes_of(x: torch.Tensor, axis: str, dim: int, of: str, n: int, axes: Sequence[str]) -> torch.Tensor:
     """:func:`shard` into pieces that are not equal."""
     _, largest, length, ranks = _sizes(n, axes)
     return _first(shard(padded(x, dim, largest * ranks), axis, dim, of), (dim, length))
@@ -196,8 +196,8 @@ def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence
 
 
 _PIECES: dict[Any, Any] = {
-    all_gather: all_gather_pieces, reduce_scatter: reduce_scatter_pieces, all_to_all: all_to_all_pieces,
-    shard: shard_pieces,
+    all_gather: all_gather_shards, reduce_scatter: reduce_scatter_shards, all_to_all: all_to_all_shards,
+    shard: shard_sizes_of,
 }  # fmt: skip
 
 

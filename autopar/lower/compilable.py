@@ -32,7 +32,7 @@ from autopar.lower.segments import make_again, with_segments
 from autopar.rules.experts.expert_block import rows_computed, rows_leave, rows_return, travelling_block
 from autopar.rules.families.branch import branch
 from autopar.rules.function import Callee
-from autopar.rules.lowering_helpers.local_piece import length_of
+from autopar.rules.lowering_helpers.local_shard import length_of
 from autopar.torch_private import pytree
 
 _TRAVELLING = (travelling_block, rows_leave, rows_computed, rows_return)

@@ -4,7 +4,7 @@ Every rank runs the same code; what differs is its data and, inside collectives,
 
 1. placeholders: parameters in their used placement, buffers, the batch, the seed of random ops;
 2. every op in order, on local shapes, or its distributed lowering; what runs beside collectives of another one stands
-   between the parts of that (:mod:`autopar.rules.lowering_helpers.meanwhile`);
+   between the parts of that (:mod:`autopar.rules.lowering_helpers.overlapped_steps`);
 3. before each op, the steps of the plan's routes that bring its inputs to the states it wants, each made once;
 4. after the last reader of what is gathered or made again for the backward, or waits for it, its release;
 5. outputs in the plan's placements, new values of updated buffers after them.
@@ -27,13 +27,13 @@ from autopar.lower.freed_tensors import backwards_of, give_up
 from autopar.lower.program import Program, Slot
 from autopar.lower.regather import free_until_backward
 from autopar.lower.segments import make_again
-from autopar.plans.plan import StagePlan, route_key, segment_numbers
+from autopar.plans.plan import StagePlan, reshard_key, segment_numbers
 from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
 from autopar.rules.families.torch_draws import by_torch, whole_draw
-from autopar.rules.local_calls import PieceSize, Seed, gives_list, is_told_device, local_call
-from autopar.rules.lowering_helpers.local_piece import length_of
-from autopar.rules.lowering_helpers.meanwhile import Meanwhile, beside, in_order, lowering_in_parts
+from autopar.rules.local_calls import Seed, ShardSize, gives_list, is_told_device, local_call
+from autopar.rules.lowering_helpers.local_shard import length_of
+from autopar.rules.lowering_helpers.overlapped_steps import OverlappedStep, beside, in_order, lowering_in_parts
 from autopar.rules.notation import CallPart
 from autopar.rules.operator_call import In, call_of
 from autopar.rules.registry import rules_of
@@ -41,8 +41,8 @@ from autopar.rules.saved_tensors import saved_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import local_shape
 from autopar.words.placements import State, Step, whole_state
+from autopar.words.shards import local_shape
 
 
 def lower(
@@ -94,7 +94,7 @@ class _Emitter:
             self.slots.append(Slot("seed", "seed", whole, (), "int64"))
         for i, node in graph.of_kind("op"):
             self.chosen[i] = self._strategy(i, node)
-        plans = beside(graph, rules, self.mesh, self.chosen, self.plan.routes, self.segments)
+        plans = beside(graph, rules, self.mesh, self.chosen, self.plan.reshard_paths, self.segments)
         begins = {(m.first or (m.op,))[0]: m for m in plans}
         computes, ends = {m.op: m for m in plans}, {(m.last or (m.op,))[-1]: m for m in plans}
         for i in in_order(graph, plans):
@@ -144,7 +144,7 @@ class _Emitter:
     def _made(self, ref: Ref, state: State, fx: torch.fx.Node) -> None:
         self.value[ref, state] = fx
         self.made[ref] = state
-        steps = self.plan.routes.get(route_key(self.graph, ref), ())
+        steps = self.plan.reshard_paths.get(reshard_key(self.graph, ref), ())
         self.before[ref] = {dst: src for src, dst in steps}
 
     def _get(self, ref: Ref, state: State) -> torch.fx.Node:
@@ -155,7 +155,7 @@ class _Emitter:
         src = self.before[ref].get(state)
         if src is None:
             raise PlanError(
-                f"tensor {route_key(self.graph, ref)} is made as {self.made[ref].text} and wanted as "
+                f"tensor {reshard_key(self.graph, ref)} is made as {self.made[ref].text} and wanted as "
                 f"{state.text}, and the plan has no route; plan the model again, or remove 'routes' to have "
                 "them found anew"
             )
@@ -176,7 +176,7 @@ class _Emitter:
     def _free_copies(self) -> None:
         """After the last reader of what the plan gathers or makes again, free it until the backward."""
         plan = self.plan
-        copies = regathered(self.graph, self.mesh, plan.routes, plan.gather_again, self.segments, self.chosen)
+        copies = regathered(self.graph, self.mesh, plan.reshard_paths, plan.gather_again, self.segments, self.chosen)
         remade = {ref: self.made[ref] for ref in segment_outputs(self.graph, plan.make_again, self.segments)}
         waits = waiting(self.graph, plan.memory, self.segments)
         position = {fx: float(k) for k, fx in enumerate(self.fx.nodes)} if copies or remade or waits else {}
@@ -260,29 +260,29 @@ class _Emitter:
         assert rule is not None
         return strategy_in_plan(self.graph, node, rule, names, self.mesh)
 
-    def _begin(self, meanwhile: Meanwhile) -> None:
+    def _begin(self, overlap: OverlappedStep) -> None:
         """The first part of an operator beside which others run. What these read and is brought to them by collectives
         is there before."""
-        i = meanwhile.op
+        i = overlap.op
         rule = self.rules[i]
         assert rule is not None
-        self._reads(meanwhile.first)
+        self._reads(overlap.first)
         _, args, kwargs = self._call(i)
         lowering = lowering_in_parts(rule, self.chosen[i], self.mesh)
         assert lowering is not None and lowering.in_parts is not None
         first, *rest = lowering.in_parts(args, kwargs)
         self.parts[i] = rest, self._part(i, first)
 
-    def _compute(self, meanwhile: Meanwhile) -> None:
+    def _compute(self, overlap: OverlappedStep) -> None:
         """The second part."""
-        (second, last), leaving = self.parts[meanwhile.op]
-        self._reads(meanwhile.last)
-        self.parts[meanwhile.op] = [last], self._part(meanwhile.op, second, leaving)
+        (second, last), leaving = self.parts[overlap.op]
+        self._reads(overlap.last)
+        self.parts[overlap.op] = [last], self._part(overlap.op, second, leaving)
 
-    def _end(self, meanwhile: Meanwhile) -> None:
+    def _end(self, overlap: OverlappedStep) -> None:
         """The last part, which gives the result and stands for the operator."""
-        (last,), computing = self.parts.pop(meanwhile.op)
-        self._made_by(meanwhile.op, last.function, (computing, *last.args), dict(last.kwargs))
+        (last,), computing = self.parts.pop(overlap.op)
+        self._made_by(overlap.op, last.function, (computing, *last.args), dict(last.kwargs))
         end = next(iter(reversed(self.fx.nodes)))
         self.ends |= {computing: end, computing.all_input_nodes[0]: end}
 
@@ -320,7 +320,7 @@ class _Emitter:
                 return inputs[value.position]
             if isinstance(value, Seed):
                 return self.seed
-            if isinstance(value, PieceSize):
+            if isinstance(value, ShardSize):
                 return self.fx.call_function(length_of, (value.n, value.axes))
             if isinstance(value, (tuple, list)):
                 return type(value)(fill(v) for v in value)

@@ -10,8 +10,8 @@ import torch.fx
 
 from autopar.lower.segments import with_segments
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import local_shape
 from autopar.words.placements import State
+from autopar.words.shards import local_shape
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from autopar.capture.tensor_layouts import check_not_packed
 from autopar.capture.untraceable_modules import check_modules
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.plans.plan import Plan
-from autopar.plans.wishes import OPTIMIZERS, WISHES, is_number, is_table, is_whole, optional
+from autopar.plans.plan_options import OPTIMIZERS, PLAN_OPTIONS, is_integer, is_number, is_table, optional
 from autopar.runtime.as_module.model_class import own_name
 from autopar.runtime.one_mesh.executor import ParallelModule
 from autopar.runtime.optimizers.user_optimizers import Move, name_of
@@ -62,11 +62,11 @@ _CHECKS: dict[str, _Check] = {
     "verify_capture": (lambda v: isinstance(v, bool), "True or False"),
     "batch": (lambda v: isinstance(v, str) and v in ("global", "local"), "'global' or 'local'"),
     "input_rows": (optional(lambda v: isinstance(v, (list, tuple, set, frozenset)) and all(
-                       isinstance(name, str) or (is_whole(name) and name >= 0) for name in v) and len(v) > 0),
+                       isinstance(name, str) or (is_integer(name) and name >= 0) for name in v) and len(v) > 0),
                    "a list of names or positions of arguments of forward, such as ['input_ids', 'labels']"),
     "shapes": (lambda v: isinstance(v, str) and v in ("any", "fixed", "buckets"), "'any', 'fixed' or 'buckets'"),
     "buckets": (lambda v: isinstance(v, (list, tuple)) and all(
-                    isinstance(size, (list, tuple)) and len(size) == 2 and all(is_whole(n) and n > 0 for n in size)
+                    isinstance(size, (list, tuple)) and len(size) == 2 and all(is_integer(n) and n > 0 for n in size)
                     for size in v), "pairs (rows, length), such as [(8, 512), (1, 4096)]"),
     "random": (lambda v: isinstance(v, str) and v in MODES, "'sharded' or 'torch'"),
     "on_change": (lambda v: isinstance(v, str) and v in ("error", "recapture"), "'error' or 'recapture'"),
@@ -75,7 +75,7 @@ _CHECKS: dict[str, _Check] = {
                        "torch.bfloat16, torch.float16, torch.float32 or torch.float64"),
     "compile": (lambda v: isinstance(v, bool) or (is_table(v) and {*v} <= _OPTIONS_OF_COMPILE),
                 f"True, False or a dict of torch.compile's arguments ({', '.join(sorted(_OPTIONS_OF_COMPILE))})"),
-    **{wish.name: (wish.right, wish.wanted) for wish in WISHES},
+    **{option.name: (option.right, option.wanted) for option in PLAN_OPTIONS},
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def check_ranks(mesh: Any) -> None:
     Raises:
         MeshError: with what it is.
     """
-    if not isinstance(mesh, (DeviceMesh, str, Path, Cluster)) and not is_whole(mesh):
+    if not isinstance(mesh, (DeviceMesh, str, Path, Cluster)) and not is_integer(mesh):
         raise MeshError(f"mesh is {shown(mesh)}; give a DeviceMesh, the name of a cluster, or a number of ranks")
 
 

@@ -25,8 +25,8 @@ from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.planner.intra_op.pins.small_parameters import note_on_small
 from autopar.planner.plan_notes import notes_on
 from autopar.planner.planning import BETTER, Outcome, options_of
-from autopar.plans.asked import Asked
 from autopar.plans.plan import Plan, StagePlan
+from autopar.plans.request import PlanRequest
 from autopar.rules.experts.expert_load import with_load
 from autopar.runtime.variants.buckets import Size
 from autopar.words.graph import Graph
@@ -79,22 +79,22 @@ def plan_buckets(
     Raises:
         InfeasibleError: a bucket has no plan at all.
     """
-    asked = options or Options()
+    request = options or Options()
     buckets = [size for size in graphs if size in set(trace)]
-    alone = {size: plan_graph(graphs[size], cluster, mesh, asked) for size in buckets}
+    alone = {size: plan_graph(graphs[size], cluster, mesh, request) for size in buckets}
     layouts: list[Layout] = []
     for plan in alone.values():
         if (layout := _layout(plan)) not in layouts:
             layouts.append(layout)
 
-    limit = device_limit(cluster, range(mesh.n_devices), asked.memory_limit_bytes)
+    limit = device_limit(cluster, range(mesh.n_devices), request.memory_limit_bytes)
 
     @cache
     def like(size: Size, owner: Size) -> StagePlan | None:
         """A bucket's steps with every operator cut as in the plan of another; None where that cannot be, or not fit."""
         if size == owner:
             return alone[owner]
-        again = priced_again(graphs[size], cluster, mesh, asked, [alone[owner]])
+        again = priced_again(graphs[size], cluster, mesh, request, [alone[owner]])
         return again[0] if again is not None and again[0].price.memory_bytes <= limit else None
 
     @cache
@@ -105,7 +105,7 @@ def plan_buckets(
             needs_grad = {node.target: node.needs_grad for _, node in graphs[size].of_kind("param")}
             pins = {name: stored_as(state, needs_grad[name]) for name, state in layouts[number].items()}
             with contextlib.suppress(InfeasibleError):
-                plans.append(plan_graph(graphs[size], cluster, mesh, for_graph(asked, graphs[size], pins, mesh)))
+                plans.append(plan_graph(graphs[size], cluster, mesh, for_graph(request, graphs[size], pins, mesh)))
         return min(plans, key=lambda plan: plan.price.seconds, default=None)
 
     def step(size: Size, number: int) -> float:
@@ -116,7 +116,7 @@ def plan_buckets(
 
     @cache
     def change(a: int, b: int) -> float:
-        return 0.0 if a == b else relayout_seconds(graph, layouts[a], layouts[b], prices, asked.optimizer)
+        return 0.0 if a == b else relayout_seconds(graph, layouts[a], layouts[b], prices, request.optimizer)
 
     def takes(chosen: Mapping[Size, int]) -> tuple[float, float]:
         switching = sum(change(chosen[a], chosen[b]) for a, b in pairwise(trace))
@@ -141,19 +141,19 @@ def plan_buckets(
 
 
 def on_best_mesh(
-    graphs: Mapping[Size, Graph], trace: Sequence[Size], cluster: Cluster, n: int, asked: Asked
+    graphs: Mapping[Size, Graph], trace: Sequence[Size], cluster: Cluster, n: int, request: PlanRequest
 ) -> BucketPlans:
     """:func:`plan_buckets` on the mesh that is asked for, or on the best shape of ``n`` devices.
 
     Raises:
         InfeasibleError: there is none.
     """
-    options = options_of(asked)
-    shapes = [asked.pins.mesh] if asked.pins.mesh is not None else mesh_shapes(n, asked.max_axes, options.named_axes)
+    options = options_of(request)
+    shapes = [request.pins.mesh] if request.pins.mesh is not None else mesh_shapes(n, request.max_axes, options.named_axes)
     best: BucketPlans | None = None
     infeasible: InfeasibleError | None = None
     for mesh in shapes:
-        if asked.pins.mesh is None and not allows(mesh, options):
+        if request.pins.mesh is None and not allows(mesh, options):
             continue
         try:
             plans = plan_buckets(graphs, trace, cluster, mesh, options)
@@ -184,7 +184,7 @@ class BucketsTogether:
 
 def find(
     captured: Captured, trace: Sequence[Size], capture_of: Callable[[Size], Captured], cluster: Cluster, n: int,
-    asked: Asked, name: str,
+    request: PlanRequest, name: str,
 ) -> BucketsTogether:  # fmt: skip
     """The plans of the buckets of a model that is called with one of them first.
 
@@ -198,13 +198,13 @@ def find(
         InfeasibleError: nothing fits.
     """
     order = [(int(rows), int(length)) for rows, length in trace]
-    load = asked.pins.expert_load
+    load = request.pins.expert_load
     graphs = {size: with_load(capture_of(size).graph, load) for size in dict.fromkeys(order)}
-    plans = on_best_mesh(graphs, order, cluster, n, asked)
+    plans = on_best_mesh(graphs, order, cluster, n, request)
     by_graph = {graphs[size].fingerprint: plan for size, plan in plans.plans.items()}
     own = by_graph[captured.graph.fingerprint]
-    notes = *notes_on(captured.graph), *note_on_small(captured.graph, asked.pins.params, [own])
-    first = Plan.alone(own, name, asked.pins, notes)
+    notes = *notes_on(captured.graph), *note_on_small(captured.graph, request.pins.params, [own])
+    first = Plan.alone(own, name, request.pins, notes)
     return BucketsTogether(Outcome(first, captured), by_graph, len(set(plans.layouts.values())) > 1)
 
 

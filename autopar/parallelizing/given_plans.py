@@ -12,9 +12,9 @@ from autopar import planfile
 from autopar.capture import Captured
 from autopar.errors import PlanError
 from autopar.planner.planning import Outcome
-from autopar.plans.asked import Asked
 from autopar.plans.plan import Plan
-from autopar.runtime.batches.own_rows_in_stages import parts_on
+from autopar.plans.request import PlanRequest
+from autopar.runtime.batches.local_batch_in_stages import parts_on
 from autopar.runtime.batches.runs import rows_of_microbatch
 from autopar.runtime.ranks.agree import share
 from autopar.words.precision import Precision, parse_precision
@@ -42,7 +42,7 @@ def outcome_of(plan: Plan | str | Path, part: Callable[[int], Captured], cluster
     return Outcome(planfile.bind(document, one.graph, cluster), one)
 
 
-def parts_of_batch(plan: Plan | str | Path | None, asked: Asked, ranks: int) -> int:
+def parts_of_batch(plan: Plan | str | Path | None, request: PlanRequest, ranks: int) -> int:
     """Into how many parts the rows of a batch come, each on a rank of its own in every group.
 
     Raises:
@@ -52,12 +52,12 @@ def parts_of_batch(plan: Plan | str | Path | None, asked: Asked, ranks: int) -> 
         return parts_on([stage.mesh for stage in plan.stages])
     if plan is not None:
         return parts_on(planfile.open_(plan).meshes)
-    if asked.piped and asked.pins.stages is None:
+    if request.piped and request.pins.stages is None:
         raise PlanError(
             "batch='local' with a number of stages that is to be chosen: how many rows a step has depends on it, since "
             "every group of ranks needs all of them; give stages=, or batch='global'"
         )
-    return ranks // (asked.pins.stages or 1)
+    return ranks // (request.pins.stages or 1)
 
 
 def check_rows(plan: Plan, captured: Captured, parts: int) -> None:

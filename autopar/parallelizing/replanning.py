@@ -32,42 +32,42 @@ from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block, option_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import options_of, why_not_cut
-from autopar.runtime.pipelines.pipeline_programs import PlanStagesAgain
+from autopar.runtime.pipelines.pipeline_programs import ReplanStages
 from autopar.runtime.variants.module_calls import Batch
-from autopar.runtime.variants.program_cache import Compare, PlanAgain
+from autopar.runtime.variants.program_cache import Compare, Replan
 from autopar.words.graph import Graph, Node
 from autopar.words.labels import matches, op_labels
 from autopar.words.meshes import Mesh
-from autopar.words.placements import State, whole_placement
+from autopar.words.placements import State, replicated_placement
 from cost_models.schedules import live_per_stage, with_microbatches
 from hardware_profiles import Cluster
 
 
 def planner_of(
     plan: Plan, cluster: Callable[[], Cluster], group: Any, prepared: Mapping[str, StagePlan] | None = None
-) -> PlanAgain:
+) -> Replan:
     """Makes plans on the mesh of ``plan`` with the wishes that it remembers; rank 0 plans, all ranks call it.
 
     Args:
         cluster: gives the hardware that plans are for; called when one is made.
         prepared: on rank 0, plans that were made before, by the fingerprints of their graphs.
     """
-    wishes = wishes_of(plan)
+    plan_options = wishes_of(plan)
 
-    def plan_again(new: Captured, stored: Mapping[str, str]) -> StagePlan:
+    def replan(new: Captured, stored: Mapping[str, str]) -> StagePlan:
         def decide() -> Outcome:
             if prepared and new.graph.fingerprint in prepared:
                 return Outcome(Plan.alone(prepared[new.graph.fingerprint], plan.cluster, plan.pins), new)
-            options = for_graph(wishes, new.graph, stored, plan.mesh)
+            options = for_graph(plan_options, new.graph, stored, plan.mesh)
             graph = with_load(new.graph, plan.pins.expert_load)
             return Outcome(on_only_mesh(graph, cluster(), plan.mesh, options, plan.cluster, plan.pins), new)
 
         return agreed(decide, new, group)[1].only()
 
-    return plan_again
+    return replan
 
 
-def stage_planner_of(plan: Plan, graph: Graph, cluster: Callable[[], Cluster], group: Any) -> PlanStagesAgain:
+def stage_planner_of(plan: Plan, graph: Graph, cluster: Callable[[], Cluster], group: Any) -> ReplanStages:
     """Makes plans in the stages of ``plan``, on the same devices; rank 0 plans, all ranks call it.
 
     Args:
@@ -75,13 +75,13 @@ def stage_planner_of(plan: Plan, graph: Graph, cluster: Callable[[], Cluster], g
         cluster: gives the hardware that plans are for; called when one is made.
     """
 
-    def plan_again(new: Captured, microbatches: int) -> Plan:
+    def replan(new: Captured, microbatches: int) -> Plan:
         def decide() -> Outcome:
             return Outcome(stages_again(plan, graph, new, microbatches, cluster()), new)
 
         return agreed(decide, new, group)[1]
 
-    return plan_again
+    return replan
 
 
 def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, cluster: Cluster) -> Plan:
@@ -94,7 +94,7 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
     Raises:
         InfeasibleError, PlanError: the memory, or the wishes, leave no plan; or stages cannot begin where they did.
     """
-    wishes = wishes_of(plan)
+    plan_options = wishes_of(plan)
     schedule = with_microbatches(plan.schedule, microbatches)
     parts = cut(with_load(new.graph, plan.pins.expert_load), starts_in(graph, plan, new.graph))
     in_flight = live_per_stage(schedule)
@@ -107,12 +107,12 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
             name: stored_as(choice.stored, names[name].needs_grad)
             for stage in of_group for name, choice in stage.params.items() if name in names
         }  # fmt: skip
-        asked = for_graph(of_stage(wishes, part, before.mesh), part.graph, stored, before.mesh)
+        request = for_graph(of_stage(plan_options, part, before.mesh), part.graph, stored, before.mesh)
         options = replace(
-            asked, in_flight=in_flight[part.number], microbatches=microbatches,
-            memory_limit_bytes=limit_of_stage(plan, part.number, cluster, wishes.memory_limit_bytes),
-            recompute=patterns_in(part.graph, asked.recompute),
-            may_recompute=asked.may_recompute and not is_asked(new.graph, wishes.recompute),
+            request, in_flight=in_flight[part.number], microbatches=microbatches,
+            memory_limit_bytes=limit_of_stage(plan, part.number, cluster, plan_options.memory_limit_bytes),
+            recompute=patterns_in(part.graph, request.recompute),
+            may_recompute=request.may_recompute and not is_asked(new.graph, plan_options.recompute),
             blocks=[name for name in begins if name in part.graph.index],
         )  # fmt: skip
         stage = plan_graph(part.graph, cluster, before.mesh, options, devices=before.devices)
@@ -124,7 +124,7 @@ def stages_again(plan: Plan, graph: Graph, new: Captured, microbatches: int, clu
             stage = with_buffers(part.graph, stage, as_before, cluster)
         choices.append(stage)
     again = replace(plan, fingerprint=new.graph.fingerprint, schedule=schedule, stages=tuple(choices))
-    return Replanner(new.graph, again, cluster, wishes).simulated()[0].validate()
+    return Replanner(new.graph, again, cluster, plan_options).simulated()[0].validate()
 
 
 def starts_in(graph: Graph, plan: Plan, new: Graph) -> tuple[str, ...]:
@@ -168,10 +168,10 @@ def _first_stage(graph: Graph, node: Node, holders: Mapping[str, set[int]]) -> i
 
 def stored_as(state: State, needs_grad: bool) -> str:
     """How a parameter is stored, as a pin: whole ones are said otherwise where they are frozen."""
-    return ",".join(p if p.is_shard else whole_placement(needs_grad) for p in state)
+    return ",".join(p if p.is_shard else replicated_placement(needs_grad) for p in state)
 
 
-def for_graph(wishes: Options, graph: Graph, stored: Mapping[str, str], mesh: Mesh) -> Options:
+def for_graph(plan_options: Options, graph: Graph, stored: Mapping[str, str], mesh: Mesh) -> Options:
     """The wishes that concern a graph, with every parameter stored as it is.
 
     What names only operators and parameters that the graph does not have (a branch that is not taken), or factors that
@@ -185,7 +185,7 @@ def for_graph(wishes: Options, graph: Graph, stored: Mapping[str, str], mesh: Me
     ops = [node for node in graph.nodes if node.kind == "op"]
     rules = {node.name: rule for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if node.kind == "op"}
     constraints: dict[str, Mapping[str, str]] = {}
-    for pattern, factors in (wishes.constraints or {}).items():
+    for pattern, factors in (plan_options.constraints or {}).items():
         there = [(node, rules[node.name]) for node in ops if matches(pattern, node, labels[node.name])]
         borne = {
             axis: factor
@@ -194,18 +194,18 @@ def for_graph(wishes: Options, graph: Graph, stored: Mapping[str, str], mesh: Me
         }
         if borne:
             constraints[pattern] = borne
-    asked = {p: how for p, how in (wishes.params or {}).items() if any(fnmatchcase(name, p) for name in names)}
+    request = {p: how for p, how in (plan_options.params or {}).items() if any(fnmatchcase(name, p) for name in names)}
     kept: dict[str, str] = {}
     for name in names:
         if name in stored:
-            lifetimes = [how.split()[1:] for pattern, how in asked.items() if fnmatchcase(name, pattern)]
+            lifetimes = [how.split()[1:] for pattern, how in request.items() if fnmatchcase(name, pattern)]
             kept[glob.escape(name)] = " ".join([stored[name], *(lifetimes[-1] if lifetimes else [])])
     inputs = {node.target for _, node in graph.of_kind("input")}
-    recompute = [p for p in wishes.recompute if any(fnmatchcase(node.module, p) for node in ops)]
+    recompute = [p for p in plan_options.recompute if any(fnmatchcase(node.module, p) for node in ops)]
     return replace(
-        wishes, constraints=constraints or None, params={**asked, **kept} or None,
-        inputs={k: v for k, v in (wishes.inputs or {}).items() if k in inputs} or None,
-        outputs={k: v for k, v in (wishes.outputs or {}).items() if k < len(graph.outputs)} or None,
+        plan_options, constraints=constraints or None, params={**request, **kept} or None,
+        inputs={k: v for k, v in (plan_options.inputs or {}).items() if k in inputs} or None,
+        outputs={k: v for k, v in (plan_options.outputs or {}).items() if k < len(graph.outputs)} or None,
         recompute=tuple(recompute),
     )  # fmt: skip
 

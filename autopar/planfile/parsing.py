@@ -14,8 +14,8 @@ from autopar.planfile.file_errors import FileErrors
 from autopar.plans.clusters import get_cluster, in_file
 from autopar.plans.memory_decisions import DECISIONS, SEGMENTS
 from autopar.plans.plan import LIFETIMES, VERSION, Solution, one_stage
+from autopar.plans.plan_options import OPTIMIZERS
 from autopar.plans.prices import Price
-from autopar.plans.wishes import OPTIMIZERS
 from autopar.words.load_shares import Load, parse_load
 from autopar.words.meshes import Mesh
 from autopar.words.precision import Precision, parse_precision

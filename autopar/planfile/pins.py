@@ -1,6 +1,6 @@
 """The pins of a plan file: what the user asked for. They decide nothing here, and are for solving again.
 
-Which there are says :mod:`autopar.plans.wishes`; here stands how each form of them is checked, read and written.
+Which there are says :mod:`autopar.plans.plan_options`; here stands how each form of them is checked, read and written.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from autopar.errors import AutoparError, MeshError, PlanError, closest
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
 from autopar.planner.intra_op.memory.recompute import segments_of
-from autopar.plans.asked import parse_kept
 from autopar.plans.plan import Pins
-from autopar.plans.wishes import PINS
+from autopar.plans.plan_options import PINS
+from autopar.plans.request import parse_kept
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph, Ref
 from autopar.words.labels import matches, op_labels

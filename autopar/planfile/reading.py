@@ -17,7 +17,7 @@ from autopar.planfile.writing import step_checksum
 from autopar.planner.inter_op.simulating.timing import timing_of
 from autopar.plans.device_groups import check_places, check_within
 from autopar.plans.plan import Pins, Plan, StagePlan
-from autopar.plans.stage_graphs import StageGraph, crossings_of, cut, first_op
+from autopar.plans.stage_graphs import StageGraph, cut, first_op, stage_edges_of
 from autopar.rules.experts.expert_load import with_load
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
@@ -112,7 +112,7 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
         stages.append(stage)
         anew = anew or priced
     plan = Plan(
-        graph.fingerprint, raw["cluster"], tuple(stages), schedule, crossings_of(graphs),
+        graph.fingerprint, raw["cluster"], tuple(stages), schedule, stage_edges_of(graphs),
         float(raw.get("seconds") or 0.0), tuple(raw.get("notes") or ()), pins,
     )  # fmt: skip
     if anew or raw.get("checksum") != step_checksum(plan):

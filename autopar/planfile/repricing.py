@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.planfile.stage_entries import Decisions, Route, StageReader
+from autopar.planfile.stage_entries import Decisions, ReshardPath, StageReader
 from autopar.planfile.writing import decisions, rest
 from autopar.planner.intra_op.building.hidden_seconds import hidden
 from autopar.planner.intra_op.building.price import Pricer, pricer
@@ -17,7 +17,7 @@ from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
 from autopar.planner.intra_op.plan_completion import complete, demand, needs
 from autopar.plans.clusters import check_mesh
 from autopar.plans.memory_decisions import RECOMPUTE
-from autopar.plans.plan import Pins, Solution, StagePlan, route_key, segment_numbers
+from autopar.plans.plan import Pins, Solution, StagePlan, reshard_key, segment_numbers
 from autopar.plans.prices import Price
 from autopar.plans.stage_graphs import first_op
 from autopar.rules.strategy import strategy_named
@@ -67,12 +67,12 @@ def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tup
         memory=decided.memory, in_flight=setting.in_flight, first=first_op(graph), devices=setting.devices,
     )  # fmt: skip
     edited = decisions(plan) != checksum.get("decisions")
-    routes = dict(decided.routes)
-    kept: dict[str, Route] = {}
+    reshard_paths = dict(decided.reshard_paths)
+    kept: dict[str, ReshardPath] = {}
     incomplete = False
     for ref, goals in wanted.items():
-        key = route_key(graph, ref)
-        given = routes.pop(key, ())
+        key = reshard_key(graph, ref)
+        given = reshard_paths.pop(key, ())
         problem = _misfit(made_as[ref], goals, given)
         if not problem:
             kept.update({key: given} if given else {})
@@ -81,12 +81,12 @@ def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tup
         else:
             bad.add(f"routes: {key}", problem)
     if not edited:
-        for key in routes:
+        for key in reshard_paths:
             bad.add(f"routes: {key}", "nobody reads that tensor in another placement; remove the entry")
     bad.raise_if_any()
     if not edited and not incomplete and raw.get("price") is not None:
         solution = Solution(**raw["solution"]) if raw.get("solution") else None
-        as_it_is = replace(plan, routes=kept, price=Price(**raw["price"]), solution=solution)
+        as_it_is = replace(plan, reshard_paths=kept, price=Price(**raw["price"]), solution=solution)
         if rest(as_it_is, setting.cluster_name, setting.pins) == checksum.get("rest"):
             return as_it_is, False
     cluster = setting.cluster()
@@ -95,7 +95,7 @@ def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tup
 
 
 def _priced(
-    reader: StageReader, plan: StagePlan, decided: Decisions, kept: Mapping[str, Route], priced: Pricer
+    reader: StageReader, plan: StagePlan, decided: Decisions, kept: Mapping[str, ReshardPath], priced: Pricer
 ) -> StagePlan:
     """The plan completed; routes that the file has and that still lead to where they must are kept."""
     graph, rules = reader.graph, reader.rules
@@ -107,9 +107,9 @@ def _priced(
         )  # fmt: skip
     except PlanError as error:
         raise PlanError(f"{reader.bad.where}: {error}") from error
-    routes = {**done.routes, **kept}
+    reshard_paths = {**done.reshard_paths, **kept}
     extra = _routes_seconds(graph, priced, kept)
-    extra -= _routes_seconds(graph, priced, {key: done.routes.get(key, ()) for key in kept})
+    extra -= _routes_seconds(graph, priced, {key: done.reshard_paths.get(key, ()) for key in kept})
     price, peaks = done.price, done.peaks
     if kept:
         chosen = {
@@ -118,10 +118,10 @@ def _priced(
         }  # fmt: skip
         walk, walk_without = (
             Walk(graph, rules, done.mesh, chosen, ways, done.memory, kernels=priced.kernels)
-            for ways in (routes, done.routes)
+            for ways in (reshard_paths, done.reshard_paths)
         )
         with_kept, without = walk.ledger(), walk_without.ledger()
-        for sign, ways, holds in ((1, routes, with_kept), (-1, done.routes, without)):
+        for sign, ways, holds in ((1, reshard_paths, with_kept), (-1, done.reshard_paths, without)):
             segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
             beside_others = hidden(graph, rules, priced, chosen, ways, segment_of).values()
             again = seconds_again(graph, rules, priced, chosen, ways, holds)[1]
@@ -136,27 +136,27 @@ def _priced(
             price, walk, with_kept, params, done.outputs, plan.optimizer, plan.microbatches, plan.in_flight
         )
     assert peaks is not None
-    return replace(done, routes=routes, price=price, peaks=peaks, fullest=peaks.fullest(plan.in_flight))
+    return replace(done, reshard_paths=reshard_paths, price=price, peaks=peaks, fullest=peaks.fullest(plan.in_flight))
 
 
-def _routes_seconds(graph: Graph, priced: Pricer, routes: Mapping[str, Sequence[Any]]) -> float:
+def _routes_seconds(graph: Graph, priced: Pricer, reshard_paths: Mapping[str, Sequence[Any]]) -> float:
     """Of the steps of these routes, forward and backward."""
     refs = {
-        route_key(graph, Ref(i, k)): Ref(i, k)
+        reshard_key(graph, Ref(i, k)): Ref(i, k)
         for i, node in enumerate(graph.nodes) for k, spec in enumerate(node.outs) if spec is not None
     }  # fmt: skip
     seconds = 0.0
-    for key, route in routes.items():
+    for key, reshard_path in reshard_paths.items():
         spec, node = graph.spec(refs[key]), graph.nodes[refs[key].node]
-        seconds += sum(priced.step(spec, node.needs_grad and spec.is_float, a, b) for a, b in route)
+        seconds += sum(priced.step(spec, node.needs_grad and spec.is_float, a, b) for a, b in reshard_path)
     return seconds
 
 
-def _misfit(made_as: State, goals: Mapping[State, None], route: Route) -> str:
+def _misfit(made_as: State, goals: Mapping[State, None], reshard_path: ReshardPath) -> str:
     """Why a route does not bring a tensor from where it is made to where it is wanted; empty if it does."""
-    if route and route[0][0] != made_as:
-        return f"begins at {route[0][0].text}, the tensor is made as {made_as.text}; remove the entry"
-    reached = {made_as, *(b for _, b in route)}
+    if reshard_path and reshard_path[0][0] != made_as:
+        return f"begins at {reshard_path[0][0].text}, the tensor is made as {made_as.text}; remove the entry"
+    reached = {made_as, *(b for _, b in reshard_path)}
     missing = [g for g in goals if g not in reached]
     if missing:
         return f"does not reach {missing[0].text}, as which the tensor is wanted; remove the entry"

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.errors import PlanError, closest
 from autopar.planfile.file_errors import FileErrors
 from autopar.planfile.states import read_state
-from autopar.planfile.writing import route_keys
+from autopar.planfile.writing import reshard_keys
 from autopar.plans.memory_decisions import DECISIONS, SEGMENTS, Memory, in_order
 from autopar.plans.plan import ParamChoice, Recompute, segment_numbers
 from autopar.plans.regather import waiting
@@ -23,11 +23,11 @@ from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, 
 from autopar.words.graph import Graph, Ref
 from autopar.words.labels import op_labels
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import fits
 from autopar.words.placements import State, step_is_legal
 from autopar.words.placements import path as way
+from autopar.words.shards import fits
 
-Route = tuple[tuple[State, State], ...]
+ReshardPath = tuple[tuple[State, State], ...]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Decisions:
     buffers: dict[str, State]
     inputs: dict[str, State]
     outputs: dict[int, State]
-    routes: dict[str, Route]
+    reshard_paths: dict[str, ReshardPath]
     memory: Memory
 
 
@@ -67,7 +67,7 @@ class StageReader:
         """All that the entry decides."""
         return Decisions(
             self.ops(), self.params(), self.places("buffers", "buffer"), self.places("inputs", "input"),
-            self.outputs(), self.routes(), self.memory(),
+            self.outputs(), self.reshard_paths(), self.memory(),
         )  # fmt: skip
 
     # -- ops
@@ -232,9 +232,9 @@ class StageReader:
                     result[k] = state
         return result
 
-    def routes(self) -> dict[str, Route]:
+    def reshard_paths(self) -> dict[str, ReshardPath]:
         """The routes that the file gives, by key of ``StagePlan.routes``."""
-        keys = route_keys(self.graph)
+        keys = reshard_keys(self.graph)
         every = {name: k for k, name in enumerate(keys)}
         result = {}
         for name, (path, entry) in self._matched("routes", every).items():
@@ -294,7 +294,7 @@ class StageReader:
 
     def tensors(self, decision: str) -> tuple[str, ...]:
         """The tensors for which a decision is made, by the plan's own keys."""
-        keys, again = route_keys(self.graph), []
+        keys, again = reshard_keys(self.graph), []
         for k, name in enumerate(self.raw["memory"][decision]):
             if name not in keys:
                 at = f"memory: {decision}[{k}]"
@@ -308,4 +308,4 @@ class StageReader:
         return tuple(sorted(again))
 
 
-__all__ = ["Decisions", "Route", "StageReader"]
+__all__ = ["Decisions", "ReshardPath", "StageReader"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from autopar.errors import MeshError
 from autopar.planfile.file_errors import FileErrors
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import fits
 from autopar.words.placements import State, kinds_listed
+from autopar.words.shards import fits
 
 
 def read_state(

@@ -15,7 +15,7 @@ from autopar.planfile import pins as pin_section
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.plan_completion import demand
 from autopar.plans.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE
-from autopar.plans.plan import VERSION, Pins, Plan, StagePlan, one_stage, route_key
+from autopar.plans.plan import VERSION, Pins, Plan, StagePlan, one_stage, reshard_key
 from autopar.plans.stage_graphs import cut
 from autopar.rules.option_names import as_written
 from autopar.rules.registry import rules_of
@@ -59,10 +59,10 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
 
 def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
     """The entry of a stage."""
-    keys = route_keys(graph)
+    keys = reshard_keys(graph)
     labels = op_labels(graph)
     named = {key: name for name, key in keys.items()}
-    routed = {key for key in keys if keys[key] in stage.routes}
+    routed = {key for key in keys if keys[key] in stage.reshard_paths}
     memory = {
         name: [named[e] if isinstance(e, str) else [labels[op] for op in e] for e in entries]
         for name, entries in stage.memory.items()
@@ -85,8 +85,8 @@ def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
         "inputs": {name: stage.inputs[name].text for name in sorted(stage.inputs)},
         "outputs": [None if state is None else state.text for state in stage.outputs],
         "routes": {
-            pattern: [f"{a.text} -> {b.text}" for a, b in route]
-            for pattern, route in compress(list(keys), lambda key: stage.routes.get(keys[key], ()), routed)
+            pattern: [f"{a.text} -> {b.text}" for a, b in reshard_path]
+            for pattern, reshard_path in compress(list(keys), lambda key: stage.reshard_paths.get(keys[key], ()), routed)
         },
         **({MEMORY: memory} if memory else {}),
         "price": _price(stage),
@@ -168,7 +168,7 @@ def _ops(plan: StagePlan, graph: Graph) -> dict[str, dict[str, str]]:
     }
 
 
-def route_keys(graph: Graph) -> dict[str, str]:
+def reshard_keys(graph: Graph) -> dict[str, str]:
     """``{name in the file: key in StagePlan.routes}`` of every tensor; ops go by their label."""
     labels = op_labels(graph)
     keys = {}
@@ -176,7 +176,7 @@ def route_keys(graph: Graph) -> dict[str, str]:
         for number, spec in enumerate(node.outs):
             if spec is not None:
                 name = labels.get(node.name, node.name) + (f"#{number}" if number else "")
-                keys[name] = route_key(graph, Ref(i, number))
+                keys[name] = reshard_key(graph, Ref(i, number))
     return keys
 
 
@@ -194,7 +194,7 @@ def decisions(plan: StagePlan) -> str:
 def rest(plan: StagePlan, cluster: str, pins: Pins) -> str:
     """Checksum of what else decides the price, of the price, and of the wishes under which it was proven best."""
     return digest(
-        cluster, plan.devices, plan.optimizer, plan.microbatches, plan.in_flight, sorted(plan.routes.items()),
+        cluster, plan.devices, plan.optimizer, plan.microbatches, plan.in_flight, sorted(plan.reshard_paths.items()),
         _price(plan), asdict(plan.solution) if plan.solution else None, pin_section.write(pins),
     )  # fmt: skip
 

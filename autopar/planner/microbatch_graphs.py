@@ -85,10 +85,10 @@ def part_of(
         )  # fmt: skip
 
     of_parts = captured.example.in_parts if captured.example is not None else None
-    is_whole = captured.example is not None and (of_parts is None or not of_parts.of_several)
+    is_replicated = captured.example is not None and (of_parts is None or not of_parts.of_several)
     part: Captured = captured_in_parts(
         take, (args, kwargs, targets[0] if targets else ()), parts, model, rows,
-        captured if is_whole and _is_of(captured, (args, kwargs, *targets)) else None, without=no_rows_in(captured),
+        captured if is_replicated and _is_of(captured, (args, kwargs, *targets)) else None, without=no_rows_in(captured),
     )  # fmt: skip
     return replace(part, graph=with_load(part.graph, captured.graph.expert_load))
 

@@ -26,8 +26,8 @@ from autopar.planner.intra_op.pins.clashing_pins import explained
 from autopar.planner.intra_op.pins.small_parameters import TooSmallError, note_on_small
 from autopar.planner.microbatch_graphs import MicrobatchGraphs, part_of
 from autopar.planner.plan_notes import next_best, notes_on, with_note_on_statistics
-from autopar.plans.asked import Asked
 from autopar.plans.plan import Pins, Plan
+from autopar.plans.request import PlanRequest
 from autopar.rules.experts.expert_load import notes_on_load, with_load
 from autopar.words.graph import Graph
 from autopar.words.meshes import AXIS_NAMES, Mesh, mesh_shapes
@@ -64,24 +64,24 @@ SIMPLER = 0.001
 """A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
 
 
-def options_of(asked: Asked) -> Options:
+def options_of(request: PlanRequest) -> Options:
     """What is asked of one mesh, as the planner takes it."""
-    pins = asked.pins
+    pins = request.pins
     return Options(
         constraints=pins.ops or None, params=pins.params or None, inputs=pins.inputs or None,
-        outputs=pins.outputs or None, memory_limit_bytes=pins.memory_limit_bytes, optimizer=asked.optimizer,
-        microbatches=asked.microbatches, time_limit_seconds=asked.time_limit_seconds, recompute=pins.recompute,
-        may_recompute=asked.may_recompute,
+        outputs=pins.outputs or None, memory_limit_bytes=pins.memory_limit_bytes, optimizer=request.optimizer,
+        microbatches=request.microbatches, time_limit_seconds=request.time_limit_seconds, recompute=pins.recompute,
+        may_recompute=request.may_recompute,
     )  # fmt: skip
 
 
 def wishes_of(plan: Plan) -> Options:
     """Options under which a plan, or a stage of it, is solved again as its user wanted it."""
-    return options_of(Asked(plan.pins, plan.optimizer, plan.microbatches))
+    return options_of(PlanRequest(plan.pins, plan.optimizer, plan.microbatches))
 
 
 def find(
-    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, request: PlanRequest,
     name: str = "", runs: bool = True, say: Callable[[str], None] = lambda what: None,
 ) -> Outcome:  # fmt: skip
     """The best plan for ``n`` devices of a cluster that does what is asked.
@@ -101,15 +101,15 @@ def find(
         MeshError, PlanError: what is asked cannot be, or not of this model.
         InfeasibleError: nothing fits.
     """
-    graph = with_load(captured.graph, asked.pins.expert_load)
+    graph = with_load(captured.graph, request.pins.expert_load)
     loaded = captured if graph is captured.graph else replace(captured, graph=graph)
-    outcome = _on_some_devices(model, loaded, example, cluster, n, asked, name or cluster.name, runs, say)
+    outcome = _on_some_devices(model, loaded, example, cluster, n, request, name or cluster.name, runs, say)
     notes = notes_on_load(outcome.captured.graph, outcome.plan)
     return replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, *notes))) if notes else outcome
 
 
 def _on_some_devices(
-    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, request: PlanRequest,
     name: str, runs: bool, say: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
     """The best plan on all ``n`` devices or, where their speeds differ, on the faster ones alone.
@@ -119,17 +119,17 @@ def _on_some_devices(
     outcome: Outcome | None = None
     infeasible: InfeasibleError | None = None
     try:
-        outcome = replace(_found(model, captured, example, cluster, n, asked, name, runs, say), cluster=cluster)
+        outcome = replace(_found(model, captured, example, cluster, n, request, name, runs, say), cluster=cluster)
     except InfeasibleError as error:
         infeasible = error
     best, chosen = outcome, tuple(range(n))
-    for ranks in () if asked.pins.mesh is not None else faster_devices(cluster, n):
+    for ranks in () if request.pins.mesh is not None else faster_devices(cluster, n):
         if best is not None and INTERRUPTED in best.plan.notes:
             break
         some, suffix = cluster.only(ranks), subset_suffix(ranks)
         say(f"{_called(cluster, ranks)} alone")
         try:
-            found = _found(model, captured, example, some, len(ranks), asked, name + suffix, False, say)
+            found = _found(model, captured, example, some, len(ranks), request, name + suffix, False, say)
         except (InfeasibleError, MeshError, PlanError):  # so many stages, as much memory: only all devices have them
             continue
         if best is None or found.plan.seconds < best.plan.seconds * (1 - BETTER):
@@ -179,32 +179,32 @@ def _called(cluster: Cluster, ranks: Sequence[int]) -> str:
 
 
 def _found(
-    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, asked: Asked,
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, request: PlanRequest,
     name: str, runs: bool, say: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
     """:func:`find`, of a graph that has its experts' loads."""
-    if not asked.piped or not (asked.insisted or can_be_cut(captured.graph, example())):
+    if not request.piped or not (request.insisted or can_be_cut(captured.graph, example())):
         try:
-            return on_best_mesh(captured, cluster, n, asked, name, say)
+            return on_best_mesh(captured, cluster, n, request, name, say)
         except InfeasibleError as error:
             of_names = isinstance(error, TooSmallError)  # which neither microbatches nor stages make larger
-            if of_names or not asked.whole or asked.insisted or not can_be_cut(captured.graph, example()):
+            if of_names or not request.whole or request.insisted or not can_be_cut(captured.graph, example()):
                 raise
-            hint = _in_other_ways(model, captured, example(), cluster, n, asked, str(error))
+            hint = _in_other_ways(model, captured, example(), cluster, n, request, str(error))
             if not hint:
                 raise
             raise InfeasibleError(f"{error}\n  {hint}") from None
-    if asked.numbers is None:
+    if request.numbers is None:
         say("stages")
-        planned = in_stages({asked.microbatches: captured.graph}, cluster, n, asked, name)
+        planned = in_stages({request.microbatches: captured.graph}, cluster, n, request, name)
         plan = with_note_on_statistics(planned.plan, captured.graph)
         return Outcome(plan, captured, planned.timeline, planned.tried, planned.others)
     say("meshes, stages, schedules, microbatches")
-    taken = _taken(captured, rows_of(example()), asked) if asked.numbers == () and rows_of(example()) > 1 else ""
+    taken = _taken(captured, rows_of(example()), request) if request.numbers == () and rows_of(example()) > 1 else ""
     if taken:
-        asked = replace(asked, numbers=(1,))
+        request = replace(request, numbers=(1,))
     try:
-        outcome = in_parts(model, captured, example(), cluster, n, asked, name, runs)
+        outcome = in_parts(model, captured, example(), cluster, n, request, name, runs)
     except InfeasibleError as error:
         if not taken:
             raise
@@ -215,15 +215,15 @@ def _found(
     if taken:
         said = f"one microbatch, because {taken}: give their number for more, of which each would have its own"
         outcome = replace(outcome, plan=replace(outcome.plan, notes=(*outcome.plan.notes, said)))
-    if len(outcome.plan.stages) == 1 and outcome.plan.microbatches > 1 and 1 in (asked.numbers or (1,)):
-        return _simpler(outcome, captured, cluster, asked, name)
+    if len(outcome.plan.stages) == 1 and outcome.plan.microbatches > 1 and 1 in (request.numbers or (1,)):
+        return _simpler(outcome, captured, cluster, request, name)
     return outcome
 
 
-def _taken(captured: Captured, rows: int, asked: Asked) -> str:
+def _taken(captured: Captured, rows: int, request: PlanRequest) -> str:
     """Why the batch is taken at once where nobody asks for microbatches; empty where it need not be."""
     taken = taken_of_batch(captured.graph)
-    if taken or asked.input_rows is not None:
+    if taken or request.input_rows is not None:
         return taken
     return refused_rows(captured, rows, "a microbatch has a part of the rows").split("\n")[0]
 
@@ -236,12 +236,12 @@ def can_be_cut(graph: Graph, example: Any) -> bool:
         return False
 
 
-def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, asked: Asked, name: str) -> Outcome:
+def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, request: PlanRequest, name: str) -> Outcome:
     """The plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
     most = outcome.plan.seconds * (1 + SIMPLER)
-    options = replace(options_of(asked), microbatches=1, worth_seconds=most, explains=False)
+    options = replace(options_of(request), microbatches=1, worth_seconds=most, explains=False)
     try:
-        simple = on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, asked.pins)
+        simple = on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, request.pins)
     except (InfeasibleError, Beaten):
         return outcome
     if simple.seconds > most:
@@ -250,14 +250,14 @@ def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, asked: Aske
 
 
 def _in_other_ways(
-    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked, why: str
+    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, request: PlanRequest, why: str
 ) -> str:
     """What would fit a model of which the whole batch at once does not; nothing where it is the same in all ways.
 
     Args:
         why: what is in the way of the whole batch.
     """
-    free = replace(asked, whole=False, piped=True, numbers=())
+    free = replace(request, whole=False, piped=True, numbers=())
     try:
         outcome = in_parts(model, captured, example, cluster, n, free, cluster.name, runs=False)
     except (InfeasibleError, PlanError, MeshError) as error:
@@ -294,19 +294,19 @@ def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: 
 
 
 def on_best_mesh(
-    captured: Captured, cluster: Cluster, n: int, asked: Asked, name: str,
+    captured: Captured, cluster: Cluster, n: int, request: PlanRequest, name: str,
     say: Callable[[str], None] = lambda what: None,
 ) -> Outcome:  # fmt: skip
     """The plan on the mesh that is asked for, or the fastest over the mesh shapes of ``n`` devices."""
-    graph, pins, options = captured.graph, asked.pins, options_of(asked)
-    shapes = [pins.mesh] if pins.mesh is not None else mesh_shapes(n, asked.max_axes, options.named_axes)
+    graph, pins, options = captured.graph, request.pins, options_of(request)
+    shapes = [pins.mesh] if pins.mesh is not None else mesh_shapes(n, request.max_axes, options.named_axes)
     if pins.mesh is None:
         shapes = [shape for shape in shapes if allows(shape, options)]
     if not shapes:
         raise MeshError(
             f"no mesh shape of {n} devices has the axes that the constraints name "
             f"({', '.join(sorted(options.named_axes))}) and as many as there are placements; shapes that are chosen "
-            f"have up to {asked.max_axes} axes, with names among {', '.join(AXIS_NAMES)}: name these, or give the mesh "
+            f"have up to {request.max_axes} axes, with names among {', '.join(AXIS_NAMES)}: name these, or give the mesh "
             "that you mean"
         )
     best: Plan | None = None
@@ -348,14 +348,14 @@ def on_best_mesh(
 
 
 def in_stages(
-    graphs: Mapping[int, Graph], cluster: Cluster, n: int, asked: Asked, name: str
+    graphs: Mapping[int, Graph], cluster: Cluster, n: int, request: PlanRequest, name: str
 ) -> Planned:
     """The best plan in stages on ``n`` devices of a cluster.
 
     Args:
         graphs: of a microbatch, by the number of them that make up a step.
     """
-    graph, pins = next(iter(graphs.values())), asked.pins
+    graph, pins = next(iter(graphs.values())), request.pins
     if pins.mesh is not None:
         size = pins.mesh.n_devices
         if pins.stages == 1 and size < n:  # as without stages: the first devices
@@ -376,22 +376,22 @@ def in_stages(
     schedules = pins.schedules or tuple(DEFAULT_SCHEDULES)
     for schedule in schedules:
         check_name(schedule)
-    options = options_of(asked)
+    options = options_of(request)
     check(graph, options, pins.mesh)
     counts = [pins.stages] if pins.stages else [g for g in range(1, n + 1) if n % g == 0]
     sizes = [m for g in counts for m in mesh_shapes(max(1, n // g), named=options.named_axes)]
     check_counts(pins.stages, pins.cuts, n, schedules, pins.mesh, options, sizes)
     starts = starts_of(graph, pins.cuts) if pins.cuts else None
     wanted = PipelineOptions(
-        asked.microbatches,
+        request.microbatches,
         pins.stages,
         schedules,
         pins.mesh,
         starts,
         options,
-        may_recompute=asked.may_recompute,
-        top=asked.top,
-        max_axes=asked.max_axes,
+        may_recompute=request.may_recompute,
+        top=request.top,
+        max_axes=request.max_axes,
     )
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
     small = note_on_small(graph, pins.params, planned.plan.stages)
@@ -400,7 +400,7 @@ def in_stages(
 
 
 def in_parts(
-    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, asked: Asked, name: str,
+    model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, request: PlanRequest, name: str,
     runs: bool = True,
 ) -> Outcome:  # fmt: skip
     """The best plan in stages of a batch on ``n`` devices, the number of microbatches chosen too.
@@ -415,16 +415,16 @@ def in_parts(
         CaptureError: the rows of the batch do not divide, or there are none.
     """
     rows = rows_of(example)
-    counts = sorted(set(asked.numbers or ())) or numbers_of_parts(rows)
+    counts = sorted(set(request.numbers or ())) or numbers_of_parts(rows)
     for m in counts:
         first_part(example, m)  # refuses what does not divide before anything takes its time
-    of_parts = MicrobatchGraphs(model, captured, example, asked.input_rows)
+    of_parts = MicrobatchGraphs(model, captured, example, request.input_rows)
     graphs = {m: of_parts.graph(m) for m in counts}
-    planned = in_stages(graphs, cluster, n, asked, name)
+    planned = in_stages(graphs, cluster, n, request, name)
     one = planned.plan.microbatches
     chosen = of_parts.part(one) if runs else of_parts.captured_of(one)
     if chosen.graph.fingerprint != planned.plan.fingerprint:  # the model treats this size in another way
-        planned = in_stages({planned.plan.microbatches: chosen.graph}, cluster, n, asked, name)
+        planned = in_stages({planned.plan.microbatches: chosen.graph}, cluster, n, request, name)
     plan = with_note_on_statistics(planned.plan, chosen.graph)
     return Outcome(plan, chosen, planned.timeline, planned.tried, planned.others)
 

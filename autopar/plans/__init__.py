@@ -14,7 +14,7 @@ The plan
 What is asked
 
 ================ ======================================================================================================
-:mod:`.wishes`   what may be asked: one record for each wish; :mod:`.asked`: from a call's arguments to a search
+:mod:`.plan_options`   what may be asked: one record for each wish; :mod:`.request`: from a call's arguments to a search
 :mod:`.clusters` on which hardware; :mod:`.detection`: which that is, from what the ranks say
 ================ ======================================================================================================
 """

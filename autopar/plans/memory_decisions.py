@@ -29,7 +29,7 @@ from hardware_profiles import Device
 
 Memory = Mapping[str, tuple[Any, ...]]
 """What a plan decides about memory: by decision, segments ``(first operator, last operator)``, or tensors by
-:func:`autopar.plans.plan.route_key`. What nobody decides about is kept."""
+:func:`autopar.plans.plan.reshard_key`. What nobody decides about is kept."""
 
 SEGMENTS, RESULTS, COPIES, TENSORS = "segments", "results", "copies", "tensors"
 

@@ -53,7 +53,7 @@ class ParamChoice:
 class Pins:
     """What the user asked for, by the names of the whole model; the plan is the fastest that does so.
 
-    What is empty or None was left to the planner. :mod:`autopar.plans.wishes` says how each is written and checked.
+    What is empty or None was left to the planner. :mod:`autopar.plans.plan_options` says how each is written and checked.
 
     Attributes:
         stages: groups of devices.
@@ -112,14 +112,14 @@ class StagePlan:
         params: qualified name -> how it is stored and used.
         buffers: qualified name -> placement; ``R`` unless every reader wants the same shard.
         outputs: placement of each output tensor (None for an output that is no tensor).
-        routes: tensor, by :func:`route_key` -> reshard steps ``(from, to)``, a tree rooted at the producer's state.
+        routes: tensor, by :func:`reshard_key` -> reshard steps ``(from, to)``, a tree rooted at the producer's state.
         inputs: placement in which a rank receives an input; inputs not named here arrive whole (``R``).
         optimizer, microbatches, in_flight: for which the price is counted: ``microbatches`` a step, of which so many
             keep their activations at once (more than one in a stage of a pipeline).
         price: of a training step on one rank.
         solution: what the solver said; None for a plan that was edited by hand.
         memory: what is not kept for the backward, by decision (:mod:`autopar.plans.memory_decisions`): for each the
-            segments or the tensors, by :func:`route_key`, that it is made for.
+            segments or the tensors, by :func:`reshard_key`, that it is made for.
         first: name of the first operator that depends on a parameter; a stage ends where the next one begins. Empty
             where there is none.
         devices: ranks, in row-major order of the mesh.
@@ -133,7 +133,7 @@ class StagePlan:
     params: Mapping[str, ParamChoice]
     buffers: Mapping[str, State]
     outputs: tuple[State | None, ...]
-    routes: Mapping[str, tuple[tuple[State, State], ...]]
+    reshard_paths: Mapping[str, tuple[tuple[State, State], ...]]
     inputs: Mapping[str, State] = field(default_factory=dict)
     optimizer: str = "adamw"
     microbatches: int = 1
@@ -180,11 +180,11 @@ class StagePlan:
         return (self.price.activation_bytes - self.price.again_bytes) // self.in_flight
 
     @property
-    def passing_bytes(self) -> int:
+    def transient_bytes(self) -> int:
         """What the fullest moment has beside what is stored and what all microbatches in flight keep, at most, however
         many those are."""
-        passing = self.price.passing_bytes
-        return passing if self.peaks is None else max(passing, self.peaks.passing_bytes())
+        passing = self.price.transient_bytes
+        return passing if self.peaks is None else max(passing, self.peaks.transient_bytes())
 
     def with_in_flight(self, n: int) -> StagePlan:
         """The same decisions where ``n`` microbatches are in flight."""
@@ -203,11 +203,11 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class StageEdge:
     """A tensor that one stage makes and later stages read.
 
     Attributes:
-        tensor: its name, as plans have it (:func:`route_key` of the whole graph): the readers have an input of that
+        tensor: its name, as plans have it (:func:`reshard_key` of the whole graph): the readers have an input of that
             name.
         spec: of one microbatch, whole.
         needs_grad: whether a gradient comes back.
@@ -254,7 +254,7 @@ class Plan:
     cluster: str
     stages: tuple[StagePlan, ...]
     schedule: Schedule
-    crossings: tuple[Crossing, ...] = ()
+    stage_edges: tuple[StageEdge, ...] = ()
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     pins: Pins = field(default_factory=Pins)
@@ -329,8 +329,8 @@ class Plan:
         return self.only("outputs").outputs
 
     @property
-    def routes(self) -> Mapping[str, tuple[tuple[State, State], ...]]:
-        return self.only("routes").routes
+    def reshard_paths(self) -> Mapping[str, tuple[tuple[State, State], ...]]:
+        return self.only("routes").reshard_paths
 
     @property
     def memory(self) -> Memory:
@@ -394,7 +394,7 @@ def one_stage(microbatches: int) -> Schedule:
     return Schedule("none", 1, microbatches, ((0,),), (row,))
 
 
-def route_key(graph: Graph, ref: Ref) -> str:
+def reshard_key(graph: Graph, ref: Ref) -> str:
     """How a plan names a tensor: ``node`` for the first output of a node, ``node#1`` for the second, and so on."""
     name = graph.nodes[ref.node].name
     return f"{name}#{ref.out}" if ref.out else name

@@ -82,7 +82,7 @@ class Price:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
 
     @property
-    def passing_bytes(self) -> int:
+    def transient_bytes(self) -> int:
         """What the fullest moment has beside what is stored, and what all microbatches in flight keep: of the stages on
         one device, one at a time."""
         return self.again_bytes + self.working_bytes
@@ -90,7 +90,7 @@ class Price:
 
 def bytes_together(prices: Sequence[Price]) -> int:
     """The most that lives at once on a rank of several stages."""
-    return sum(p.memory_bytes - p.passing_bytes for p in prices) + max(p.passing_bytes for p in prices)
+    return sum(p.memory_bytes - p.transient_bytes for p in prices) + max(p.transient_bytes for p in prices)
 
 
 class Moment(NamedTuple):
@@ -179,7 +179,7 @@ class Fullest(NamedTuple):
     moment: Moment | None
     in_flight: int = 0
     is_first: bool = False
-    crossing_bytes: int = 0
+    stage_edge_bytes: int = 0
 
 
 class MicrobatchPeaks(NamedTuple):
@@ -233,7 +233,7 @@ class StagePeaks:
         fullest = self._fullest_of_microbatches(in_flight)
         return fullest if fullest.moment is not None and fullest.n_bytes >= in_step else Fullest(in_step, None)
 
-    def passing_bytes(self) -> int:
+    def transient_bytes(self) -> int:
         """The most that there is at once beside what is stored and what all microbatches in flight keep, whatever their
         number, while they run: a schedule that is searched keeps to a limit with this."""
         last = range(max(1, self.microbatches - RECEIVED_AHEAD - 1), self.microbatches + 1)
@@ -259,10 +259,10 @@ class StagePeaks:
             is_first = peaks is self.first
             n_bytes = peaks.backward_bytes if backward else peaks.forward_bytes
             n_bytes += (n - 1) * self.kept_bytes + (not is_first) * self.gradient_bytes
-            crossing_bytes = self._crossing(OnTheirWay.at(n, self.microbatches, backward, is_first))
-            n_bytes += crossing_bytes
+            stage_edge_bytes = self._crossing(OnTheirWay.at(n, self.microbatches, backward, is_first))
+            n_bytes += stage_edge_bytes
             if n_bytes >= most.n_bytes:
-                most = Fullest(n_bytes, moment, n, is_first, crossing_bytes)
+                most = Fullest(n_bytes, moment, n, is_first, stage_edge_bytes)
         return most
 
     def _crossing(self, there: OnTheirWay) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import PlanError
 from autopar.plans.memory_decisions import Memory, MemoryDecision, about_tensors
-from autopar.plans.plan import route_key
+from autopar.plans.plan import reshard_key
 from autopar.rules.aliasing import may_alias
 from autopar.rules.operator_call import call_of
 from autopar.rules.strategy import Strategy
@@ -20,19 +20,19 @@ from autopar.words.meshes import Mesh
 from autopar.words.placements import State, Step
 from hardware_profiles.strict import Unreadable, parse_count
 
-Route = Sequence[tuple[State, State]]
+ReshardPath = Sequence[tuple[State, State]]
 
 
 def is_gather(src: State, dst: State, mesh: Mesh) -> bool:
     """Whether a step of one axis gathers pieces."""
     axis = Step.between(src, dst).axis
-    return src[axis].is_shard and dst[axis].is_whole and mesh.size(axis) > 1
+    return src[axis].is_shard and dst[axis].is_replicated and mesh.size(axis) > 1
 
 
 def is_same(src: State, dst: State) -> bool:
     """Whether a step of one axis changes the type alone: its result is the same memory."""
     axis = Step.between(src, dst).axis
-    return src[axis].is_whole and dst[axis].is_whole
+    return src[axis].is_replicated and dst[axis].is_replicated
 
 
 def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:
@@ -107,7 +107,7 @@ def waiting(graph: Graph, memory: Memory, segment_of: Mapping[int, int]) -> dict
 
 
 def ref_of(graph: Graph, key: str) -> Ref | None:
-    """The tensor that a plan names so (:func:`autopar.plans.plan.route_key`); None if there is none."""
+    """The tensor that a plan names so (:func:`autopar.plans.plan.reshard_key`); None if there is none."""
     name, _, text = key.partition("#")
     try:
         number = parse_count(text or "0")
@@ -129,7 +129,7 @@ def can_make_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> boo
 def regathered(
     graph: Graph,
     mesh: Mesh,
-    routes: Mapping[str, Route],
+    reshard_paths: Mapping[str, ReshardPath],
     keys: Collection[str],
     segment_of: Mapping[int, int],
     chosen: Mapping[int, Strategy],
@@ -138,7 +138,7 @@ def regathered(
     axes comes from the piece before the first of them.
 
     Args:
-        keys: tensors, by :func:`~autopar.plans.plan.route_key`.
+        keys: tensors, by :func:`~autopar.plans.plan.reshard_key`.
         chosen: strategies by operator: a copy counts if one reads it.
 
     Raises:
@@ -147,7 +147,7 @@ def regathered(
     copies: dict[tuple[Ref, State], tuple[State, tuple[tuple[State, State], ...]]] = {}
     for key in keys:
         ref = ref_of(graph, key)
-        before = {dst: src for src, dst in routes.get(key, ())}
+        before = {dst: src for src, dst in reshard_paths.get(key, ())}
         if ref is None or not any(is_gather(src, dst, mesh) for dst, src in before.items()):
             raise PlanError(f"gather_again: '{key}' is no tensor that the plan gathers; remove the entry")
         if not can_gather_again(graph, ref, segment_of):
@@ -170,15 +170,15 @@ def regathered(
     return copies
 
 
-def gathers(graph: Graph, mesh: Mesh, routes: Mapping[str, Route], segment_of: Mapping[int, int]) -> list[str]:
+def gathers(graph: Graph, mesh: Mesh, reshard_paths: Mapping[str, ReshardPath], segment_of: Mapping[int, int]) -> list[str]:
     """Keys of all tensors whose gathered copies could be gathered again."""
     keys = []
     for i, node in enumerate(graph.nodes):
         for out, spec in enumerate(node.outs):
             ref = Ref(i, out)
-            route = routes.get(route_key(graph, ref), ()) if spec is not None else ()
-            if any(is_gather(a, b, mesh) for a, b in route) and can_gather_again(graph, ref, segment_of):
-                keys.append(route_key(graph, ref))
+            reshard_path = reshard_paths.get(reshard_key(graph, ref), ()) if spec is not None else ()
+            if any(is_gather(a, b, mesh) for a, b in reshard_path) and can_gather_again(graph, ref, segment_of):
+                keys.append(reshard_key(graph, ref))
     return keys
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autopar.errors import PlanError
-from autopar.plans.plan import Crossing, route_key
+from autopar.plans.plan import StageEdge, reshard_key
 from autopar.words.graph import Graph, Node, Ref, map_refs
 
 
@@ -30,8 +30,8 @@ class StageGraph:
 
     number: int
     graph: Graph
-    takes: tuple[Crossing, ...]
-    gives: tuple[Crossing, ...]
+    takes: tuple[StageEdge, ...]
+    gives: tuple[StageEdge, ...]
     outputs: tuple[int, ...]
 
     @property
@@ -87,16 +87,16 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
             if stage_of.get(ref.node, s) != s:
                 users.setdefault(ref, set()).add(s)
     _check_buffers(graph, wanted, made_at)
-    crossings: dict[Ref, Crossing] = {}
+    stage_edges: dict[Ref, StageEdge] = {}
     leaving = [0] * (last + 1)
     for ref in sorted(users):
         node, source = graph.nodes[ref.node], stage_of[ref.node]
-        crossings[ref] = Crossing(
-            route_key(graph, ref), graph.spec(ref), node.needs_grad and graph.spec(ref).is_float, source,
+        stage_edges[ref] = StageEdge(
+            reshard_key(graph, ref), graph.spec(ref), node.needs_grad and graph.spec(ref).is_float, source,
             leaving[source], tuple(sorted(users[ref])),
         )  # fmt: skip
         leaving[source] += 1
-    return tuple(_stage(graph, s, stage_of, wanted[s], crossings, made_at, last) for s in range(last + 1))
+    return tuple(_stage(graph, s, stage_of, wanted[s], stage_edges, made_at, last) for s in range(last + 1))
 
 
 def _cold(graph: Graph, refs: Sequence[Ref]) -> set[int]:
@@ -171,10 +171,10 @@ def _check_buffers(graph: Graph, wanted: Sequence[set[int]], made_at: dict[str, 
 
 
 def _stage(
-    graph: Graph, number: int, stage_of: dict[int, int], wanted: set[int], crossings: dict[Ref, Crossing],
+    graph: Graph, number: int, stage_of: dict[int, int], wanted: set[int], stage_edges: dict[Ref, StageEdge],
     made_at: dict[str, int], last: int,
 ) -> StageGraph:  # fmt: skip
-    arriving = {ref: crossing for ref, crossing in crossings.items() if number in crossing.targets}
+    arriving = {ref: stage_edge for ref, stage_edge in stage_edges.items() if number in stage_edge.targets}
     nodes: list[Node] = []
     renumbered: dict[Ref, Ref] = {}
     leaves = [i for i in sorted(wanted) if graph.nodes[i].kind != "op"]
@@ -185,14 +185,14 @@ def _stage(
     for i in sorted(leaves):
         renumbered[Ref(i)] = Ref(len(nodes))
         nodes.append(graph.nodes[i])
-    for ref, crossing in arriving.items():
+    for ref, stage_edge in arriving.items():
         node = graph.nodes[ref.node]
         renumbered[ref] = Ref(len(nodes))
         name = f"from_{node.name}" + (f"_{ref.out}" if ref.out else "")
         nodes.append(
             Node(
-                name, "input", crossing.tensor, (), {}, (crossing.spec,), node.module, node.source,
-                crossing.needs_grad, True,
+                name, "input", stage_edge.tensor, (), {}, (stage_edge.spec,), node.module, node.source,
+                stage_edge.needs_grad, True,
             )
         )  # fmt: skip
     for i in sorted(wanted):
@@ -203,7 +203,7 @@ def _stage(
         for out in range(len(node.outs)):
             renumbered[Ref(i, out)] = Ref(len(nodes), out)
         nodes.append(replace(node, args=args, kwargs=kwargs, site=i if node.site < 0 else node.site))
-    leaving = {ref: crossing for ref, crossing in crossings.items() if crossing.source == number}
+    leaving = {ref: stage_edge for ref, stage_edge in stage_edges.items() if stage_edge.source == number}
     positions = [
         k for k, out in enumerate(graph.outputs)
         if (stage_of.get(out.node, last) if isinstance(out, Ref) else last) == number
@@ -218,8 +218,8 @@ def _stage(
         {alias: name for alias, name in graph.tied.items() if name in names},
         {name: renumbered[graph.updates[name]] for name, s in made_at.items() if s == number},
         len(leaving),
-        tuple(crossing.targets for crossing in leaving.values()),
-        {crossing.tensor: crossing.source for crossing in arriving.values()},
+        tuple(stage_edge.targets for stage_edge in leaving.values()),
+        {stage_edge.tensor: stage_edge.source for stage_edge in arriving.values()},
         graph.precision,
         before=before,
     )
@@ -258,9 +258,9 @@ def _written_before(graph: Graph, params: set[str], stage: int) -> Graph | None:
     return Graph(tuple(nodes), (), updates={name: move(ref) for name, ref in written.items()})
 
 
-def crossings_of(graphs: Sequence[StageGraph]) -> tuple[Crossing, ...]:
+def stage_edges_of(graphs: Sequence[StageGraph]) -> tuple[StageEdge, ...]:
     """All that crosses between these stages, by the stage that makes it."""
-    return tuple(crossing for graph in graphs for crossing in graph.gives)
+    return tuple(stage_edge for graph in graphs for stage_edge in graph.gives)
 
 
 def first_op(graph: Graph) -> str:
@@ -268,4 +268,4 @@ def first_op(graph: Graph) -> str:
     return next((node.name for node in graph.nodes if node.kind == "op" and node.hot), "")
 
 
-__all__ = ["StageGraph", "crossings_of", "cut", "first_op", "hot_ops", "spans_of_written_buffers"]
+__all__ = ["StageGraph", "cut", "first_op", "hot_ops", "spans_of_written_buffers", "stage_edges_of"]

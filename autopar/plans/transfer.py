@@ -18,8 +18,8 @@ from math import prod
 
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import Box, box_of, divides
 from autopar.words.placements import State, path, shard
+from autopar.words.shards import Box, box_of, divides
 
 RECEIVED_AHEAD = 2
 """Messages from one peer that are received before they are asked for, on processors."""

@@ -55,18 +55,18 @@ class ProfilingOptions:
     partial: Path | None = None
 
 
-def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: ProfilingOptions) -> dict[str, Any]:
+def profile(graph: Graph, cluster: Cluster, name: str, model: str, request: ProfilingOptions) -> dict[str, Any]:
     """The document of a profile of ``graph`` on this machine.
 
     Args:
         name: by which the profile finds the cluster, a name or a file beside it.
         model: what was profiled, in words.
     """
-    passes = passes_of(graph, cluster, asked.meshes, asked.most_ops, asked.most_bytes)
+    passes = passes_of(graph, cluster, request.meshes, request.most_ops, request.most_bytes)
     before = os.getloadavg()[0]
     ranks = run_local(
-        measure_rank, asked.processes, passes, asked.seconds, cluster, asked.device, asked.partial,
-        timeout=asked.timeout, backend=backend_of(asked.device),
+        measure_rank, request.processes, passes, request.seconds, cluster, request.device, request.partial,
+        timeout=request.timeout, backend=backend_of(request.device),
     )  # fmt: skip
     on_all_ranks = set.intersection(*(set(rank["ops"]) for rank in ranks))
     ops = {op.key: op for one in passes.passes for op in one if op.key in on_all_ranks}
@@ -74,17 +74,17 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, asked: Profil
     seconds = {
         key: tuple(mean(rank["ops"][key][i] for rank in ranks) for i in range(4)) for key in ops
     }  # fmt: skip
-    if asked.partial is not None:
-        for rank in range(asked.processes):
-            asked.partial.with_name(f"{asked.partial.name}.{rank}").unlink(missing_ok=True)
+    if request.partial is not None:
+        for rank in range(request.processes):
+            request.partial.with_name(f"{request.partial.name}.{rank}").unlink(missing_ok=True)
     around = ranks[0]["around"]
     document: dict[str, Any] = {
         KEY: VERSION, "cluster": name,
         "provenance": {
             "date": datetime.date.today().isoformat(), "torch": torch.__version__, "processor": ranks[0]["processor"],
-            "threads": 1, "processes": asked.processes, "rounds": min(ranks[0]["rounds"], default=0),
+            "threads": 1, "processes": request.processes, "rounds": min(ranks[0]["rounds"], default=0),
             "load": round(before, 2), "others": ranks[0]["others"], "model": model,
-            "meshes": [mesh.text for mesh in asked.meshes],
+            "meshes": [mesh.text for mesh in request.meshes],
             "left_out": left_out,
         },
         "corrections": _corrections(ops, seconds),

@@ -13,14 +13,14 @@ import torch.fx
 from autopar.capture import Captured
 from autopar.comparison.sides import Sides
 from autopar.errors import PlanError
-from autopar.plans.asked import Asked
+from autopar.plans.request import PlanRequest
 from autopar.rules.experts.expert_load import ROUTED, experts_of
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
 from autopar.words.load_shares import Load
 
 
-def with_measured_load(asked: Asked, captured: Captured, model: torch.nn.Module, example: Any) -> Asked:
+def with_measured_load(request: PlanRequest, captured: Captured, model: torch.nn.Module, example: Any) -> PlanRequest:
     """What is asked, with the load of each operator of routed experts, where it is to be measured.
 
     Args:
@@ -29,11 +29,11 @@ def with_measured_load(asked: Asked, captured: Captured, model: torch.nn.Module,
     Raises:
         PlanError: the model or the batch has no values.
     """
-    if not asked.measure_load:
-        return asked
+    if not request.measure_load:
+        return request
     args, kwargs, *targets = example
     loads = measured_load(captured, model, args, kwargs, targets[0] if targets else ())
-    return replace(asked, pins=replace(asked.pins, expert_load=loads), measure_load=False)
+    return replace(request, pins=replace(request.pins, expert_load=loads), measure_load=False)
 
 
 def measured_load(

@@ -19,7 +19,7 @@ from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
 from autopar.words.graph import ITEM_BYTES, Graph, Node
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import local_shape
+from autopar.words.shards import local_shape
 from hardware_profiles import Cluster
 
 

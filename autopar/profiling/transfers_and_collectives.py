@@ -169,8 +169,8 @@ def executor_spans(cluster: Cluster, layers: int, schedule: str, device: torch.d
     model, x, count = _Tiny(2 * layers), torch.ones(2, 4), 4
     captured = capture(model, (x,))
     starts = (next(n.name for n in captured.graph.nodes if n.kind == "op" and n.module == f"layers.{layers}"),)
-    asked = PipelineOptions(count, 2, (schedule,), Mesh.of(data=1), starts, may_recompute=False)
-    planned = plan_pipeline(captured.graph, cluster, 2, asked)
+    request = PipelineOptions(count, 2, (schedule,), Mesh.of(data=1), starts, may_recompute=False)
+    planned = plan_pipeline(captured.graph, cluster, 2, request)
     module = PipelineModule(model, captured, planned.plan, device.type)
     batch = x.repeat(count, 1).to(device)
     spans: dict[str, list[float]] = {}

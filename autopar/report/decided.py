@@ -88,7 +88,7 @@ def _parameters(plan: Plan, graph: Graph) -> tuple[str, str]:
     for _, node in graph.of_kind("param"):
         spec = node.outs[0]
         shapes[str(node.target)] = tuple(spec.shape) if spec is not None else ()
-    in_pieces: list[str] = []
+    in_shards: list[str] = []
     whole: list[str] = []
     small: list[str] = []
     alone: list[str] = []  # of a stage on one device
@@ -98,7 +98,7 @@ def _parameters(plan: Plan, graph: Graph) -> tuple[str, str]:
             if not axes:
                 alone.append(name)
             elif any(p.is_shard for p in choice.stored):
-                in_pieces.append(name)
+                in_shards.append(name)
             elif max(shapes.get(name, ()), default=1) < min(axes):
                 small.append(name)
             else:
@@ -107,15 +107,15 @@ def _parameters(plan: Plan, graph: Graph) -> tuple[str, str]:
     def count(names: list[str]) -> int:
         return sum(prod(shapes[name]) for name in names if name in shapes)
 
-    names = [*in_pieces, *whole, *small, *alone]
+    names = [*in_shards, *whole, *small, *alone]
     total = max(1, count(names))
-    asked = " or as params= says" if plan.pins.params else ""
+    request = " or as params= says" if plan.pins.params else ""
     kept = [
-        f"{first_few(whole, SHOWN)}: cheaper than to gather them{asked}" if whole else "",
+        f"{first_few(whole, SHOWN)}: cheaper than to gather them{request}" if whole else "",
         f"{first_few(small, SHOWN)}: no dim that long" if small else "",
     ]
     return (
-        f"  parameters: {len(in_pieces)} of {len(names)} are stored in pieces, {count(in_pieces) / total:.0%} of their "
+        f"  parameters: {len(in_shards)} of {len(names)} are stored in pieces, {count(in_shards) / total:.0%} of their "
         f"elements{f'; {len(alone)} are on the one device of their stage' if alone else ''}",
         f"  whole on every rank of their stage: {'; '.join(filter(None, kept)) or 'none'}",
     )

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from autopar.planfile.patterns import compress
-from autopar.planfile.writing import route_keys
+from autopar.planfile.writing import reshard_keys
 from autopar.planner.inter_op.replan import Replanner
 from autopar.plans.memory_decisions import DECISIONS
 from autopar.plans.plan import Plan, StagePlan
+from autopar.plans.plan_options import pin_words
 from autopar.plans.stage_graphs import hot_ops
-from autopar.plans.wishes import pin_words
 from autopar.rules.option_names import as_written
 from autopar.words.graph import Graph
 from autopar.words.labels import op_labels
@@ -108,7 +108,7 @@ def _decisions(graph: Graph, x: Plan, y: Plan) -> list[Row]:
     rows: list[Row] = []
     ops = {labels[n.name]: n.name for n in graph.nodes if n.kind == "op" and n.hot}
     params = {n.target: n.target for _, n in graph.of_kind("param")}
-    keys = route_keys(graph)
+    keys = reshard_keys(graph)
     for section, names, text in (
         ("op", ops, _op_texts), ("parameter", params, _param_texts), ("route", keys, _route_texts)
     ):  # fmt: skip
@@ -134,7 +134,7 @@ def _text(state: State | None) -> str | None:
 def _route_texts(plan: Plan) -> dict[str, tuple[str, ...]]:
     return {
         key: tuple(f"{a.text} -> {b.text}" for a, b in steps)
-        for stage in reversed(plan.stages) for key, steps in stage.routes.items()
+        for stage in reversed(plan.stages) for key, steps in stage.reshard_paths.items()
     }  # fmt: skip
 
 
@@ -162,12 +162,12 @@ def _prices(a: Replanner, b: Replanner) -> list[Row]:
     return [(key, left.get(key), right.get(key)) for key in {**left, **right}]
 
 
-def _price(asked: Replanner) -> Mapping[str, Any]:
-    if len(asked.plan.stages) == 1:
-        price = asked.plan.price
+def _price(request: Replanner) -> Mapping[str, Any]:
+    if len(request.plan.stages) == 1:
+        price = request.plan.price
         values = {f"price.{key}": value for key, value in asdict(price).items()}
         return {**values, "price.seconds": price.seconds, "price.memory_bytes": price.memory_bytes}
-    plan, timeline = asked.simulated()
+    plan, timeline = request.simulated()
     t = timeline.times
     values = {}
     for number, choice in enumerate(plan.stages):

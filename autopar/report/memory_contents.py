@@ -130,7 +130,7 @@ def memory_of_devices(graph: Graph, plan: Plan, cluster: Cluster) -> list[Device
         ranks = plan.stages[stages[0]].devices
         limit = device_limit(cluster, ranks, plan.pins.memory_limit_bytes)
         smallest = min((cluster.device(rank) for rank in ranks), key=lambda device: device.memory_bytes)
-        running = max(stages, key=lambda s: plan.stages[s].price.passing_bytes)
+        running = max(stages, key=lambda s: plan.stages[s].price.transient_bytes)
         devices.append(DeviceMemory(
             group, tuple(stages), running, tuple(of_stages[s] for s in stages), limit, budget_of(cluster, smallest)
         ))  # fmt: skip
@@ -150,11 +150,11 @@ def sentence(devices: Sequence[DeviceMemory]) -> str:
     )
 
 
-def limit_words(device: DeviceMemory, asked: float | None) -> str:
+def limit_words(device: DeviceMemory, request: float | None) -> str:
     """Return where the limit of a device comes from."""
     budget = device.budget
-    if asked is not None:
-        return f"The limit of {show_bytes(asked)} was asked for; the device has {show_bytes(budget.usable_bytes)}."
+    if request is not None:
+        return f"The limit of {show_bytes(request)} was asked for; the device has {show_bytes(budget.usable_bytes)}."
     if not budget.is_known:
         return f"The limit is {1 - budget.limit_bytes / budget.usable_bytes:.0%} below the data sheet's bytes."
     return (

@@ -16,7 +16,7 @@ from autopar.planner.intra_op.building.hidden_seconds import hidden_in
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again, waiting_seconds
 from autopar.planner.intra_op.memory.memory_walk import ledger
-from autopar.plans.plan import StagePlan, route_key
+from autopar.plans.plan import StagePlan, reshard_key
 from autopar.plans.prices import Price
 from autopar.rules.local_calls import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
@@ -25,8 +25,8 @@ from autopar.rules.registry import rules_of, source_of_rule
 from autopar.rules.strategy import Strategy, grads_of, strategy_in_plan
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.labels import op_labels
-from autopar.words.pieces import local_shape
 from autopar.words.placements import State, step_collectives
+from autopar.words.shards import local_shape
 
 Collective = dict[str, Any]
 """``{"kind", "axis", "pass": forward or backward, "bytes"}``."""
@@ -110,7 +110,7 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
     for number, spec in enumerate(node.outs):
         if spec is not None:
             grad = node.needs_grad and spec.is_float
-            for a, b in plan.routes.get(route_key(graph, Ref(i, number)), ()):
+            for a, b in plan.reshard_paths.get(reshard_key(graph, Ref(i, number)), ()):
                 steps.append(f"{a.text} -> {b.text}")
                 collectives += step_rows(plan, spec, grad, a, b)
                 seconds += priced.step(spec, grad, a, b)
@@ -201,15 +201,15 @@ def block_rows(graph: Graph, plan: StagePlan, priced: Pricer, *, every: bool = F
 def _arrival(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> OpRow | None:
     """The row of an input, buffer or parameter with reshards; None for any other node."""
     node = graph.nodes[i]
-    route = plan.routes.get(route_key(graph, Ref(i)), ()) if node.kind != "op" else ()
-    if not route:
+    reshard_path = plan.reshard_paths.get(reshard_key(graph, Ref(i)), ()) if node.kind != "op" else ()
+    if not reshard_path:
         return None
     grad = node.needs_grad and node.out.is_float
     return OpRow(
-        node.target, node.module, "", "", {}, (), (route[0][0].text,),
-        tuple(f"{a.text} -> {b.text}" for a, b in route),
-        tuple(c for a, b in route for c in step_rows(plan, node.out, grad, a, b)), 0.0,
-        sum(priced.step(node.out, grad, a, b) for a, b in route),
+        node.target, node.module, "", "", {}, (), (reshard_path[0][0].text,),
+        tuple(f"{a.text} -> {b.text}" for a, b in reshard_path),
+        tuple(c for a, b in reshard_path for c in step_rows(plan, node.out, grad, a, b)), 0.0,
+        sum(priced.step(node.out, grad, a, b) for a, b in reshard_path),
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def _alike(graph: Graph, plan: StagePlan, a: Sequence[int], b: Sequence[int]) ->
         if plan.ops[graph.nodes[i].name] != plan.ops[graph.nodes[j].name]:
             return False
         for number in range(len(graph.nodes[i].outs)):
-            route_a, route_b = (plan.routes.get(route_key(graph, Ref(n, number)), ()) for n in (i, j))
+            route_a, route_b = (plan.reshard_paths.get(reshard_key(graph, Ref(n, number)), ()) for n in (i, j))
             if route_a != route_b:
                 return False
     return True
@@ -310,12 +310,12 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
             count(op_row(graph, plan, priced, i, rules, labels[node.name]).collectives)
         else:
             grad = node.needs_grad and node.out.is_float
-            for a, b in plan.routes.get(route_key(graph, Ref(i)), ()):
+            for a, b in plan.reshard_paths.get(reshard_key(graph, Ref(i)), ()):
                 count(step_rows(plan, node.out, grad, a, b))
     holds = _again(graph, plan, _chosen(graph, plan), priced)
     for segment in holds.segments:
         for i in segment.ops if segment.active else ():
-            of_op = op_row(graph, replace(plan, routes={}), priced, i, rules, "").collectives
+            of_op = op_row(graph, replace(plan, reshard_paths={}), priced, i, rules, "").collectives
             count([c for c in of_op if c["pass"] == "forward"])
         for ref, a, b in segment.steps if segment.active else ():
             count(step_rows(plan, graph.spec(ref), False, a, b))
@@ -329,7 +329,7 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
 def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
     """What these segments' second forwards, and second gathers, take in a step; the rows of ops are without it."""
     rules, chosen = rules_of(graph), _chosen(graph, plan)
-    again = sum(seconds_again(graph, rules, priced, chosen, plan.routes, _again(graph, plan, chosen, priced)))
+    again = sum(seconds_again(graph, rules, priced, chosen, plan.reshard_paths, _again(graph, plan, chosen, priced)))
     return plan.microbatches * again - sum(waited_seconds(graph, plan, priced).values())
 
 
@@ -344,7 +344,7 @@ def _again(graph: Graph, plan: StagePlan, chosen: Mapping[int, Strategy], priced
     if not plan.memory:
         return Ledger((), ())
     rules = rules_of(graph)
-    return ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory, kernels=priced.kernels)
+    return ledger(graph, rules, plan.mesh, chosen, plan.reshard_paths, plan.memory, kernels=priced.kernels)
 
 
 def _chosen(graph: Graph, plan: StagePlan) -> dict[int, Strategy]:

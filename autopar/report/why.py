@@ -10,8 +10,8 @@ from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.plan_completion import needs
-from autopar.planner.intra_op.reshard import route
-from autopar.plans.plan import ParamChoice, StagePlan, route_key
+from autopar.planner.intra_op.reshard import reshard_path
+from autopar.plans.plan import ParamChoice, StagePlan, reshard_key
 from autopar.rules.option_names import as_written
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_in_plan
@@ -85,8 +85,8 @@ def _route_seconds(
     node, spec = graph.nodes[ref.node], graph.spec(ref)
     grad = node.needs_grad and spec.is_float
     if same:
-        return sum(priced.step(spec, grad, a, b) for a, b in plan.routes.get(route_key(graph, ref), ()))
-    cheapest = route(spec.shape, plan.mesh, grad, made_as, list(goals), lambda a, b: priced.step(spec, grad, a, b))
+        return sum(priced.step(spec, grad, a, b) for a, b in plan.reshard_paths.get(reshard_key(graph, ref), ()))
+    cheapest = reshard_path(spec.shape, plan.mesh, grad, made_as, list(goals), lambda a, b: priced.step(spec, grad, a, b))
     return float("inf") if cheapest is None else cheapest[0]
 
 

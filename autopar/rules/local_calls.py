@@ -19,8 +19,8 @@ from autopar.rules.option_names import factor_and_block
 from autopar.torch_private import OpOverload
 from autopar.words.load_shares import busiest, grown
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import largest_piece, local_shape
-from autopar.words.placements import Placement, State, axis_and_unit, axis_text
+from autopar.words.placements import Placement, State, axis_and_block, axis_text
+from autopar.words.shards import largest_shard, local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def gives_list(fn: Callable[..., Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceSize:
+class ShardSize:
     """Stands for how many of ``n`` elements a rank has where ``axes`` cut them into pieces that are not equal."""
 
     n: int
@@ -85,7 +85,7 @@ def cuts_of(
             before = pieces.get(factor, 1)
             if block:
                 n = rule.sizes[factor]
-                pieces[factor] = Fraction(n, largest_piece(int(-(-n // before)), size, block))
+                pieces[factor] = Fraction(n, largest_shard(int(-(-n // before)), size, block))
             else:
                 pieces[factor] = before * size
             axes[factor] = (*axes.get(factor, ()), axis_text(axis, max(block, 1)))
@@ -107,7 +107,7 @@ def collectives_inside(
     for comm in () if lowering is None else lowering.comm:
         if comm.factor in axes and (differentiable or not comm.backward):
             elements = prod(rule.size_at(f, pieces) for f in comm.over)
-            names = [axis_and_unit(axis)[0] for axis in axes[comm.factor]]
+            names = [axis_and_block(axis)[0] for axis in axes[comm.factor]]
             most = _most(comm, names, axes, sizes)
             for axis, factor in zip(names, most, strict=True):
                 ranks = sizes[axis] if comm.gathers else 1
@@ -122,16 +122,16 @@ def _most(
         return [1.0] * len(names)
     if not comm.load_of:
         return grown(comm.load, [sizes[axis] for axis in names])
-    pieces = prod(sizes[axis_and_unit(axis)[0]] for axis in axes.get(comm.load_of, ()))
+    pieces = prod(sizes[axis_and_block(axis)[0]] for axis in axes.get(comm.load_of, ()))
     return [busiest(comm.load, pieces)[1] * pieces] * len(names)
 
 
-def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | PieceSize]:
+def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | ShardSize]:
     """The shape of one rank's piece; sizes that are not the same on all ranks are found when the program runs."""
-    sizes: list[int | PieceSize] = list(local_shape(shape, state, mesh))
+    sizes: list[int | ShardSize] = list(local_shape(shape, state, mesh))
     for d, n in enumerate(shape):
         if n % prod(size * p.unit for (_, size), p in zip(mesh, state, strict=True) if p.dim == d):
-            sizes[d] = PieceSize(n, _axes_that_cut(d, state, mesh))
+            sizes[d] = ShardSize(n, _axes_that_cut(d, state, mesh))
     return sizes
 
 

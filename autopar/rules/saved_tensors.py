@@ -27,8 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from autopar.rules.axis_options import Option
 from autopar.rules.function import PREFIX
 from autopar.rules.kernels import OF_GPU, as_on_gpu
-from autopar.rules.local_calls import LocalCall, PieceSize, Seed, local_call
-from autopar.rules.lowering_helpers.local_piece import length_of
+from autopar.rules.local_calls import LocalCall, Seed, ShardSize, local_call
+from autopar.rules.lowering_helpers.local_shard import length_of
 from autopar.rules.lowering_helpers.lowering_trial import trial
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, In, call_of
@@ -36,8 +36,8 @@ from autopar.rules.strategy import Strategy, grads_of
 from autopar.torch_private import FakeTensorMode, pytree
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import local_shape
-from autopar.words.placements import State, axis_and_unit
+from autopar.words.placements import State, axis_and_block
+from autopar.words.shards import local_shape
 
 Strides = tuple[int, ...]
 T = TypeVar("T")
@@ -243,8 +243,8 @@ def _key_of_trial(local: LocalCall, call: Call, mesh: Mesh, ins: Sequence[LocalL
     """All that the trial of one rank's call depends on: of a mesh, only the sizes of axes that it asks about."""
     args = repr(local.args), repr(sorted(local.kwargs.items(), key=itemgetter(0)))
     asked: object = mesh
-    if not any(PieceSize.__name__ in text for text in args) and (not local.distributed or "cut" in local.kwargs):
-        axes = {axis_and_unit(axis)[0] for of_factor in local.kwargs.get("cut", {}).values() for axis in of_factor}
+    if not any(ShardSize.__name__ in text for text in args) and (not local.distributed or "cut" in local.kwargs):
+        axes = {axis_and_block(axis)[0] for of_factor in local.kwargs.get("cut", {}).values() for axis in of_factor}
         asked = tuple(sorted((axis, mesh.size_of[axis]) for axis in axes))
     return local.fn, args, call.target in BY_DEVICE, tuple(ins), asked
 
@@ -306,7 +306,7 @@ def filled(
             return tensors[value.position]
         if isinstance(value, Seed):
             return seed
-        if isinstance(value, PieceSize):
+        if isinstance(value, ShardSize):
             with trial(sizes):
                 return length_of(value.n, value.axes)
         if isinstance(value, (tuple, list)):

@@ -13,8 +13,8 @@ from autopar.rules.notation import Rule
 from autopar.rules.option_names import factor_and_block
 from autopar.words.graph import Graph, Node
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import lengths_of
 from autopar.words.placements import INVARIANT, REPLICATED, State
+from autopar.words.shards import lengths_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
                     and 4 bits there are for products; :mod:`.autocasting`: the autocast that is on
 :mod:`.meshes`      devices in row-major order of axes that have names
 :mod:`.placements`  where the values of one tensor live on each axis of a mesh
-:mod:`.pieces`      which part of a tensor each rank has, in such a state
+:mod:`.shards`      which part of a tensor each rank has, in such a state
 :mod:`.load_shares` how rows spread over routed experts
 :mod:`.labels`      names of operators, as people write them; :mod:`.texts`: meshes, bytes and seconds
 =================== ===================================================================================================

@@ -17,12 +17,12 @@ checked by it. For a tensor without gradient ``I`` and ``R`` mean the same, and 
 
 If several axes shard one dim, the earlier axis is the major one, as in DTensor. Slices are those of ``torch.chunk``, as
 in DTensor: equal where the axis divides the dim, else the later ones are smaller or empty
-(:mod:`autopar.words.pieces`).
+(:mod:`autopar.words.shards`).
 
 ``S2*64`` cuts dim 2 into pieces that are multiples of 64 elements, its *unit*: ``torch.chunk`` of the blocks. A dim
 ``(heads width)`` of 6 heads of 64 is cut over 4 ranks into 2, 2, 2 and 0 heads so, where ``S2`` would be one and a half
 heads each. Where both are the same pieces, only the placement without a unit is used
-(:func:`autopar.words.pieces.fits`). DTensor has no such thing, so parameters are not stored so; they are used so, and
+(:func:`autopar.words.shards.fits`). DTensor has no such thing, so parameters are not stored so; they are used so, and
 come there from another dim or from whole values.
 
 Both words are texts and tuples of texts with names for what is in them: they compare, sort and hash as such, and plan
@@ -57,14 +57,14 @@ class Placement(str):
         MeshError: the text is no placement.
     """
 
-    __slots__ = ("dim", "is_pending", "is_shard", "is_whole", "kind", "unit")
+    __slots__ = ("dim", "is_pending", "is_replicated", "is_shard", "kind", "unit")
 
     kind: str
     dim: int | None
     unit: int
     is_shard: bool
     is_pending: bool
-    is_whole: bool
+    is_replicated: bool
 
     def __new__(cls, text: str) -> Placement:
         placement = _PLACEMENTS.get(text)
@@ -94,7 +94,7 @@ def _read(text: str) -> Placement:
     placement = str.__new__(Placement, text)
     attributes = {
         "kind": text[0], "dim": int(match[1]) if match[1] else None, "unit": int(match[2] or 1),
-        "is_shard": text[0] == "S", "is_pending": text[0] == "P", "is_whole": text[0] in "IR",
+        "is_shard": text[0] == "S", "is_pending": text[0] == "P", "is_replicated": text[0] in "IR",
     }  # fmt: skip
     for name, value in attributes.items():
         object.__setattr__(placement, name, value)
@@ -154,9 +154,9 @@ class State(tuple[Placement, ...]):
         return any(placement.is_shard for placement in self)
 
     @property
-    def in_pieces(self) -> bool:
+    def in_shards(self) -> bool:
         """Whether no rank has the value by itself: some axis cuts it, or its sum is pending there."""
-        return not all(placement.is_whole for placement in self)
+        return not all(placement.is_replicated for placement in self)
 
     @property
     def has_units(self) -> bool:
@@ -165,7 +165,7 @@ class State(tuple[Placement, ...]):
 
     def started(self, grad: bool) -> State:
         """The state with whole values where it has pending sums: a value that is read or stored starts whole."""
-        return State(whole_placement(grad) if placement.is_pending else placement for placement in self)
+        return State(replicated_placement(grad) if placement.is_pending else placement for placement in self)
 
     @property
     def adjoint(self) -> State:
@@ -177,14 +177,14 @@ class State(tuple[Placement, ...]):
         return State((*self[:axis], placement, *self[axis + 1 :]))
 
 
-def whole_placement(grad: bool) -> Placement:
+def replicated_placement(grad: bool) -> Placement:
     """The placement of a whole value: gradients, if any flow, are whole too."""
     return INVARIANT if grad else REPLICATED
 
 
 def whole_state(mesh: Mesh, grad: bool = False) -> State:
     """The state of a tensor that every rank has whole."""
-    return State((whole_placement(grad),) * len(mesh))
+    return State((replicated_placement(grad),) * len(mesh))
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def axis_text(axis: str, unit: int) -> str:
     return axis if unit == 1 else f"{axis}*{unit}"
 
 
-def axis_and_unit(text: str) -> tuple[str, int]:
+def axis_and_block(text: str) -> tuple[str, int]:
     """Inverse of :func:`axis_text`."""
     axis, _, unit = text.partition("*")
     return axis, int(unit or 1)

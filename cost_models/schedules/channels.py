@@ -115,20 +115,20 @@ class Stop(NamedTuple):
     why: str
 
 
-def too_far(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> Stop | None:
+def first_blocked_rank(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> Stop | None:
     """The rank that takes messages in an order too far from that in which they are sent; None where all come through.
 
     It has no place for the messages in front of what it wants. The answer is kept with the schedule, since it does not
     depend on times.
     """
     key = frozenset(pairs)
-    answers: dict[frozenset[tuple[int, int]], Stop | None] = schedule.__dict__.setdefault("_too_far", {})
+    answers: dict[frozenset[tuple[int, int]], Stop | None] = schedule.__dict__.setdefault("_first_blocked_rank", {})
     if key not in answers:
-        answers[key] = _too_far(schedule, key)
+        answers[key] = _first_blocked_rank(schedule, key)
     return answers[key]
 
 
-def _too_far(schedule: Schedule, pairs: Collection[tuple[int, int]]) -> Stop | None:
+def _first_blocked_rank(schedule: Schedule, pairs: Collection[tuple[int, int]]) -> Stop | None:
     at_most = max(KEPT_AT_MOST, KEPT_FOR_STAGE * schedule.n_stages)
     if 2 * len(pairs) * schedule.n_microbatches <= at_most:  # all messages that there are
         return None
@@ -142,4 +142,4 @@ def _too_far(schedule: Schedule, pairs: Collection[tuple[int, int]]) -> Stop | N
     return None
 
 
-__all__ = ["KEPT_AT_MOST", "Keeping", "Sent", "Stop", "keeping", "too_far"]
+__all__ = ["KEPT_AT_MOST", "Keeping", "Sent", "Stop", "first_blocked_rank", "keeping"]

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 
 from .actions import Action, Overlap, Schedule, Step, parts
-from .channels import Stop, too_far
+from .channels import Stop, first_blocked_rank
 from .deadlock import deadlock_message
 from .drawing import draw
 from .timeline import LinkUse, Timeline
@@ -48,7 +48,7 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
         raise ValueError(f"static_bytes of {len(times.static_bytes)} ranks for '{schedule.name}' of {schedule.n_ranks}")
     rows = schedule.rows if times.overlap > 0 else schedule.flat_rows
     state = _State(schedule, times)
-    stop = too_far(schedule, ((edge.source, edge.target) for edge in times.edges))
+    stop = first_blocked_rank(schedule, ((edge.source, edge.target) for edge in times.edges))
     if stop is not None:
         rows = _up_to(rows, stop)
     work = deque(range(schedule.n_ranks))

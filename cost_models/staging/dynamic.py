@@ -201,7 +201,7 @@ class _Search:
         rows, first, submesh, r = rows[i], first[i], submesh[i], r[j]
         used = table.used[submesh] + labels.used[j]
         place = table.places[0][submesh]
-        cross = fill.chunks * (table.crossings[k][place, labels.place[j]] if k < problem.n_blocks else np.zeros(len(i)))
+        cross = fill.chunks * (table.stage_edges[k][place, labels.place[j]] if k < problem.n_blocks else np.zeros(len(i)))
         seconds = self.times.seconds[rows, r] + (0.0 if problem.overlap else 2 * cross)
         total = labels.total[j] + (seconds + (2 * cross if problem.overlap else 0.0))
         pace = np.maximum(labels.pace[j], seconds)

@@ -31,7 +31,7 @@ class StageLoad(NamedTuple):
     seconds: float
     backward_seconds: float
     once_seconds: float
-    crossing_seconds: float
+    stage_edge_seconds: float
 
 
 def estimated_seconds(
@@ -45,9 +45,9 @@ def estimated_seconds(
     """
     total, pace, tail = 0.0, 0.0, 0.0
     for load in reversed(loads):
-        total += load.seconds + (2 * load.crossing_seconds if overlap else 0.0)
-        pace = max(pace, load.seconds, load.crossing_seconds if overlap else 0.0)
-        tail = max(load.once_seconds, tail - drain * (load.backward_seconds + load.crossing_seconds))
+        total += load.seconds + (2 * load.stage_edge_seconds if overlap else 0.0)
+        pace = max(pace, load.seconds, load.stage_edge_seconds if overlap else 0.0)
+        tail = max(load.once_seconds, tail - drain * (load.backward_seconds + load.stage_edge_seconds))
     return bubble * total + (n_microbatches - bubble) * pace + tail
 
 

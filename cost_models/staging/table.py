@@ -87,7 +87,7 @@ class StageTable:
         return starts, run[starts]
 
     @cached_property
-    def crossings(self) -> list[Floats]:
+    def stage_edges(self) -> list[Floats]:
         """For every cut, seconds one way [place before, place after]; cut 0 and the end of the chain cross nothing."""
         problem, (_, stand) = self.problem, self.places
         names: Sequence[Hashable] = problem.classes or range(problem.n_blocks)

@@ -50,7 +50,7 @@ class Profile:
                 found.append(p)
         return (*found, len(self.nodes))
 
-    def crossing_bytes(self, p: int) -> float:
+    def stage_edge_bytes(self, p: int) -> float:
         """Outputs of nodes before p that nodes from p on need."""
         return sum(self.nodes[a].activation_bytes for a in {a for a, b in self.edges if a < p <= b})
 
@@ -156,7 +156,7 @@ def partition(
         own = stage_seconds(profile, cuts[a], cuts[b], r, bandwidth)
         if count_transfers:
             for c in {a, b} - {0, len(cuts) - 1}:
-                own = max(own, 2 * profile.crossing_bytes(cuts[c]) / (bandwidth * r))
+                own = max(own, 2 * profile.stage_edge_bytes(cuts[c]) / (bandwidth * r))
         return own
 
     # best[j][m]: nodes before cut j on m devices: (slowest, stages, cut before the last stage, its replicas)

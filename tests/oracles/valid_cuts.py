@@ -19,7 +19,7 @@ def unoffered(target: str, sample: Sample) -> list[ValidCut]:
         return []
 
     def one_spelling(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-        return tuple(REPLICATED if p.is_whole else p for p in placements)
+        return tuple(REPLICATED if p.is_replicated else p for p in placements)
 
     offered = [(one_spelling(o.ins), one_spelling(o.outs)) for o in case.options()]
     return [

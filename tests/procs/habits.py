@@ -544,8 +544,8 @@ def run_of_a_stage_without_parameters() -> float:
             loaded = load_model("net.py:make", folder=Path(folder))
             graph = capture(loaded.model, loaded.args, loaded.kwargs).graph
             second = next(n.name for n in graph.nodes if n.module == "tail")
-            wish = PipelineOptions(2, schedules=("1f1b",), starts=[second], options=Options(optimizer=name))
-            plan = plan_pipeline(graph, load_cluster("local-x2"), 2, wish).plan
+            option = PipelineOptions(2, schedules=("1f1b",), starts=[second], options=Options(optimizer=name))
+            plan = plan_pipeline(graph, load_cluster("local-x2"), 2, option).plan
             (Path(folder) / "plan.json").write_text(files.dumps(plan, graph, {"spec": "net.py:make", "parts": 1}))
             found = train(str(Path(folder) / "plan.json"), None, 3, lr)["losses"]
             one = load_model("net.py:make", folder=Path(folder), device="cpu")

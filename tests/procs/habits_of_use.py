@@ -874,7 +874,7 @@ def large(**more: Any) -> tuple[Any, nn.Module]:
     return module, eager
 
 
-def in_pieces() -> tuple[Any, nn.Module]:
+def in_shards() -> tuple[Any, nn.Module]:
     """The same, with the second output left in pieces by its plan."""
     x, y = batch(LARGE)
     captured = autopar.capture(Net(with_output), (x, y))
@@ -890,7 +890,7 @@ def in_pieces() -> tuple[Any, nn.Module]:
 
 @case
 def a_term_of_another_output() -> None:
-    for made in (large, in_pieces):
+    for made in (large, in_shards):
         module, eager = made()
         x, y = batch(LARGE)
         for model in (module, eager):
@@ -905,7 +905,7 @@ def a_term_of_another_output() -> None:
 
 @case
 def outputs_that_are_not_read_cost_nothing() -> None:
-    module, _ = in_pieces()
+    module, _ = in_shards()
     _, out = module(*batch(LARGE))
     assert isinstance(out, Unread) and out.requires_grad and out.dtype == torch.float64 and len(out) == LARGE
     assert out._plain is None, "asking for its shape gathers nothing"
@@ -915,7 +915,7 @@ def outputs_that_are_not_read_cost_nothing() -> None:
 
 @case
 def an_output_is_changed_in_place() -> None:
-    module, eager = in_pieces()
+    module, eager = in_shards()
     x, y = batch(LARGE)
     for model in (module, eager):
         loss, out = model(x, y)
@@ -928,7 +928,7 @@ def an_output_is_changed_in_place() -> None:
 
 @case
 def one_rank_reads_an_output() -> None:
-    module, eager = in_pieces()
+    module, eager = in_shards()
     x, y = batch(LARGE)
     loss, out = module(x, y)
     if dist.get_rank() == 0:

@@ -198,7 +198,7 @@ def pair_of_own_rows(cut: str, mesh: str) -> tuple[Any, Tower]:
     return autopar.parallelize(model, device_mesh, example, batch="local", **options), alone
 
 
-def own_rows(cut: str, mesh: str) -> float:
+def local_batch(cut: str, mesh: str) -> float:
     """Every rank is called with its own rows, of which some labels are ignored; then with fewer of them."""
     parts = dist.get_world_size() // 2
     pm, alone = pair_of_own_rows(cut, mesh)

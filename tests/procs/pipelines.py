@@ -27,7 +27,7 @@ from autopar.planner.intra_op.memory.recompute import patterns_in, segments_of
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.plan import Plan
-from autopar.plans.stage_graphs import StageGraph, crossings_of, hot_ops
+from autopar.plans.stage_graphs import StageGraph, hot_ops, stage_edges_of
 from autopar.plans.stage_graphs import cut as stages_of
 from autopar.rules.families.sharded_random import seed_at
 from autopar.rules.registry import rules_of
@@ -142,7 +142,7 @@ def make_plan(captured: Captured, config: Config) -> Plan:
         }
         choices.append(dataclasses.replace(plan, first=begin, devices=devices[group], params=params))
     agreed = with_agreed_buffers(graphs, choices, schedule, cluster)
-    return Plan(graph.fingerprint, cluster.name, tuple(agreed), schedule, crossings_of(graphs))
+    return Plan(graph.fingerprint, cluster.name, tuple(agreed), schedule, stage_edges_of(graphs))
 
 
 def cut_stages(graph: Graph, schedule: Schedule, config: Config) -> tuple[list[str], Sequence[StageGraph]]:
@@ -434,7 +434,7 @@ def peaks(name: str, schedule: str, n_microbatches: int, zoo: Mapping[str, Any])
         )
         for number, (begin, part) in enumerate(zip(starts, graphs, strict=True))
     ]  # fmt: skip
-    plan = Plan(captured.graph.fingerprint, cluster.name, tuple(stages), order, crossings_of(graphs))
+    plan = Plan(captured.graph.fingerprint, cluster.name, tuple(stages), order, stage_edges_of(graphs))
     pm = PipelineModule(case.model, captured, plan)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=LR, foreach=False)
     args, kwargs = case.batch

@@ -17,7 +17,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 SLOW_CALLS: dict[str, tuple[Any, ...]] = {
     "interleaved": ("epochs", "interleaved", False), "tied on more ranks": ("epochs", "1f1b", True),
-    "data": ("own_rows", "1f1b", "2"), "two axes": ("own_rows", "interleaved", "1x2"),
+    "data": ("local_batch", "1f1b", "2"), "two axes": ("local_batch", "interleaved", "1x2"),
     "unequal": ("unequal_rows", "interleaved"),
 }  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_another_number_of_rows_on_one_rank_alone_is_no_hang() -> None:
         run_local(other_shapes_in_stages.alone_with_it, 2)
 
 
-OWN_ROWS: dict[str, tuple[Any, ...]] = {
+LOCAL_BATCH: dict[str, tuple[Any, ...]] = {
     "refused": ("other_rows_at_a_place",), "unequal": ("unequal_rows", "1f1b"),
     "unequal at a place": ("unequal_rows_at_a_place",),
 }  # fmt: skip
@@ -63,7 +63,7 @@ OWN_ROWS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.slow
 def test_ranks_with_rows_of_their_own() -> None:
-    for rank in run_local(several, 4, "other_shapes_in_stages", OWN_ROWS):
+    for rank in run_local(several, 4, "other_shapes_in_stages", LOCAL_BATCH):
         differ, auto = rank["refused"]
         assert "input args[0] has other values on rank 3 than on rank 1" in differ and "pm.sampler(dataset)" in differ
         assert "a number of stages that is to be chosen" in auto

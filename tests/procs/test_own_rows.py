@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from procs import own_rows
+from procs import local_batch
 from procs.in_turn import LONG, marked, selected, several
 
 from autopar.errors import RunError
@@ -15,7 +15,7 @@ from autopar.runtime.ranks.launch import run_local
 CALLS: dict[str, tuple[Any, ...]] = {
     f"{name} {cut}": (name, cut)
     for name in ("trained", "outside", "in_parts", "uneven", "uneven_outside", "uneven_in_parts")
-    for cut in own_rows.CUTS
+    for cut in local_batch.CUTS
 }
 SLOW = {"outside zero", "in_parts zero", "uneven data", "uneven_outside zero", "uneven_in_parts data"}
 
@@ -23,7 +23,7 @@ SLOW = {"outside zero", "in_parts zero", "uneven data", "uneven_outside zero", "
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     calls = {**CALLS, **{name: (name,) for name in ("loaded", "lengths_differ", "indexed", "table")}}
-    return run_local(several, 2, "own_rows", selected(request, calls, SLOW))
+    return run_local(several, 2, "local_batch", selected(request, calls, SLOW))
 
 
 @pytest.mark.parametrize("how", marked(CALLS, SLOW))
@@ -43,7 +43,7 @@ def test_more_on_two_axes() -> None:
 
 def on_two_axes(pairs: Iterable[tuple[str, str]]) -> None:
     calls = {f"{name} {cut}": (name, cut, (2, 2)) for name, cut in pairs}
-    for rank in run_local(several, 4, "own_rows", calls, timeout=LONG):
+    for rank in run_local(several, 4, "local_batch", calls, timeout=LONG):
         assert all(value < 1e-9 for value in rank.values())
 
 
@@ -64,7 +64,7 @@ def test_other_lengths_are_refused_on_all_ranks(found: list[dict[str, Any]]) -> 
 
 def test_unequal_rows_are_refused_where_shapes_are_fixed() -> None:
     with pytest.raises(RunError, match=r"\(float64\[6 6\], int64\[6\]\)"):
-        run_local(own_rows.unequal, 2)
+        run_local(local_batch.unequal, 2)
 
 
 def test_indices_into_own_rows_are_refused(found: list[dict[str, Any]]) -> None:

@@ -67,12 +67,12 @@ def test_short_and_long_sequences_beat_any_single_plan(planned: BucketPlans) -> 
 
 def test_a_change_of_layout_is_taken_where_it_pays(graphs: dict[tuple[int, int], Any]) -> None:
     """Not where it takes long, and at every step where it gains something."""
-    cluster, wishes = get_cluster("dgx-h100-x64"), Options()
+    cluster, plan_options = get_cluster("dgx-h100-x64"), Options()
     with mock.patch.object(bucket_plans, "relayout_seconds", return_value=1e3):
-        never = plan_buckets(graphs, [SHORT, LONG] * 4, cluster, MESH, wishes)
+        never = plan_buckets(graphs, [SHORT, LONG] * 4, cluster, MESH, plan_options)
     assert never.switches == 0 and never.seconds == never.fixed_seconds
     with mock.patch.object(bucket_plans, "relayout_seconds", return_value=-1.0):
-        gains = plan_buckets(graphs, [SHORT, LONG] * 4, cluster, MESH, wishes)
+        gains = plan_buckets(graphs, [SHORT, LONG] * 4, cluster, MESH, plan_options)
     assert gains.switches == 7 and gains.switching_seconds == -7.0
 
 

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from cost_models.schedules import SCHEDULES, Deadlock, Edge, Schedule, build, parse, simulate, times
-from cost_models.schedules.channels import keeping, too_far
+from cost_models.schedules.channels import first_blocked_rank, keeping
 
 
 def reversed_on_the_second_rank(microbatches: int) -> Schedule:
@@ -34,7 +34,7 @@ def test_schedules_of_the_table_keep_little(name: str) -> None:
         microbatches = next(k for k in range(8, 64) if _can(name, stages, groups, k))
         schedule = build(name, stages, groups, microbatches)
         assert max(kept for kept, _, _ in keeping(schedule, pairwise(range(stages))).values()) <= 2
-        assert too_far(schedule, combinations(range(stages), 2)) is None
+        assert first_blocked_rank(schedule, combinations(range(stages), 2)) is None
 
 
 def _can(name: str, stages: int, groups: int, microbatches: int) -> bool:

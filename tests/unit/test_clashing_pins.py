@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.planner.intra_op.pins.clashing_pins import PinnedWish, smallest_clash
+from autopar.planner.intra_op.pins.clashing_pins import PinnedOption, smallest_clash
 
 
 class Words(nn.Module):
@@ -39,7 +39,7 @@ def test_pins_on_both_sides_of_a_view_that_cannot_have_them(options: dict[str, o
 
 def test_the_smallest_clash_of_any_pins() -> None:
     """Of every pair and triple of seven pins that clash, just these are found."""
-    pins = [PinnedWish("op", (name,)) for name in "abcdefg"]
+    pins = [PinnedOption("op", (name,)) for name in "abcdefg"]
     for size in (1, 2, 3):
         for clash in itertools.combinations(pins, size):
             assert smallest_clash(pins, lambda kept, clash=clash: set(clash) <= set(kept)) == list(clash)

@@ -222,9 +222,9 @@ def test_explain() -> None:
 
 def test_a_plan_remembers_what_was_asked() -> None:
     """Pins and limit stand in the plan, are shown, and hold when explain solves again."""
-    wishes = ("--pin", "layers.*.down:tensor=k", "--pin-param", "first.weight=S0, I use", "--memory-limit", "96KiB")
+    plan_options = ("--pin", "layers.*.down:tensor=k", "--pin-param", "first.weight=S0, I use", "--memory-limit", "96KiB")
     places = ("--pin-input", "x=S0,R", "--pin-output", "0=I,I")
-    autopar("plan", "net.py:make", *MESH, *wishes, *places, "-o", "asked.json")
+    autopar("plan", "net.py:make", *MESH, *plan_options, *places, "-o", "asked.json")
     document = json.loads(Path("asked.json").read_text())
     assert document["pins"] == {
         "ops": {"layers.*.down": {"tensor": "k"}}, "params": {"first.weight": "S0,I use"}, "inputs": {"x": "S0,R"},
@@ -242,14 +242,14 @@ def test_a_plan_remembers_what_was_asked() -> None:
     assert instead("first", "data=b", "--memory-limit", "1GiB")["seconds"] <= again["seconds"]
 
 
-def instead(op: str, wish: str, *more: str) -> dict[str, Any]:
-    return json.loads(autopar("explain", "--trust", "asked.json", op, "--instead", wish, "--json", *more))["instead"]
+def instead(op: str, option: str, *more: str) -> dict[str, Any]:
+    return json.loads(autopar("explain", "--trust", "asked.json", op, "--instead", option, "--json", *more))["instead"]
 
 
 @pytest.mark.slow
 def test_a_wish_overrides_a_pin_and_not_the_limit() -> None:
-    wishes = ("--pin", "layers.*.down:tensor=k", "--memory-limit", "64KiB")
-    autopar("plan", "net.py:make", *MESH, *wishes, "-o", "asked.json")
+    plan_options = ("--pin", "layers.*.down:tensor=k", "--memory-limit", "64KiB")
+    autopar("plan", "net.py:make", *MESH, *plan_options, "-o", "asked.json")
     assert instead("layers.1.down", "tensor=n")["memory_bytes"] <= 65536
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cost_models import COLLECTIVE_KINDS, AxisCost, mesh_axes
-from cost_models.routes import HOP_SECONDS, route
+from cost_models.reshard_paths import HOP_SECONDS, reshard_path
 from hardware_profiles import Cluster, abstract_cluster, build_cluster, load_cluster
 
 
@@ -246,7 +246,7 @@ def test_routes_are_those_of_networkx(name: str) -> None:
             return None if hidden else edge["link"].latency_seconds + HOP_SECONDS
 
         _, path = nx.bidirectional_dijkstra(cluster.graph, source, target, weight=seconds)
-        assert route(cluster.graph, source, target) == list(pairwise(path))
+        assert reshard_path(cluster.graph, source, target) == list(pairwise(path))
 
 
 def bus_bandwidth(cluster, n, kind, n_bytes):

@@ -155,7 +155,7 @@ def test_an_interrupted_choice_of_a_mesh_keeps_the_best_so_far(
         return real(graph, cluster, mesh, *rest)
 
     monkeypatch.setattr(planning, "on_mesh", on_mesh)
-    wanted, cluster = planning.Asked(piped=False, numbers=None), load_cluster("local-x4")
+    wanted, cluster = planning.PlanRequest(piped=False, numbers=None), load_cluster("local-x4")
     at = 2
     found = planning.on_best_mesh(captured, cluster, 4, wanted, "local-x4")
     assert found.plan.mesh == shapes[0] and INTERRUPTED in found.plan.notes and len(shapes) == 2

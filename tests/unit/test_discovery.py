@@ -38,7 +38,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _spelled(option: Option) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return tuple("R" if p.is_whole else p for p in option.ins), tuple("R" if p.is_whole else p for p in option.outs)
+    return tuple("R" if p.is_replicated else p for p in option.ins), tuple("R" if p.is_replicated else p for p in option.outs)
 
 
 def _found_again(target: str, number: int) -> list[str] | None:

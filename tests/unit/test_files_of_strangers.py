@@ -22,7 +22,7 @@ from autopar.errors import AutoparError, CaptureError, MeshError, ModelError, Pl
 from autopar.frontends import hugging_face
 from autopar.frontends.models import load_model
 from autopar.planfile import parse
-from autopar.plans.wishes import BY_NAME
+from autopar.plans.plan_options import BY_NAME
 from autopar.runtime.ranks.launch import run_local
 from autopar.words.meshes import Mesh
 from cost_models.schedules import build

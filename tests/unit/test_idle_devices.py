@@ -13,8 +13,8 @@ from autopar import planfile
 from autopar.capture import capture
 from autopar.errors import InfeasibleError
 from autopar.planner import planning
-from autopar.plans.asked import Asked
 from autopar.plans.clusters import get_cluster, reference
+from autopar.plans.request import PlanRequest
 from hardware_profiles import ProfileError, load_cluster, split_subset, subset_suffix
 
 NODE = """
@@ -99,7 +99,7 @@ def test_ranks_that_run_already_are_told(tmp_path: Path) -> None:
     with torch.device("meta"):
         model, batch = Net(), (torch.randn(4096, 2048),)
         captured = capture(model, batch)
-    found = planning.find(model, captured, lambda: (batch, {}), cluster, 2, Asked(), "mine", runs=True)
+    found = planning.find(model, captured, lambda: (batch, {}), cluster, 2, PlanRequest(), "mine", runs=True)
     assert found.plan.n_devices == 2
     (said,) = [note for note in found.plan.notes if "hold up" in note]
     assert "on device 1 (H100-SXM-80GB) alone; start ranks on these only" in said
@@ -121,7 +121,7 @@ def test_what_fits_the_larger_device_alone(tmp_path: Path) -> None:
         model, batch = Net(), (torch.randn(4096, 2048),)
         captured = capture(model, batch)
     with pytest.raises(InfeasibleError, match=r"on device 0 \(H100-SXM-80GB\) alone: start ranks on these only"):
-        planning.find(model, captured, lambda: (batch, {}), load_cluster(path), 2, Asked(), "small", runs=True)
+        planning.find(model, captured, lambda: (batch, {}), load_cluster(path), 2, PlanRequest(), "small", runs=True)
 
 
 def test_devices_of_equal_speed_are_searched_once() -> None:

@@ -106,5 +106,5 @@ def test_the_snapshot_is_as_full_as_the_plan_says(folder: Path, kind: str) -> No
     captured, asked = opened(folder / f"{kind}.json", trust=True)
     for device in memory_of_devices(captured.graph, asked.plan, asked.cluster):
         _, most, _ = snapshot(asked.plan, device)
-        crossing = device.contents[0].fullest.crossing_bytes
-        assert device.n_bytes - crossing <= most <= device.n_bytes * 1.02
+        stage_edge = device.contents[0].fullest.stage_edge_bytes
+        assert device.n_bytes - stage_edge <= most <= device.n_bytes * 1.02

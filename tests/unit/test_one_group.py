@@ -25,7 +25,7 @@ from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.within_memory import OutOfReach
 from autopar.plans.plan import Plan
-from autopar.plans.stage_graphs import crossings_of, cut
+from autopar.plans.stage_graphs import cut, stage_edges_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.placements import whole_state
@@ -111,11 +111,11 @@ def test_a_stage_leaves_other_outputs_of_the_model_in_pieces() -> None:
         for s in stages
     )
     assert len(stages[0].outputs) == 1 and plans[0].outputs[-1] != whole_state(mesh, True)
-    plan = Plan(graph.fingerprint, "", plans, build("1f1b", 2, 2, 1), crossings_of(stages))
+    plan = Plan(graph.fingerprint, "", plans, build("1f1b", 2, 2, 1), stage_edges_of(stages))
     weights, buffers = (V.doubled(values) for values in V.state_of(captured, case.model))
     batches = [V.doubled(V.inputs_of(captured, case.args, case.kwargs))]
     alone = replace(
-        plan, stages=(V.one_device(cut(graph, [])[0].graph),), schedule=build("1f1b", 1, 1, 1), crossings=()
+        plan, stages=(V.one_device(cut(graph, [])[0].graph),), schedule=build("1f1b", 1, 1, 1), stage_edges=()
     )
     mine, reference = (V.train_pipeline(captured, p, weights, buffers, batches, 1) for p in (plan, alone))
     assert V.compare("", mine, reference).worst < 1e-9

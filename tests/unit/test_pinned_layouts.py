@@ -124,10 +124,10 @@ def test_sequence_parallelism_keeps_the_bytes_of_tensor_parallelism() -> None:
     found = priced(llama, 2, "dp=2,tp=2,sp,m=1")
     (stage,) = found.plan.stages
     graph = found.captured.graph
-    name = next(n for n in stage.routes if n.startswith("linear_3"))
+    name = next(n for n in stage.reshard_paths if n.startswith("linear_3"))
     node = next(n for n in graph.nodes if n.name == name)
     assert node.out.shape == (ROWS, SEQUENCE, HIDDEN)
-    assert [(src.text, dst.text) for src, dst in stage.routes[name]] == [("S0,P", "S0,S1")]
+    assert [(src.text, dst.text) for src, dst in stage.reshard_paths[name]] == [("S0,P", "S0,S1")]
 
 
 def test_one_weight_for_queries_keys_and_values_is_priced_as_three() -> None:
@@ -135,7 +135,7 @@ def test_one_weight_for_queries_keys_and_values_is_priced_as_three() -> None:
     assert "one matrix for each of what transformer.h.0.attn.c_attn" in found.pinned.notes[0]
     (stage,) = found.plan.stages
     assert stage.params["transformer.h.0.attn.c_attn.weight[1]"].stored == State.of("S1")
-    moved = Counter(f"{src.text} {dst.text}" for steps in stage.routes.values() for src, dst in steps)
+    moved = Counter(f"{src.text} {dst.text}" for steps in stage.reshard_paths.values() for src, dst in steps)
     assert moved["I R"] == 2 * 2 + 1 and moved["P I"] == 2 * 2 + 1  # of two layers; the head's input, the embedding
     with pytest.raises(PlanError, match="cannot run so: write one Linear for each"):
         found.check_fits()
@@ -203,7 +203,7 @@ def test_context_beside_data_takes_the_loss_of_each_ranks_places() -> None:
     found = priced(llama, 1, "dp=2,cp=2,m=1")
     (stage,) = found.plan.stages
     assert "loss over [batch vocabulary sequence]" in found.pinned.notes[0]
-    assert not any("S2" in src.text or "I" in dst.text for name, steps in stage.routes.items() if name.startswith("to_")
+    assert not any("S2" in src.text or "I" in dst.text for name, steps in stage.reshard_paths.items() if name.startswith("to_")
                    for src, dst in steps)  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def test_images_and_encoders() -> None:
     for model, batch in ((vit, pictures), (t5, {"input_ids": ids, "labels": ids})):
         of_model = autopar.layouts(model, batch)
         (stage,) = of_model.price("local-x4", "tp=4,m=1").plan.stages
-        sums = [name for name, steps in stage.routes.items() if any(src == State.of("P") for src, _ in steps)]
+        sums = [name for name, steps in stage.reshard_paths.items() if any(src == State.of("P") for src, _ in steps)]
         of_blocks = [name for name in sums if not name.startswith("embedding")]
         assert len(of_blocks) == (2 * 2 if model is vit else 2 * 2 + 2 * 3)  # attentions and network
         assert of_model.price("local-x4", "dp=2,tp=2,sp,zero=1,m=2").seconds > 0

@@ -16,8 +16,8 @@ from autopar.parallelizing import arguments
 from autopar.planner import planning
 from autopar.planner.inter_op.stage_pins import of_stage, starts_of
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.plans.asked import asked as asked_for
 from autopar.plans.plan import Plan
+from autopar.plans.request import request_of
 from autopar.plans.stage_graphs import cut
 from autopar.words.labels import op_labels
 from autopar.words.meshes import Mesh
@@ -34,7 +34,7 @@ def captured() -> Captured:
 def planned(captured: Captured, cluster: str = "local-x4", **asked: Any) -> Plan:
     """A plan of four microbatches of what was captured."""
     arguments.check(**asked)
-    wanted = asked_for({"stages": 2, "microbatches": 4, "schedule": "1f1b", **asked})
+    wanted = request_of({"stages": 2, "microbatches": 4, "schedule": "1f1b", **asked})
     where = load_cluster(cluster)
     return planning.find(nn.Identity(), captured, tuple, where, where.n_devices, wanted).plan
 

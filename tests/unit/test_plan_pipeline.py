@@ -152,7 +152,7 @@ def test_layers_are_blocks_of_one_kind() -> None:
     kinds = [b.kind for b in found]
     repeated = max(kinds, key=kinds.count)
     assert 10 <= kinds.count(repeated) <= 12, "the layers are the blocks, but for the ends"
-    inside = [b.crossing_bytes for b in found if b.kind == repeated]
+    inside = [b.stage_edge_bytes for b in found if b.kind == repeated]
     assert set(inside[1:]) == {2 * 32 * 64 * 2}, "cut where only the residual stream crosses"
 
 

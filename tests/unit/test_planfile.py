@@ -277,7 +277,7 @@ def test_later_entries_override(graph: Graph) -> None:
 def test_routes_may_be_left_out(graph: Graph) -> None:
     plan = planned(graph)
     found = loads(edited(plan, graph, routes=None), graph)
-    assert found.routes == plan.routes
+    assert found.reshard_paths == plan.reshard_paths
     assert found.price == plan.price
 
 
@@ -289,7 +289,7 @@ def test_another_way_for_a_tensor_is_priced(graph: Graph) -> None:
     assert document["stages"][0]["routes"]["down:linear"] == ["S0,P -> S0,I"]
     document["stages"][0]["routes"]["down:linear"] = ["S0,P -> S0,S1", "S0,S1 -> S0,I"]
     other = loads(json.dumps(document), graph)
-    assert len(other.routes["linear_1"]) == 2
+    assert len(other.reshard_paths["linear_1"]) == 2
     assert other.price.activation_seconds != found.price.activation_seconds
     assert other.price.compute_seconds == found.price.compute_seconds
 
@@ -451,7 +451,7 @@ def test_a_file_of_version_1_keeps_its_decisions(graph: Graph) -> None:
         **{key: stage[key] for key in sections},
     }  # fmt: skip
     read = loads(json.dumps(old), graph)
-    assert read.only().ops == plan.ops and read.params == plan.params and read.routes == plan.routes
+    assert read.only().ops == plan.ops and read.params == plan.params and read.reshard_paths == plan.reshard_paths
     assert read.microbatches == 4 and read.price.compute_seconds == pytest.approx(4 * plan.price.compute_seconds)
     assert read.solution is None and read.notes == ("a note",) and read.pins == Pins(ops={"up": {"data": "b"}})
     with pytest.raises(PlanError, match="colour: unknown key"):

@@ -111,7 +111,7 @@ def test_no_gradient_is_summed_for_what_gives_none() -> None:
     whole = {":softmax": {"tensor": "replicate"}, ":argmax": {"tensor": "replicate"}}
     plan = autopar.plan(model, cluster, (x, x), captured=captured, mesh="tensor=4", constraints=whole).stages[0]
     assert not check(plan, captured.graph, cluster, types=True).failures
-    assert "softmax" not in plan.routes, "the copies of its gradient would be summed where there is none"
+    assert "softmax" not in plan.reshard_paths, "the copies of its gradient would be summed where there is none"
 
 
 def test_a_false_claim_is_caught() -> None:

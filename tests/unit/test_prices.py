@@ -52,7 +52,7 @@ def test_the_peak_with_so_many_in_flight() -> None:
     four = max(3000 + 200 + 3 * 40 + 2 * 4 + 5, 3000 + 1000 + 250 + 2 * 40 + 2 * 4 + 5 + 2)
     assert peaks.added_to(price, 4).memory_bytes == four
     # a search over schedules takes the number for a factor: it must never count less
-    stored = price.stored_bytes + peaks.passing_bytes()
+    stored = price.stored_bytes + peaks.transient_bytes()
     assert all(stored + n * 40 >= peaks.added_to(price, n).memory_bytes for n in range(1, 5))
     # the optimizer's step, where nothing else is more
     small = replace(peaks, first=MicrobatchPeaks(0, 0, None, None), later=None)
@@ -84,6 +84,6 @@ def test_a_plan_for_other_microbatches_in_flight_costs_what_it_would_cost_planne
     assert (fewer.price, fewer.fullest) == (planned(2).price, planned(2).fullest)
     assert planned(2).with_in_flight(4).price == planned(4).price
     alone = plan_graph(part, cluster, ONE)
-    crossing = sum(sum(crossed[:2]) for crossed in (*alone.peaks.arrived, *alone.peaks.sent))  # type: ignore[union-attr]
-    assert 0 < crossing, "something crosses"
-    assert planned(1).price.memory_bytes > alone.price.memory_bytes + crossing // 2, "what is received ahead counts"
+    stage_edge = sum(sum(crossed[:2]) for crossed in (*alone.peaks.arrived, *alone.peaks.sent))  # type: ignore[union-attr]
+    assert 0 < stage_edge, "something crosses"
+    assert planned(1).price.memory_bytes > alone.price.memory_bytes + stage_edge // 2, "what is received ahead counts"

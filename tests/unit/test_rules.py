@@ -13,7 +13,7 @@ from oracles.valid_cuts import unoffered
 
 import autopar.rules  # noqa: F401
 from autopar.rules.axis_options import axis_options
-from autopar.rules.lowering_helpers.local_piece import piece
+from autopar.rules.lowering_helpers.local_shard import piece
 from autopar.rules.notation import Lowering
 from autopar.rules.proving.proof import Case, RuleIsWrong, prove, strategies_of
 from autopar.rules.registry import RULES, SAMPLES, T, sample

@@ -27,8 +27,8 @@ from autopar.rules.registry import RULES, SAMPLES, Sample, T, rule_for
 from autopar.rules.strategy import can_be_cut
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import fits, local_shape
 from autopar.words.placements import State
+from autopar.words.shards import fits, local_shape
 
 MESH = Mesh.of(data=2, tensor=2)
 TYPES = {"S": spmd.V, "I": spmd.I, "R": spmd.R, "P": spmd.P}

@@ -12,8 +12,8 @@ from autopar import planfile
 from autopar.capture import Captured, capture
 from autopar.errors import PlanError
 from autopar.planner import planning
-from autopar.plans.asked import asked
 from autopar.plans.plan import Plan
+from autopar.plans.request import request_of
 from autopar.runtime.pipelines.schedule_check import check_buffers
 from autopar.words.placements import State
 from hardware_profiles import load_cluster
@@ -36,14 +36,14 @@ class Scaled(nn.Module):
 @pytest.fixture(scope="module")
 def planned() -> tuple[Captured, Plan]:
     captured, cluster = capture(Scaled(), (torch.rand(8, 16),), {}), load_cluster("local-x4")
-    wishes = asked(
+    plan_options = request_of(
         {
             "microbatches": 4, "schedule": "interleaved-1f1b", "stages": 2, "mesh": "d=2",
             "cuts": ["layers.1", "layers.2", "layers.3"],
             "constraints": {"layers.0": {"d": "b"}, "layers.1": {"d": "b"}, "layers.2": {"d": "n"}},
         }
     )  # fmt: skip
-    return captured, planning.find(nn.Identity(), captured, tuple, cluster, 4, wishes).plan
+    return captured, planning.find(nn.Identity(), captured, tuple, cluster, 4, plan_options).plan
 
 
 def test_the_planner_has_stages_on_the_same_devices_agree(planned: tuple[Captured, Plan]) -> None:

@@ -22,7 +22,7 @@ from autopar.errors import ClusterError, MeshError, PlanError
 from autopar.planner.inter_op.exact.stage_plans import StagePlans
 from autopar.planner.inter_op.replan import Replanner, limit_of_stage
 from autopar.planner.inter_op.simulating.phases import Phases, phases
-from autopar.planner.inter_op.simulating.timing import crossing_seconds, timing_of
+from autopar.planner.inter_op.simulating.timing import stage_edge_seconds, timing_of
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.mesh_plan import Options
@@ -35,8 +35,8 @@ from autopar.runtime.pipelines import wires
 from autopar.runtime.pipelines.wires import wires_of
 from autopar.words.graph import Graph, Spec
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import local_shape
 from autopar.words.placements import State, Step
+from autopar.words.shards import local_shape
 from cost_models.schedules.actions import Action
 from hardware_profiles import Cluster, budget_of, load_cluster
 
@@ -81,8 +81,8 @@ def made(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     folder = tmp_path_factory.mktemp("prices")
     (folder / "mine.toml").write_text(CLUSTER)
     second = next(n.name for n in graph.nodes if n.kind == "op" and n.module == "layers.2")
-    wish = PipelineOptions(4, 2, ("1f1b",), Mesh.of(data=2), [second])
-    plan = plan_pipeline(graph, load_cluster(folder / "mine.toml"), 4, wish, cluster_name="mine.toml").plan
+    option = PipelineOptions(4, 2, ("1f1b",), Mesh.of(data=2), [second])
+    plan = plan_pipeline(graph, load_cluster(folder / "mine.toml"), 4, option, cluster_name="mine.toml").plan
     assert [s.devices for s in plan.stages] == [(0, 1), (2, 3)]
     (folder / "plan.json").write_text(files.dumps(plan, graph))
     return folder, plan
@@ -257,7 +257,7 @@ def test_a_transfer_is_priced_as_it_is_sent(case: Any, within: bool, monkeypatch
     axes = pricer(cluster, dst_mesh, target.devices).axes
     gathers = [sum(axes[a].seconds("all_gather", b) for a, b in sent.gathers[r]) for r in target.devices]
     assert len({*gathers}) == 1, "all ranks gather alike"
-    found = crossing_seconds(Spec(shape, "float32"), source, target, cluster)
+    found = stage_edge_seconds(Spec(shape, "float32"), source, target, cluster)
     assert found == pytest.approx(expected + gathers[0], rel=1e-9, abs=1e-15)
     if within and (src, src_mesh) == (dst, dst_mesh):
         assert not sent.messages and not any(sent.gathers.values()), "it is there already"
@@ -286,7 +286,7 @@ def test_what_is_sent_whole_costs_the_whole() -> None:
     )
     assert set(whole) == {2049 * 1001 * 4} and set(parts) == {1024 * 1001 * 4}
     wire = pricer(cluster, Mesh.of(pair=2), (0, 2)).axes["pair"]
-    assert crossing_seconds(Spec((2049, 1001), "float32"), here, there, cluster) == pytest.approx(
+    assert stage_edge_seconds(Spec((2049, 1001), "float32"), here, there, cluster) == pytest.approx(
         wire.seconds("send_recv", 2049 * 1001 * 4)
     )
 
@@ -299,7 +299,7 @@ def test_edges_are_the_wires_of_the_runtime(graph: Graph, made: tuple[Path, Plan
     for wire in wires_of(graphs, plan):
         for k, way in enumerate((wire.there, wire.back)):
             if way is not None:
-                seconds = crossing_seconds(way.spec, way.source, way.target, cluster)
+                seconds = stage_edge_seconds(way.spec, way.source, way.target, cluster)
                 expected[wire.source, wire.target][k] += seconds
     timing, _ = timing_of(graphs, plan.stages, plan.schedule, cluster)
     assert {(e.source, e.target): [e.forward_seconds, e.backward_seconds] for e in timing.edges} == dict(expected)
@@ -333,19 +333,19 @@ def test_one_split_of_a_groups_memory(graph: Graph, shares: dict[str, set[float]
     need = 2 * max(s.price.memory_bytes for s in loose.stages)
     for limit in (1.3 * need, 4 * need, None):
         shares.clear()
-        wish = replace(free, options=Options(memory_limit_bytes=limit))
-        planned = plan_pipeline(graph, cluster, 2, wish)
+        option = replace(free, options=Options(memory_limit_bytes=limit))
+        planned = plan_pipeline(graph, cluster, 2, option)
         plan, asked = planned.plan, replace(planned.plan.pins, memory_limit_bytes=limit)
         plan = replace(plan, pins=asked)
         device = limit if limit is not None else budget_of(cluster, cluster.device(0)).limit_bytes
         rows = stage_rows(graph, plan, planned.timeline, cluster)
-        again = Replanner(graph, plan, cluster, wish.options)
+        again = Replanner(graph, plan, cluster, option.options)
         for own in plan.schedule.stages_of_rank:
             fingerprints = [plan.stages[s].fingerprint for s in own]
             assert bytes_together([plan.stages[s].price for s in own]) <= device * (1 + 1e-9)
             for s, fingerprint in zip(own, fingerprints, strict=True):
                 prices = [plan.stages[t].price for t in own if t != s]
-                others = sum(p.memory_bytes - p.passing_bytes for p in prices)
+                others = sum(p.memory_bytes - p.transient_bytes for p in prices)
                 own_limit = limit_of_stage(plan, s, cluster, limit)
                 assert own_limit == again.limit_bytes(s) == rows[s]["limit_bytes"] == pytest.approx(device - others)
                 assert min(shares[fingerprint]) <= own_limit * (1 + 1e-9), "never less than it was planned for"

@@ -112,10 +112,10 @@ def test_once_a_step_work_hides_behind_the_backwards_of_earlier_stages() -> None
 
 def test_alexnets_two_columns() -> None:
     """A block that is cheap to cut behind, and one that is not: the cut goes where little crosses."""
-    crossing = {1: 5.0, 2: 0.1, 3: 5.0}
+    stage_edge = {1: 5.0, 2: 0.1, 3: 5.0}
     problem = chain(4, (pool(2),), classes=None, submeshes=(Submesh("gpu", 1),), all_devices=True)
     moved = StagingProblem(
-        4, problem.pools, problem.submeshes, problem.cost, lambda cut, a, b: crossing[cut], all_devices=True
+        4, problem.pools, problem.submeshes, problem.cost, lambda cut, a, b: stage_edge[cut], all_devices=True
     )
     best = stage(moved, 2)[0]
     assert [(s.choice.first, s.choice.last) for s in best.stages] == [(0, 1), (2, 3)]
@@ -192,7 +192,7 @@ def test_pipedream_on_branches_and_bad_profiles() -> None:
     nodes = "\n".join(line.format(i) for i in (4, 2, 3, 1))
     diamond = parse_profile(nodes + "\n\tnode1 -- node2\n\tnode1 -- node3\n\tnode2 -- node4\n\tnode3 -- node4")
     assert [n.name for n in diamond.nodes] == ["node1", "node2", "node3", "node4"]
-    assert diamond.cuts() == (0, 1, 4) and diamond.crossing_bytes(2) == 16
+    assert diamond.cuts() == (0, 1, 4) and diamond.stage_edge_bytes(2) == 16
     assert partition(diamond, 2, 1e9).seconds == pytest.approx(0.006)
     with pytest.raises(ValueError, match="line 1 is neither"):
         parse_profile("node1 -- ReLU -- nothing")

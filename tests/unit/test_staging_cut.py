@@ -27,7 +27,7 @@ def run(captured: Captured, stages: list[Graph], starts: list[str], weights: dic
         known = {"param": weights, "buffer": buffers, "input": {**inputs, **made}}
         values = [torch.tensor(7) if s.kind == "seed" else known[s.kind][s.name] for s in program.slots]
         flat = program.module(*values)
-        made.update(zip((crossing.tensor for crossing in stage.gives), flat, strict=False))
+        made.update(zip((stage_edge.tensor for stage_edge in stage.gives), flat, strict=False))
         outputs.update(zip(stage.outputs, flat[len(stage.gives) :], strict=False))
         changed.update(zip(program.updates, flat[len(program.outputs) :], strict=True))
     loss = outputs[captured.graph.loss]  # type: ignore[index]

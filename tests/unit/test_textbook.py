@@ -318,7 +318,7 @@ def test_llama_8b_with_a_long_sequence_is_ulysses() -> None:
     graph, plan = llama_8b(65536)
     assert set(cuts(graph, plan, LINEAR)[:-1]) == {("s",)}
     assert cuts(graph, plan, ATTENTION) == [("g",)] * 2
-    swaps = [s for steps in plan.routes.values() for s in steps if s[0][0][0] == s[1][0][0] == "S"]
+    swaps = [s for steps in plan.reshard_paths.values() for s in steps if s[0][0][0] == s[1][0][0] == "S"]
     assert len(swaps) >= 2 * 4, "q, k, v and the output of every layer change hands"
 
 

@@ -62,8 +62,8 @@ def random_cut(rng: random.Random, schedule: str, groups: int) -> EstimatedCut:
         once = {f"{what}_seconds": rng.uniform(0, 1) for what in ("gather", "reduction", "optimizer")}
         stages.append(Filled(forward + inputs + weights, 1.0, 0, forward, weights, **once))
     places = tuple(Group(Mesh.of(data=1), (g,)) for g in range(groups))
-    crossing = tuple(rng.uniform(0, 0.2) for _ in stages[1:])
-    return EstimatedCut(places, fill_of(schedule), tuple(range(1, len(stages))), tuple(stages), crossing, 0.0)
+    stage_edge = tuple(rng.uniform(0, 0.2) for _ in stages[1:])
+    return EstimatedCut(places, fill_of(schedule), tuple(range(1, len(stages))), tuple(stages), stage_edge, 0.0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -75,7 +75,7 @@ def test_many_microbatches_are_carried_on_from_fewer(schedule: str) -> None:
         timing = times(
             len(stages), [s.forward_seconds for s in stages],
             [s.seconds - s.forward_seconds - s.weight_seconds for s in stages], [s.weight_seconds for s in stages],
-            edges=[Edge(k, k + 1, wire, wire) for k, wire in enumerate(cut.crossing)],
+            edges=[Edge(k, k + 1, wire, wire) for k, wire in enumerate(cut.stage_edge)],
         )  # fmt: skip
         every = build(fill_of(schedule).name, len(stages), groups, microbatches)
         timeline = simulate(every, timing)

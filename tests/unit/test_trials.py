@@ -23,8 +23,8 @@ from autopar.rules.working_memory import Needs, needs_of
 from autopar.torch_private import FakeTensorMode
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import local_shape
 from autopar.words.placements import State
+from autopar.words.shards import local_shape
 from hardware_profiles import load_cluster
 
 

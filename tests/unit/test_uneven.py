@@ -22,8 +22,8 @@ from autopar.rules.proving.proof import Case, prove, strategies_of
 from autopar.rules.registry import SAMPLES
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import box_of, divides, elements_moved, fits, lengths_of, local_shape, piece_of
 from autopar.words.placements import State
+from autopar.words.shards import box_of, divides, elements_moved, fits, lengths_of, local_shape, piece_of
 from hardware_profiles import abstract_cluster, load_cluster
 
 THREE = Mesh.of(data=3)

@@ -17,8 +17,8 @@ from autopar.runtime.pipelines import wires
 from autopar.runtime.stages import streams
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import local_shape
 from autopar.words.placements import State
+from autopar.words.shards import local_shape
 from cost_models.schedules import build
 from cost_models.schedules.actions import Action, Schedule
 

@@ -16,9 +16,9 @@ from autopar.errors import AutoparError
 from autopar.parallelizing import arguments
 from autopar.planfile.pins import FORMS
 from autopar.planner.inter_op.stage_pins import PARTS
-from autopar.plans.asked import Asked, asked
 from autopar.plans.plan import Pins
-from autopar.plans.wishes import BY_NAME, PINS, WISHES, pin_words
+from autopar.plans.plan_options import BY_NAME, PINS, PLAN_OPTIONS, pin_words
+from autopar.plans.request import PlanRequest, request_of
 from autopar.words.meshes import Mesh
 
 GIVEN: dict[str, Any] = {
@@ -34,27 +34,27 @@ def test_signatures_have_all_wishes(function: Any) -> None:
     """The public signatures are written out; names and defaults are those of the record."""
     parameters = inspect.signature(function).parameters
     own = {"mesh"} if function is autopar.parallelize else set()  # there it is where the model is spread
-    for wish in WISHES:
-        if wish.name not in own:
-            assert parameters[wish.name].default == wish.default, wish.name
+    for option in PLAN_OPTIONS:
+        if option.name not in own:
+            assert parameters[option.name].default == option.default, option.name
     assert "{wishes}" not in function.__doc__
 
 
 def test_docstrings_tell_of_all_wishes() -> None:
     text = " ".join((autopar.plan.__doc__ or "").split())
-    for wish in WISHES:
-        assert f"{wish.name}: {' '.join(wish.told.split())}" in text
+    for option in PLAN_OPTIONS:
+        assert f"{option.name}: {' '.join(option.told.split())}" in text
 
 
 def test_the_command_has_all_flags() -> None:
     parameters = inspect.signature(command).parameters
-    for flag in (flag for wish in WISHES for flag in wish.flags):
+    for flag in (flag for option in PLAN_OPTIONS for flag in option.flags):
         assert parameters[flag.parameter].default is None, flag.names
-    assert set(BY_NAME) - {wish.name for wish in WISHES if wish.flags} == {"max_axes"}
+    assert set(BY_NAME) - {option.name for option in PLAN_OPTIONS if option.flags} == {"max_axes"}
 
 
 def test_arguments_are_checked_by_the_record() -> None:
-    assert all(arguments._CHECKS[wish.name] == (wish.right, wish.wanted) for wish in WISHES)
+    assert all(arguments._CHECKS[option.name] == (option.right, option.wanted) for option in PLAN_OPTIONS)
 
 
 def test_plans_remember_what_the_record_says() -> None:
@@ -66,19 +66,19 @@ def test_plans_remember_what_the_record_says() -> None:
 def test_all_wishes_arrive() -> None:
     """Each wish changes what is asked, and each pin is said in words."""
     assert set(GIVEN) == set(BY_NAME)
-    everything = asked(GIVEN)
+    everything = request_of(GIVEN)
     for name in GIVEN:
         more = {"mesh": GIVEN["mesh"]} if name in ("placements", "params") else {}
         fewer = {"mesh"} | ({"placements"} if name == "mesh" else set())
         without = {k: v for k, v in GIVEN.items() if k != name and not (name == "mesh" and k in fewer)}
-        assert asked({**more, **without}) != everything, name
+        assert request_of({**more, **without}) != everything, name
     assert all(getattr(everything.pins, pin.name) for pin in PINS)
     assert pin_words(everything.pins) == [
         "2 groups", "mesh data=2 x tensor=2", "cut at layers.1", "schedule 1f1b", "4 microbatches", "up: tensor=n",
         "*.weight: S0,I use", "input x: S0,R", "output 0: I,I", "layers.*: recompute", "precision bf16-mixed",
         "*: load of 2 experts, 75.0% for the fullest", "at most 4.00 GiB per device",
     ]  # fmt: skip
-    assert asked({}) == Asked() and pin_words(Pins()) == []
+    assert request_of({}) == PlanRequest() and pin_words(Pins()) == []
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_what_is_searched(
 ) -> None:
     """Everything, unless told otherwise; for a caller that runs the batch at once, and on a mesh, neither stages nor
     microbatches, unless told so."""
-    wanted = asked(given, whole=whole)
+    wanted = request_of(given, whole=whole)
     assert (wanted.piped, wanted.numbers, wanted.microbatches, wanted.pins.stages) == (piped, numbers, one, groups)
     assert wanted.everything == (given == {} and not whole)
     assert wanted.pins.microbatches == (one if isinstance(given.get("microbatches"), int) else None)
@@ -117,7 +117,7 @@ def test_what_is_searched(
 )  # fmt: skip
 def test_what_means_nothing_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(AutoparError, match=said):
-        asked(wrong)
+        request_of(wrong)
 
 
 def test_a_plan_of_stages_says_where_decisions_are() -> None:
@@ -137,7 +137,7 @@ def test_a_plan_of_stages_says_where_decisions_are() -> None:
     assert one.mesh == Mesh.of(data=2) and one.params == one.stages[0].params and one.seconds == one.price.seconds
     two = autopar.plan(Net(), "local-x2", torch.ones(4, 8), stages=2, microbatches=2, schedule="1f1b")
     assert two.memory_bytes == max(stage.price.memory_bytes for stage in two.stages)
-    assert {crossing.source for crossing in two.crossings} == {0}
-    for name in ("mesh", "ops", "params", "buffers", "inputs", "outputs", "routes", "price", "solution", "recompute"):
+    assert {stage_edge.source for stage_edge in two.stage_edges} == {0}
+    for name in ("mesh", "ops", "params", "buffers", "inputs", "outputs", "reshard_paths", "price", "solution", "recompute"):
         with pytest.raises(autopar.PlanError, match=r"the plan has 2 stages, .*plan.stages\[0\] to plan.stages\[1\]"):
             getattr(two, name)

@@ -103,9 +103,9 @@ def test_the_search_finds_what_takes_one_apart(code: str) -> None:
 
 def test_a_placement_says_what_it_is() -> None:
     cut = Placement("S2*64")
-    assert (cut.kind, cut.dim, cut.unit) == ("S", 2, 64) and cut.is_shard and not cut.is_pending and not cut.is_whole
+    assert (cut.kind, cut.dim, cut.unit) == ("S", 2, 64) and cut.is_shard and not cut.is_pending and not cut.is_replicated
     assert cut is shard(2, 64) and shard(3) is Placement("S3") and shard(3).unit == 1
-    assert INVARIANT.dim is None and INVARIANT.is_whole and REPLICATED.is_whole and PENDING.is_pending
+    assert INVARIANT.dim is None and INVARIANT.is_replicated and REPLICATED.is_replicated and PENDING.is_pending
     assert [p.adjoint for p in (INVARIANT, REPLICATED, PENDING, cut)] == [INVARIANT, PENDING, INVARIANT, cut]
     assert pickle.loads(pickle.dumps(cut)) is cut and copy.deepcopy(cut) is cut, "there is one of each"
     with pytest.raises(AttributeError, match="immutable"):
@@ -120,10 +120,10 @@ def test_what_is_no_placement_is_refused(text: str) -> None:
 
 def test_a_state_says_what_it_is() -> None:
     state = State.of("S0", "R", "P")
-    assert state.text == "S0,R,P" and state == ("S0", "R", "P") and state.is_cut and state.in_pieces
+    assert state.text == "S0,R,P" and state == ("S0", "R", "P") and state.is_cut and state.in_shards
     assert State.parse(" S0, R,P", Mesh.of(a=2, b=2, c=2), "here") == state
     assert state.started(True).text == "S0,R,I" and state.adjoint.text == "S0,P,I"
-    assert State.of("S1*4").has_units and not state.has_units and not State.of("I", "R").in_pieces
+    assert State.of("S1*4").has_units and not state.has_units and not State.of("I", "R").in_shards
     assert pickle.loads(pickle.dumps(state)) == state and isinstance(copy.deepcopy(state), State)
     with pytest.raises(MeshError, match="here: 'S0,R' has 2 placements, the mesh has 1 axes"):
         State.parse("S0,R", Mesh.of(a=2), "here")

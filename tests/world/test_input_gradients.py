@@ -58,7 +58,7 @@ def test_same_numbers(name: str, frozen: bool) -> None:
     assert wanted and all(V.input_name(n) in reference.gradients for n in wanted)
     cheapest = plan_graph(graph, CLUSTER, MESH)
     assert all(cheapest.inputs[n] == ("I", "I") for n in wanted), "the caller's tensor is whole, and so its gradient"
-    assert any(p.is_shard for steps in cheapest.routes.values() for _, dst in steps for p in dst)
+    assert any(p.is_shard for steps in cheapest.reshard_paths.values() for _, dst in steps for p in dst)
     certificate = check(cheapest, graph, CLUSTER)
     assert not certificate.failures, certificate
     for label, plan in [("cheapest", cheapest)] + [

@@ -164,7 +164,7 @@ def test_a_slice_of_a_result_made_again_is_memory_of_its_own_and_asks_for_nothin
         graph, rules, pricer(CLUSTER, mesh), chosen, {}, {},
         memory=memory(recompute=[(silu, silu), (exp, exp), (sin, cos)], make_again=[silu]),
     )  # fmt: skip
-    assert plan.routes[silu] == ((State.of("I"), State.of("S0")),) and plan.make_again == (silu,)
+    assert plan.reshard_paths[silu] == ((State.of("I"), State.of("S0")),) and plan.make_again == (silu,)
     agrees(plan, captured)
 
 
@@ -251,7 +251,7 @@ def test_a_copy_gathered_again_is_not_kept_and_gives_the_same_numbers() -> None:
     tanh = next(node.name for node in graph.nodes if "tanh" in node.target)
     for seed in range(200):
         plain = random_plan(graph, rules, pricer(CLUSTER, mesh), seed)
-        if any(a == State.of("S0") and b in (State.of("R"), State.of("I")) for a, b in plain.routes.get(tanh, ())):
+        if any(a == State.of("S0") and b in (State.of("R"), State.of("I")) for a, b in plain.reshard_paths.get(tanh, ())):
             break
     chosen = {
         i: strategy_named(graph, node, rules[i], plain.ops[node.name]) for i, node in graph.of_kind("op")
@@ -259,7 +259,7 @@ def test_a_copy_gathered_again_is_not_kept_and_gives_the_same_numbers() -> None:
     params = {i: plain.params[node.target] for i, node in graph.of_kind("param")}
     outputs = dict(enumerate(plain.outputs))
     plan = complete(graph, rules, pricer(CLUSTER, mesh), chosen, params, outputs, memory=memory(gather_again=[tanh]))  # type: ignore[arg-type]
-    assert plan.routes == plain.routes
+    assert plan.reshard_paths == plain.reshard_paths
     assert plan.gather_again == (tanh,)
     assert plan.kept_bytes < plain.kept_bytes
     gathered, before = check(plan, graph, CLUSTER), check(plain, graph, CLUSTER)
@@ -320,7 +320,7 @@ def test_copies_that_no_backward_asks_for_are_not_gathered_again_nor_paid_for() 
     graph, rules = captured.graph, rules_of(captured.graph)
     plan = drawn(captured, 1, gather_again=True)
     chosen = {i: strategy_named(graph, n, rules[i], plan.ops[n.name]) for i, n in graph.of_kind("op")}  # type: ignore[arg-type]
-    holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory)
+    holds = ledger(graph, rules, plan.mesh, chosen, plan.reshard_paths, plan.memory)
     gathered, before = (check(p, graph, CLUSTER, tolerance=1.0) for p in (plan, replace(plan, memory={})))
     more = gathered.collectives - before.collectives
     assert 0 < len(holds.steps_again) == sum(more.values())

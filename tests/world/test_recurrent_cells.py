@@ -22,8 +22,8 @@ from autopar.comparison.program_vs_eager import (
 from autopar.planner.intra_op.mesh_plan import plan_graph
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.planning import in_stages
-from autopar.plans.asked import Asked
 from autopar.plans.plan import Pins, StagePlan
+from autopar.plans.request import PlanRequest
 from autopar.words.meshes import Mesh
 from hardware_profiles import load_cluster
 
@@ -83,7 +83,7 @@ def test_stages_part_the_layers_of_a_stack() -> None:
     torch.manual_seed(0)
     model, batch, captured = _captured(nn.LSTM(6, 8, num_layers=4), 8)
     assert sum(node.target == "aten.lstm.input" for node in captured.graph.nodes) == 4
-    asked = Asked(Pins(stages=2, mesh=Mesh.of(tensor=1)), microbatches=1)
+    asked = PlanRequest(Pins(stages=2, mesh=Mesh.of(tensor=1)), microbatches=1)
     plan = in_stages({1: captured.graph}, load_cluster(Path(CLUSTER)), 2, asked, "small").plan
     difference = verify_pipeline(captured, model, batch, {}, plan)
     assert difference.worst <= LIMIT, str(difference)

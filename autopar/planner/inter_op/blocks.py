@@ -37,7 +37,7 @@ class Block:
     first: int
     end: int
     kind: tuple[int, ...]
-    crossing_bytes: int  # of all tensors that flow over its beginning, at global shapes
+    stage_edge_bytes: int  # of all tensors that flow over its beginning, at global shapes
 
 
 def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Block]:
@@ -46,7 +46,7 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
     position = {i: p for p, i in enumerate(ops)}
     modules = [graph.nodes[i].module for i in ops]
     depths = [0, *(common_depth(a, b) for a, b in pairwise(modules)), 0]
-    crossing = _crossing(graph, ops, position)
+    stage_edge = _crossing(graph, ops, position)
     work = list(accumulate((_work(graph, rules, i) for i in ops), initial=0.0))
     every = [i for i, n in enumerate(graph.nodes) if n.kind == "op"]
     cuts = {0, len(ops)}
@@ -54,11 +54,11 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
     least = work[-1]
     for first, length, repeats in folding.blocks:
         hot = {at: _hot_from(every, position, at) for at in range(first + length, first + 2 * length)}
-        begin = min(hot, key=lambda at: (crossing[hot[at]], depths[hot[at]], at)) - length
+        begin = min(hot, key=lambda at: (stage_edge[hot[at]], depths[hot[at]], at)) - length
         last = repeats if begin == first else repeats - 1
         bounds = [_hot_from(every, position, begin + k * length) for k in range(last + 1)]
         end = _hot_from(every, position, begin + repeats * length) if begin != first else 0
-        if end < len(ops) and crossing[end] <= crossing[bounds[-1]]:
+        if end < len(ops) and stage_edge[end] <= stage_edge[bounds[-1]]:
             cuts.add(end)  # of a layer that folding saw half of
         least = min([least, *(work[b] - work[a] for a, b in pairwise(bounds))])
         cuts.update(bounds)
@@ -67,11 +67,11 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
         if a not in inside and a + 1 not in inside:
             share = (work[b] - work[a]) / work[-1] if work[-1] else 0.0
             most = (work[b] - work[a]) // least if folding.blocks and least else MAX_PIECES
-            cuts.update(_pieces(crossing, depths, work, a, b, min(round(share * MAX_PIECES), int(most))))
+            cuts.update(_pieces(stage_edge, depths, work, a, b, min(round(share * MAX_PIECES), int(most))))
     parted = spans_of_written_buffers(graph)
     ends = [at for at in sorted(cuts) if not any(first < at <= last for first, last in parted)]
     return [
-        Block(a, b, tuple(folding.representative[i] for i in ops[a:b]), crossing[a])
+        Block(a, b, tuple(folding.representative[i] for i in ops[a:b]), stage_edge[a])
         for a, b in pairwise(ends)
         if b > a
     ]
@@ -107,7 +107,7 @@ def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> lis
 
 
 def _pieces(
-    crossing: Sequence[int], depths: Sequence[int], work: Sequence[float], a: int, b: int, n: int
+    stage_edge: Sequence[int], depths: Sequence[int], work: Sequence[float], a: int, b: int, n: int
 ) -> list[int]:  # fmt: skip
     """Up to ``n - 1`` cuts between ``a`` and ``b``: near equal shares of the work, where the fewest bytes cross, and of
     such places where the outermost module ends."""
@@ -116,7 +116,7 @@ def _pieces(
         low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-NEAR, NEAR))
         start, stop = bisect_left(work, low, a + 1, b), bisect_left(work, high, a + 1, b)
         if start <= stop < b:
-            cuts.append(min(range(start, stop + 1), key=lambda p: (crossing[p], depths[p], p)))
+            cuts.append(min(range(start, stop + 1), key=lambda p: (stage_edge[p], depths[p], p)))
     return cuts
 
 

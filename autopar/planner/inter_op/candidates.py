@@ -8,7 +8,7 @@ from itertools import groupby
 
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut
 from autopar.planner.intra_op.mesh_plan import Options
-from autopar.plans.wishes import MOST_AXES
+from autopar.plans.plan_options import MOST_AXES
 from autopar.words.meshes import Mesh
 from cost_models.schedules import USUAL
 

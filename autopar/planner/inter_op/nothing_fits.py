@@ -11,15 +11,15 @@ from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.words.texts import show_bytes
 
 
-def nothing_fits(searches: Sequence[OneNumber], asked: PipelineOptions, n_devices: int) -> PlanError | InfeasibleError:
+def nothing_fits(searches: Sequence[OneNumber], request: PipelineOptions, n_devices: int) -> PlanError | InfeasibleError:
     """The error where no way to cut was planned: what was tried, and the least change that would do."""
-    counts = ", ".join(str(s.asked.microbatches) for s in searches)
-    groups = f"{asked.groups} group{'s' * (asked.groups > 1)}" if asked.groups else "any number of groups"
+    counts = ", ".join(str(s.request.microbatches) for s in searches)
+    groups = f"{request.groups} group{'s' * (request.groups > 1)}" if request.groups else "any number of groups"
     devices = f"{n_devices} device{'s' * (n_devices > 1)}"
-    tried = f"{groups} of {devices}, {counts} microbatches, schedules {', '.join(asked.schedules)}"
+    tried = f"{groups} of {devices}, {counts} microbatches, schedules {', '.join(request.schedules)}"
     leanest = min((s.leanest for s in searches if s.leanest is not None), default=None, key=lambda need: need.n_bytes)
     if leanest is not None and len(searches) > 1:
-        again = ", operators that run again where that helps" if asked.may_recompute else ""
+        again = ", operators that run again where that helps" if request.may_recompute else ""
         factor = leanest.n_bytes / leanest.limit_bytes
         least = (
             f"devices of which {show_bytes(leanest.n_bytes)} may be filled, or about {ceil(factor * n_devices)} of "
@@ -34,7 +34,7 @@ def nothing_fits(searches: Sequence[OneNumber], asked: PipelineOptions, n_device
             f"do: {least}"
         )
     return next((s.infeasible for s in reversed(searches) if s.infeasible), None) or PlanError(
-        f"no schedule of {', '.join(asked.schedules)} allows {' or '.join(counts.split(', '))} microbatches on "
+        f"no schedule of {', '.join(request.schedules)} allows {' or '.join(counts.split(', '))} microbatches on "
         f"{groups}, of {devices} together; change the microbatches or the schedules, or take fewer groups: operators "
         "that read and write one buffer stay in one stage, and there may be too few cuts between them"
     )

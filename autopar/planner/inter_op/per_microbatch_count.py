@@ -76,16 +76,16 @@ class OneNumber(ExactPlans):
             groups: how many, where the user leaves that open; None for any number.
             shapes: the only meshes to look at.
         """
-        if self.asked.starts is not None:
-            return self._pinned(self.asked.starts)
-        asked = self.asked
-        schedules = tuple(dict.fromkeys(START if name == SEARCHED else name for name in asked.schedules))
+        if self.request.starts is not None:
+            return self._pinned(self.request.starts)
+        request = self.request
+        schedules = tuple(dict.fromkeys(START if name == SEARCHED else name for name in request.schedules))
         pools = self._pools
         shapes_of = (lambda size: [m for m in shapes if m.n_devices == size]) if shapes else self.shapes
-        fillers = Fillers(self.menus, self.blocks, asked.microbatches)
+        fillers = Fillers(self.menus, self.blocks, request.microbatches)
         search = Equal(
-            self.cluster, pools, self.blocks, fillers, shapes_of, schedules, asked.microbatches,
-            [share * self.limit(pool) for pool in pools], asked.groups or groups, floors or {}, best_known, far,
+            self.cluster, pools, self.blocks, fillers, shapes_of, schedules, request.microbatches,
+            [share * self.limit(pool) for pool in pools], request.groups or groups, floors or {}, best_known, far,
             self.n_devices <= SMALL and not shapes, beaten, fewest,
         )  # fmt: skip
         cuts = search.cuts()
@@ -93,7 +93,7 @@ class OneNumber(ExactPlans):
         self.infeasible = self.infeasible or search.infeasible
         self.leanest = self.leanest or search.leanest
         if self.n_devices > SMALL:
-            cuts = [replace(c, seconds=s) for s, c in simulated_estimate.best(cuts, asked.microbatches, TRIALS)]
+            cuts = [replace(c, seconds=s) for s, c in simulated_estimate.best(cuts, request.microbatches, TRIALS)]
         best = cuts[:CANDIDATES] if self.n_devices <= SMALL else cuts
         if self.n_devices <= SMALL and cuts:  # the estimate knows neither the order of actions nor the exact plans
             near = [c for c in cuts if c.seconds <= WORTH_A_LOOK * cuts[0].seconds]
@@ -134,27 +134,27 @@ class OneNumber(ExactPlans):
         bounds = tuple(positions.get(s, 0) for s in starts)
         candidates = []
         n_stages = len(starts) + 1
-        for text in self.asked.schedules:
+        for text in self.request.schedules:
             kind, degree = parse_kind(START if text == SEARCHED else text)
             name = SEARCHED if text == SEARCHED else kind.name
             for each in range(1, n_stages + 1) if degree is None else [degree]:
                 groups, rest = divmod(n_stages, each)
                 if rest or not kind.allows_degree(each) or self.n_devices % groups:
                     continue
-                if self.asked.groups not in (None, groups) or (groups == 1 and n_stages > 1):
+                if self.request.groups not in (None, groups) or (groups == 1 and n_stages > 1):
                     continue
                 candidates += [_equal(groups, mesh, name, bounds) for mesh in self.shapes(self.n_devices // groups)]
         return candidates
 
     def _named(self, fill: Fill) -> str:
         """The schedule's name; that of the one that is searched for, where its stages are planned for this one."""
-        return SEARCHED if fill.name == START and SEARCHED in self.asked.schedules else fill.name
+        return SEARCHED if fill.name == START and SEARCHED in self.request.schedules else fill.name
 
     @cached_property
     def menus(self) -> Menus:
         """What blocks can cost."""
-        options = replace(self.asked.options, microbatches=self.asked.microbatches)
-        may = self.asked.may_recompute and not is_asked(self.graph, options.recompute)
+        options = replace(self.request.options, microbatches=self.request.microbatches)
+        may = self.request.may_recompute and not is_asked(self.graph, options.recompute)
         counts = Counter(b.kind for b in self.blocks)
         rare = [k for k, n in counts.items() if RARE * n <= len(self.blocks) and self.n_devices > SMALL]
         many = self.n_devices > SMALL
@@ -163,16 +163,16 @@ class OneNumber(ExactPlans):
 
     def _unequal(self, fillers: Fillers) -> list[EstimatedCut]:
         """Cuts over unequal groups, where these are worth a search: devices that differ, or divide badly."""
-        asked, n = self.asked, self.n_devices
-        names = [name for name in asked.schedules if name != SEARCHED and fill_of(name).chunks == 1]
+        request, n = self.request, self.n_devices
+        names = [name for name in request.schedules if name != SEARCHED and fill_of(name).chunks == 1]
         divides = sum(n % g == 0 for g in range(1, n + 1)) > 2
-        if asked.mesh or not names or n != self.cluster.n_devices or n < 3 or len(self._pools) > 1:
+        if request.mesh or not names or n != self.cluster.n_devices or n < 3 or len(self._pools) > 1:
             return []
-        if divides and not self._uneven and not (asked.groups and n % asked.groups):
+        if divides and not self._uneven and not (request.groups and n % request.groups):
             return []
-        search = Unequal(self.cluster, self.blocks, fillers, self.shapes, asked.microbatches, self.limit)
+        search = Unequal(self.cluster, self.blocks, fillers, self.shapes, request.microbatches, self.limit)
         try:
-            return search.cuts(names, CANDIDATES, asked.groups)
+            return search.cuts(names, CANDIDATES, request.groups)
         except InfeasibleError as error:
             self.infeasible = self.infeasible or error
             return []
@@ -186,24 +186,24 @@ class OneNumber(ExactPlans):
     def shapes(self, size: int, most_axes: int = AXES) -> list[Mesh]:
         """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two. If
         more than :data:`AXES` axes are asked for, only those that have more."""
-        if self.asked.mesh:
-            return [self.asked.mesh] if self.asked.mesh.n_devices == size else []
+        if self.request.mesh:
+            return [self.request.mesh] if self.request.mesh.n_devices == size else []
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
-        every = mesh_shapes(size, min(most_axes, self.asked.max_axes), self.asked.options.named_axes)
+        every = mesh_shapes(size, min(most_axes, self.request.max_axes), self.request.options.named_axes)
         shapes = [m for m in every if len(m) == 1 or m.inner(1).n_devices <= near]
         if most_axes > AXES:  # those with fewer were looked at before
             shapes = [m for m in shapes if len(m) > AXES]
-        return [m for m in shapes if allows(m, self.asked.options)]
+        return [m for m in shapes if allows(m, self.request.options)]
 
     def deeper_shapes(self, fewer: Mesh, devices: Sequence[int]) -> list[Mesh]:
         """Meshes of more than :data:`AXES` axes that split those of one of fewer, and on which the commonest block is
         faster: where it is not, the stages' programs would take long to say the same."""
-        if self.asked.mesh or self.asked.max_axes <= AXES:
+        if self.request.mesh or self.request.max_axes <= AXES:
             return []
         common, _ = Counter(b.kind for b in self.blocks).most_common(1)[0]
         block = next(b for b in self.blocks if b.kind == common)
         faster = []
-        for mesh in self.shapes(len(devices), self.asked.max_axes):
+        for mesh in self.shapes(len(devices), self.request.max_axes):
             if not mesh.refines(fewer):
                 continue
             try:

@@ -18,14 +18,14 @@ from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.memory.recompute import is_asked, patterns_in
 from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph
 from autopar.plans.plan import Plan, StagePlan
-from autopar.plans.stage_graphs import StageGraph, crossings_of, cut, hot_ops
+from autopar.plans.stage_graphs import StageGraph, cut, hot_ops, stage_edges_of
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from cost_models.schedules import Timeline, simulate
 from hardware_profiles import Cluster
 
 
-def limit_of_stage(plan: Plan, number: int, cluster: Cluster, asked: float | None) -> float:
+def limit_of_stage(plan: Plan, number: int, cluster: Cluster, request: float | None) -> float:
     """Bytes of a device that a stage of a finished plan may fill: what the other stages of its group leave.
 
     While a plan is made, stages of a group get shares of this limit by what each is estimated to need
@@ -35,10 +35,10 @@ def limit_of_stage(plan: Plan, number: int, cluster: Cluster, asked: float | Non
     Args:
         asked: the limit that was asked for; None for what a plan may fill of the device.
     """
-    limit = device_limit(cluster, plan.stages[number].devices, asked)
+    limit = device_limit(cluster, plan.stages[number].devices, request)
     of_group = plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[number]]
     others = [plan.stages[s].price for s in of_group if s != number]
-    return max(1.0, limit - sum(p.memory_bytes - p.passing_bytes for p in others))
+    return max(1.0, limit - sum(p.memory_bytes - p.transient_bytes for p in others))
 
 
 def block_starts(graph: Graph) -> list[str]:
@@ -69,7 +69,7 @@ class Replanner:
         timing, once = timing_of(graphs, stages, self.plan.schedule, self.cluster)
         timeline = simulate(self.plan.schedule, timing)
         seconds = once.seconds(timeline)
-        return replace(self.plan, stages=stages, crossings=crossings_of(graphs), seconds=seconds), timeline
+        return replace(self.plan, stages=stages, stage_edges=stage_edges_of(graphs), seconds=seconds), timeline
 
     def limit_bytes(self, number: int, options: Options | None = None) -> float:
         """The memory of a device that a stage may fill; see :func:`limit_of_stage`."""
@@ -87,21 +87,21 @@ class Replanner:
         """
         options, stage = options or self.options, stage or self.graphs[number]
         choice = self.plan.stages[number]
-        wishes = of_stage(options, stage, choice.mesh)
+        plan_options = of_stage(options, stage, choice.mesh)
         names = {n.target for _, n in stage.graph.of_kind("param")}
         of_group = [s for s in self.plan.schedule.stages_of_rank[self._group[number]] if s != number]
         shared = {
             name: ",".join(how.stored)
             for s in of_group for name, how in self.plan.stages[s].params.items() if name in names
         }  # fmt: skip
-        wishes = replace(
-            wishes, params={**(wishes.params or {}), **shared} or None, in_flight=choice.in_flight,
+        plan_options = replace(
+            plan_options, params={**(plan_options.params or {}), **shared} or None, in_flight=choice.in_flight,
             microbatches=self.plan.microbatches, memory_limit_bytes=self.limit_bytes(number, options),
-            recompute=patterns_in(stage.graph, wishes.recompute),
-            may_recompute=wishes.may_recompute and not is_asked(self.graph, self.options.recompute),
+            recompute=patterns_in(stage.graph, plan_options.recompute),
+            may_recompute=plan_options.may_recompute and not is_asked(self.graph, self.options.recompute),
             blocks=[name for name in self.bounds if name in stage.graph.index],
         )  # fmt: skip
-        return plan_graph(stage.graph, self.cluster, choice.mesh, wishes, devices=choice.devices)
+        return plan_graph(stage.graph, self.cluster, choice.mesh, plan_options, devices=choice.devices)
 
     # -- cuts
 

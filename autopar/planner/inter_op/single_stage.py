@@ -23,12 +23,12 @@ def least_seconds(search: ExactPlans) -> float:
     """Less than any step takes in so many microbatches: the model on one device with all the memory that it wants,
     shared evenly by speed. 0 where the cost source does not promise that an operator that is cut in n takes an n-th of
     its time at least, or where no device can run the model alone."""
-    cluster, asked = search.cluster, search.asked
+    cluster, request = search.cluster, search.request
     if not costs_of(cluster).share_bounds:
         return 0.0
     options = replace(
-        asked.options, constraints=None, params=None, inputs=None, outputs=None, recompute=(), may_recompute=False,
-        memory_limit_bytes=UNLIMITED, microbatches=asked.microbatches,
+        request.options, constraints=None, params=None, inputs=None, outputs=None, recompute=(), may_recompute=False,
+        memory_limit_bytes=UNLIMITED, microbatches=request.microbatches,
     )  # fmt: skip
     kinds = Counter(cluster.device(d).name for d in range(search.n_devices))
     firsts = {cluster.device(d).name: d for d in reversed(range(search.n_devices))}

@@ -87,13 +87,13 @@ def of_stage(options: Options, stage: StageGraph, mesh: Mesh) -> Options:
     parts: dict[str, Any] = {
         _FIELDS[name]: part_of(getattr(options, _FIELDS[name]) or {}, stage) or None for name, part_of in PARTS.items()
     }
-    wishes = replace(options, **parts)
-    if not allows(mesh, wishes):
+    plan_options = replace(options, **parts)
+    if not allows(mesh, plan_options):
         raise InfeasibleError(
             f"stage {stage.number} on mesh {mesh.shown(', ')}: what is asked of its operators "
             "and parameters names other axes; give the mesh of a group with mesh="
         )
-    return wishes
+    return plan_options
 
 
 def _ops(constraints: Mapping[str, Mapping[str, str]], stage: StageGraph) -> dict[str, dict[str, str]]:
@@ -135,7 +135,7 @@ def _outputs(outputs: Mapping[int, State], stage: StageGraph) -> dict[int, State
 PARTS: dict[str, Callable[[Any, StageGraph], Any]] = {
     "ops": _ops, "params": _params, "inputs": _inputs, "outputs": _outputs,
 }  # fmt: skip
-"""A stage's part of each pin of which stages get a part (:mod:`autopar.plans.wishes`)."""
+"""A stage's part of each pin of which stages get a part (:mod:`autopar.plans.plan_options`)."""
 _FIELDS = {"ops": "constraints", "params": "params", "inputs": "inputs", "outputs": "outputs"}
 """Where options have them."""
 
@@ -176,13 +176,13 @@ def check_counts(
                 return
     if stages == 1 and 1 in counts:
         return
-    asked = f"{groups} group{'s' if groups > 1 else ''}" if groups is not None else f"equal groups of {n} devices"
+    request = f"{groups} group{'s' if groups > 1 else ''}" if groups is not None else f"equal groups of {n} devices"
     each = "; ".join(
         f"{name}: {degree or kind.fewest}{' or more' if kind.most is None and degree is None else ''} a group"
         for name, (kind, degree) in kinds.items()
     )
     raise PlanError(
-        f"{len(cuts)} cut{'s make' if len(cuts) > 1 else ' makes'} {stages} stages, which {asked} cannot hold "
+        f"{len(cuts)} cut{'s make' if len(cuts) > 1 else ' makes'} {stages} stages, which {request} cannot hold "
         f"({each}); give one cut less than stages"
     )
 

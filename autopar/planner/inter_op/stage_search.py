@@ -71,7 +71,7 @@ class Planned:
 
 @uncollected()  # a search plans thousands of blocks
 def plan_pipeline(
-    graph: Graph | Mapping[int, Graph], cluster: Cluster, n_devices: int, asked: PipelineOptions, *,
+    graph: Graph | Mapping[int, Graph], cluster: Cluster, n_devices: int, request: PipelineOptions, *,
     cluster_name: str = "", beaten: float = inf,
 ) -> Planned:  # fmt: skip
     """The best pipelined plan on the first ``n_devices`` of a cluster; one group of all of them is among the choices.
@@ -86,53 +86,53 @@ def plan_pipeline(
         InfeasibleError: nothing fits the devices' memory.
         Beaten: nothing that fits takes less than ``beaten``.
     """
-    graphs = dict(sorted(graph.items())) if isinstance(graph, Mapping) else {asked.microbatches: graph}
-    for name in asked.schedules:
+    graphs = dict(sorted(graph.items())) if isinstance(graph, Mapping) else {request.microbatches: graph}
+    for name in request.schedules:
         check_name(name)
-    if asked.groups is not None and not 1 <= asked.groups <= n_devices:
-        raise PlanError(f"{n_devices} devices cannot be cut into {asked.groups} groups; use 1 to {n_devices}")
+    if request.groups is not None and not 1 <= request.groups <= n_devices:
+        raise PlanError(f"{n_devices} devices cannot be cut into {request.groups} groups; use 1 to {n_devices}")
     searches = [
-        OneNumber(one, cluster, n_devices, replace(asked, microbatches=m), cluster_name) for m, one in graphs.items()
+        OneNumber(one, cluster, n_devices, replace(request, microbatches=m), cluster_name) for m, one in graphs.items()
     ]
-    if asked.options.recompute:  # the patterns are those of the whole model
+    if request.options.recompute:  # the patterns are those of the whole model
         first = searches[0].graph
-        segments_of(first, rules_of(first, fold(first).representative), asked.options.recompute)
+        segments_of(first, rules_of(first, fold(first).representative), request.options.recompute)
     best = Incumbents(n_devices, beaten)
     note_best("")
     promising: list[tuple[OneNumber, Candidate]] = []
     bounds = [0.0] * len(searches)
     few = n_devices <= SMALL
-    alone = few and asked.starts is None and asked.groups in (None, 1)
+    alone = few and request.starts is None and request.groups in (None, 1)
     if alone:
         with best.interruptible():
             _in_one_group(searches, bounds, best)
     for share in ROOM:
-        if best.interrupted or (best.plans and asked.groups == 1):
+        if best.interrupted or (best.plans and request.groups == 1):
             break
-        fewest = 2 if alone and asked.groups is None else 1  # where one group is asked for, estimates say what it needs
+        fewest = 2 if alone and request.groups is None else 1  # where one group is asked for, estimates say what it needs
         numbers = _Numbers(searches, share, bounds, best.to_beat, fewest)
         with best.interruptible(numbers.found):
             numbers.look()
         with best.interruptible():
             promising = numbers.promising()
             best.plan_exactly(promising)
-        if best.plans or best.interrupted or asked.starts is not None:
+        if best.plans or best.interrupted or request.starts is not None:
             break
     if beaten < inf and (not best.plans or best.fastest.seconds >= beaten):
         raise Beaten
     if not best.plans:
         best.look_closer(searches)
     if not best.plans:
-        raise nothing_fits(searches, asked, n_devices)
+        raise nothing_fits(searches, request, n_devices)
     if not few and not best.interrupted:
         with best.interruptible():
             best.share_equally(searches)
     if few and not best.interrupted:
         with best.interruptible():
             best.plans += best.fastest.search.improved(best.fastest)
-    if asked.top > 1 and not best.interrupted:
+    if request.top > 1 and not best.interrupted:
         with best.interruptible():
-            best.next_best(asked.top, promising)
+            best.next_best(request.top, promising)
     best.plans.sort(key=lambda f: f.seconds)
     tried: dict[str, Exact] = {}
     for f in best.plans:
@@ -216,7 +216,7 @@ class _Numbers:
         fewer, to the ends, or until :data:`WORSE` numbers in a row are far from the best; on many devices to fewer
         only if the start is not far from the best by then. A small model on many devices starts from the fewest.
         """
-        if len(self.searches) == 1 or self.searches[0].asked.starts is not None:
+        if len(self.searches) == 1 or self.searches[0].request.starts is not None:
             for search in self.searches:
                 self._take(search, search.candidates(share=self.share, beaten=self.to_beat, fewest=self.fewest_groups))
             self._look_deeper()
@@ -243,7 +243,7 @@ class _Numbers:
         number has microbatches of one row; the middle one on fewer devices, which one group may serve best."""
         if self.searches[0].n_devices <= DEVICES_A_MICROBATCH:
             return middle
-        numbers = [search.asked.microbatches for search in self.searches]
+        numbers = [search.request.microbatches for search in self.searches]
         wanted = log2(numbers[-1] * DEVICES_A_MICROBATCH / self.searches[0].n_devices)
         return min(range(len(numbers)), key=lambda k: abs(log2(numbers[k]) - wanted))
 
@@ -252,7 +252,7 @@ class _Numbers:
         ways = sorted(self.found, key=lambda f: f[:2])
         for _, _, search, candidate in ways[:1]:
             equal = len({mesh.n_devices for mesh in candidate.meshes}) == 1
-            if search.asked.mesh or search.asked.starts is not None or not equal or search.asked.max_axes <= AXES:
+            if search.request.mesh or search.request.starts is not None or not equal or search.request.max_axes <= AXES:
                 continue
             far = NEAR if self.few else DEEPER
             shapes = search.deeper_shapes(candidate.meshes[0], candidate.devices[0])
@@ -263,7 +263,7 @@ class _Numbers:
 
     def _look_at(self, number: int) -> bool:
         """Whether a number is near the best."""
-        search, m = self.searches[number], self.searches[number].asked.microbatches
+        search, m = self.searches[number], self.searches[number].request.microbatches
         if self.bounds[number] >= self.to_beat:
             return False
         tell(lambda: f"estimates for {m} microbatches")
@@ -288,7 +288,7 @@ class _Numbers:
 
     def promising(self) -> list[tuple[OneNumber, Candidate]]:
         """What is planned exactly, the best first."""
-        if len(self.searches) == 1 or self.searches[0].asked.starts is not None:
+        if len(self.searches) == 1 or self.searches[0].request.starts is not None:
             return [(s, c) for _, _, s, c in self.found]
         ordered = sorted(self.found, key=lambda f: f[:2])
         if not ordered:

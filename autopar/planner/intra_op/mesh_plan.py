@@ -227,7 +227,7 @@ class PlansByMemory:
         cuts, nothing = decided.cuts, frozenset[int]()
         if cuts not in plans:
             plans[cuts] = self.setting.realise(decided._replace(again=nothing, tensors={}))
-        sets = [(decided.again, decided.tensors), (nothing, {GATHER_AGAIN.name: frozenset(plans[cuts].routes)})]
+        sets = [(decided.again, decided.tensors), (nothing, {GATHER_AGAIN.name: frozenset(plans[cuts].reshard_paths)})]
         if decoder.again is not None:
             sets.append((decoder.again.every(self.setting.folding), {}))
         sets += [(nothing, tensors) for tensors in decoder.every_waiting(self.setting.folding)]

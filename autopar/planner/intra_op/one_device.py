@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.plans.plan import ParamChoice, StagePlan, route_key
+from autopar.plans.plan import ParamChoice, StagePlan, reshard_key
 from autopar.plans.stage_graphs import first_op
 from autopar.rules.option_names import WHOLE
 from autopar.words.graph import Graph, Ref
@@ -18,7 +18,7 @@ def one_device(graph: Graph) -> StagePlan:
     """
     whole, pending_gradient = State((INVARIANT,)), State((REPLICATED,))
     steps = ((whole, pending_gradient), (pending_gradient, whole))
-    routes = {route_key(graph, Ref(i, k)): steps for i, n in enumerate(graph.nodes) for k in range(len(n.outs))}
+    reshard_paths = {reshard_key(graph, Ref(i, k)): steps for i, n in enumerate(graph.nodes) for k in range(len(n.outs))}
     mesh = Mesh.of(one=1)
     return StagePlan(
         graph.fingerprint, mesh,
@@ -26,7 +26,7 @@ def one_device(graph: Graph) -> StagePlan:
         {n.target: ParamChoice(*(whole_state(mesh, n.needs_grad),) * 2) for _, n in graph.of_kind("param")},
         {n.target: whole_state(mesh) for _, n in graph.of_kind("buffer")},
         tuple(whole_state(mesh, _has_gradient(graph, o)) if isinstance(o, Ref) else None for o in graph.outputs),
-        routes,
+        reshard_paths,
         {n.target: whole for _, n in graph.of_kind("input") if n.needs_grad}, first=first_op(graph), devices=(0,),
     )  # fmt: skip
 

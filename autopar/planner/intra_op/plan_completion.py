@@ -15,14 +15,14 @@ from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again
 from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
-from autopar.planner.intra_op.reshard import Edge, route
+from autopar.planner.intra_op.reshard import Edge, reshard_path
 from autopar.planner.intra_op.written_buffers import held_whole
 from autopar.plans.memory_decisions import GATHER_AGAIN, RECOMPUTE, Memory, about_tensors, in_order
-from autopar.plans.plan import ParamChoice, StagePlan, route_key, segment_numbers
+from autopar.plans.plan import ParamChoice, StagePlan, reshard_key, segment_numbers
 from autopar.plans.prices import Price
 from autopar.plans.regather import gathers, may_wait, ref_of
 from autopar.plans.stage_graphs import first_op
-from autopar.rules.lowering_helpers.meanwhile import Routes
+from autopar.rules.lowering_helpers.overlapped_steps import ReshardPaths
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref
@@ -197,7 +197,7 @@ def complete(
         state = whole_grad if node.needs_grad else whole
         owned[i] = params.get(i, ParamChoice(state, state))
     made_as, wanted, out_states = needs(graph, mesh, chosen, owned, buffer_states, inputs or {}, outputs)
-    routes: dict[str, tuple[Edge, ...]] = {}
+    reshard_paths: dict[str, tuple[Edge, ...]] = {}
     seconds = 0.0
     cache: dict[object, tuple[float, tuple[Edge, ...]] | None] = {}
     for ref, goals in wanted.items():
@@ -208,7 +208,7 @@ def complete(
         grad = node.needs_grad and spec.is_float
         key = (spec, grad, state, tuple(sorted(goals)))
         if key not in cache:
-            cache[key] = route(spec.shape, mesh, grad, state, list(goals), partial(pricer.step, spec, grad))
+            cache[key] = reshard_path(spec.shape, mesh, grad, state, list(goals), partial(pricer.step, spec, grad))
         cheapest = cache[key]
         if cheapest is None:
             raise PlanError(
@@ -216,16 +216,16 @@ def complete(
                 f"to {' and '.join(g.text for g in goals)}; choose another cut for it or for its readers"
             )
         if cheapest[1]:
-            routes[route_key(graph, ref)] = cheapest[1]
+            reshard_paths[reshard_key(graph, ref)] = cheapest[1]
             seconds += cheapest[0]
-    decisions = that_can_be(graph, mesh, routes, memory or {})
+    decisions = that_can_be(graph, mesh, reshard_paths, memory or {})
     weighed = weighed or any(decisions.values())
-    walk = Walk(graph, rules, mesh, chosen, routes, decisions, kernels=pricer.kernels) if weighed else None
+    walk = Walk(graph, rules, mesh, chosen, reshard_paths, decisions, kernels=pricer.kernels) if weighed else None
     holds = walk.ledger() if walk is not None else Ledger((), ())
     segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
-    beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, routes, segment_of).values())
+    beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, reshard_paths, segment_of).values())
     price = _price(
-        graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight, routes, holds,
+        graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight, reshard_paths, holds,
         made_as,
     )  # fmt: skip
     peaks = None
@@ -236,14 +236,14 @@ def complete(
         graph.fingerprint, mesh,
         {node.name: names_of[id(chosen[i])] for i, node in enumerate(graph.nodes) if node.kind == "op"},
         {graph.nodes[i].target: choice for i, choice in owned.items()},
-        buffer_states, tuple(out_states), routes, dict(inputs or {}), optimizer, microbatches, price,
+        buffer_states, tuple(out_states), reshard_paths, dict(inputs or {}), optimizer, microbatches, price,
         memory=holds.memory, in_flight=in_flight, first=first_op(graph), devices=pricer.devices,
         fullest=peaks.fullest(in_flight) if peaks is not None else None, peaks=peaks,
     )  # fmt: skip
 
 
 def that_can_be(
-    graph: Graph, mesh: Mesh, routes: Mapping[str, Sequence[Edge]], decided: Mapping[str, Collection[Any]]
+    graph: Graph, mesh: Mesh, reshard_paths: Mapping[str, Sequence[Edge]], decided: Mapping[str, Collection[Any]]
 ) -> Memory:
     """What is decided about memory, without copies of tensors that are not gathered after all, and without tensors that
     what is recomputed makes or reads."""
@@ -252,7 +252,7 @@ def that_can_be(
         return can
     segment_of = segment_numbers(graph, can.get(RECOMPUTE.name, ()))
     if copies := can.get(GATHER_AGAIN.name):
-        can[GATHER_AGAIN.name] = tuple(sorted(set(copies).intersection(gathers(graph, mesh, routes, segment_of))))
+        can[GATHER_AGAIN.name] = tuple(sorted(set(copies).intersection(gathers(graph, mesh, reshard_paths, segment_of))))
     for record in about_tensors():
         refs = {key: ref_of(graph, key) for key in can.get(record.name, ())}
         can[record.name] = tuple(
@@ -265,14 +265,14 @@ def that_can_be(
 def _price(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
     owned: Mapping[int, ParamChoice], moved_seconds: float, optimizer: str, microbatches: int,
-    in_flight: int, routes: Routes, holds: Ledger, made_as: Mapping[Ref, State],
+    in_flight: int, reshard_paths: ReshardPaths, holds: Ledger, made_as: Mapping[Ref, State],
 ) -> Price:  # fmt: skip
     """The price, in which passing bytes are still missing.
 
     Args:
         moved_seconds: of reshards, without what others' computation hides of collectives inside operators.
     """
-    compute, inside = seconds_again(graph, rules, pricer, chosen, routes, holds)
+    compute, inside = seconds_again(graph, rules, pricer, chosen, reshard_paths, holds)
     memo: dict[object, tuple[float, float]] = {}
     nodes, alike = graph.nodes, graph.alike
     for i, node in enumerate(nodes):

@@ -12,14 +12,14 @@ from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.plan_completion import complete
 from autopar.plans.memory_decisions import memory
-from autopar.plans.plan import ParamChoice, Recompute, StagePlan, route_key, segment_numbers
+from autopar.plans.plan import ParamChoice, Recompute, StagePlan, reshard_key, segment_numbers
 from autopar.plans.regather import can_make_again, gathers
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref, Spec
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import fits
-from autopar.words.placements import State, shard, whole_placement, whole_state
+from autopar.words.placements import State, replicated_placement, shard, whole_state
+from autopar.words.shards import fits
 
 ATTEMPTS = 50
 """Draws until one has a way from every tensor to its readers: most have."""
@@ -73,7 +73,7 @@ def random_plan(
             segment_of = segment_numbers(graph, runs)
             results = [Ref(i, k) for i in segment_of for k, spec in enumerate(graph.nodes[i].outs) if spec is not None]
             remade = [
-                route_key(graph, ref) for ref in results
+                reshard_key(graph, ref) for ref in results
                 if make_again and can_make_again(graph, ref, segment_of) and rng.random() < 0.5
             ]  # fmt: skip
             plan = complete(
@@ -82,7 +82,7 @@ def random_plan(
             )  # fmt: skip
             if not gather_again:
                 return plan
-            can = gathers(graph, mesh, plan.routes, segment_of)
+            can = gathers(graph, mesh, plan.reshard_paths, segment_of)
             again = [key for key in can if rng.random() < 0.5]
             return complete(
                 graph, rules, pricer, decided, params, outputs, inputs=inputs,
@@ -112,7 +112,7 @@ def _at_the_borders(graph: Graph, mesh: Mesh, rng: random.Random) -> tuple[dict[
     """Random placements of what comes from earlier pipeline stages and goes to later ones."""
 
     def drawn(spec: Spec, grad: bool) -> State:
-        whole = whole_placement(grad)
+        whole = replicated_placement(grad)
         state = State(rng.choice([whole, *map(shard, range(len(spec.shape)))]) for _ in mesh)
         return state if fits(spec.shape, state, mesh) else whole_state(mesh, grad)
 

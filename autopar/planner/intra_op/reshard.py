@@ -14,8 +14,8 @@ from functools import lru_cache
 from itertools import product
 
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import fits
 from autopar.words.placements import INVARIANT, REPLICATED, Placement, State, steps_from
+from autopar.words.shards import fits
 
 Edge = tuple[State, State]
 STEP_SECONDS = 1e-15
@@ -36,7 +36,7 @@ def state_graph(
     A step never makes a placement that no consumer wants, but for the whole value that two steps may pass through.
     """
     passing = [
-        tuple(dict.fromkeys((*t, *(p for p in s if p.is_whole)))) for s, t in zip(sources, targets, strict=True)
+        tuple(dict.fromkeys((*t, *(p for p in s if p.is_replicated)))) for s, t in zip(sources, targets, strict=True)
     ]
     every = [tuple(dict.fromkeys((*s, *p))) for s, p in zip(sources, passing, strict=True)]
     every_state = map(State, product(*every))
@@ -51,7 +51,7 @@ def axis_sets(states: Sequence[State], n_axes: int) -> tuple[tuple[Placement, ..
     return tuple(tuple(sorted({s[a] for s in states})) for a in range(n_axes))
 
 
-def route(
+def reshard_path(
     shape: tuple[int, ...], mesh: Mesh, grad: bool, source: State, targets: Sequence[State],
     price: Callable[[State, State], float],
 ) -> tuple[float, tuple[Edge, ...]] | None:  # fmt: skip

@@ -40,7 +40,7 @@ from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, RING, SHARD, TENSOR, WAYS
 from autopar.planner.layouts.pinned_plan import Said
 from autopar.planner.layouts.stage_starts import blocks_of, lists_of_blocks, numbered, sizes_of
-from autopar.plans.wishes import OPTIMIZERS
+from autopar.plans.plan_options import OPTIMIZERS
 from autopar.rules.experts.expert_block import BLOCK
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
@@ -129,8 +129,8 @@ class Layout:
         each = self.sizes["dp"] * self.rows
         count = self.microbatches or rows // each
         if count < 1 or rows % count or (self.microbatches is None and rows % each):
-            asked = f"m={count}" if self.microbatches else f"dp={self.sizes['dp']} with mbs={self.rows}"
-            raise PlanError(f"{self.written}: a batch of {rows} rows cannot be cut by {asked}; use what divides it")
+            request = f"m={count}" if self.microbatches else f"dp={self.sizes['dp']} with mbs={self.rows}"
+            raise PlanError(f"{self.written}: a batch of {rows} rows cannot be cut by {request}; use what divides it")
         if rows // count % self.sizes["dp"]:
             raise PlanError(
                 f"{self.written}: {count} microbatches of {rows} rows have {rows // count} each, which do not divide "

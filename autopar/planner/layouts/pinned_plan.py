@@ -25,14 +25,14 @@ from autopar.planner.layouts.dim_classes import DimClasses
 from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, OperatorCuts, strategy_of
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
 from autopar.plans.memory_decisions import GATHER_AGAIN
-from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, route_key
+from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, reshard_key
 from autopar.plans.prices import bytes_together
-from autopar.plans.stage_graphs import StageGraph, crossings_of, cut
+from autopar.plans.stage_graphs import StageGraph, cut, stage_edges_of
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
-from autopar.words.placements import Placement, State, whole_placement
+from autopar.words.placements import Placement, State, replicated_placement
 from cost_models.schedules import Schedule, Timeline, build, label_of, live_at_peak, simulate
 from hardware_profiles import Cluster
 
@@ -159,7 +159,7 @@ class _Pinned:
         needed = [bytes_together([stages[s].price for s in of]) for of in schedule.stages_of_rank]
         fullest = max(range(said.groups), key=lambda g: needed[g] / limits[g])
         plan = Plan(
-            self.graph.fingerprint, cluster_name, tuple(stages), schedule, crossings_of(graphs), seconds,
+            self.graph.fingerprint, cluster_name, tuple(stages), schedule, stage_edges_of(graphs), seconds,
             pins=self._pins,
         ).validate()  # fmt: skip
         notes = tuple(filter(None, [described(sizes_of(len(blocks_of(self.graph)), n_stages)) if n_stages > 1 else ""]))
@@ -256,14 +256,14 @@ class _Pinned:
             for i, node in graph.of_kind("input") if node.target in graph.arriving and Ref(i) in wanted
         }  # fmt: skip
         regathers = self.said.sequence_parallel and self.cluster.software.regathers
-        again = frozenset(route_key(graph, ref) for ref in made) if regathers else frozenset()
+        again = frozenset(reshard_key(graph, ref) for ref in made) if regathers else frozenset()
         return Decided(ops, params, outputs, inputs, tensors={GATHER_AGAIN.name: again})
 
     @staticmethod
     def _whole_sums(state: State, grad: bool) -> State:
         """Return the state of an output that is made in this one: sums are added up."""
-        whole = whole_placement(grad)
-        return State(whole if p.is_pending or (grad and p.is_whole) else p for p in state)
+        whole = replicated_placement(grad)
+        return State(whole if p.is_pending or (grad and p.is_replicated) else p for p in state)
 
     def _arrival(self, node: Node, state: State) -> State:
         """Return the state in which a tensor of an earlier stage arrives: as its first reader wants it."""
@@ -291,7 +291,7 @@ class _Pinned:
 
     def _used(self, uses: Sequence[State], grad: bool) -> State:
         """Return the state in which a parameter is used: what all readers want; whole where they differ."""
-        whole = whole_placement(grad)
+        whole = replicated_placement(grad)
         each: list[set[Placement]] = [{state[a] for state in uses} for a in range(len(self.said.mesh))]
         return State(next(iter(of)) if len(of) == 1 else whole for of in each)
 

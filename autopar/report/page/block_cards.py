@@ -51,7 +51,7 @@ def colour(row: OpRow, mesh: Mesh, axis: int) -> str:
     placement = State.parse(row.outs[0], mesh, row.label)[axis]
     if placement.is_shard:
         return f"c-{min(3, placement.dim or 0)}"
-    return "c-whole" if placement.is_whole else "c-sum"
+    return "c-whole" if placement.is_replicated else "c-sum"
 
 
 def stage_cards(graphs: Sequence[StageGraph], plan: Plan, cluster: Cluster) -> list[StageCards]:
@@ -76,8 +76,8 @@ def _look(graph: Graph, stage: StagePlan) -> Any:
 
     ops = tuple((n.target, plain(n.module), n.outs, stage.ops[n.name]) for n in graph.nodes if n.kind == "op")
     params = tuple((plain(name), choice) for name, choice in stage.params.items())
-    routes = tuple((plain(name), steps) for name, steps in stage.routes.items())
-    return stage.mesh, ops, params, routes, len(stage.recompute), stage.price.seconds
+    reshard_paths = tuple((plain(name), steps) for name, steps in stage.reshard_paths.items())
+    return stage.mesh, ops, params, reshard_paths, len(stage.recompute), stage.price.seconds
 
 
 def model_section(cards: Sequence[StageCards], plan: Plan, timeline: Timeline) -> Markup:

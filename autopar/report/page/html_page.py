@@ -18,8 +18,8 @@ import jinja2
 from markupsafe import Markup
 
 from autopar.plans.plan import Plan
+from autopar.plans.plan_options import pin_words
 from autopar.plans.stage_graphs import StageGraph
-from autopar.plans.wishes import pin_words
 from autopar.report.layouts import LayoutRow, layout_row
 from autopar.report.page.block_cards import COLOURS, model_section, stage_cards
 from autopar.report.page.gantt import gantt, is_aggregated

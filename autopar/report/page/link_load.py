@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from autopar.planner.inter_op.simulating.timing import crossing_messages
+from autopar.planner.inter_op.simulating.timing import stage_edge_messages
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph
 from autopar.report.page.markup import bar, filled, joined, table
@@ -16,7 +16,7 @@ from autopar.report.page.seconds_spent import StageTally
 from autopar.words.meshes import Mesh
 from autopar.words.texts import show_bytes, show_seconds
 from cost_models.mesh_links import link_bytes
-from cost_models.routes import Edge, route
+from cost_models.reshard_paths import Edge, reshard_path
 from hardware_profiles import Cluster
 
 Loads = defaultdict[str, float]
@@ -91,13 +91,13 @@ def _between_stages(
     """What stages send each other: as it is priced, all of it on the way between the first devices of both."""
     group = plan.schedule.rank_of_stage
     for part in graphs:
-        for crossing in part.takes:
-            if group[crossing.source] == group[part.number]:
+        for stage_edge in part.takes:
+            if group[stage_edge.source] == group[part.number]:
                 continue
-            sides = crossing.sides(plan.stages, part.number)
-            for near, far in (sides, sides[::-1]) if crossing.needs_grad else (sides,):
-                n_bytes = max((n.n_bytes for n in crossing_messages(crossing.spec, near, far)), default=0)
-                for edge in route(cluster.graph, near.devices[0], far.devices[0]):
+            sides = stage_edge.sides(plan.stages, part.number)
+            for near, far in (sides, sides[::-1]) if stage_edge.needs_grad else (sides,):
+                n_bytes = max((n.n_bytes for n in stage_edge_messages(stage_edge.spec, near, far)), default=0)
+                for edge in reshard_path(cluster.graph, near.devices[0], far.devices[0]):
                     carried[edge]["between stages"] += n_bytes * plan.microbatches
 
 

@@ -168,7 +168,7 @@ def _limits(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[float]:
     for stages in plan.schedule.stages_of_rank:
         first = stages[0]
         others = [plan.stages[s].price for s in stages[1:]]
-        rest = sum(price.memory_bytes - price.passing_bytes for price in others)
+        rest = sum(price.memory_bytes - price.transient_bytes for price in others)
         limits.append(max(1.0, rows[first]["limit_bytes"] + rest))
     return limits
 

@@ -18,15 +18,15 @@ from autopar.planner.intra_op.building.parameter_load import parameter_load
 from autopar.planner.intra_op.building.price import Pricer, pricer
 from autopar.planner.intra_op.memory.ledger import waiting_seconds
 from autopar.planner.intra_op.memory.memory_walk import ledger
-from autopar.plans.plan import Plan, StagePlan, route_key, segment_numbers
+from autopar.plans.plan import Plan, StagePlan, reshard_key, segment_numbers
 from autopar.plans.stage_graphs import StageGraph
 from autopar.rules.local_calls import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of, strategy_named
 from autopar.words.graph import Graph, Node, Ref, Spec
-from autopar.words.pieces import elements_moved
 from autopar.words.placements import State, Step
+from autopar.words.shards import elements_moved
 from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
@@ -86,10 +86,10 @@ def stage_tally(graph: Graph, stage: StagePlan, priced: Pricer) -> StageTally:
             _inside(tally, graph, stage, priced, node, rule, chosen[i])
         for out, spec in enumerate(node.outs):
             if spec is not None:
-                for src, dst in stage.routes.get(route_key(graph, Ref(i, out)), ()):
+                for src, dst in stage.reshard_paths.get(reshard_key(graph, Ref(i, out)), ()):
                     _reshard(tally, spec, node.needs_grad and spec.is_float, src, dst, stage, priced)
     segment_of = segment_numbers(graph, stage.recompute)
-    for i, less in hidden(graph, rules, priced, chosen, stage.routes, segment_of).items():
+    for i, less in hidden(graph, rules, priced, chosen, stage.reshard_paths, segment_of).items():
         _beside_others(tally, graph, stage, priced, i, chosen[i], less)
     if stage.memory:
         _again(tally, graph, stage, priced, chosen)
@@ -187,12 +187,12 @@ def _reshard(
 def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]) -> None:
     """What runs a second time, in the backward."""
     rules = rules_of(graph)
-    holds = ledger(graph, rules, stage.mesh, chosen, stage.routes, stage.memory, kernels=priced.kernels)
+    holds = ledger(graph, rules, stage.mesh, chosen, stage.reshard_paths, stage.memory, kernels=priced.kernels)
     steps = list(holds.steps_again)
     tally.seconds[SLICES] += sum(waiting_seconds(priced, holds).values())
     segment_of = segment_numbers(graph, stage.recompute)
     runs_again = {i for segment in holds.segments if segment.active for i in segment.ops}
-    for i, less in hidden(graph, rules, priced, chosen, stage.routes, segment_of).items():
+    for i, less in hidden(graph, rules, priced, chosen, stage.reshard_paths, segment_of).items():
         if i in runs_again:
             _beside_others(tally, graph, stage, priced, i, chosen[i], less, again=True)
     for segment in holds.segments:

@@ -21,7 +21,7 @@ from autopar.rules.attention.attention_pairs import (
     zigzag_stretches,
 )
 from autopar.rules.families.sharded_random import Shards, Site, dropping, hashes_at, threshold_of
-from autopar.words.pieces import nested_piece_of
+from autopar.words.shards import nested_piece_of
 
 Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
 """Of queries and of keys; None where there is no dropout."""

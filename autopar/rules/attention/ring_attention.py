@@ -34,7 +34,7 @@ from autopar.rules.attention.attention_pairs import mask_of
 from autopar.rules.attention.attention_sums import AttentionSoFar, SumOfParts
 from autopar.rules.families.sharded_random import Site
 from autopar.rules.lowering_helpers.collective_helpers import permuted, sends_on
-from autopar.rules.lowering_helpers.local_piece import axes_of, cuts_on, n_pieces, positions, which_piece
+from autopar.rules.lowering_helpers.local_shard import axes_of, cuts_on, n_shards, positions, which_shard
 from autopar.rules.lowering_helpers.lowering_trial import makes_some_steps, standing_for
 from autopar.torch_private import each_rank
 
@@ -245,13 +245,13 @@ def attention_across(
     rows, ring = cut.get(QUERIES, ()), axes_of(cut, RING)
     row_axes = tuple(axis for factor, axes in cut.items() if factor in (QUERIES, RING) for axis in axes)
     axis = ring[0] if ring else None
-    group, number = (None, 0) if axis is None else (sends_on(axis), which_piece(axis))
+    group, number = (None, 0) if axis is None else (sends_on(axis), which_shard(axis))
     learns = attn_mask is not None and attn_mask.requires_grad
     places = shape[-2] if dropout_p else None if sizes is None else sizes.get(RING)  # random calls are told the shape
-    n_places = places if places is not None and ring and places % n_pieces(ring) else 0
+    n_places = places if places is not None and ring and places % n_shards(ring) else 0
     uneven = n_places > 0
-    zigzag = bool(ring) and is_causal and not rows and not uneven and exchanges_halves(q.shape[-2] * n_pieces(ring))
-    row_numbers, pieces = tuple(map(which_piece, row_axes)), n_pieces(ring)
+    zigzag = bool(ring) and is_causal and not rows and not uneven and exchanges_halves(q.shape[-2] * n_shards(ring))
+    row_numbers, pieces = tuple(map(which_shard, row_axes)), n_shards(ring)
     steps = min(pieces, TRIED_STEPS) if makes_some_steps() else pieces
     draw = None
     if dropout_p:
@@ -259,7 +259,7 @@ def attention_across(
         drawn = (*shape[:-1], n_places if uneven else k.shape[-2] * pieces)
         draw = Draw(dropout_p, site, drawn, tuple(shards[:-2]))
     else:
-        of_all = q.shape[-2] * n_pieces(row_axes) if sizes is None or QUERIES not in sizes else sizes[QUERIES]
+        of_all = q.shape[-2] * n_shards(row_axes) if sizes is None or QUERIES not in sizes else sizes[QUERIES]
         n_rows = n_places if uneven else of_all
     way = Going(
         axis, group, number, pieces, cuts_on(row_axes), row_numbers, n_rows, is_causal, scale, zigzag, learns,

@@ -14,7 +14,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 
-from autopar.rules.lowering_helpers.local_piece import n_pieces
+from autopar.rules.lowering_helpers.local_shard import n_shards
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, Begun, in_trial
 from autopar.torch_private import (
     FakeTensor,
@@ -41,7 +41,7 @@ class Trip:
     def __init__(
         self, expert: torch.Tensor, n_experts: int, axis: str, busiest: tuple[int, Sequence[float]] | None = None
     ) -> None:
-        self.n_rows, self.axis, ranks = expert.shape[0], axis, n_pieces([axis])
+        self.n_rows, self.axis, ranks = expert.shape[0], axis, n_shards([axis])
         self.group = None if in_trial() else group_of_axis(axis)  # the backward knows no mesh
         self.of_each = -(-n_experts // ranks)
         """Of a rank that has most experts."""

@@ -35,7 +35,7 @@ from autopar.rules.experts.expert_features import LOOKUP, SPLIT, features_of
 from autopar.rules.experts.expert_program import COMMON, EXPERT, ROW, Body, Value, body_of, computed
 from autopar.rules.experts.experts import EXPERTS, most_rows
 from autopar.rules.lowering_helpers.collective_helpers import pending
-from autopar.rules.lowering_helpers.local_piece import axes_of, first, n_pieces
+from autopar.rules.lowering_helpers.local_shard import axes_of, first, n_shards
 from autopar.rules.notation import CallPart, Comm, Lowering, Parts, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
@@ -96,7 +96,7 @@ def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, lo
         load: of the experts, for runs on tensors without values, which are of the rank that gets most rows.
     """
     of_experts = tensors[body_of(body).roles.index(EXPERT)]
-    n_experts = sizes[TRAVEL] if sizes else of_experts.shape[0] * n_pieces(axes_of(cut, TRAVEL))
+    n_experts = sizes[TRAVEL] if sizes else of_experts.shape[0] * n_shards(axes_of(cut, TRAVEL))
     begin, compute, end = travelling_in_parts(n_experts, (tensors, body), {"cut": cut, "load": load})
     leaving = begin.function(*begin.args, **begin.kwargs)
     computing = compute.function(leaving, *compute.args, **compute.kwargs)
@@ -153,7 +153,7 @@ def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut
     travelling = Travelling(expert, _multiplied(tensors.values()), [], {})
     with _untyped():
         axes = axes_of(cut, TRAVEL)
-        way = way_to_busiest(load, [n_pieces([axis]) for axis in axes]) if load else [None] * len(axes)
+        way = way_to_busiest(load, [n_shards([axis]) for axis in axes]) if load else [None] * len(axes)
         for axis, part_of_way in zip(axes, way, strict=True):
             tensors |= {k: passage.arrived() for k, passage in travelling.under_way.items()}
             trip = Trip(travelling.expert, n_experts, axis, part_of_way)

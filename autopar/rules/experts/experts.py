@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopar.rules.lowering_helpers.collective_helpers import pending
-from autopar.rules.lowering_helpers.local_piece import axes_of, first
+from autopar.rules.lowering_helpers.local_shard import axes_of, first
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample

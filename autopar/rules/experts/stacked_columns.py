@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autopar.rules.experts.expert_all_to_all import exchanged
-from autopar.rules.lowering_helpers.local_piece import for_each, n_pieces, piece
+from autopar.rules.lowering_helpers.local_shard import for_each, n_shards, piece
 from autopar.rules.lowering_helpers.lowering_trial import in_trial
 from autopar.torch_private import group_of_axis
 
@@ -27,7 +27,7 @@ class _Route:
     """
 
     def __init__(self, parts: int, axis: str, device: torch.device) -> None:
-        n = n_pieces([axis])
+        n = n_shards([axis])
         self.group = None if in_trial() else group_of_axis(axis)  # the backward knows no mesh
 
         def count(src: int, dst: int) -> int:

@@ -21,10 +21,10 @@ from spmd_types.types import R, V
 
 from autopar.rules.families.single_rows import with_stride_in_order
 from autopar.rules.lowering_helpers.collective_helpers import gathered_constant, sends_on, summed_constant
-from autopar.rules.lowering_helpers.local_piece import all_of, weights_on
+from autopar.rules.lowering_helpers.local_shard import all_of, weights_on
 from autopar.rules.notation import Comm
 from autopar.torch_private import each_rank, preserve_version_counter, reached
-from autopar.words.placements import axis_and_unit
+from autopar.words.placements import axis_and_block
 
 _aten = torch.ops.aten
 
@@ -181,7 +181,7 @@ def batch_norm_across(
         (factor, k) for factor, axes in cut.items() if factor != "c" for k in reversed(range(len(axes)))
     ]  # fmt: skip
     way = _Way(
-        tuple(axis_and_unit(cut[factor][k])[0] for factor, k in inner_first),
+        tuple(axis_and_block(cut[factor][k])[0] for factor, k in inner_first),
         tuple(sends_on(cut[factor][k]) for factor, k in inner_first),
         tuple(
             None if sizes is None else weights_on(sizes[factor], cut[factor], k, x.device) for factor, k in inner_first

@@ -13,7 +13,7 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules.lowering_helpers.collective_helpers import pending
-from autopar.rules.lowering_helpers.local_piece import axes_of
+from autopar.rules.lowering_helpers.local_shard import axes_of
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample

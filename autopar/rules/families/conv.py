@@ -10,7 +10,7 @@ import torch
 
 from autopar.rules.local_calls import resolve
 from autopar.rules.lowering_helpers.collective_helpers import bilinear, pending
-from autopar.rules.lowering_helpers.local_piece import axes_of
+from autopar.rules.lowering_helpers.local_shard import axes_of
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample

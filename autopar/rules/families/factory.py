@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar.rules.families.shape import named
-from autopar.rules.lowering_helpers.local_piece import positions
+from autopar.rules.lowering_helpers.local_shard import positions
 from autopar.rules.notation import Lowering, Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -25,7 +25,7 @@ def full(call: Call) -> Rule:
     return Rule(sizes, (), (tuple(term),), "copy", shape_arg=(0, "size"))
 
 
-def arange_piece(
+def arange_shard(
     start: float, end: float, step: float = 1, *, cut: Mapping[str, Sequence[str]], length: int,
     dtype: torch.dtype | None = None, device: Any = None, sizes: Any = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -53,7 +53,7 @@ def _length(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[
 def arange(call: Call) -> Rule:
     return Rule(
         {"b": call.out.shape[0]}, (), ((("b",),),), "copy", localize=_length,
-        lowerings=(Lowering(arange_piece, frozenset("b"), uneven=True),),
+        lowerings=(Lowering(arange_shard, frozenset("b"), uneven=True),),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 
 from autopar.rules.local_calls import resolve
 from autopar.rules.lowering_helpers.collective_helpers import greatest, pending, total
-from autopar.rules.lowering_helpers.local_piece import all_of, axes_except, axes_of, first, n_pieces, with_one
+from autopar.rules.lowering_helpers.local_shard import all_of, axes_except, axes_of, first, n_shards, with_one
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -204,7 +204,7 @@ def elementwise(call: Call) -> Rule:
         """The local means, each by its part of all elements."""
         axes = axes_except(cut)
         if sizes is None:
-            return pending(op(*args, **kwargs) / n_pieces(axes), axes)
+            return pending(op(*args, **kwargs) / n_shards(axes), axes)
         summed, keywords = Call(call.target, args, kwargs, call.ins, call.outs).replaced(position, "reduction", SUM)
         return pending(op(*summed, **keywords) / n_all, axes)
 

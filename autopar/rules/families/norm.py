@@ -16,7 +16,7 @@ import torch
 from autopar.rules.families.batch_norm_across import batch_norm_across, collectives_of_batch_norm
 from autopar.rules.families.single_rows import batch_norm_of_rows, instance_norm_of_rows
 from autopar.rules.lowering_helpers.collective_helpers import average, greatest, numbers, total
-from autopar.rules.lowering_helpers.local_piece import axes_of, some_have_none, with_one
+from autopar.rules.lowering_helpers.local_shard import axes_of, some_have_none, with_one
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample

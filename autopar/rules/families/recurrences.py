@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from autopar.errors import RuleError
 from autopar.rules.lowering_helpers.collective_helpers import all_parts, part_of, total
-from autopar.rules.lowering_helpers.local_piece import axes_of
+from autopar.rules.lowering_helpers.local_shard import axes_of
 from autopar.rules.lowering_helpers.lowering_trial import in_trial
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call

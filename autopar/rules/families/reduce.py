@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.rules.families.shape import named
-from autopar.rules.lowering_helpers.local_piece import all_of, n_pieces
+from autopar.rules.lowering_helpers.local_shard import all_of, n_shards
 from autopar.rules.notation import Lowering, Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -64,7 +64,7 @@ def mean_of_piece(
         whole = prod(all_of(x.shape[d], cut, sizes, names[d]) for d in dims)
         return torch.ops.aten.sum.dim_IntList(x, list(dims), keepdim, dtype=dtype) / whole
     local = torch.ops.aten.mean.dim(x, list(dims), keepdim, dtype=dtype)
-    return local / prod(n_pieces(cut.get(names[d], ())) for d in dims)
+    return local / prod(n_shards(cut.get(names[d], ())) for d in dims)
 
 
 def _mean_names(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:

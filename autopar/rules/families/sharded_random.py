@@ -25,7 +25,7 @@ import spmd_types as spmd
 import torch
 
 from autopar.rules.families.hash_multipliers import MULTIPLIERS, SPLITMIX
-from autopar.rules.lowering_helpers.local_piece import positions
+from autopar.rules.lowering_helpers.local_shard import positions
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample

@@ -30,7 +30,7 @@ from autopar.rules.families.branch import BRANCH
 from autopar.rules.families.multinomial import multinomial, refuse_invalid
 from autopar.rules.families.sharded_random import Shards, dropout, feature_dropout, in_batch
 from autopar.rules.function import PREFIX
-from autopar.rules.lowering_helpers.local_piece import positions
+from autopar.rules.lowering_helpers.local_shard import positions
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph, Node, Ref, RowsAt, Spec
 

@@ -4,8 +4,8 @@ They stand beside the rule that names them; here is what they share.
 
 ========================== ============================================================================================
 :mod:`.collective_helpers` sums, maxima, means and messages across the axes that cut a factor
-:mod:`.local_piece`        which piece of a dim this rank has: number, length, first element, share
+:mod:`.local_shard`        which piece of a dim this rank has: number, length, first element, share
 :mod:`.lowering_trial`     where lowerings run without ranks, or are counted
-:mod:`.meanwhile`          what runs while collectives of others are under way
+:mod:`.overlapped_steps`          what runs while collectives of others are under way
 ========================== ============================================================================================
 """

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from spmd_types import rules
 
-from autopar.rules.lowering_helpers.local_piece import (
+from autopar.rules.lowering_helpers.local_shard import (
     Axes,
     axes_of,
     groups_like,
-    n_pieces,
+    n_shards,
     share,
     size_and_unit,
     some_have_none,
@@ -30,7 +30,7 @@ from autopar.torch_private import (
     group_of_axis,
     local_tensor_mode,
 )
-from autopar.words.placements import axis_and_unit
+from autopar.words.placements import axis_and_block
 
 
 class _Collected(torch.autograd.Function):
@@ -48,7 +48,7 @@ class _Collected(torch.autograd.Function):
 def sends_on(axis: str) -> Any:
     """The process group of an axis, for :func:`permuted`, which a backward may call where there is no ambient mesh;
     None in a trial."""
-    return None if TRIAL.get() is not None else group_of_axis(axis_and_unit(axis)[0])
+    return None if TRIAL.get() is not None else group_of_axis(axis_and_block(axis)[0])
 
 
 def permuted(
@@ -170,7 +170,7 @@ def gathered_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:
         group: the axis's, from :func:`sends_on`.
     """
     if group is None:
-        return x.new_empty((n_pieces([axis]), *x.shape))
+        return x.new_empty((n_shards([axis]), *x.shape))
     return _arrived(all_gather_single(x.unsqueeze(0).contiguous(), 0, group))
 
 
@@ -191,7 +191,7 @@ def average(
     """The mean over all ranks' elements of a mean ``x`` over this rank's elements, where these factors are cut."""
     axes = axes_of(cut, *factors)
     if sizes is None:
-        return total(x, axes, spmd.R) / n_pieces(axes)
+        return total(x, axes, spmd.R) / n_shards(axes)
     return total(numbers(x, cut, sizes, factors) * share(x, cut, sizes, factors), axes, spmd.R)
 
 

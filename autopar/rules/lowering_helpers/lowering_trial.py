@@ -1,5 +1,5 @@
 """Lowerings that run where nobody looks at values: without ranks, in a trial; or as the last rank, while somebody
-counts what they do. :mod:`.collective_helpers` and :mod:`.local_piece` ask which it is."""
+counts what they do. :mod:`.collective_helpers` and :mod:`.local_shard` ask which it is."""
 
 from __future__ import annotations
 

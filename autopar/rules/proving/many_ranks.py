@@ -15,8 +15,8 @@ from autopar.rules.proving.one_by_one import OneByOne
 from autopar.rules.proving.simulation import simulation
 from autopar.torch_private import fake_store
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import box_of
 from autopar.words.placements import State
+from autopar.words.shards import box_of
 
 
 def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Tensor:

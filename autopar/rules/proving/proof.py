@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from autopar.rules.axis_options import Option, axis_options
-from autopar.rules.local_calls import PieceSize, Seed, local_call, resolve
-from autopar.rules.lowering_helpers.local_piece import length_of
+from autopar.rules.local_calls import Seed, ShardSize, local_call, resolve
+from autopar.rules.lowering_helpers.local_shard import length_of
 from autopar.rules.notation import Rule
 from autopar.rules.operator_call import Call, In
 from autopar.rules.proving.many_ranks import join, many_ranks, piece
@@ -27,8 +27,8 @@ from autopar.rules.strategy import can_be_cut
 from autopar.torch_private import LocalTensor
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import fits, piece_of
-from autopar.words.placements import PENDING, State, axis_and_unit
+from autopar.words.placements import PENDING, State, axis_and_block
+from autopar.words.shards import fits, piece_of
 
 
 class RuleIsWrong(AssertionError):
@@ -223,7 +223,7 @@ def _run(
     def fill(value: Any) -> Any:
         if isinstance(value, Seed):
             return LocalTensor({r: seed.clone() for r in range(n)})
-        if isinstance(value, PieceSize):
+        if isinstance(value, ShardSize):
             return length_of(value.n, value.axes) if rank is None else _length_on(value, mesh, rank)
         if isinstance(value, (list, tuple)):
             return type(value)(fill(v) for v in value)
@@ -248,11 +248,11 @@ def _flat(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
-def _length_on(size: PieceSize, mesh: Mesh, rank: int) -> int:
+def _length_on(size: ShardSize, mesh: Mesh, rank: int) -> int:
     """How many elements of a size that differs between ranks one of them has."""
     n, at = size.n, dict(zip((axis for axis in mesh.names), mesh.coordinate(rank), strict=True))
     for text in size.axes:
-        axis, unit = axis_and_unit(text)
+        axis, unit = axis_and_block(text)
         n = piece_of(n, mesh.size_of[axis], at[axis], unit)[1]
     return n
 
@@ -289,7 +289,7 @@ def _joined(
         name, size = mesh[axis]
         placement = state[axis]
         groups = [parts[i : i + size] for i in range(0, len(parts), size)]
-        for first, *others in groups if placement.is_whole else ():
+        for first, *others in groups if placement.is_replicated else ():
             for copy in others:
                 if first.shape != copy.shape or not _close(copy, first, max(1e-6, tolerance), tolerance):
                     raise RuleIsWrong(f"{where}: the copies on axis '{name}' differ ({state.text})")

@@ -21,7 +21,7 @@ Build = Callable[[Callable[[str], torch.Tensor]], Any]
 _TAKEN_OVER = (
     "_autopar_captured_training", "_autopar_skeleton", "_autopar_signature", "_autopar_model_ref",
     "_autopar_model_class", "_autopar_model_values", "_autopar_model_keys", "_autopar_model_tensors",
-    "_autopar_names_of_both", "_autopar_gradient_dtype", "_autopar_own_rows", "_autopar_buckets",
+    "_autopar_names_of_both", "_autopar_gradient_dtype", "_autopar_local_batch", "_autopar_buckets",
     "_autopar_layouts_change", "_autopar_told_of_statistics",
 )  # fmt: skip
 """Attributes that a copy has as the module that it is made of."""

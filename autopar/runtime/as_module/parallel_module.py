@@ -356,7 +356,7 @@ class SpreadModule(SpreadModes, AsModel):
         """Run one that was kept."""
         raise NotImplementedError
 
-    def _autopar_take_program(self, new: Captured, call: ModuleCall, plan_again: Any, all_well: AllWell) -> None:
+    def _autopar_take_program(self, new: Captured, call: ModuleCall, replan: Any, all_well: AllWell) -> None:
         """Run another capture, which was made for a call."""
         raise NotImplementedError
 

@@ -109,7 +109,7 @@ class SpreadModes(SpreadState):
         return (
             self._autopar_programs is not None
             and self._autopar_programs.shapes
-            and self._autopar_programs.plan_again is not None
+            and self._autopar_programs.replan is not None
         )
 
     @property

@@ -27,12 +27,12 @@ from autopar.runtime.batches.calls import (
     leaves_of,
     same_device,
 )
-from autopar.runtime.parameters.state import coordinate_of, joined, local_piece, torch_placements
+from autopar.runtime.parameters.state import coordinate_of, joined, local_shard, torch_placements
 from autopar.torch_private import pytree
 from autopar.words.graph import Node
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import local_shape
 from autopar.words.placements import State
+from autopar.words.shards import local_shape
 
 Shape = tuple[int, ...]
 
@@ -48,7 +48,7 @@ class _Piece(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
         ctx.state, ctx.device_mesh, ctx.shape = state, device_mesh, whole.shape
-        return local_piece(whole, state, device_mesh).clone(memory_format=torch.contiguous_format)
+        return local_shard(whole, state, device_mesh).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -56,7 +56,7 @@ class _Piece(torch.autograd.Function):
 
 
 def local_part(
-    slot: Slot, leaf: torch.Tensor, shown: str, device_mesh: DeviceMesh, mesh: Mesh, in_pieces: bool
+    slot: Slot, leaf: torch.Tensor, shown: str, device_mesh: DeviceMesh, mesh: Mesh, in_shards: bool
 ) -> torch.Tensor:
     """This rank's part of one input, in the caller's autograd graph if its gradient was planned.
 
@@ -65,7 +65,7 @@ def local_part(
         in_pieces: its placement was asked for, so every rank may pass its own piece.
 
     Raises:
-        RunError: it has neither the captured shape nor, if ``in_pieces``, that of this rank's part; or it wants a
+        RunError: it has neither the captured shape nor, if ``in_shards``, that of this rank's part; or it wants a
             gradient that was not planned.
     """
     if leaf.requires_grad and not slot.needs_grad:
@@ -80,12 +80,12 @@ def local_part(
             return leaf
         if leaf.requires_grad:
             return _Piece.apply(leaf, slot.state, device_mesh)  # type: ignore[no-any-return]
-        return local_piece(leaf, slot.state, device_mesh).contiguous()
-    if in_pieces and shape == part_shape(slot, device_mesh, mesh):
+        return local_shard(leaf, slot.state, device_mesh).contiguous()
+    if in_shards and shape == part_shape(slot, device_mesh, mesh):
         return leaf
-    pinned = f" (or this rank's slice, {slot.state.text})" if in_pieces and slot.state.is_cut else ""
+    pinned = f" (or this rank's slice, {slot.state.text})" if in_shards and slot.state.is_cut else ""
     hint = ""
-    if in_pieces:
+    if in_shards:
         hint = (
             "; an input whose placement was asked for (placements=) has the shape of the example in every call: call "
             "it with that, or parallelize without placements=, which follows batches and lengths of other sizes"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
-from autopar.runtime.parameters.state import joined, local_piece
+from autopar.runtime.parameters.state import joined, local_shard
 from autopar.runtime.ranks.ended import ended, say_at_exit
 from autopar.runtime.ranks.pulse import wait_elsewhere
 from autopar.torch_private import (
@@ -34,7 +34,7 @@ from autopar.torch_private import (
 )
 from autopar.words.placements import REPLICATED, State
 
-IN_PIECES = (
+IN_SHARDS = (
     "this output is in pieces on the ranks, so all ranks must read it, at the same place in the program; read it on "
     "every rank (and print on one), or pin it whole: placements={<output number>: 'I'}, one placement per mesh axis"
 )
@@ -229,7 +229,7 @@ class _Spread(torch.autograd.Function):
     @torch.compiler.disable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         """A gradient that is whole and the same everywhere, as this rank's piece takes it."""
-        return local_piece(grad, ctx.state, ctx.device_mesh).contiguous(), None, None, None, None
+        return local_shard(grad, ctx.state, ctx.device_mesh).contiguous(), None, None, None, None
 
 
 def unread(
@@ -243,4 +243,4 @@ def unread(
     return _Spread.apply(local, state, tuple(shape), device_mesh, meet)  # type: ignore[no-any-return]
 
 
-__all__ = ["IN_PIECES", "CollectiveLog", "Unread", "unread", "with_pending"]
+__all__ = ["IN_SHARDS", "CollectiveLog", "Unread", "unread", "with_pending"]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError, RunError
-from autopar.runtime.batches.samples import OWN_ROWS, Arriving, Copy, Outline, Sample, Seen, Values
+from autopar.runtime.batches.samples import LOCAL_BATCH, Arriving, Copy, Outline, Sample, Seen, Values
 from autopar.runtime.parameters.dtensor_fixes import note_on
 from autopar.words.graph import Graph
 
@@ -94,7 +94,7 @@ def compare(everyone: Sequence[Values], reader: Reader) -> None:
         for rank, (samples, _) in enumerate(everyone):
             shown, name, shape, among, sample = samples[i]
             first, first_shape, first_sample = same.setdefault(among, (rank, shape, sample))
-            if among[:1] == (OWN_ROWS,) and (shape != first_shape or _differ(sample, first_sample)):
+            if among[:1] == (LOCAL_BATCH,) and (shape != first_shape or _differ(sample, first_sample)):
                 raise RunError(
                     f"input {shown} has other values on rank {rank} than on rank {first} (shape {shape}), and these "
                     "two have the same rows of the batch: each group of ranks of a pipeline needs all rows, so ranks "
@@ -117,13 +117,13 @@ def compare(everyone: Sequence[Values], reader: Reader) -> None:
 def _tell_of_equal_pieces(everyone: Sequence[Sequence[Sample]]) -> None:
     """Warn where all that ranks passed in pieces is the same on all of them: it may be a whole batch, as long as a
     piece of the one that was captured."""
-    in_pieces = [
+    in_shards = [
         samples for samples in zip(*everyone, strict=True)
-        if all(among and among[:1] != (OWN_ROWS,) for *_, among, _ in samples) and len({s[3] for s in samples}) > 1
+        if all(among and among[:1] != (LOCAL_BATCH,) for *_, among, _ in samples) and len({s[3] for s in samples}) > 1
     ]  # fmt: skip
-    if not in_pieces or any(s[2] != same[0][2] or s[4] != same[0][4] for same in in_pieces for s in same):
+    if not in_shards or any(s[2] != same[0][2] or s[4] != same[0][4] for same in in_shards for s in same):
         return
-    shown, name, shape, *_ = in_pieces[0][0]
+    shown, name, shape, *_ = in_shards[0][0]
     warnings.warn(
         f"input {shown} of shape {shape} has the same values on all {len(everyone)} ranks, and is taken for a piece "
         f"that each rank has of its own, because placements= places '{name}' and pieces have this shape. If it is a "

@@ -21,7 +21,7 @@ SAMPLE = 4096
 """Elements of a tensor whose places count, too, and of which sums are made."""
 PARTS = 32
 """Sums of parts of a sample of floating point numbers that are compared."""
-OWN_ROWS = "own rows"
+LOCAL_BATCH = "own rows"
 """Marks what is the same among the ranks with the same rows, one of each group of a pipeline."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = 0x1E3779B97F4A7C15
@@ -91,7 +91,7 @@ class Seen:
             shown: what the message calls it; ``name`` is what pins call it.
             place: of a pipeline whose ranks have rows of their own: which of these this rank has.
         """
-        among: tuple[Any, ...] = () if place is None else (OWN_ROWS, place)
+        among: tuple[Any, ...] = () if place is None else (LOCAL_BATCH, place)
         if state is not None:
             among = tuple(c for p, c in zip(state, self.coordinate, strict=True) if p.is_shard)
         self.inputs.append((shown, name, tuple(leaf.shape), among))

@@ -1,7 +1,7 @@
 """Ranks that have rows of their own, and not equally many: the last batch of an epoch, or one that a filter shortened.
 
 Every rank tells the others before a call how many rows it has, in an exchange of a few numbers between processors. As
-long as all have equally many, rows go in as they lie (:mod:`.own_rows`). Else the batch is put together: every rank
+long as all have equally many, rows go in as they lie (:mod:`.local_batch`). Else the batch is put together: every rank
 gets all rows and calls the program of so many, and what the call gives is cut where each rank's rows are.
 
 A loss inside the model is that of the whole batch, as always. One that a script computes of its own rows counts by

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RunError, first_few
-from autopar.words.pieces import Box
+from autopar.words.shards import Box
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

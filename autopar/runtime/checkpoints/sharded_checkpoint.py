@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict import (
 from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.parallel_state_dict import EXTRA
-from autopar.runtime.batches.own_rows import samplers_of
+from autopar.runtime.batches.local_batch import samplers_of
 from autopar.runtime.batches.row_sampler import Samplers
 from autopar.runtime.checkpoints.durable_files import Sum, summed
 from autopar.runtime.checkpoints.folder_owner import OWNER, Ownership, own

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.parameters.redistribution import (
-    Hop,
+    ReshardStep,
     apply,
     dense,
     of_its_own,
@@ -40,30 +40,30 @@ class _Travel:
     """One tensor of gradients and what is still to be done with it."""
 
     def __init__(
-        self, held_params: Sequence[HeldParam], value: torch.Tensor, stages: Sequence[Hop], flat: bool
+        self, held_params: Sequence[HeldParam], value: torch.Tensor, stages: Sequence[ReshardStep], flat: bool
     ) -> None:
         self.held_params, self.value, self.stages, self.flat = held_params, value, list(stages), flat
         self.work: Any = None
         self.keep: torch.Tensor | None = None
-        self.padded: Hop | None = None
+        self.padded: ReshardStep | None = None
 
     def launch(self) -> None:
         """Begin the next collective; slices on the way are done at once."""
         self.wait()
         while self.stages and self.work is None:
-            hop = self.stages.pop(0)
-            if hop.backward == "all_reduce":
+            reshard_step = self.stages.pop(0)
+            if reshard_step.backward == "all_reduce":
                 self.value = self.value.contiguous()
-                self.work = dist.all_reduce(self.value, group=hop.group, async_op=True)
-            elif hop.backward == "reduce_scatter":
-                parts = self.value if self.flat else stacked(self.value, hop.cut.dim, hop.n).contiguous()
+                self.work = dist.all_reduce(self.value, group=reshard_step.group, async_op=True)
+            elif reshard_step.backward == "reduce_scatter":
+                parts = self.value if self.flat else stacked(self.value, reshard_step.cut.dim, reshard_step.n).contiguous()
                 out = torch.empty_like(parts[0])
-                self.keep, self.padded = parts, None if self.flat else hop
-                self.work = reduce_scatter_flat(out, parts.flatten(0, 1), group=hop.group, async_op=True)
+                self.keep, self.padded = parts, None if self.flat else reshard_step
+                self.work = reduce_scatter_flat(out, parts.flatten(0, 1), group=reshard_step.group, async_op=True)
                 self.value = out
             else:
                 # a slice must not keep the whole gradient alive
-                self.value = of_its_own(apply(hop.backward, self.value, hop, backward=True))
+                self.value = of_its_own(apply(reshard_step.backward, self.value, reshard_step, backward=True))
 
     def wait(self) -> None:
         if self.work is not None:
@@ -118,7 +118,7 @@ class Reducer:
         if n_bytes >= min(ALONE_BYTES, self.limit) or not _fits_bucket(stages):
             self._send(_Travel([held_param], grad, stages, flat=False))
             return
-        key = (tuple((hop.backward, id(hop.group)) for hop in stages), grad.dtype)
+        key = (tuple((reshard_step.backward, id(reshard_step.group)) for reshard_step in stages), grad.dtype)
         self.open.setdefault(key, []).append((held_param, grad))
         self.filled[key] = self.filled.get(key, 0) + n_bytes
         if self.filled[key] >= self.limit:
@@ -163,9 +163,9 @@ class Reducer:
                 travel.wait()
 
 
-def _fits_bucket(stages: Sequence[Hop]) -> bool:
+def _fits_bucket(stages: Sequence[ReshardStep]) -> bool:
     return stages[0].backward in ("all_reduce", "reduce_scatter") and all(
-        hop.backward == "all_reduce" for hop in stages[1:]
+        reshard_step.backward == "all_reduce" for reshard_step in stages[1:]
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from autopar.lower.emit import lower
 from autopar.planner.intra_op.one_device import one_device
-from autopar.plans.plan import route_key
+from autopar.plans.plan import reshard_key
 from autopar.rules.families.branch import BRANCH
 from autopar.words.graph import Graph, Node, Ref, part_for
 
@@ -69,7 +69,7 @@ def _reached(graph: Graph, outputs: Sequence[Ref], answers: Mapping[Ref, bool]) 
         refs.update(read)
         nodes.update(ref.node for ref in read)
     params = {graph.nodes[i].target for i in nodes if graph.nodes[i].kind == "param"}
-    return frozenset(params | {route_key(graph, ref) for ref in refs})
+    return frozenset(params | {reshard_key(graph, ref) for ref in refs})
 
 
 __all__ = ["Reached", "ReachedBy", "reached_by", "reached_whatever_is_drawn"]

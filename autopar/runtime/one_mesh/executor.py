@@ -28,8 +28,8 @@ from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.as_module.statistics_anew import taken_anew
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.calls import without_inference_mode
+from autopar.runtime.batches.local_batch import Call, LocalBatch, TakesRows
 from autopar.runtime.batches.outputs import CollectiveLog
-from autopar.runtime.batches.own_rows import Call, OwnRows, TakesRows
 from autopar.runtime.batches.same_batch import Calls, Seen, first_readers
 from autopar.runtime.batches.totals_ahead import TotalsAhead, computed_ahead, totals_ahead
 from autopar.runtime.one_mesh.crossing import crossed
@@ -46,7 +46,7 @@ from autopar.runtime.stages.compiled import compiled_as_callers
 from autopar.runtime.stages.seeds import Seeds, seeds_for
 from autopar.runtime.stages.stage import Stage, device_of
 from autopar.runtime.variants.module_calls import ModuleCall
-from autopar.runtime.variants.program_cache import AllWell, Fields, PlanAgain
+from autopar.runtime.variants.program_cache import AllWell, Fields, Replan
 from autopar.runtime.variants.recaptured import fields_of, resume, take
 from autopar.runtime.variants.values import check_values
 
@@ -75,7 +75,7 @@ class ParallelModule(TakesRows, SpreadModule):
     _autopar_failures: Failures | None
     _autopar_groups: Groups | None
     _autopar_generation: int
-    _autopar_own_rows: OwnRows | None = None
+    _autopar_local_batch: LocalBatch | None = None
     _autopar_planned: Captured
     _autopar_totals_kept: tuple[TotalsAhead | None] | None = None
     _autopar_given_ahead: Mapping[str, torch.Tensor] | None = None
@@ -138,7 +138,7 @@ class ParallelModule(TakesRows, SpreadModule):
         )
         cut_outputs = [
             i for i, state in enumerate(stage.program.outputs)
-            if state is not None and i not in self._autopar_given.pins.outputs and state.in_pieces
+            if state is not None and i not in self._autopar_given.pins.outputs and state.in_shards
         ]  # fmt: skip
         if cut_outputs and self._autopar_mesh.size() > 1 and self._autopar_meeting is None:
             self._autopar_meeting = CollectiveLog([int(r) for r in self._autopar_mesh.mesh.flatten()])
@@ -185,10 +185,10 @@ class ParallelModule(TakesRows, SpreadModule):
         """The ranks."""
         return self._autopar_mesh
 
-    def _autopar_take_own_rows(self, without: frozenset[str]) -> None:
+    def _autopar_take_local_batch(self, without: frozenset[str]) -> None:
         """From now on every rank is called with its own rows; inputs of the names in ``without`` have none."""
-        self._autopar_own_rows = OwnRows(self._autopar_mesh)
-        self._autopar_own_rows.without = without
+        self._autopar_local_batch = LocalBatch(self._autopar_mesh)
+        self._autopar_local_batch.without = without
 
     @property
     def _autopar_evaluates(self) -> bool:
@@ -211,9 +211,9 @@ class ParallelModule(TakesRows, SpreadModule):
         resume(self, fields)
 
     def _autopar_take_program(
-        self, new: Captured, call: ModuleCall, plan_again: PlanAgain | None, all_well: AllWell
+        self, new: Captured, call: ModuleCall, replan: Replan | None, all_well: AllWell
     ) -> None:
-        take(self, new, plan_again, all_well)
+        take(self, new, replan, all_well)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """Another one, with the values that this one has now; every rank copies. Values that ``forward`` reads stay
@@ -239,7 +239,7 @@ class ParallelModule(TakesRows, SpreadModule):
 
         Args:
             args, kwargs: what the model is called with: tensors of global shape on this rank's device (with
-                ``batch="local"`` this rank's rows: :mod:`~autopar.runtime.batches.own_rows`), or DTensors of any
+                ``batch="local"`` this rank's rows: :mod:`~autopar.runtime.batches.local_batch`), or DTensors of any
                 placement. Of an input whose placement was asked for (``placements=``), a tensor that has the shape of
                 this rank's piece is that piece.
 
@@ -281,9 +281,9 @@ class ParallelModule(TakesRows, SpreadModule):
         with failures.during(f"the forward of call {call}"):
             if self._autopar_groups is not None:
                 self._autopar_groups.check(self._autopar_generation)
-            if self._autopar_own_rows is not None and not of_step:
+            if self._autopar_local_batch is not None and not of_step:
                 together = self._autopar_rows_of_all(args, kwargs)
-                args, kwargs = self._autopar_own_rows.whole(args, kwargs) if together is None else together
+                args, kwargs = self._autopar_local_batch.whole(args, kwargs) if together is None else together
             check_values(self, ModuleCall(args, kwargs, of_step=of_step))
             meeting = self._autopar_meeting
             if meeting is not None:
@@ -294,14 +294,14 @@ class ParallelModule(TakesRows, SpreadModule):
     def _autopar_rows_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """A call with the rows of all ranks, where each has its own and not equally many; else None."""
         if (
-            self._autopar_own_rows is None
+            self._autopar_local_batch is None
             or self._autopar_buckets is not None
             or self._autopar_programs is None
             or not self._autopar_programs.shapes
         ):
             return None
         logs = [log for log in (self._autopar_meeting, self._autopar_programs.meeting) if log is not None]
-        return self._autopar_own_rows.put_together(args, kwargs, logs)
+        return self._autopar_local_batch.put_together(args, kwargs, logs)
 
     def _autopar_fails_everywhere(self, where: str) -> contextlib.AbstractContextManager[None]:
         """Around a part of a step: what fails in it on one rank ends the step on all."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar.runtime.as_module.left_attributes import leave
-from autopar.runtime.batches.outputs import IN_PIECES, unread, with_pending
+from autopar.runtime.batches.outputs import IN_SHARDS, unread, with_pending
 from autopar.runtime.parameters.state import as_dtensor
 from autopar.runtime.variants.module_calls import batch_rows
 from autopar.torch_private import pytree
@@ -24,22 +24,22 @@ def outputs_of(module: Any, flat: tuple[Any, ...], call: int, of_step: bool) -> 
     """
     graph, plan = module._autopar_captured.graph, module._autopar_stage.plan
     results: list[Any] = []
-    own_rows = None if of_step else module._autopar_own_rows
-    rows = batch_rows(module._autopar_captured) if own_rows is not None else 0
+    local_batch = None if of_step else module._autopar_local_batch
+    rows = batch_rows(module._autopar_captured) if local_batch is not None else 0
     for i, (value, state) in enumerate(zip(flat, plan.outputs, strict=True)):
         if state is None or not isinstance(value, torch.Tensor):
             results.append(value)
             continue
         value = with_pending(value, state, module._autopar_mesh)
-        if own_rows is not None and (shape := graph.spec(graph.outputs[i]).shape) and shape[0] == rows:
-            results.append(own_rows.of_output(value, state, shape))
+        if local_batch is not None and (shape := graph.spec(graph.outputs[i]).shape) and shape[0] == rows:
+            results.append(local_batch.of_output(value, state, shape))
             continue
-        if any(not p.is_whole and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
+        if any(not p.is_replicated and n > 1 for p, (_, n) in zip(state, plan.mesh, strict=True)):
             shape = graph.spec(graph.outputs[i]).shape
             if module._autopar_meeting is None or i in module._autopar_given.pins.outputs:
                 value = as_dtensor(value, state, shape, module._autopar_mesh)
             else:
-                meet = partial(module._autopar_meeting.meet, "reads", f"output {i} of call {call}", IN_PIECES)
+                meet = partial(module._autopar_meeting.meet, "reads", f"output {i} of call {call}", IN_SHARDS)
                 value = unread(value, state, shape, module._autopar_mesh, meet)
         results.append(value)
     n_outputs = module._autopar_captured.out_spec.num_leaves

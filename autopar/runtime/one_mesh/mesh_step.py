@@ -23,7 +23,7 @@ from autopar.errors import CaptureError, RunError
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import leaves_of
 from autopar.runtime.batches.equal_rows import check_equal_rows
-from autopar.runtime.batches.own_rows import Call
+from autopar.runtime.batches.local_batch import Call
 from autopar.runtime.batches.runs import Run, rows_of_microbatch, runs, sizes
 from autopar.runtime.batches.totals_ahead import TotalsAhead, check_in_parts, computed_ahead
 from autopar.runtime.gradients.step_gradients import has_hooks
@@ -68,11 +68,11 @@ def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microb
         raise RunError(f"microbatches is {count}; give 1 or more, or None for as many as the rows say")
     if not pm._autopar_batch.pieces:
         check_equal_rows(pm._autopar_planned, pm._autopar_signature, args, kwargs)
-    if pm._autopar_own_rows is not None:
+    if pm._autopar_local_batch is not None:
         with pm._autopar_all_in_step("the rows of the ranks"):
             together = pm._autopar_rows_of_all(args, kwargs)
         if together is None:
-            return _of_own_rows(pm, args, kwargs, count)
+            return _of_local_batch(pm, args, kwargs, count)
         args, kwargs = together
     uneven = _uneven(pm, args, kwargs, count)
     if uneven is None:
@@ -83,15 +83,15 @@ def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microb
 def _may_be_uneven(pm: Any) -> bool:
     """Whether a step may have parts of several shapes. Hooks on parameters see the sums of a part, not of the step."""
     follows = pm._autopar_programs is not None and pm._autopar_programs.shapes
-    is_whole = pm._autopar_buckets is None and not pm._autopar_batch.pieces
-    return follows and is_whole and not any(has_hooks(param) for param in pm.parameters())
+    is_replicated = pm._autopar_buckets is None and not pm._autopar_batch.pieces
+    return follows and is_replicated and not any(has_hooks(param) for param in pm.parameters())
 
 
-def _of_own_rows(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[StepPart]:
+def _of_local_batch(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[StepPart]:
     """The parts of a step of which every rank has equally many rows."""
     without = no_rows_in(pm._autopar_planned)
     rows = rows_of((args, kwargs), without)
-    planned = batch_rows(pm._autopar_planned) // pm._autopar_own_rows.ranks
+    planned = batch_rows(pm._autopar_planned) // pm._autopar_local_batch.ranks
     most = max(1, planned if count is None else -(-rows // count))
     of_parts = sizes(rows, most) if count is None or rows % count else [(count, rows // count)]
     if len(of_parts) > 1 and not _may_be_uneven(pm):
@@ -99,7 +99,7 @@ def _of_own_rows(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: 
     parts, begin = [], 0
     for number, each in of_parts:
         some = _rows_between((args, kwargs), rows, begin, number * each, without)
-        calls = pm._autopar_own_rows.parts(*some, number)
+        calls = pm._autopar_local_batch.parts(*some, number)
         first_args, first_kwargs = calls[0]
         of_first = ModuleCall(first_args, first_kwargs, parts=number, of_several=len(of_parts) > 1)
         places = [PlaceInBatch(begin + k * each, max(1, each), rows) for k in range(number)]

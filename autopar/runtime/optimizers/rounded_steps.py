@@ -32,8 +32,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopar.errors import RunError
 from autopar.rules.families.sharded_random import bits_at
 from autopar.torch_private import OPTIMIZER_STATES
-from autopar.words.pieces import piece_of
 from autopar.words.precision import Precision
+from autopar.words.shards import piece_of
 
 AT_ONCE = 1 << 24
 """Elements, on a rank, whose wide copies are there together."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.parameters.redistribution import Hop, all_gather_flat, apply, padded_to, stacked, unstack
+from autopar.runtime.parameters.redistribution import ReshardStep, all_gather_flat, apply, padded_to, stacked, unstack
 from autopar.runtime.parameters.state import HeldParam
 from autopar.torch_private import preserve_version_counter
 
@@ -53,15 +53,15 @@ class Unit:
                 held_param.leaf.untyped_storage().resize_(n)
         if not self.together:
             return
-        hop = gather_of(self.held_params[0])
+        reshard_step = gather_of(self.held_params[0])
         if self.direct:
             # .data has a version counter of its own: a backend may write, and count, at any time until it is waited for
             out, piece = self.held_params[0].leaf.data, self.held_params[0].piece
-            self.work = all_gather_flat(out, piece.contiguous(), group=hop.group, async_op=True)
+            self.work = all_gather_flat(out, piece.contiguous(), group=reshard_step.group, async_op=True)
             return
         pieces = torch.cat([padded_to(h.piece, h.padded_shape).reshape(-1) for h in self.held_params])
-        self.flat = pieces.new_empty(hop.n, pieces.numel())
-        self.work = all_gather_flat(self.flat.view(-1), pieces, group=hop.group, async_op=True)
+        self.flat = pieces.new_empty(reshard_step.n, pieces.numel())
+        self.work = all_gather_flat(self.flat.view(-1), pieces, group=reshard_step.group, async_op=True)
 
     @torch.no_grad()
     def fetch(self) -> None:
@@ -72,8 +72,8 @@ class Unit:
         if not self.together:
             for held_param in self.held_params:
                 x = held_param.piece
-                for hop in held_param.hops:
-                    x = apply(hop.forward, x, hop)
+                for reshard_step in held_param.reshard_steps:
+                    x = apply(reshard_step.forward, x, reshard_step)
                 with preserve_version_counter(held_param.leaf):
                     held_param.leaf.copy_(x)
             self.ready = True
@@ -83,15 +83,15 @@ class Unit:
         if flat is not None:
             offset = 0
             for held_param in self.held_params:
-                hop = gather_of(held_param)
+                reshard_step = gather_of(held_param)
                 m = prod(held_param.padded_shape)
-                part = flat[:, offset : offset + m].view(hop.n, *held_param.padded_shape)
+                part = flat[:, offset : offset + m].view(reshard_step.n, *held_param.padded_shape)
                 offset += m
                 with preserve_version_counter(held_param.leaf):
-                    if hop.cut.size % hop.n:
-                        held_param.leaf.copy_(unstack(part, hop.cut.dim).narrow(hop.cut.dim, 0, hop.cut.size))
+                    if reshard_step.cut.size % reshard_step.n:
+                        held_param.leaf.copy_(unstack(part, reshard_step.cut.dim).narrow(reshard_step.cut.dim, 0, reshard_step.cut.size))
                     else:
-                        stacked(held_param.leaf, hop.cut.dim, hop.n).copy_(part)
+                        stacked(held_param.leaf, reshard_step.cut.dim, reshard_step.n).copy_(part)
         self.ready = True
 
     def finish_work(self) -> None:
@@ -121,13 +121,13 @@ class Unit:
 
 def coalesces(held_param: HeldParam) -> bool:
     """One gather and nothing else that changes values."""
-    kinds = [hop.forward for hop in held_param.hops if hop.forward != "none"]
+    kinds = [reshard_step.forward for reshard_step in held_param.reshard_steps if reshard_step.forward != "none"]
     return kinds == ["gather"]
 
 
-def gather_of(held_param: HeldParam) -> Hop:
+def gather_of(held_param: HeldParam) -> ReshardStep:
     """The hop that gathers a parameter that :func:`coalesces`."""
-    return next(hop for hop in held_param.hops if hop.forward == "gather")
+    return next(reshard_step for reshard_step in held_param.reshard_steps if reshard_step.forward == "gather")
 
 
 def same_gather(a: HeldParam, b: HeldParam) -> bool:

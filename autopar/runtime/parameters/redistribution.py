@@ -21,8 +21,8 @@ from autopar.plans.plan import ParamChoice
 from autopar.runtime.ranks.groups import groups_on
 from autopar.torch_private import all_gather_single, compiler_traces, functional_collectives
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import cut_extent, largest_piece, local_shape, piece_of
 from autopar.words.placements import REPLICATED, Placement, State, path
+from autopar.words.shards import cut_extent, largest_shard, local_shape, piece_of
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -53,7 +53,7 @@ class Cut:
 
     def largest(self, n: int) -> int:
         """Elements of the largest of ``n`` pieces."""
-        return largest_piece(self.size, n, self.unit)
+        return largest_shard(self.size, n, self.unit)
 
     def piece(self, n: int, at: int) -> tuple[int, int]:
         """``(start, length)`` of piece number ``at`` of ``n``."""
@@ -65,7 +65,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Hop:
+class ReshardStep:
     """One change of placement on the ``n`` ranks of ``group``, of which this is number ``index``.
 
     ``forward`` is done to values (stored -> used), ``backward`` to gradients (used -> stored): ``none gather slice swap
@@ -88,9 +88,9 @@ _KINDS = {
 }  # fmt: skip
 
 
-def hops(
+def reshard_steps(
     name: str, choice: ParamChoice, shape: Sequence[int], device_mesh: DeviceMesh, mesh: Mesh
-) -> tuple[Hop, ...]:
+) -> tuple[ReshardStep, ...]:
     """The hops from stored to used of a parameter of global ``shape``.
 
     Raises:
@@ -108,7 +108,7 @@ def hops(
         whole = State(REPLICATED if axis in axes else p for axis, p in enumerate(state))
         sizes = local_shape(shape, whole, mesh, coordinate)
         cuts = [Cut(d, sizes[d], p.unit) for p in (a, b) if (d := p.dim) is not None] or [Cut()]
-        result.append(Hop(forward, backward, group_of(device_mesh, mesh, axes), n, index, cuts[0], cuts[-1]))
+        result.append(ReshardStep(forward, backward, group_of(device_mesh, mesh, axes), n, index, cuts[0], cuts[-1]))
     return tuple(result)
 
 
@@ -176,24 +176,24 @@ def padded_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return x
 
 
-def gather(x: torch.Tensor, hop: Hop) -> torch.Tensor:
+def gather(x: torch.Tensor, reshard_step: ReshardStep) -> torch.Tensor:
     """Concatenate the ranks' pieces."""
-    x = padded(x, hop.cut.dim, hop.cut.largest(hop.n)).contiguous()
+    x = padded(x, reshard_step.cut.dim, reshard_step.cut.largest(reshard_step.n)).contiguous()
     if compiler_traces():
-        out = all_gather_single(x, 0, hop.group).unflatten(0, (hop.n, x.shape[0]))
+        out = all_gather_single(x, 0, reshard_step.group).unflatten(0, (reshard_step.n, x.shape[0]))
     else:
-        out = x.new_empty(hop.n, *x.shape)
-        all_gather_flat(out.flatten(0, 1), x, group=hop.group)
-    return _without_padding(unstack(out, hop.cut.dim), hop.cut)
+        out = x.new_empty(reshard_step.n, *x.shape)
+        all_gather_flat(out.flatten(0, 1), x, group=reshard_step.group)
+    return _without_padding(unstack(out, reshard_step.cut.dim), reshard_step.cut)
 
 
 def _without_padding(x: torch.Tensor, cut: Cut) -> torch.Tensor:
     return x if x.shape[cut.dim] == cut.size else x.narrow(cut.dim, 0, cut.size)
 
 
-def own_part(x: torch.Tensor, cut: Cut, hop: Hop) -> torch.Tensor:
+def own_part(x: torch.Tensor, cut: Cut, reshard_step: ReshardStep) -> torch.Tensor:
     """This rank's piece without what it was padded with."""
-    length = cut.piece(hop.n, hop.index)[1]
+    length = cut.piece(reshard_step.n, reshard_step.index)[1]
     return x if x.shape[cut.dim] == length else x.narrow(cut.dim, 0, length)
 
 
@@ -218,36 +218,50 @@ def stacked(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
     return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
 
 
-def apply(kind: str, x: torch.Tensor, hop: Hop, backward: bool = False) -> torch.Tensor:
+def apply(kind: str, x: torch.Tensor, reshard_step: ReshardStep, backward: bool = False) -> torch.Tensor:
     """Do one hop and wait for it. Those of values go into the graph of a compiler that traces (functional ones)."""
-    from_cut, to_cut = (hop.other, hop.cut) if backward else (hop.cut, hop.other)
+    from_cut, to_cut = (reshard_step.other, reshard_step.cut) if backward else (reshard_step.cut, reshard_step.other)
     if kind == "gather":
-        return gather(x, hop)
+        return gather(x, reshard_step)
     if kind == "slice":
-        return x.narrow(hop.cut.dim, *hop.cut.piece(hop.n, hop.index))
+        return x.narrow(reshard_step.cut.dim, *reshard_step.cut.piece(reshard_step.n, reshard_step.index))
     if kind == "all_reduce":
         x = x.contiguous()
-        dist.all_reduce(x, group=hop.group)
+        dist.all_reduce(x, group=reshard_step.group)
         return x
     if kind == "reduce_scatter":
-        parts = stacked(x, hop.cut.dim, hop.n).contiguous()
+        parts = stacked(x, reshard_step.cut.dim, reshard_step.n).contiguous()
         out = torch.empty_like(parts[0])
-        reduce_scatter_flat(out, parts.flatten(0, 1), group=hop.group)
-        return own_part(out, hop.cut, hop)
+        reduce_scatter_flat(out, parts.flatten(0, 1), group=reshard_step.group)
+        return own_part(out, reshard_step.cut, reshard_step)
     if kind == "swap":
-        x = padded(x, from_cut.dim, from_cut.largest(hop.n))
-        x = padded(x, to_cut.dim, to_cut.largest(hop.n) * hop.n)
-        parts = stacked(x, to_cut.dim, hop.n).contiguous()
+        x = padded(x, from_cut.dim, from_cut.largest(reshard_step.n))
+        x = padded(x, to_cut.dim, to_cut.largest(reshard_step.n) * reshard_step.n)
+        parts = stacked(x, to_cut.dim, reshard_step.n).contiguous()
         if compiler_traces():
-            out = functional_collectives.all_to_all_single(parts, None, None, hop.group)
+            out = functional_collectives.all_to_all_single(parts, None, None, reshard_step.group)
         else:
             out = torch.empty_like(parts)
-            dist.all_to_all_single(out, parts, group=hop.group)
-        return own_part(_without_padding(unstack(out, from_cut.dim), from_cut), to_cut, hop)
+            dist.all_to_all_single(out, parts, group=reshard_step.group)
+        return own_part(_without_padding(unstack(out, from_cut.dim), from_cut), to_cut, reshard_step)
     return x
 
 
 __all__ = [
-    "Cut", "Hop", "all_gather_flat", "apply", "as_sent", "gather", "group_of", "hop_axes", "hops", "of_its_own",
-    "own_part", "padded", "padded_to", "reduce_scatter_flat", "stacked", "unstack",
+    "Cut",
+    "ReshardStep",
+    "all_gather_flat",
+    "apply",
+    "as_sent",
+    "gather",
+    "group_of",
+    "hop_axes",
+    "of_its_own",
+    "own_part",
+    "padded",
+    "padded_to",
+    "reduce_scatter_flat",
+    "reshard_steps",
+    "stacked",
+    "unstack",
 ]  # fmt: skip

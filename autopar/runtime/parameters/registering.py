@@ -15,7 +15,7 @@ from autopar.runtime.optimizers import rounded_steps
 from autopar.runtime.parameters.attributes import with_attributes
 from autopar.runtime.parameters.dtensor_fixes import meet_on
 from autopar.runtime.parameters.mixed import mix_on
-from autopar.runtime.parameters.state import as_dtensor, local_of, local_piece, torch_placements
+from autopar.runtime.parameters.state import as_dtensor, local_of, local_shard, torch_placements
 from autopar.runtime.stages.stage import Buffers, device_of
 from autopar.torch_private import module_at
 from autopar.words.graph import Graph
@@ -163,7 +163,7 @@ class Placing:
         """A copy of this rank's part of a whole value, on this rank's device."""
         if value.device.type == "meta":
             raise RunError(f"'{name}' is on the meta device; pass init= to give it a value")
-        piece = local_piece(value, state, self.device_mesh)
+        piece = local_shard(value, state, self.device_mesh)
         return piece.to(torch.device(device_of(self.device_mesh)), copy=True).contiguous()
 
 

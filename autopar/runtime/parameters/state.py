@@ -21,10 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autopar.errors import RunError
 from autopar.plans.plan import ParamChoice
-from autopar.runtime.parameters.redistribution import Cut, Hop, dense, gather, hops, of_its_own
+from autopar.runtime.parameters.redistribution import Cut, ReshardStep, dense, gather, of_its_own, reshard_steps
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import Box, box_of, local_shape
 from autopar.words.placements import REPLICATED, State, shard
+from autopar.words.shards import Box, box_of, local_shape
 
 _STEPS = "_autopar_steps"
 
@@ -80,7 +80,7 @@ def coordinate_of(device_mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(coordinate)
 
 
-def local_piece(whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
+def local_shard(whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
     """A view of this rank's slice of ``whole``."""
     box = box_of(whole.shape, state, mesh_of(device_mesh), coordinate_of(device_mesh))
     for d, (start, length) in enumerate(box):
@@ -96,7 +96,7 @@ def joined(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh:
     mesh, at = mesh_of(device_mesh), coordinate_of(device_mesh)
     for axis in reversed(range(len(state))):
         n, d = device_mesh.size(axis), state[axis].dim
-        if n == 1 or state[axis].is_whole:
+        if n == 1 or state[axis].is_replicated:
             continue
         group = device_mesh.get_group(axis)
         if d is None:
@@ -104,7 +104,7 @@ def joined(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh:
             dist.all_reduce(local, group=group)
         else:
             before = local_shape(shape, State(state[:axis]), mesh.outer(axis), at[:axis])
-            local = gather(local, Hop("gather", "slice", group, n, 0, Cut(d, before[d])))
+            local = gather(local, ReshardStep("gather", "slice", group, n, 0, Cut(d, before[d])))
     return local
 
 
@@ -140,7 +140,7 @@ def like(example: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     if not isinstance(example, DTensor):
         return whole.contiguous()
     state = state_of(example)
-    piece = local_piece(whole, state, example.device_mesh)
+    piece = local_shard(whole, state, example.device_mesh)
     if piece is not whole:  # a share of its own, so that the whole can go
         piece = piece.clone(memory_format=torch.contiguous_format)
     return as_dtensor(piece.contiguous(), state, whole.shape, example.device_mesh)
@@ -212,14 +212,14 @@ class HeldParam:
         self.trained = trained
         self.name, self.owner, self.key, self.choice = name, owner, key, choice
         at = coordinate_of(device_mesh)
-        self.hops = hops(name, choice, shape, device_mesh, mesh)
+        self.reshard_steps = reshard_steps(name, choice, shape, device_mesh, mesh)
         self.dtype = dtype or self.param.dtype
         self.casts = self.dtype != self.param.dtype
-        self.alias = all(hop.forward == "none" for hop in self.hops) and not self.casts
-        self.adjoint = tuple(hop for hop in reversed(self.hops) if hop.backward != "none")
+        self.alias = all(reshard_step.forward == "none" for reshard_step in self.reshard_steps) and not self.casts
+        self.adjoint = tuple(reshard_step for reshard_step in reversed(self.reshard_steps) if reshard_step.backward != "none")
         self.used_shape = local_shape(shape, choice.used, mesh, at)
         self.stored_shape = local_shape(shape, choice.stored, mesh, at)
-        gathered = next((hop for hop in self.hops if hop.forward == "gather"), None)
+        gathered = next((reshard_step for reshard_step in self.reshard_steps if reshard_step.forward == "gather"), None)
         self.padded_shape = self.stored_shape
         if gathered is not None:
             d = gathered.cut.dim

@@ -27,8 +27,8 @@ from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import without_inference_mode
-from autopar.runtime.batches.own_rows import TakesRows
-from autopar.runtime.batches.own_rows_in_stages import RowsInStages
+from autopar.runtime.batches.local_batch import TakesRows
+from autopar.runtime.batches.local_batch_in_stages import RowsInStages
 from autopar.runtime.batches.same_batch import Calls, first_readers
 from autopar.runtime.batches.totals_ahead import TotalsAhead, totals_ahead
 from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
@@ -87,7 +87,7 @@ class PipelineModule(TakesRows, SpreadModule):
     _autopar_work: Work
     _autopar_unfinished: Unfinished
     _autopar_spans: list[Span] | None
-    _autopar_own_rows: RowsInStages | None = None
+    _autopar_local_batch: RowsInStages | None = None
     _autopar_failures: Failures
     _autopar_groups: Groups
     _autopar_generation: int
@@ -176,19 +176,19 @@ class PipelineModule(TakesRows, SpreadModule):
         """The plan that this module runs."""
         return self._autopar_plan
 
-    def _autopar_take_own_rows(self, without: frozenset[str]) -> None:
+    def _autopar_take_local_batch(self, without: frozenset[str]) -> None:
         """From now on every rank is called with its own rows; inputs of the names in ``without`` have none."""
-        self._autopar_own_rows = RowsInStages(
+        self._autopar_local_batch = RowsInStages(
             [(s.mesh, s.devices) for s in self._autopar_plan.stages], self._autopar_rank
         )
-        self._autopar_own_rows.without = without
+        self._autopar_local_batch.without = without
 
     @property
     def _autopar_rows(self) -> RowsInStages | None:
         """How this step's rows lie on the ranks; None where each of them has all of them."""
         return (
-            self._autopar_own_rows
-            if self._autopar_own_rows is not None and self._autopar_own_rows.counts is None
+            self._autopar_local_batch
+            if self._autopar_local_batch is not None and self._autopar_local_batch.counts is None
             else None
         )
 
@@ -332,8 +332,8 @@ class PipelineModule(TakesRows, SpreadModule):
     def _autopar_resume_program(self, fields: Fields) -> None:
         pipeline_programs.resume(self, fields)
 
-    def _autopar_take_program(self, new: Captured, call: ModuleCall, plan_again: Any, all_well: AllWell) -> None:
-        pipeline_programs.take(self, new, call.parts or self._autopar_plan.microbatches, plan_again, all_well)
+    def _autopar_take_program(self, new: Captured, call: ModuleCall, replan: Any, all_well: AllWell) -> None:
+        pipeline_programs.take(self, new, call.parts or self._autopar_plan.microbatches, replan, all_well)
 
     # -- without gradients
 
@@ -383,7 +383,7 @@ class PipelineModule(TakesRows, SpreadModule):
             of_runs = [
                 of_run(each, loss, parts) for each, (loss, parts) in zip(ready, forwards(self, ready), strict=True)
             ]
-            of_all = of_batch(ready[0], of_runs, self._autopar_own_rows)
+            of_all = of_batch(ready[0], of_runs, self._autopar_local_batch)
             spec = ready[0].captured.out_spec
             outputs = pytree.tree_unflatten(of_all[: spec.num_leaves], spec)
             return (

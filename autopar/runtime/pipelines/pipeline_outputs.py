@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.batches.own_rows_in_stages import RowsInStages
+from autopar.runtime.batches.local_batch_in_stages import RowsInStages
 from autopar.runtime.batches.runs import rows_of_microbatch
 from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.pipelines.ready_runs import Ready
@@ -43,7 +43,7 @@ def of_run(ready: Ready, loss: torch.Tensor, parts: Parts) -> list[Any]:
         if here is not None:
             value.copy_(torch.cat(here) if spec.shape else torch.stack(here).to(torch.float64).sum() * run.share)
         dist.broadcast(as_sent(value), src=work.plan.stages[makers[position]].devices[0], group=work.everyone)
-        rows = work.own_rows
+        rows = work.local_batch
         cut = rows is not None and _has_rows(ready, out)
         outputs.append(rows.rows_of(value, run.microbatches) if rows is not None and cut else value)
     return outputs
@@ -53,7 +53,7 @@ def _has_rows(ready: Ready, out: Ref) -> bool:
     return ready.captured.graph.spec(out).shape[:1] == (rows_of_microbatch(ready.captured),)
 
 
-def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]], own_rows: RowsInStages | None = None) -> list[Any]:
+def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]], local_batch: RowsInStages | None = None) -> list[Any]:
     """The outputs of a batch, from those of its runs, of which ``ready`` is any.
 
     Args:
@@ -66,8 +66,8 @@ def of_batch(ready: Ready, of_runs: Sequence[Sequence[Any]], own_rows: RowsInSta
             outputs.append(out)
         elif graph.spec(out).shape:
             joined = torch.cat(values) if len(values) > 1 else values[0]
-            uneven = own_rows is not None and own_rows.counts is not None and _has_rows(ready, out)
-            outputs.append(own_rows.of_uneven(joined) if own_rows is not None and uneven else joined)
+            uneven = local_batch is not None and local_batch.counts is not None and _has_rows(ready, out)
+            outputs.append(local_batch.of_uneven(joined) if local_batch is not None and uneven else joined)
         else:
             outputs.append(sum(values[1:], values[0]).to(getattr(torch, graph.spec(out).dtype)))
     return outputs

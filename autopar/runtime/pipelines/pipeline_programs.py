@@ -39,7 +39,7 @@ from autopar.runtime.variants.recaptured import (
 )
 from cost_models.schedules import with_microbatches
 
-PlanStagesAgain = Callable[[Captured, int], Plan]
+ReplanStages = Callable[[Captured, int], Plan]
 """Of a captured microbatch, and how many of them there are: a plan of the same stages, the same on all ranks."""
 Lines = tuple[tuple[Wire, ...], tuple[Tied, ...]]
 """What crosses between stages, and what several groups of ranks hold."""
@@ -91,7 +91,7 @@ def work_of(pm: Any, microbatches: int) -> Work:
     return work
 
 
-def take(pm: Any, new: Captured, count: int, plan_again: PlanStagesAgain | None, all_well: AllWell) -> None:
+def take(pm: Any, new: Captured, count: int, replan: ReplanStages | None, all_well: AllWell) -> None:
     """Have the stages run ``new``: under the plans that they have, if it differs in nothing but literals, else under
     others.
 
@@ -107,7 +107,7 @@ def take(pm: Any, new: Captured, count: int, plan_again: PlanStagesAgain | None,
             _with_other_literals(pm, new)
         return
     with all_well():
-        planner = planner_for(reason, plan_again, "full_state_dict()")
+        planner = planner_for(reason, replan, "full_state_dict()")
     with all_well():  # rank 0's error is raised on all ranks
         plan = planner(new, count)
     with all_well():
@@ -179,4 +179,4 @@ def _check_ties(pm: Any, new: Captured, tied: tuple[Tied, ...]) -> None:
             )
 
 
-__all__ = ["PROGRAM", "Lines", "PlanStagesAgain", "fields_of", "resume", "take", "work_of"]
+__all__ = ["PROGRAM", "Lines", "ReplanStages", "fields_of", "resume", "take", "work_of"]

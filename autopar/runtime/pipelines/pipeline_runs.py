@@ -35,12 +35,12 @@ def ready_runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_do
     if module._autopar_buckets is not None:
         (args, kwargs), module._autopar_padding = module._autopar_buckets.padded(args, kwargs)
     elif (
-        module._autopar_own_rows is not None
+        module._autopar_local_batch is not None
         and module._autopar_programs is not None
         and module._autopar_programs.shapes
     ):
         logs = [module._autopar_programs.meeting] if module._autopar_programs.meeting is not None else []
-        together = module._autopar_own_rows.put_together(args, kwargs, logs, module._autopar_work.everyone)
+        together = module._autopar_local_batch.put_together(args, kwargs, logs, module._autopar_work.everyone)
         args, kwargs = (args, kwargs) if together is None else together
     ready = []
     for run in _runs(module, args, kwargs):
@@ -65,7 +65,7 @@ def _runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ru
     """The runs of a batch."""
     captured, planned = module._autopar_planned
     ranks = module._autopar_rows.ranks if module._autopar_rows is not None else 1
-    if module._autopar_own_rows is not None or (
+    if module._autopar_local_batch is not None or (
         module._autopar_programs is not None and module._autopar_programs.shapes
     ):
         return runs(captured, module._autopar_signature, planned, args, kwargs, ranks)
@@ -79,15 +79,15 @@ def _microbatches(module: Any, run: Run) -> _Batches:
     if module._autopar_programs is not None:  # the ranks agree on a change
         check_values(module, run.call)
     module._autopar_work = work_of(module, run.microbatches)
-    module._autopar_work.spans, module._autopar_work.own_rows = module._autopar_spans, module._autopar_rows
+    module._autopar_work.spans, module._autopar_work.local_batch = module._autopar_spans, module._autopar_rows
 
     def take(seen: Seen | None) -> _Batches:
         if module._autopar_programs is None:
             check_values(module, run.call)
         callers = module._autopar_batch.tensors(args, kwargs)
         rows = module._autopar_rows
-        if module._autopar_own_rows is not None:
-            module._autopar_own_rows.refuse_gradients(callers, module._autopar_batch.shown)
+        if module._autopar_local_batch is not None:
+            module._autopar_local_batch.refuse_gradients(callers, module._autopar_batch.shown)
         if seen is not None:
             for name, leaf in callers.items():
                 seen.add(module._autopar_batch.shown[name], name, leaf, place=None if rows is None else rows.place)

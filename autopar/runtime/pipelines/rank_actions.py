@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from autopar.plans.plan import Plan
 from autopar.plans.stage_graphs import StageGraph
-from autopar.runtime.batches.own_rows_in_stages import RowsInStages
+from autopar.runtime.batches.local_batch_in_stages import RowsInStages
 from autopar.runtime.gradients.reached import Reached
 from autopar.runtime.gradients.taking_part import told_elsewhere
 from autopar.runtime.parameters.state import as_dtensor
@@ -84,7 +84,7 @@ class Work:
             for s, stage in stages.items()
         }  # fmt: skip
         self.spans: list[Span] | None = None
-        self.own_rows: RowsInStages | None = None
+        self.local_batch: RowsInStages | None = None
 
     def train(
         self, batches: Batches, shares: Sequence[float], seeds: Sequence[Any], shown: Mapping[str, str],
@@ -180,7 +180,7 @@ class Work:
             for flight in broken.flights.values():
                 flight.drop()
         for flight in self.flights.values():
-            flight.begin(shares, self.own_rows, scale)
+            flight.begin(shares, self.local_batch, scale)
         self.unfinished.work = self
 
 

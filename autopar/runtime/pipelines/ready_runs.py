@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture import Captured
 from autopar.plans.stage_graphs import StageGraph
 from autopar.runtime.batches.batch import Batch
-from autopar.runtime.batches.own_rows_in_stages import RowsInStages
+from autopar.runtime.batches.local_batch_in_stages import RowsInStages
 from autopar.runtime.batches.runs import Run
 from autopar.runtime.batches.totals_ahead import State, TotalsAhead, check_in_parts, computed_ahead
 from autopar.runtime.gradients.reached import Reached, ReachedBy
@@ -64,7 +64,7 @@ class Ready:
 
 
 def with_totals_of_batch(
-    runs: Sequence[Ready], own_rows: RowsInStages | None, device_mesh: DeviceMesh, state: State
+    runs: Sequence[Ready], local_batch: RowsInStages | None, device_mesh: DeviceMesh, state: State
 ) -> list[Ready]:
     """The runs with what their microbatches read of the whole batch.
 
@@ -74,9 +74,9 @@ def with_totals_of_batch(
     """
 
     def whole(totals: TotalsAhead, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        if own_rows is None:
+        if local_batch is None:
             return inputs
-        there = {name: own_rows.joined(inputs[name], shape, device_mesh) for name, shape in totals.inputs.items()}
+        there = {name: local_batch.joined(inputs[name], shape, device_mesh) for name, shape in totals.inputs.items()}
         return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in there.items()}
 
     if sum(each.run.microbatches for each in runs) > 1:

@@ -27,7 +27,7 @@ def check_rows(schedule: Schedule, graphs: Sequence[StageGraph]) -> None:
         )
     if schedule.forward_only:
         raise PlanError(f"schedule '{schedule.name}' has no backward, so it trains nothing; evaluate() needs no plan")
-    pairs = sorted({(crossing.source, g.number) for g in graphs for crossing in g.takes})
+    pairs = sorted({(stage_edge.source, g.number) for g in graphs for stage_edge in g.takes})
     try:
         simulate(schedule.validate(), times(len(graphs), edges=[Edge(a, b) for a, b in pairs]))
     except Deadlock as error:

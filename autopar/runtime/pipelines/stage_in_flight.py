@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.plans.stage_graphs import StageGraph
-from autopar.runtime.batches.own_rows_in_stages import RowsInStages
+from autopar.runtime.batches.local_batch_in_stages import RowsInStages
 from autopar.runtime.gradients.reached import Reached
 from autopar.runtime.pipelines.backward import Halves
 from autopar.runtime.pipelines.input_gradients import InputGradients
@@ -64,7 +64,7 @@ class Flight:
         self.part, self.stage, self.input_gradients, self.leads = part, stage, input_gradients, leads
         self.shares: Sequence[float] = ()
         self.scale: torch.Tensor | None = None
-        self.own_rows: RowsInStages | None = None
+        self.local_batch: RowsInStages | None = None
         self.into = [wire for wire in wires if wire.target == part.number]
         self.out = [wire for wire in wires if wire.source == part.number]
         backwards = [action for action in row if action.stage == part.number and action.kind in "BW"]
@@ -80,13 +80,13 @@ class Flight:
         stage = self.stage
         return stage.plan.whole_backward or stage.compile_args is not None
 
-    def begin(self, shares: Sequence[float], own_rows: RowsInStages | None, scale: torch.Tensor | None = None) -> None:
+    def begin(self, shares: Sequence[float], local_batch: RowsInStages | None, scale: torch.Tensor | None = None) -> None:
         """A step begins: what was gathered before the optimizer's step counts no more.
 
         Args:
             own_rows: where each rank is called with rows of its own.
         """
-        self.own_rows = own_rows
+        self.local_batch = local_batch
         self.begun, self.shares, self.scale = False, shares, scale
         self.stage.bind()
 
@@ -115,16 +115,16 @@ class Flight:
                     inputs[wire.name], arrived[wire.name] = arriving(inputs[wire.name])
             for name in self.part.inputs:
                 leaf = batch[name].detach()
-                if self.own_rows is not None:
-                    leaf = self.own_rows.joined(leaf, self.stage.inputs[name].shape, self.stage.device_mesh)
+                if self.local_batch is not None:
+                    leaf = self.local_batch.joined(leaf, self.stage.inputs[name].shape, self.stage.device_mesh)
                 inputs[name] = self.stage.local_input(name, leaf, shown.get(name, name))
                 if name in self.input_gradients and torch.is_grad_enabled():
                     inputs[name], arrived[name] = arriving(inputs[name].detach())
             flat = self.stage.run(inputs, seed, same_step=self.begun, evaluating=evaluating)
             self.begun = True
             for wire in self.out:
-                assert wire.crossing is not None
-                post.send(wire, False, microbatch, flat[wire.crossing.output])
+                assert wire.stage_edge is not None
+                post.send(wire, False, microbatch, flat[wire.stage_edge.output])
         graph = self.part.graph
         loss: torch.Tensor | None = None if graph.loss is None else flat[graph.loss]
         if torch.is_grad_enabled():
@@ -171,9 +171,9 @@ class Flight:
         """Where gradients enter the graph of autograd, and these."""
         sums: dict[int, torch.Tensor] = {}
         for wire in self.out:
-            if wire.back is not None and wire.crossing is not None:
-                grad, at = post.take(wire, True, microbatch), wire.crossing.output
-                if flown.reached is not None and wire.crossing.tensor not in flown.reached:
+            if wire.back is not None and wire.stage_edge is not None:
+                grad, at = post.take(wire, True, microbatch), wire.stage_edge.output
+                if flown.reached is not None and wire.stage_edge.tensor not in flown.reached:
                     continue  # zeros for what in eager mode would not be in the backward at all
                 sums[at] = sums[at] + grad if at in sums else grad
         used = [at for at in sorted(sums) if at in flown.outputs]

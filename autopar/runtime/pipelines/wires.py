@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from autopar.errors import PlanError
 from autopar.lower.collectives import state_step
-from autopar.plans.plan import Crossing, Plan
+from autopar.plans.plan import Plan, StageEdge
 from autopar.plans.stage_graphs import StageGraph
 from autopar.plans.transfer import (
     RECEIVED_AHEAD,
@@ -56,7 +56,7 @@ class Wire:
     target: int
     there: Transfer
     back: Transfer | None
-    crossing: Crossing | None = None
+    stage_edge: StageEdge | None = None
 
     def transfer(self, backward: bool) -> Transfer:
         """The forward's messages, or the backward's."""
@@ -97,17 +97,17 @@ def wires_of(parts: Sequence[StageGraph], plan: Plan) -> tuple[Wire, ...]:
     """
     wires: list[Wire] = []
     for part in parts:
-        for crossing in part.takes:
-            here, there = crossing.sides(plan.stages, part.number)
+        for stage_edge in part.takes:
+            here, there = stage_edge.sides(plan.stages, part.number)
             if any(p.is_pending for p in here.state):
                 raise PlanError(
-                    f"stage {crossing.source} gives '{crossing.tensor}' as {here.state.text}: a pending sum "
+                    f"stage {stage_edge.source} gives '{stage_edge.tensor}' as {here.state.text}: a pending sum "
                     "cannot be sent; plan again"
                 )
-            forward = transfer(crossing.spec, here, there)
-            back = transfer(crossing.spec, there, here) if crossing.needs_grad else None
+            forward = transfer(stage_edge.spec, here, there)
+            back = transfer(stage_edge.spec, there, here) if stage_edge.needs_grad else None
             number = len(wires)
-            wires.append(Wire(number, crossing.tensor, crossing.source, part.number, forward, back, crossing))
+            wires.append(Wire(number, stage_edge.tensor, stage_edge.source, part.number, forward, back, stage_edge))
     return tuple(wires)
 
 

@@ -92,7 +92,7 @@ def run_step(
             return LocalTensor({r: piece(value, state, mesh, r) for r in range(n)})
 
         stored: dict[str, LocalTensor] = {}
-        buffer_pieces: dict[str, tuple[LocalTensor, State]] = {}
+        buffer_shards: dict[str, tuple[LocalTensor, State]] = {}
         taken: dict[str, tuple[LocalTensor, State]] = {}
         values: list[Any] = []
         for slot in program.slots:
@@ -104,8 +104,8 @@ def run_step(
                 stored[slot.name] = leaf
                 values.append(along(leaf, slot.shape, choice.stored, choice.used, mesh))
             elif slot.kind == "buffer":
-                buffer_pieces[slot.name] = (spread(buffers[slot.name], slot.state), slot.state)
-                values.append(buffer_pieces[slot.name][0])
+                buffer_shards[slot.name] = (spread(buffers[slot.name], slot.state), slot.state)
+                values.append(buffer_shards[slot.name][0])
             elif slot.kind == "input":
                 arrived = spread(inputs[slot.name].detach(), slot.state)
                 if slot.needs_grad:
@@ -149,7 +149,7 @@ def run_step(
         name: whole(leaf.grad, state, f"gradient of {name}") for name, (leaf, state) in taken.items()
         if leaf.grad is not None
     }  # fmt: skip
-    new = {name: whole(x, state, name) for name, (x, state) in buffer_pieces.items()}
+    new = {name: whole(x, state, name) for name, (x, state) in buffer_shards.items()}
     for name, x in zip(program.updates, updates, strict=True):
         new[name] = whole(x, plan.buffers[name], name)
     return WorldStep(outputs, gradients, new, arriving)
@@ -160,7 +160,7 @@ def _same_copies(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, name:
         at = mesh.coordinate(rank)
         first = 0
         for placement, (_, size), c in zip(state, mesh, at, strict=True):
-            first = first * size + (0 if placement.is_whole else c)
+            first = first * size + (0 if placement.is_replicated else c)
         copy_there = pieces[first]
         if not torch.allclose(value, copy_there, rtol=1e-4, atol=1e-6, equal_nan=True):
             worst = (value - copy_there).abs().max().item()

@@ -43,8 +43,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, piece: torch.Tensor, held_param: HeldParam) -> torch.Tensor:
         x = piece.to(held_param.dtype) if held_param.casts else piece
-        for hop in held_param.hops:
-            x = apply(hop.forward, x, hop)
+        for reshard_step in held_param.reshard_steps:
+            x = apply(reshard_step.forward, x, reshard_step)
         return x.clone(memory_format=torch.contiguous_format) if x is piece else x.contiguous()
 
     @staticmethod

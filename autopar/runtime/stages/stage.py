@@ -28,7 +28,7 @@ from autopar.runtime.gradients.step_gradients import Gradients
 from autopar.runtime.gradients.taking_part import TakingPart
 from autopar.runtime.parameters import prefetch
 from autopar.runtime.parameters.gathering import Unit, make_units
-from autopar.runtime.parameters.state import Followed, HeldParam, joined, local_piece, note_write
+from autopar.runtime.parameters.state import Followed, HeldParam, joined, local_shard, note_write
 from autopar.runtime.stages.branch_checks import WaysTaken
 from autopar.runtime.stages.buffer_versions import outliving
 from autopar.runtime.stages.compiled import CompileArguments, compiled
@@ -208,14 +208,14 @@ class Stage:
                 self.template[slot] = buffer.local
                 self.buffers[buffer.name] = buffer.local, self.buffers[buffer.name][1]
 
-    def local_input(self, name: str, leaf: torch.Tensor, shown: str, in_pieces: bool = False) -> torch.Tensor:
+    def local_input(self, name: str, leaf: torch.Tensor, shown: str, in_shards: bool = False) -> torch.Tensor:
         """This rank's part of an input of the model.
 
         Args:
             shown: what messages call the input.
             in_pieces: every rank may pass its own piece.
         """
-        return local_part(self.inputs[name], leaf, shown, self.device_mesh, self.plan.mesh, in_pieces)
+        return local_part(self.inputs[name], leaf, shown, self.device_mesh, self.plan.mesh, in_shards)
 
     def part_shape(self, name: str) -> tuple[int, ...]:
         """Shape of this rank's part of an input."""
@@ -301,7 +301,7 @@ class Stage:
         for name, new in updates_of(before, value).items():
             held = self.held_params[name]
             assert held.local is not None
-            held.local.copy_(local_piece(new, held.choice.stored, self.device_mesh))
+            held.local.copy_(local_shard(new, held.choice.stored, self.device_mesh))
             note_write(held.param)
 
     def leaves(self) -> list[torch.Tensor]:

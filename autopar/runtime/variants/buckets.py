@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import CaptureError, RunError
 from autopar.runtime.batches.calls import call_text
-from autopar.runtime.batches.own_rows import Call
+from autopar.runtime.batches.local_batch import Call
 from autopar.torch_private import pytree
 
 Size = tuple[int, int]

@@ -68,7 +68,7 @@ ON_ALL_METHOD = (
     "prints)"
 )
 
-PlanAgain = Callable[[Captured, Mapping[str, str]], StagePlan]
+Replan = Callable[[Captured, Mapping[str, str]], StagePlan]
 """Of a captured graph and of how parameters are stored, by name: a plan, the same on all ranks."""
 
 Compare = Callable[[Captured, torch.nn.Module, Batch], None]
@@ -95,10 +95,10 @@ class Programs:
 
     def __init__(
         self, model: torch.nn.Module, example: Example | None, skeleton: Skeleton | None, ranks: list[int],
-        plan_again: Callable[..., Any] | None, compare: Compare | None, *, shapes: bool, values: bool,
+        replan: Callable[..., Any] | None, compare: Compare | None, *, shapes: bool, values: bool,
     ) -> None:  # fmt: skip
         self.model, self.example, self.skeleton = weakref.ref(model), example, skeleton
-        self.ranks, self.plan_again, self.compare = ranks, plan_again, compare
+        self.ranks, self.replan, self.compare = ranks, replan, compare
         self.shapes, self.values = shapes, values
         self.kept: list[Fields] = []
         """Programs that do not run now, the one that was used last at the end."""
@@ -151,7 +151,7 @@ class Programs:
         mode = "in training" if pm.training else "in eval mode"
         mode += "" if torch.is_grad_enabled() else " without gradients"
         rows_differ = (
-            same and not self.shapes and pm._autopar_own_rows is not None and not self._fits_as_captured(pm, call)
+            same and not self.shapes and pm._autopar_local_batch is not None and not self._fits_as_captured(pm, call)
         )
         if rows_differ and self.meeting is not None:  # maybe on this rank alone, and others wait for its rows
             self.meeting.meet("is at", f"call {self.calls} with {_unmarked(call.shown())}", OTHER_CALL)
@@ -329,7 +329,7 @@ class Programs:
         if self.compare is not None and model is not None and _is_whole(batch, new):
             with all_well(), unheard(), in_modes(model, training):
                 self.compare(new, model, batch)
-        pm._autopar_take_program(new, call, self.plan_again, all_well)
+        pm._autopar_take_program(new, call, self.replan, all_well)
         pm._autopar_trained = training
         self.captures += 1
         if self.captures == KEPT + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -398,4 +398,4 @@ def _check_same(new: Captured, group: Any) -> None:
         raise RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
 
 
-__all__ = ["KEPT", "AllWell", "Compare", "Fields", "PlanAgain", "Programs", "check_autocast"]
+__all__ = ["KEPT", "AllWell", "Compare", "Fields", "Programs", "Replan", "check_autocast"]

@@ -19,11 +19,11 @@ from autopar.plans.plan import StagePlan
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.runtime.parameters.relayout import relaid
-from autopar.runtime.parameters.state import as_dtensor, joined, local_of, local_piece, mesh_of, torch_placements
+from autopar.runtime.parameters.state import as_dtensor, joined, local_of, local_shard, mesh_of, torch_placements
 from autopar.runtime.stages.stage import Buffers, Stage
-from autopar.runtime.variants.program_cache import AllWell, Fields, PlanAgain
+from autopar.runtime.variants.program_cache import AllWell, Fields, Replan
 from autopar.words.graph import Graph
-from autopar.words.placements import State, whole_placement, whole_state
+from autopar.words.placements import State, replicated_placement, whole_state
 
 Planner = TypeVar("Planner")
 """Of a mesh's program, or of a pipeline's."""
@@ -76,13 +76,13 @@ def fields_of(pm: Any) -> Fields:
     return {name: pm.__dict__[name] for name in PROGRAM}
 
 
-def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell) -> None:
+def take(pm: Any, new: Captured, replan: Replan | None, all_well: AllWell) -> None:
     """Have a module run ``new``: under the plan that it has, if that fits, else under a new one."""
     reason = differs(pm._autopar_captured, new)
     plan: StagePlan | None = None
     if reason:
         with all_well():
-            planner = planner_for(reason, plan_again, "state_dict()")
+            planner = planner_for(reason, replan, "state_dict()")
         with all_well():  # rank 0's error is raised on all ranks
             plan = planner(new, _stored(pm, new.graph))
     with all_well():
@@ -91,7 +91,7 @@ def take(pm: Any, new: Captured, plan_again: PlanAgain | None, all_well: AllWell
         pm._autopar_skeleton = skeleton_of(pm)
 
 
-def planner_for(reason: str, plan_again: Planner | None, state_dict: str) -> Planner:
+def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner:
     """That which plans the model anew.
 
     Args:
@@ -101,12 +101,12 @@ def planner_for(reason: str, plan_again: Planner | None, state_dict: str) -> Pla
     Raises:
         RunError: there is none, for the plan was given.
     """
-    if plan_again is None:
+    if replan is None:
         raise RunError(
             f"with the values that it has now the model is another one ({reason}), for which the plan does not hold; "
             f"parallelize it again, and load this {state_dict}"
         )
-    return plan_again
+    return replan
 
 
 def skeleton_of(pm: Any) -> Skeleton | None:
@@ -129,7 +129,7 @@ def _stored(pm: Any, graph: Graph) -> dict[str, str]:
     renewed = {node.target for _, node in graph.of_kind("buffer")}
     for name, param in pm.named_parameters(remove_duplicate=False):
         if isinstance(param, DTensor) and name not in renewed:
-            whole = whole_placement(wanted.get(name, param.requires_grad))
+            whole = replicated_placement(wanted.get(name, param.requires_grad))
             pins[name] = ",".join(f"S{p.dim}" if isinstance(p, Shard) else whole for p in param.placements)
     return pins
 
@@ -202,7 +202,7 @@ def buffers_for(
     placed = _placed_again(pm, before, wanted, device_mesh)
     for name in of_the_code:
         state = plan.buffers.get(name, whole_state(plan.mesh))
-        local = local_piece(new.constants[name].detach(), state, device_mesh)
+        local = local_shard(new.constants[name].detach(), state, device_mesh)
         placed[name] = local.to(pm._autopar_device, copy=True).contiguous(), state
     for _, node in graph.of_kind("buffer"):
         if node.target not in placed:  # a frozen parameter that only this program writes
@@ -265,7 +265,7 @@ def _placed_again(
         if wanted.get(name, state) != state:
             whole = joined(local, state, shown.shape, device_mesh)
             shape, state = tuple(whole.shape), wanted[name]
-            local = local_piece(whole, state, device_mesh).clone(memory_format=torch.contiguous_format)
+            local = local_shard(whole, state, device_mesh).clone(memory_format=torch.contiguous_format)
             value = as_dtensor(local, state, shape, device_mesh) if state.is_cut else local
             for owner, key in owners:
                 owner._buffers[key] = value

@@ -297,7 +297,7 @@ class Menus:
                 Way(
                     spent.forward_seconds - waits.forward_each, spent.backward_seconds - waits.backward_each,
                     waits.of_step(plan.microbatches) + spent.optimizer_seconds,
-                    price.stored_bytes - peak, plan.kept_bytes, max(0, price.passing_bytes),
+                    price.stored_bytes - peak, plan.kept_bytes, max(0, price.transient_bytes),
                     recomputed=bool(plan.recompute), peak_bytes=peak,
                     weight_seconds=0.0 if _is_whole(plan) else min(spent.weight_seconds, spent.backward_seconds),
                     optimizer_seconds=spent.optimizer_seconds, load=spent.load,
@@ -319,7 +319,7 @@ def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple
     def account(plan: StagePlan, peak: int) -> tuple[float, ...]:
         price = plan.price
         once = price.exposed_seconds + price.optimizer_seconds
-        stored, passing = price.stored_bytes - peak, max(0, price.passing_bytes)
+        stored, passing = price.stored_bytes - peak, max(0, price.transient_bytes)
         return (
             price.microbatch_seconds, once, once + price.hidden_seconds, stored, plan.kept_bytes, passing, peak,
             _is_whole(plan), bool(plan.recompute),

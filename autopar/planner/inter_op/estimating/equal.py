@@ -18,7 +18,7 @@ from math import inf
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.estimating.block_costs import ALONE, kinds_of
-from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, crossing_seconds, estimated
+from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, estimated, stage_edge_seconds
 from autopar.planner.inter_op.estimating.filling import PRECISE, Fillers, Places
 from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.progress import tell
@@ -352,7 +352,7 @@ class Equal:
     def _transfer(self, block: int, groups: Sequence[Group]) -> float:
         """Of what crosses, between the first two groups: they are alike, or near enough for an estimate."""
         size = min(len(g.devices) for g in groups)
-        return crossing_seconds(self.cluster, self.blocks[block], groups[0], groups[1], size)
+        return stage_edge_seconds(self.cluster, self.blocks[block], groups[0], groups[1], size)
 
 
 __all__ = ["Equal", "Need"]

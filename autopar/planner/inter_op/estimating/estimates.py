@@ -35,13 +35,13 @@ class EstimatedCut:
     schedule: Fill
     bounds: tuple[int, ...]
     stages: tuple[Filled, ...]
-    crossing: tuple[float, ...]
+    stage_edge: tuple[float, ...]
     seconds: float
 
 
-def crossing_seconds(cluster: Cluster, block: Block, source: Group, target: Group, size: int) -> float:
+def stage_edge_seconds(cluster: Cluster, block: Block, source: Group, target: Group, size: int) -> float:
     """Of what enters a block from another group, of which each of ``size`` devices sends its part."""
-    return costs_of(cluster).transfer(source.devices[0], target.devices[0], block.crossing_bytes / size)
+    return costs_of(cluster).transfer(source.devices[0], target.devices[0], block.stage_edge_bytes / size)
 
 
 def estimated(
@@ -56,7 +56,7 @@ def estimated(
     """
     stages_of = fill.kind.placement(len(stages), len(groups))
     owner = {s: g for g, of_group in enumerate(stages_of) for s in of_group}
-    crossing = [
+    stage_edge = [
         transfer(first, groups[owner[s]], groups[owner[s + 1]]) if owner[s] != owner[s + 1] else 0.0
         for s, (first, _) in enumerate(stages[1:])
     ]  # fmt: skip
@@ -64,7 +64,7 @@ def estimated(
     loads = [
         StageLoad(
             sum(filled[s].seconds for s in of_group), sum(filled[s].backward_seconds for s in of_group),
-            sum(filled[s].reduction_seconds for s in of_group), sum(crossing[s] for s in of_group if s < len(crossing)),
+            sum(filled[s].reduction_seconds for s in of_group), sum(stage_edge[s] for s in of_group if s < len(stage_edge)),
         )
         for of_group in stages_of
     ]  # fmt: skip
@@ -73,12 +73,12 @@ def estimated(
     seconds = estimated_seconds(bubble, fill.drain, microbatches, loads)
     # However few microbatches there are, the first goes all the way and back; only weight gradients may wait.
     apart = not again and fill.kind.splits
-    way = sum(s.seconds - (s.weight_seconds if apart else 0.0) for s in filled) + 2 * sum(crossing)
+    way = sum(s.seconds - (s.weight_seconds if apart else 0.0) for s in filled) + 2 * sum(stage_edge)
     seconds = max(seconds, way + loads[0].once_seconds)
     seconds += sum(filled[s].gather_seconds for s in stages_of[0])
     seconds += max(sum(filled[s].optimizer_seconds for s in of_group) for of_group in stages_of)
     firsts = tuple(first for first, _ in stages[1:])
-    return EstimatedCut(tuple(groups), fill, firsts, filled, tuple(crossing), seconds)
+    return EstimatedCut(tuple(groups), fill, firsts, filled, tuple(stage_edge), seconds)
 
 
-__all__ = ["EstimatedCut", "Group", "crossing_seconds", "estimated"]
+__all__ = ["EstimatedCut", "Group", "estimated", "stage_edge_seconds"]

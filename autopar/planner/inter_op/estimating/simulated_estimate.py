@@ -30,7 +30,7 @@ def simulated(cut: EstimatedCut, microbatches: int) -> float:
         len(stages), [s.forward_seconds for s in stages],
         [max(0.0, s.seconds - s.forward_seconds - s.weight_seconds) for s in stages],  # all may be the weights'
         [s.weight_seconds for s in stages],
-        edges=[Edge(s, s + 1, wire, wire) for s, wire in enumerate(cut.crossing)],
+        edges=[Edge(s, s + 1, wire, wire) for s, wire in enumerate(cut.stage_edge)],
     )  # fmt: skip
     few, more = STEADY * n, (STEADY + 1) * n
     schedule = build(cut.schedule.name, len(stages), n, min(microbatches, more))

@@ -16,7 +16,7 @@ from functools import cached_property
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.estimating.block_costs import WAYS, Way
-from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, crossing_seconds, estimated
+from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, estimated, stage_edge_seconds
 from autopar.planner.inter_op.estimating.filling import Fillers
 from autopar.words.meshes import Mesh
 from cost_models.costs import costs_of
@@ -110,7 +110,7 @@ class Unequal:
 
     def _crossing(self, block: int, source: Group, target: Group) -> float:
         size = min(len(source.devices), len(target.devices))
-        return crossing_seconds(self.cluster, self.blocks[block], source, target, size)
+        return stage_edge_seconds(self.cluster, self.blocks[block], source, target, size)
 
     def _labels(self, n: int) -> list[str]:
         return [f"{mesh.text} {way}" for mesh in self.shapes(n) for way in range(WAYS)]
@@ -157,7 +157,7 @@ class Unequal:
         b = ranks[min(source.n_devices, len(ranks) - 1)] if source.device_type == target.device_type else ranks[0]
         if a == b:
             return 0.0
-        n_bytes = self.blocks[at].crossing_bytes / min(source.n_devices, target.n_devices)
+        n_bytes = self.blocks[at].stage_edge_bytes / min(source.n_devices, target.n_devices)
         return costs_of(self.cluster).transfer(a, b, n_bytes)
 
 

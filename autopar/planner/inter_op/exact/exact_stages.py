@@ -35,7 +35,7 @@ from autopar.planner.intra_op.pins.small_parameters import TooSmallError
 from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.plans.plan import Plan, StagePlan, one_stage
 from autopar.plans.prices import bytes_together
-from autopar.plans.stage_graphs import StageGraph, crossings_of, cut, hot_ops
+from autopar.plans.stage_graphs import StageGraph, cut, hot_ops, stage_edges_of
 from autopar.progress import tell
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
@@ -101,7 +101,7 @@ class ExactPlans:
     graph: Graph
     cluster: Cluster
     n_devices: int
-    asked: PipelineOptions
+    request: PipelineOptions
     cluster_name: str
 
     @cached_property
@@ -149,7 +149,7 @@ class ExactPlans:
 
     def _moved(self, candidate: Candidate) -> list[Candidate]:
         """Cuts that differ by one block at one bound."""
-        if self.asked.starts is not None:
+        if self.request.starts is not None:
             return []
         firsts = [b.first for b in self.blocks]
         moved = []
@@ -175,24 +175,24 @@ class ExactPlans:
             InfeasibleError: a stage does not fit.
             Beaten: a stage alone takes longer than the best known, and by how much is not worth the search.
         """
-        starts = self.asked.starts or [self.name(p) for p in candidate.bounds]
+        starts = self.request.starts or [self.name(p) for p in candidate.bounds]
         graphs = cut(self.graph, starts)
-        asked, n = candidate.schedule, candidate.groups
+        request, n = candidate.schedule, candidate.groups
         try:
-            schedule = build(START if asked == SEARCHED else asked, len(graphs), n, self.asked.microbatches)
+            schedule = build(START if request == SEARCHED else request, len(graphs), n, self.request.microbatches)
         except ValueError:
             if n > 1:
                 return None  # this schedule does not allow these counts
         if n == 1:
-            schedule = one_stage(self.asked.microbatches)
+            schedule = one_stage(self.request.microbatches)
         choices, timing, once = self._stages(graphs, schedule, candidate, best_known, thorough, explains)
-        if asked == SEARCHED and n > 1:
+        if request == SEARCHED and n > 1:
             limits = [self.limit(devices) for devices in candidate.devices]
             choices, schedule = better_order(choices, schedule, timing, limits)
         timeline = simulate(schedule, timing)
         seconds = once.seconds(timeline)
         plan = Plan(
-            self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule, crossings_of(graphs),
+            self.graph.fingerprint, self.cluster_name or self.cluster.name, choices, schedule, stage_edges_of(graphs),
             seconds,
         ).validate()  # fmt: skip
         return Exact(seconds, self.what(candidate, label_of(schedule)), plan, timeline, self, candidate)
@@ -201,7 +201,7 @@ class ExactPlans:
         """About how many different programs the exact plans of a candidate's stages take."""
         try:
             name = START if candidate.schedule == SEARCHED else candidate.schedule
-            schedule = build(name, len(candidate.bounds) + 1, candidate.groups, self.asked.microbatches)
+            schedule = build(name, len(candidate.bounds) + 1, candidate.groups, self.request.microbatches)
         except ValueError:
             return 0
         live = live_at_peak(schedule, [n for _, n in candidate.n_bytes] or [1.0] * schedule.n_stages)
@@ -221,12 +221,12 @@ class ExactPlans:
             each = (len(candidate.bounds) + 1) // candidate.groups
             schedule = kind.at(each).label if kind and candidate.groups > 1 else candidate.schedule
             schedule = schedule if candidate.groups > 1 else "none"
-        m = self.asked.microbatches
+        m = self.request.microbatches
         return f"{candidate}, {schedule}, {m} microbatch{'es' if m > 1 else ''}"
 
     def limit(self, devices: Sequence[int]) -> float:
         """Bytes that a device of a group may hold."""
-        return device_limit(self.cluster, devices, self.asked.options.memory_limit_bytes)
+        return device_limit(self.cluster, devices, self.request.options.memory_limit_bytes)
 
     def _stages(
         self,
@@ -249,7 +249,7 @@ class ExactPlans:
         limits = [self.limit(devices) for devices in candidate.devices]
         of_groups, rooms, retried, refined = schedule.stages_of_rank, list(limits), 0, 0
         full: list[int] = []
-        given = self.asked.starts is not None and any(len(of) > 1 for of in of_groups) and max(limits) < inf
+        given = self.request.starts is not None and any(len(of) > 1 for of in of_groups) and max(limits) < inf
         if given and not candidate.n_bytes:
             rooms = [UNLIMITED] * len(limits)
         while refined < REFINED:
@@ -302,19 +302,19 @@ class ExactPlans:
                 tell(lambda n=number: f"{self.what(candidate)}: stage {n} of {len(graphs)}")  # type: ignore[misc]
                 stage = graphs[number]
                 mesh, devices = candidate.meshes[group[number]], candidate.devices[group[number]]
-                wishes = of_stage(self.asked.options, stage, mesh)
-                pins = dict(wishes.params or {})
+                plan_options = of_stage(self.request.options, stage, mesh)
+                pins = dict(plan_options.params or {})
                 names = {n.target for _, n in stage.graph.of_kind("param")}
                 pins.update({n: how for (g, n), how in stored.items() if g == group[number] and n in names})
                 if not thorough:
-                    wishes = replace(wishes, memory_gap=max(wishes.memory_gap, LARGE_GAP))
+                    plan_options = replace(plan_options, memory_gap=max(plan_options.memory_gap, LARGE_GAP))
                 worth = WORTH * best_known if self.n_devices <= SMALL and candidate.groups > 1 else best_known
                 share = share_of(number, of_group, live, counted, candidate)
                 options = replace(
-                    wishes, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
-                    microbatches=self.asked.microbatches,
+                    plan_options, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
+                    microbatches=self.request.microbatches,
                     memory_limit_bytes=rooms[group[number]] * share + beside(number, of_group, candidate),
-                    recompute=patterns_in(stage.graph, wishes.recompute), may_recompute=self._may_recompute,
+                    recompute=patterns_in(stage.graph, plan_options.recompute), may_recompute=self._may_recompute,
                     blocks=self._blocks_in(stage.graph), explains=explains,
                 )  # fmt: skip
                 try:
@@ -326,18 +326,18 @@ class ExactPlans:
                 stored.update({(group[number], n): ",".join(c.stored) for n, c in plan.params.items()})
                 planned[number] = plan, options
                 if self.n_devices > SMALL:
-                    spent += self.asked.microbatches * pace_of(plan)
+                    spent += self.request.microbatches * pace_of(plan)
                     if spent >= worth:
                         raise Beaten
             if self._seems_beaten(graphs, candidate, planned, len(schedule.stages_of_rank), best_known):
                 raise Beaten
         choices = [planned[number][0] for number in range(len(graphs))]
-        asked = [planned[number][1] for number in range(len(graphs))]
+        request = [planned[number][1] for number in range(len(graphs))]
         if self.n_devices > SMALL and best_known < inf:
             timing, once = timing_of(graphs, choices, schedule, self.cluster)
             if once.seconds(simulate(schedule, timing)) > FINER * best_known:
                 raise Beaten
-        self._refine(graphs, choices, asked, schedule)
+        self._refine(graphs, choices, request, schedule)
         return with_agreed_buffers(graphs, choices, schedule, self.cluster)
 
     def _seems_beaten(
@@ -360,13 +360,13 @@ class ExactPlans:
                 weight_seconds=0.0 if whole else min(spent.weight_seconds, spent.backward_seconds),
             )  # fmt: skip
         stages = tuple(exact[number] for number in range(len(graphs)))
-        expected = simulated(replace(candidate.estimate, stages=stages), self.asked.microbatches)
+        expected = simulated(replace(candidate.estimate, stages=stages), self.request.microbatches)
         return expected > FINER * best_known
 
     @cached_property
     def _may_recompute(self) -> bool:
         """Whether the planner chooses what runs again: neither the user nor the model says it."""
-        return self.asked.may_recompute and not is_asked(self.graph, self.asked.options.recompute)
+        return self.request.may_recompute and not is_asked(self.graph, self.request.options.recompute)
 
     @cached_property
     def _repeated(self) -> list[str]:
@@ -380,7 +380,7 @@ class ExactPlans:
         return tuple(name for name in self._repeated if name in graph.index)
 
     def _refine(
-        self, graphs: Sequence[StageGraph], choices: list[StagePlan], asked: Sequence[Options], schedule: Schedule
+        self, graphs: Sequence[StageGraph], choices: list[StagePlan], request: Sequence[Options], schedule: Schedule
     ) -> None:
         """Plan the slowest stages again for just the microbatches that they keep in flight, where memory made them
         slow: plans are shared between stages by counting up to a round number."""
@@ -390,11 +390,11 @@ class ExactPlans:
             better = False
             for s in slowest:
                 graph, choice = graphs[s], choices[s]
-                if rounded(asked[s].in_flight) == asked[s].in_flight:
+                if rounded(request[s].in_flight) == request[s].in_flight:
                     continue  # planned for just these
                 if any(owners[n.target] > 1 for _, n in graph.graph.of_kind("param")):
                     continue  # stages that share a parameter store it alike
-                plan = self.stage_plans.plan(graph.graph, choice.mesh, asked[s], choice.devices, exact=True)
+                plan = self.stage_plans.plan(graph.graph, choice.mesh, request[s], choice.devices, exact=True)
                 if pace_of(plan) < pace_of(choice):
                     choices[s], better = plan, True
             if not better:

@@ -34,9 +34,9 @@ def with_needs(
     for of_group in stages_of_rank:
         for s in of_group:
             price, kept = plans[s].price, plans[s].kept_bytes
-            lasting = price.memory_bytes - price.passing_bytes - plans[s].in_flight * kept
-            n_bytes[s] = max(0.0, lasting) + max(0, price.passing_bytes) / len(of_group), float(kept)
-    once = tuple(float(max(0, plan.price.passing_bytes)) for plan in plans)
+            lasting = price.memory_bytes - price.transient_bytes - plans[s].in_flight * kept
+            n_bytes[s] = max(0.0, lasting) + max(0, price.transient_bytes) / len(of_group), float(kept)
+    once = tuple(float(max(0, plan.price.transient_bytes)) for plan in plans)
     return replace(candidate, n_bytes=tuple(n_bytes[s] for s in range(len(plans))), once_bytes=once)
 
 

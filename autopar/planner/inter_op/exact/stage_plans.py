@@ -71,8 +71,8 @@ class StagePlans:
             earlier = Earlier(free, earlier.ends)
 
         def planned(in_flight: int) -> StagePlan:
-            asked = replace(options, in_flight=in_flight)
-            return plan_graph(graph, self.cluster, mesh, asked, devices=devices, earlier=earlier)
+            request = replace(options, in_flight=in_flight)
+            return plan_graph(graph, self.cluster, mesh, request, devices=devices, earlier=earlier)
 
         n = target
         try:

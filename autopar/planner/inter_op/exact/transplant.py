@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from autopar.plans.plan import StagePlan, route_key
+from autopar.plans.plan import StagePlan, reshard_key
 from autopar.words.graph import Graph, Ref
 
 
@@ -36,8 +36,8 @@ def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
     nodes = list(zip(source.nodes, target.nodes, strict=True))
     ops = {a.name: b.name for a, b in nodes if a.kind == "op"}
     names = {kind: {a.target: b.target for a, b in nodes if a.kind == kind} for kind in ("param", "buffer", "input")}
-    routes = {
-        route_key(source, Ref(i, k)): route_key(target, Ref(i, k))
+    reshard_paths = {
+        reshard_key(source, Ref(i, k)): reshard_key(target, Ref(i, k))
         for i, node in enumerate(source.nodes) for k in range(len(node.outs))
     }  # fmt: skip
     return replace(
@@ -48,9 +48,9 @@ def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
         params={names["param"][name]: choice for name, choice in plan.params.items()},
         buffers={names["buffer"][name]: state for name, state in plan.buffers.items()},
         inputs={names["input"][name]: state for name, state in plan.inputs.items()},
-        routes={routes[key]: steps for key, steps in plan.routes.items()},
+        reshard_paths={reshard_paths[key]: steps for key, steps in plan.reshard_paths.items()},
         memory={
-            name: tuple(routes[e] if isinstance(e, str) else (ops[e[0]], ops[e[1]]) for e in entries)
+            name: tuple(reshard_paths[e] if isinstance(e, str) else (ops[e[0]], ops[e[1]]) for e in entries)
             for name, entries in plan.memory.items()
         },
     )

@@ -15,8 +15,8 @@ from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import seconds_again
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.planner.intra_op.plan_completion import needs
-from autopar.plans.plan import StagePlan, route_key, segment_numbers
-from autopar.rules.lowering_helpers.meanwhile import any_in_parts
+from autopar.plans.plan import StagePlan, reshard_key, segment_numbers
+from autopar.rules.lowering_helpers.overlapped_steps import any_in_parts
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, strategy_named
@@ -95,18 +95,18 @@ def phases(
             if spec is None:
                 continue
             grad = node.needs_grad and spec.is_float
-            for src, dst in plan.routes.get(route_key(graph, Ref(i, out)), ()):
+            for src, dst in plan.reshard_paths.get(reshard_key(graph, Ref(i, out)), ()):
                 there, back = pricer.step_parts(spec, grad, src, dst)
                 forward, total = forward + there, total + there + back
     beside = Hidden()
     if every:
         segment_of = segment_numbers(graph, plan.recompute)
-        beside = sum(hidden(graph, rules, pricer, chosen, plan.routes, segment_of).values(), Hidden())
+        beside = sum(hidden(graph, rules, pricer, chosen, plan.reshard_paths, segment_of).values(), Hidden())
     forward, total = forward - beside.forward, total - beside.total
     again = 0.0
     if second:
-        holds = ledger(graph, rules, plan.mesh, chosen, plan.routes, plan.memory, kernels=pricer.kernels)
-        again = sum(seconds_again(graph, rules, pricer, chosen, plan.routes, holds))
+        holds = ledger(graph, rules, plan.mesh, chosen, plan.reshard_paths, plan.memory, kernels=pricer.kernels)
+        again = sum(seconds_again(graph, rules, pricer, chosen, plan.reshard_paths, holds))
     total += again
     inputs = max(0.0, total - forward - weights)  # rounding: all of it may be the weights'
     later = beside.backward - beside.split  # gradients of weights that a split backward computes beside nothing

@@ -88,12 +88,12 @@ def timing_of(
     of_stage = [by_first[k] for k in first]
     edges: dict[tuple[int, int], list[float]] = {}
     group = schedule.rank_of_stage
-    ways = [(crossing, graph.number) for graph in graphs for crossing in graph.takes]
-    for crossing, target in ways:
-        source = crossing.source
-        made_as, wanted = crossing.sides(stages, target)
-        there = crossing_seconds(crossing.spec, made_as, wanted, cluster)
-        back = crossing_seconds(crossing.spec, wanted, made_as, cluster) if crossing.needs_grad else 0.0
+    ways = [(stage_edge, graph.number) for graph in graphs for stage_edge in graph.takes]
+    for stage_edge, target in ways:
+        source = stage_edge.source
+        made_as, wanted = stage_edge.sides(stages, target)
+        there = stage_edge_seconds(stage_edge.spec, made_as, wanted, cluster)
+        back = stage_edge_seconds(stage_edge.spec, wanted, made_as, cluster) if stage_edge.needs_grad else 0.0
         row = edges.setdefault((source, target), [0.0, 0.0])
         if not cluster.software.hides_transfers and group[source] != group[target]:  # senders wait for their messages
             of_stage[source] = replace(of_stage[source], forward_seconds=of_stage[source].forward_seconds + there)
@@ -120,10 +120,10 @@ def timing_of(
 
 def _static_bytes(plans: Sequence[StagePlan]) -> float:
     """What a group's stages hold all the time, and what passes at the fullest moment, at most: of one at a time."""
-    return sum(p.price.stored_bytes for p in plans) + max(p.passing_bytes for p in plans)
+    return sum(p.price.stored_bytes for p in plans) + max(p.transient_bytes for p in plans)
 
 
-def crossing_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -> float:
+def stage_edge_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -> float:
     """Seconds of what the runtime does with a tensor that crosses: the messages of the rank that sends or receives
     longest, one after the other, and the gathers where it is wanted whole.
 
@@ -141,7 +141,7 @@ def crossing_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -
     return seconds
 
 
-def crossing_messages(spec: Spec, source: Side, target: Side) -> tuple[Load, ...]:
+def stage_edge_messages(spec: Spec, source: Side, target: Side) -> tuple[Load, ...]:
     """What each rank sends, and what each receives, of one tensor that crosses; those that are alike once."""
     return _apart(spec, source, target)[1]
 
@@ -164,4 +164,4 @@ def _crossing(spec: Spec, source: Side, target: Side) -> tuple[tuple[tuple[State
     return tuple((a, b) for _, a, b in steps), loads(moved)
 
 
-__all__ = ["OnceAStep", "crossing_messages", "crossing_seconds", "timing_of"]
+__all__ = ["OnceAStep", "stage_edge_messages", "stage_edge_seconds", "timing_of"]

@@ -36,8 +36,8 @@ from autopar.plans.plan import ParamChoice, Recompute, segment_numbers
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Node, Ref
-from autopar.words.pieces import fits
-from autopar.words.placements import State, shard, whole_placement, whole_state
+from autopar.words.placements import State, replicated_placement, shard, whole_state
+from autopar.words.shards import fits
 from cost_models.parameter_overlap import ParameterSeconds, hidden_seconds
 
 FOLLOWERS = frozenset({"none", "pointwise", "copy", "reduce"})
@@ -219,7 +219,7 @@ class Builder:
         if (not sent and (stands_alone or graph.loss == number)) or not graph.spec(ref).shape:
             return [whole]
         fixed = {
-            State(whole_placement(grad) if p.is_pending or (grad and p.is_whole) else p for p in s)
+            State(replicated_placement(grad) if p.is_pending or (grad and p.is_replicated) else p for p in s)
             for s in made_as if not s.has_units
         }  # fmt: skip
         return sorted({whole, *fixed})
@@ -231,7 +231,7 @@ class Builder:
 
         An input of the model that wants a gradient is whole, and so is its gradient: both are the caller's.
         """
-        whole = whole_placement(node.needs_grad)
+        whole = replicated_placement(node.needs_grad)
         if node.target not in self.graph.arriving:
             return [self.input_states.get(node.target, whole_state(self.pricer.mesh, node.needs_grad))]
         shards = [shard(d) for d in range(min(3, len(node.out.shape)))]

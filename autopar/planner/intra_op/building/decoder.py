@@ -10,7 +10,7 @@ from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.memory.moment_rows import MomentRows
 from autopar.planner.intra_op.memory.recompute_choices import Again
 from autopar.plans.memory_decisions import GATHER_AGAIN
-from autopar.plans.plan import ParamChoice, route_key
+from autopar.plans.plan import ParamChoice, reshard_key
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import State
@@ -25,7 +25,7 @@ class Decided(NamedTuple):
         outputs: states by output position.
         inputs: states in which tensors of earlier stages arrive, by input name.
         again: operators that run again in the backward.
-        tensors: by decision about memory, the tensors that it is made for, by :func:`~autopar.plans.plan.route_key`.
+        tensors: by decision about memory, the tensors that it is made for, by :func:`~autopar.plans.plan.reshard_key`.
     """
 
     ops: dict[int, Strategy]
@@ -67,7 +67,7 @@ class Decoder:
             positions.setdefault(node, []).append(position)
         nodes = self.graph.nodes
         return frozenset(
-            route_key(self.graph, nodes[i].refs[position])
+            reshard_key(self.graph, nodes[i].refs[position])
             for i, r in enumerate(fold.representative)
             if r in positions
             for position in positions[r]
@@ -91,7 +91,7 @@ class Decoder:
         keys: dict[str, set[str]] = {}
         for i, r in enumerate(fold.representative) if by_node else ():
             if r in by_node and self.graph is not None:
-                keys.setdefault(by_node[r], set()).add(route_key(self.graph, Ref(i)))
+                keys.setdefault(by_node[r], set()).add(reshard_key(self.graph, Ref(i)))
         return {name: frozenset(of_name) for name, of_name in keys.items()}
 
     def runs_again(self, picked: Sequence[int], fold: Fold) -> frozenset[int]:

@@ -144,8 +144,8 @@ def pieces_for_copies(
     """
     conditions = []
     for axis in (a for a, (_, size) in enumerate(mesh) if size > 1 and any(state[a].is_shard for state in made_as)):
-        copies = tuple(r for r, flag in enumerate(flags) if flag and wanted[r][axis].is_whole)
-        pieces = tuple(r for r, state in enumerate(made_as) if not state[axis].is_whole)
+        copies = tuple(r for r, flag in enumerate(flags) if flag and wanted[r][axis].is_replicated)
+        pieces = tuple(r for r, state in enumerate(made_as) if not state[axis].is_replicated)
         if copies and len(pieces) < len(made_as):
             conditions.append(OnlyWith(reader, copies, producer, pieces))
     return conditions

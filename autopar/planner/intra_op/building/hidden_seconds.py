@@ -1,4 +1,4 @@
-"""Seconds of collectives that pass while other operators compute (:mod:`autopar.rules.lowering_helpers.meanwhile`).
+"""Seconds of collectives that pass while other operators compute (:mod:`autopar.rules.lowering_helpers.overlapped_steps`).
 
 A collective and what is computed beside it take as long as the longer of the two, so what is hidden is the shorter. In
 the backward the gradients of a product's weights are computed beside it too, unless a schedule computes them later.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import StagePlan, segment_numbers
-from autopar.rules.lowering_helpers.meanwhile import Meanwhile, Routes, any_in_parts, beside
+from autopar.rules.lowering_helpers.overlapped_steps import OverlappedStep, ReshardPaths, any_in_parts, beside
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy, strategy_named
 from autopar.words.graph import Graph
@@ -38,22 +38,22 @@ class Hidden(NamedTuple):
 
 
 def hidden(
-    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], routes: Routes,
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths,
     segment_of: Mapping[int, int],
 ) -> dict[int, Hidden]:  # fmt: skip
     """What is hidden of the collectives of each operator beside which others run, by its number.
 
     Args:
-        chosen, routes, segment_of: as :func:`~autopar.rules.lowering_helpers.meanwhile.beside` has them.
+        chosen, routes, segment_of: as :func:`~autopar.rules.lowering_helpers.overlapped_steps.beside` has them.
     """
     memo: dict[object, Hidden] = {}
     seconds: dict[int, Hidden] = {}
-    for meanwhile in beside(graph, rules, pricer.mesh, chosen, routes, segment_of):
-        runs = meanwhile.op, *meanwhile.first, *meanwhile.last
-        key = tuple([(graph.alike[k], id(chosen[k])) for k in runs]), len(meanwhile.first)
+    for overlap in beside(graph, rules, pricer.mesh, chosen, reshard_paths, segment_of):
+        runs = overlap.op, *overlap.first, *overlap.last
+        key = tuple([(graph.alike[k], id(chosen[k])) for k in runs]), len(overlap.first)
         if key not in memo:
-            memo[key] = hidden_of(graph, rules, pricer, chosen, meanwhile)
-        seconds[meanwhile.op] = memo[key]
+            memo[key] = hidden_of(graph, rules, pricer, chosen, overlap)
+        seconds[overlap.op] = memo[key]
     return seconds
 
 
@@ -66,22 +66,22 @@ def hidden_in(
         return (), 0.0
     chosen = {k: strategy_named(graph, node, rules[k], plan.ops[node.name]) for k, node in graph.of_kind("op")}
     segment_of = segment_numbers(graph, plan.recompute)
-    for meanwhile in beside(graph, rules, pricer.mesh, chosen, plan.routes, segment_of):
-        if meanwhile.op == i:
-            spent = hidden_of(graph, rules, pricer, chosen, meanwhile)
-            return (*meanwhile.first, *meanwhile.last), spent.total
+    for overlap in beside(graph, rules, pricer.mesh, chosen, plan.reshard_paths, segment_of):
+        if overlap.op == i:
+            spent = hidden_of(graph, rules, pricer, chosen, overlap)
+            return (*overlap.first, *overlap.last), spent.total
     return (), 0.0
 
 
 def hidden_of(
-    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], meanwhile: Meanwhile
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], overlap: OverlappedStep
 ) -> Hidden:
     """What is hidden of the collectives of one operator."""
-    rule = rules[meanwhile.op]
+    rule = rules[overlap.op]
     assert rule is not None
-    waits = pricer.waits(graph, graph.nodes[meanwhile.op], rule, chosen[meanwhile.op])
+    waits = pricer.waits(graph, graph.nodes[overlap.op], rule, chosen[overlap.op])
     total = Hidden()
-    for when, others in (("first", meanwhile.first), ("last", meanwhile.last)):
+    for when, others in (("first", overlap.first), ("last", overlap.last)):
         forward = backward = split = 0.0
         for k in others:
             rule_there = rules[k]

@@ -14,7 +14,7 @@ from typing import Any
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import HiddenSeconds
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.rules.lowering_helpers.meanwhile import any_in_parts, halves, independent_of
+from autopar.rules.lowering_helpers.overlapped_steps import any_in_parts, halves, independent_of
 from autopar.rules.notation import Rule
 from autopar.words.graph import Graph
 from cost_models.parameter_overlap import SLOWDOWN, Computing, ParameterSeconds

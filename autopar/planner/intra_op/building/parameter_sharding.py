@@ -17,9 +17,9 @@ from autopar.planner.intra_op.building.price import Pricer
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.words.graph import ITEM_BYTES, Graph, Spec
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import divides, elements_moved, fits, local_shape
-from autopar.words.placements import Placement, State, path, shard, step_collectives, whole_placement
+from autopar.words.placements import Placement, State, path, replicated_placement, shard, step_collectives
 from autopar.words.precision import Precision
+from autopar.words.shards import divides, elements_moved, fits, local_shape
 from cost_models import optimizer_state_bytes
 from cost_models.costs import Axis
 from cost_models.parameter_overlap import ParameterSeconds
@@ -61,7 +61,7 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_di
     the first dim that divides, or, where none does, on the one whose largest piece is smallest (``all_dims``: on any).
     """
     result: list[ParamChoice] = []
-    whole = whole_placement(grad)
+    whole = replicated_placement(grad)
     for use in sorted(set(used)):
         options: list[list[Placement]] = []
         for a, (_, size) in enumerate(mesh):

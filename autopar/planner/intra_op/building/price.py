@@ -29,8 +29,8 @@ from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
 from autopar.words.graph import Graph, Node, Spec
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import elements_moved, local_shape
 from autopar.words.placements import State, changed_axis, step_collectives
+from autopar.words.shards import elements_moved, local_shape
 from cost_models.costs import Axis, Costs, OpSeconds, OpWork, StageWork, costs_of
 from cost_models.parameter_overlap import HIDES_NOTHING, TENSOR, Shares, shares_of, tensor_exposed
 from hardware_profiles import Cluster, Device
@@ -98,7 +98,7 @@ class Pricer:
         for kind in (forward, backward if grad else None):
             waits = self.tensor if kind in TENSOR else 1.0
             seconds.append(waits * cost.seconds(kind, moved) if kind is not None else 0.0)
-        if forward is None and not (src[axis].is_whole and dst[axis].is_whole):
+        if forward is None and not (src[axis].is_replicated and dst[axis].is_replicated):
             n_bytes = self.local_bytes(spec, src) + self.local_bytes(spec, dst)
             copy = self.costs.copy(self.device, n_bytes, spec.dtype)
             seconds[0] += copy

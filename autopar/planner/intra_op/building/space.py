@@ -10,7 +10,7 @@ from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy, blocks_named, can_be_cut, combine, ends_gradients, grads_of, options_of
 from autopar.words.graph import Graph, Node
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import fits
+from autopar.words.shards import fits
 
 
 def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strategy]:

@@ -88,7 +88,7 @@ class StageContents:
             for i, node in enumerate(self.graph.nodes) if node.kind == "op"
         }  # fmt: skip
         plan = self.plan
-        walk = Walk(self.graph, rules, plan.mesh, chosen, plan.routes, plan.memory, kernels=self.pricer.kernels)
+        walk = Walk(self.graph, rules, plan.mesh, chosen, plan.reshard_paths, plan.memory, kernels=self.pricer.kernels)
         return walk, walk.ledger()
 
     def moments(self, accumulates: bool) -> StepMoments:
@@ -181,8 +181,8 @@ class StageContents:
         ]  # fmt: skip
         if moments.beside[at]:
             held.append(HeldMemory(self.beside(moments, at), fullest.moment.node, moments.beside[at]))
-        if fullest.crossing_bytes:
-            held.append(HeldMemory(COMMUNICATION, None, fullest.crossing_bytes))
+        if fullest.stage_edge_bytes:
+            held.append(HeldMemory(COMMUNICATION, None, fullest.stage_edge_bytes))
         return held
 
     def _at(self, moments: StepMoments, moment: Moment) -> int:

@@ -168,8 +168,8 @@ class KeptBytes:
                 ((node, _),) = kept
                 self.inside.setdefault(node, []).append(entry)
                 continue
-            asked = {(rep[i], position) for i, position in entry.readers if i < len(rep) and rep[i] in able} - kept
-            decided = tuple(sorted({(*user, True) for user in kept} | {(*user, False) for user in asked}))
+            request = {(rep[i], position) for i, position in entry.readers if i < len(rep) and rep[i] in able} - kept
+            decided = tuple(sorted({(*user, True) for user in kept} | {(*user, False) for user in request}))
             if decided:
                 maker = rep[entry.since] if rep[entry.since] in gives_up else -1
                 classes.setdefault((decided, entry.n_bytes, maker), []).append(entry)
@@ -233,7 +233,7 @@ class KeptBytes:
         of_whole = sum(times(entry) * entry.n_bytes for entry in self.inside.get(i, ()))
         asked_times = self._times_of_class(i, times) if asks else 0.0
         rows, k = self.rows.row_of[i]
-        asked: dict[frozenset[str], float] = {}
+        request: dict[frozenset[str], float] = {}
         kept = []
         for row, share in zip(rows, self.rows.shares(i, OUT), strict=True):
             strategy = row[k]
@@ -241,10 +241,10 @@ class KeptBytes:
                 name for name, (_, size) in zip(strategy.names, self.rows.pricer.mesh, strict=True) if size > 1
             )
             if asks and across and asked_times and share:
-                if across not in asked:
+                if across not in request:
                     saved = saved_of(graph, i, rule, strategy, self.rows.pricer.mesh, self.rows.pricer.kernels.gpu)
-                    asked[across] = asked_times * saved.inside_bytes / share
-                kept.append(share * asked[across])
+                    request[across] = asked_times * saved.inside_bytes / share
+                kept.append(share * request[across])
             else:
                 kept.append(share * of_whole)
         return kept

@@ -25,7 +25,7 @@ from autopar.plans.memory_decisions import (
     Memory,
 )
 from autopar.plans.plan import segment_numbers
-from autopar.rules.lowering_helpers.meanwhile import Routes
+from autopar.rules.lowering_helpers.overlapped_steps import ReshardPaths
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph, Ref
@@ -109,14 +109,14 @@ class Ledger:
 
 
 def seconds_again(
-    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], routes: Routes,
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths,
     holds: Ledger,
 ) -> tuple[float, float]:  # fmt: skip
     """``(compute, collectives)``: seconds a microbatch that second forwards of segments and second gathers take."""
     compute = moved = 0.0
     memo: dict[object, tuple[float, float]] = {}
     segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
-    others = hidden(graph, rules, pricer, chosen, routes, segment_of) if segment_of else {}
+    others = hidden(graph, rules, pricer, chosen, reshard_paths, segment_of) if segment_of else {}
     for segment in holds.segments:
         if not segment.active:
             continue

@@ -155,7 +155,7 @@ class MemoryOffers:
                 state = row[k].ins[key[1]]
                 share = 1.0
                 for a, (_, size) in enumerate(mesh):
-                    share /= size if cut[key][a] and state[a].is_whole else 1
+                    share /= size if cut[key][a] and state[a].is_replicated else 1
                 if share < 1.0:
                     shares[key] = share
             if shares and not (chain.again and chain.again[r]):

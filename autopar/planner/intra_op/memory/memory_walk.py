@@ -24,7 +24,7 @@ from autopar.plans.memory_decisions import (
     MemoryDecision,
     in_order,
 )
-from autopar.plans.plan import route_key, segment_numbers
+from autopar.plans.plan import reshard_key, segment_numbers
 from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
 from autopar.rules.kernels import CPU, Kernels
@@ -35,8 +35,8 @@ from autopar.rules.strategy import Strategy, grads_of
 from autopar.rules.working_memory import Needs, needs_of
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import local_shape
 from autopar.words.placements import State
+from autopar.words.shards import local_shape
 
 Value = tuple[Ref, State]
 """A tensor in one state."""
@@ -56,20 +56,20 @@ class Walk:
 
     def __init__(
         self, graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
-        routes: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
+        reshard_paths: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
         kernels: Kernels = CPU,
     ) -> None:  # fmt: skip
         self.kernels = kernels
         self.chains: FusedChains | None = None
         if kernels.fused:
             self.chains = FusedChains(graph, kernels.norms_only, kernels.loss_in_place)
-        self.graph, self.rules, self.mesh, self.chosen, self.routes = graph, rules, mesh, chosen, routes
+        self.graph, self.rules, self.mesh, self.chosen, self.reshard_paths = graph, rules, mesh, chosen, reshard_paths
         self.decided = memory
         recompute = memory.get(RECOMPUTE.name, ())
         self.segment_of = segment_numbers(graph, recompute)
         self.segments = tuple(Segment() for _ in recompute)
         self.copies_again = regathered(
-            graph, mesh, routes, memory.get(GATHER_AGAIN.name, ()), self.segment_of, chosen or {}
+            graph, mesh, reshard_paths, memory.get(GATHER_AGAIN.name, ()), self.segment_of, chosen or {}
         )
         self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
         self.steps_again: dict[int, tuple[Ref, Sequence[tuple[State, State]]]] = {}  # on the way from that piece
@@ -121,7 +121,7 @@ class Walk:
             return there_already
         before = self.before.get(ref)
         if before is None:
-            steps = self.routes.get(route_key(self.graph, ref), ())
+            steps = self.reshard_paths.get(reshard_key(self.graph, ref), ())
             before = self.before[ref] = {dst: src for src, dst in steps}
         src = before.get(state)
         spec = self.graph.spec(ref)
@@ -311,7 +311,7 @@ class Walk:
 
     def way(self, ref: Ref) -> dict[State, State]:
         if ref not in self.before:
-            self.before[ref] = {dst: src for src, dst in self.routes.get(route_key(self.graph, ref), ())}
+            self.before[ref] = {dst: src for src, dst in self.reshard_paths.get(reshard_key(self.graph, ref), ())}
         return self.before[ref]
 
     def strategy(self, i: int, node: Node) -> Strategy:
@@ -327,11 +327,11 @@ class Walk:
         key = self.graph.alike[i], id(strategy), strides
         saves = self.known.get(key)
         if saves is None:
-            asked = self._asked("saved", node, strategy, strides)
-            saves = rule.derived.get(asked)
+            request = self._asked("saved", node, strategy, strides)
+            saves = rule.derived.get(request)
             if saves is None:
                 call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
-                saves = rule.derived[asked] = saved_by(
+                saves = rule.derived[request] = saved_by(
                     call, rule, strategy.options, self.mesh, layouts, self.kernels.gpu
                 )
             self.known[key] = saves
@@ -365,11 +365,11 @@ class Walk:
         needed = self.needed.get(key)
         if needed is None:
             assert rule is not None
-            asked = self._asked("needs", node, strategy, strides), arriving
-            needed = rule.derived.get(asked)
+            request = self._asked("needs", node, strategy, strides), arriving
+            needed = rule.derived.get(request)
             if needed is None:
                 call, layouts = call_of(node, self.graph.spec), self.layouts(node, strategy, strides)
-                needed = rule.derived[asked] = needs_of(
+                needed = rule.derived[request] = needs_of(
                     call, rule, strategy.options, self.mesh, layouts, arriving, self.kernels.gpu
                 )
             self.needed[key] = needed
@@ -431,11 +431,11 @@ class Walk:
             (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
             if self.lies[ref, state][0] in self.readers for a, b in steps
         }  # fmt: skip
-        remade = tuple(sorted(route_key(self.graph, ref) for ref in wanted.values()))
+        remade = tuple(sorted(reshard_key(self.graph, ref) for ref in wanted.values()))
         decided: dict[str, tuple[Any, ...]] = {**self.decided, MAKE_AGAIN.name: remade}
         for record in set(self.waits.values()):
             refs = [ref for memory, (ref, by) in self.waiting.items() if by is record and (memory, None) in keepers]
-            decided[record.name] = tuple(sorted(route_key(self.graph, ref) for ref in refs))
+            decided[record.name] = tuple(sorted(reshard_key(self.graph, ref) for ref in refs))
         return Ledger(tuple(entries), self.segments, tuple(again), in_order(decided), self.lives(wanted))
 
     def lives(self, given_up: Collection[int]) -> tuple[tuple[int, int], ...]:
@@ -449,11 +449,11 @@ class Walk:
                 takers.setdefault(memory, set()).add(number)
         begin = [segment.asks for segment in self.segments]
         for memory in sorted(given_up, key=lambda m: -self.memories[m].segment):  # of later segments first
-            asked = [begin[number] for number in takers.get(memory, ())]
+            request = [begin[number] for number in takers.get(memory, ())]
             for lies in (memory, *copies_of.get(memory, ())):
-                asked += [i for i in self.readers.get(lies, ()) if i not in self.segment_of]
+                request += [i for i in self.readers.get(lies, ()) if i not in self.segment_of]
             number = self.memories[memory].segment
-            begin[number] = max([begin[number], *asked])
+            begin[number] = max([begin[number], *request])
         last = [segment.ops[-1] if segment.ops else -1 for segment in self.segments]
         return tuple(
             (b if b >= 0 else end, s.ops[0] if s.ops else -1)
@@ -470,13 +470,13 @@ def _bytes(shape: Sequence[int], item_bytes: int) -> int:
 
 def ledger(
     graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy] | None,
-    routes: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
+    reshard_paths: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
     kernels: Kernels = CPU,
 ) -> Ledger:  # fmt: skip
     """The ledger of a graph whose operators are cut as ``chosen``; of whole tensors if that is None.
 
     Args:
-        routes: reshard steps by :func:`~autopar.plans.plan.route_key`.
+        routes: reshard steps by :func:`~autopar.plans.plan.reshard_key`.
         memory: what is not kept for the backward.
         every: entries of memory that nobody keeps, too.
         kernels: those that run the operators.
@@ -486,7 +486,7 @@ def ledger(
             cannot be.
     """
     mesh = mesh if chosen is not None else Mesh()
-    return Walk(graph, rules, mesh, chosen, routes, memory, every, kernels).ledger()
+    return Walk(graph, rules, mesh, chosen, reshard_paths, memory, every, kernels).ledger()
 
 
 __all__ = ["Value", "Walk", "ledger"]

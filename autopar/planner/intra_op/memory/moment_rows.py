@@ -38,8 +38,8 @@ from autopar.rules.strategy import Strategy
 from autopar.rules.working_memory import needs_of
 from autopar.words.graph import Graph, Ref
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import local_shape
 from autopar.words.placements import State
+from autopar.words.shards import local_shape
 
 
 class MomentRows:
@@ -107,7 +107,7 @@ class MomentRows:
             self._add_made_again(items, moment, at)
             self._add_waiting(items, at)
             self._add_passing(items, moment, at)
-            self._add_crossing(items, moment)
+            self._add_stage_edge(items, moment)
             self._add_needs(items, moment, at)
             self._add_reductions(items, moment, at)
         return MomentBytes(tuple(map(tuple, items)), shared_bytes)
@@ -290,7 +290,7 @@ class MomentRows:
             for r, share in enumerate(self._shares(rep[node], span.position if reads_now else MADE)):
                 items[self.kept.rows.item_of[rep[node]]][r] += share * span.n_bytes
 
-    def _add_crossing(self, items: list[list[float]], moment: Moment) -> None:
+    def _add_stage_edge(self, items: list[list[float]], moment: Moment) -> None:
         """What a pipeline's stage sends of other microbatches and gets back for it, that is on its way now. What it
         gets, and sends back for that, is no choice of its own."""
         graph, microbatches, in_flight = self.graph, self.microbatches, self.kept.in_flight

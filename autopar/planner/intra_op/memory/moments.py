@@ -34,8 +34,8 @@ from autopar.plans.prices import MicrobatchPeaks, Moment
 from autopar.rules.saved_tensors import Strides, contiguous, is_contiguous, lie_alike, strides_of_copy
 from autopar.rules.strategy import grads_of
 from autopar.words.graph import Ref
-from autopar.words.pieces import local_shape
 from autopar.words.placements import State, path
+from autopar.words.shards import local_shape
 
 SLOTS = 4
 """Moments of one operator or step in the backward: what runs again for it, itself, the sums of its gradients with

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from autopar.capture.graph.dead_operators import has_effect
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.memory.ledger import Entry
-from autopar.plans.plan import Recompute, route_key
+from autopar.plans.plan import Recompute, reshard_key
 from autopar.plans.regather import can_make_again
 from autopar.rules.notation import Rule
 from autopar.words.graph import Graph, Node, Ref
@@ -77,7 +77,7 @@ class Again:
         for first, last in segments:
             inside = range(graph.index[first], graph.index[last] + 1)
             results += [
-                route_key(graph, Ref(i, k)) for i in inside if folding.representative[i] in self.gives_up
+                reshard_key(graph, Ref(i, k)) for i in inside if folding.representative[i] in self.gives_up
                 for k, spec in enumerate(graph.nodes[i].outs)
                 if spec is not None and can_make_again(graph, Ref(i, k), {i: 0})
             ]  # fmt: skip
@@ -118,17 +118,17 @@ def block_starts(graph: Graph, folding: Fold) -> list[int]:
             if spec is not None and readers and graph.nodes[i].hot:
                 change[position[i] + 1] += spec.n_bytes
                 change[max(readers) + 1 if max(readers) < len(ops) else len(ops)] -= spec.n_bytes
-    crossing = list(accumulate(change))
+    stage_edge = list(accumulate(change))
     modules = [graph.nodes[i].module for i in ops]
     depths = [0, *(common_depth(a, b) for a, b in pairwise(modules)), 0]
     starts = []
     for first, length, repeats in folding.blocks:
         begin = min(
-            range(first, first + length), key=lambda at: (crossing[at + length], depths[at + length], at)
+            range(first, first + length), key=lambda at: (stage_edge[at + length], depths[at + length], at)
         )
         starts += [begin + k * length for k in range(repeats)]
         end = begin + repeats * length  # perhaps behind the last repeat: a layer that folding saw half of ends there
-        if begin == first or (end < len(ops) and crossing[end] <= crossing[end - length]):
+        if begin == first or (end < len(ops) and stage_edge[end] <= stage_edge[end - length]):
             starts.append(end)
     return [ops[p] for p in starts if p < len(ops)]
 

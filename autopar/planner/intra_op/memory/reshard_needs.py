@@ -16,8 +16,8 @@ from typing import NamedTuple
 from autopar.plans.plan import ParamChoice
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import largest_piece, local_shape
 from autopar.words.placements import INVARIANT, PENDING, Placement, State, Step, path
+from autopar.words.shards import largest_shard, local_shape
 
 
 def reduction_needs(spec: Spec, choice: ParamChoice, mesh: Mesh, accumulates: bool) -> int:
@@ -44,7 +44,7 @@ def is_alias(src: State, dst: State, mesh: Mesh) -> bool:
 def copies_gradient(src: State, dst: State) -> bool:
     """Whether the backward of a step copies the gradient, which then lies as before: one rank has it, others zeros."""
     axis = Step.between(src, dst).axis
-    return dst[axis].adjoint.is_whole and src[axis].adjoint.is_pending
+    return dst[axis].adjoint.is_replicated and src[axis].adjoint.is_pending
 
 
 def step_needs(spec: Spec, src: State, dst: State, mesh: Mesh, is_strided: bool) -> int:
@@ -114,7 +114,7 @@ def _padded_shapes(
     for state, pieces, wholes in ((src, read, result), (dst, result, read)):
         dim = state[axis].dim
         if dim is not None:
-            pieces[dim] = largest_piece(wholes[dim], size, state[axis].unit)
+            pieces[dim] = largest_shard(wholes[dim], size, state[axis].unit)
             wholes[dim] = pieces[dim] * size
     return tuple(read), tuple(result)
 
@@ -140,11 +140,11 @@ def _moved(read: Sequence[int], made: Sequence[int], src: Placement, dst: Placem
     if before is not None and after is not None:  # its pieces are copied, unless they are contiguous, and put together
         return _Link(prod(made), prod(made) + (prod(read) if is_strided or not _leads(read, after) else 0))
     copied = prod(read) if is_strided else 0
-    if before is not None and dst.is_whole:
+    if before is not None and dst.is_replicated:
         return _Link(prod(made), copied + (0 if _leads(made, before) else prod(made)))
     if src.is_pending and after is not None:
         return _Link(prod(made), copied + (prod(read) if after else 0))
-    return _Link(prod(made), copied if src.is_pending and dst.is_whole else 0)
+    return _Link(prod(made), copied if src.is_pending and dst.is_replicated else 0)
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:

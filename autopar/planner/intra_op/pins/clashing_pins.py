@@ -28,7 +28,7 @@ SHOWN = 8
 """Pins that it lists."""
 
 
-class PinnedWish(NamedTuple):
+class PinnedOption(NamedTuple):
     """One pin: of ``what`` (op, param, input, output), by the names of the nodes (or the output's position)."""
 
     what: str
@@ -62,7 +62,7 @@ class _Clash:
             + self._instead(pins, clash)
         )
 
-    def _pins(self) -> list[PinnedWish]:
+    def _pins(self) -> list[PinnedOption]:
         """All pins; those of nodes that are decided as one are one."""
         graph, pins, options = self.setting.graph, self.setting.pins, self.setting.options
         grouped: dict[tuple[str, int], list[str | int]] = {}
@@ -72,11 +72,11 @@ class _Clash:
                 grouped.setdefault(("op", representative), []).append(node.name)
             elif node.kind == "param" and node.target in pins.params:
                 grouped.setdefault(("param", representative), []).append(node.target)
-        listed = [PinnedWish(what, tuple(names)) for (what, _), names in grouped.items()]
-        listed += [PinnedWish("input", (name,)) for name in options.inputs or {}]
-        return listed + [PinnedWish("output", (number,)) for number in options.outputs or {}]
+        listed = [PinnedOption(what, tuple(names)) for (what, _), names in grouped.items()]
+        listed += [PinnedOption("input", (name,)) for name in options.inputs or {}]
+        return listed + [PinnedOption("output", (number,)) for number in options.outputs or {}]
 
-    def _has_plan(self, kept: Sequence[PinnedWish], whole: PinnedWish | None = None) -> bool:
+    def _has_plan(self, kept: Sequence[PinnedOption], whole: PinnedOption | None = None) -> bool:
         """Whether there is a plan with these pins alone; yes, when too many were asked for already.
 
         Args:
@@ -106,7 +106,7 @@ class _Clash:
             return whole is None
         return True
 
-    def _told(self, pin: PinnedWish) -> str:
+    def _told(self, pin: PinnedOption) -> str:
         name, graph, options = pin.names[0], self.setting.graph, self.setting.options
         more = f", and {len(pin.names) - 1} like it" if len(pin.names) > 1 else ""
         if pin.what == "output":
@@ -116,12 +116,12 @@ class _Clash:
         if pin.what == "param":
             return f"parameter '{name}': params asks for '{self.setting.pins.params[str(name)]}'{more}"
         node = graph.nodes[graph.index[str(name)]]
-        asked = []
+        request = []
         for number, factor in self.setting.pins.ops[node.name].items():
             axis = self._axis(number)
             pattern = self._pattern(node.name, axis)
-            asked.append(f"'{as_written(factor)}' on axis '{axis}' (constraint '{pattern}')")
-        return f"{node.where}: pinned to {' and '.join(asked)}{more}"
+            request.append(f"'{as_written(factor)}' on axis '{axis}' (constraint '{pattern}')")
+        return f"{node.where}: pinned to {' and '.join(request)}{more}"
 
     def _axis(self, number: int) -> str:
         return self.setting.pins.mesh.name(number)
@@ -131,9 +131,9 @@ class _Clash:
         graph = self.setting.graph
         node, label = graph.nodes[graph.index[name]], op_labels(graph)[name]
         patterns = (self.setting.options.constraints or {}).items()
-        return [pattern for pattern, asked in patterns if axis in asked and matches(pattern, node, label)][-1]
+        return [pattern for pattern, request in patterns if axis in request and matches(pattern, node, label)][-1]
 
-    def _instead(self, pins: Sequence[PinnedWish], clash: Sequence[PinnedWish]) -> str:
+    def _instead(self, pins: Sequence[PinnedOption], clash: Sequence[PinnedOption]) -> str:
         """What to change: with one operator whole and all other pins as they are there is a plan, if that is so."""
         for pin in reversed(clash):
             others = [p for p in pins if p is not pin]
@@ -148,14 +148,14 @@ class _Clash:
 _WHATS = ("op", "param", "input", "output")
 
 
-def smallest_clash(pins: Sequence[PinnedWish], clashes: Callable[[Sequence[PinnedWish]], bool]) -> list[PinnedWish]:
+def smallest_clash(pins: Sequence[PinnedOption], clashes: Callable[[Sequence[PinnedOption]], bool]) -> list[PinnedOption]:
     """Pins that clash, and without any one of which the others of them do not.
 
     Args:
         clashes: whether some pins leave no plan. Where it says no for want of time, more pins than needed are given.
     """
 
-    def search(base: list[PinnedWish], added: bool, candidates: list[PinnedWish]) -> list[PinnedWish]:
+    def search(base: list[PinnedOption], added: bool, candidates: list[PinnedOption]) -> list[PinnedOption]:
         if added and clashes(base):
             return []
         if len(candidates) == 1:

@@ -67,11 +67,11 @@ class Options:
         return enough if self.time_limit_seconds is None else asked_seconds(self.time_limit_seconds)
 
 
-def device_limit(cluster: Cluster, devices: Iterable[int], asked: float | None) -> float:
+def device_limit(cluster: Cluster, devices: Iterable[int], request: float | None) -> float:
     """Return the bytes that the counted peak of a step may be on each of these devices: what was asked for, or what the
     smallest may fill (:func:`hardware_profiles.budget_of`)."""
-    if asked is not None:
-        return asked
+    if request is not None:
+        return request
     of_kinds = {device.name: device for device in map(cluster.device, devices)}
     return min(budget_of(cluster, device).limit_bytes for device in of_kinds.values())
 

@@ -24,8 +24,8 @@ from autopar.rules.strategy import Strategy, options_of, why_not_cut
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.labels import matches, op_labels
 from autopar.words.meshes import Mesh
-from autopar.words.pieces import fits
 from autopar.words.placements import REPLICATE, State, kinds_listed
+from autopar.words.shards import fits
 
 SHOWN = 20
 """Pins that do not fit, that a message lists."""
@@ -88,7 +88,7 @@ class PinnedChoices:
                     )
 
     def _params(self) -> None:
-        asked: dict[str, str] = {}
+        request: dict[str, str] = {}
         for pattern, how in (self.options.params or {}).items():
             matched = [n.target for _, n in self.graph.of_kind("param") if fnmatchcase(n.target, pattern)]
             if not matched:
@@ -101,10 +101,10 @@ class PinnedChoices:
                     + State.of("S0", *["I"] * (len(self.mesh) - 1)).text
                     + ", after which may stand a lifetime, 'step' or 'use'"
                 )
-            asked.update(dict.fromkeys(matched, pattern))
-        self._params_large_enough(asked)
+            request.update(dict.fromkeys(matched, pattern))
+        self._params_large_enough(request)
 
-    def _params_large_enough(self, asked: Mapping[str, str]) -> None:
+    def _params_large_enough(self, request: Mapping[str, str]) -> None:
         """Pin parameters as they are asked for, or whole where they are too small and a wildcard found them.
 
         Args:
@@ -115,13 +115,13 @@ class PinnedChoices:
         """
         hows = self.options.params or {}
         shapes = {node.target: node.out.shape for _, node in self.graph.of_kind("param")}
-        small = {name: why_too_small(name, shapes[name], hows[pattern], self.mesh) for name, pattern in asked.items()}
+        small = {name: why_too_small(name, shapes[name], hows[pattern], self.mesh) for name, pattern in request.items()}
         lines: list[str] = []
         names: list[str] = []
         for name in shapes:
-            if name not in asked:
+            if name not in request:
                 continue
-            pattern = asked[name]
+            pattern = request[name]
             may_stay = asks_for_what_fits(pattern)
             self.params[name] = REPLICATE if small[name] and may_stay else hows[pattern]
             if small[name] and not may_stay:

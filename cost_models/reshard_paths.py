@@ -12,7 +12,7 @@ HOP_SECONDS = 1e-9  # added per hop, so that of two routes with equal latency th
 Edge = tuple[int | str, int | str]
 
 
-def route(graph: nx.DiGraph, source: int, target: int) -> list[Edge]:
+def reshard_path(graph: nx.DiGraph, source: int, target: int) -> list[Edge]:
     """The edges of the route of least latency. Switches forward traffic; devices do where nothing else joins the two,
     as the chips of a torus.
 

@@ -21,8 +21,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import RunError
+from autopar.runtime.batches.local_batch import Call, RowsOfRanks
 from autopar.runtime.batches.outputs import CollectiveLog
-from autopar.runtime.batches.own_rows import Call, RowsOfRanks
 from autopar.runtime.batches.uneven_rows import put_together
 from autopar.runtime.parameters.state import as_dtensor
 from autopar.words.meshes import Mesh

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.plans.plan import LIFETIMES, Pins
-from autopar.plans.wishes import BY_NAME, MOST_AXES, WISHES
+from autopar.plans.plan_options import BY_NAME, MOST_AXES, PLAN_OPTIONS
 from autopar.words.load_shares import MEASURED, parse_load
 from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATE, State
@@ -22,7 +22,7 @@ NOTHING = "none"
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """All wishes of one call, understood.
 
     Attributes:
@@ -74,7 +74,7 @@ def as_option(name: str, key: Any = None) -> str:
     return option if key is None else f"{option} {key}"
 
 
-def asked(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = as_argument) -> Asked:
+def request_of(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = as_argument) -> PlanRequest:
     """What the arguments of a call ask for; arguments that are no wishes are passed over.
 
     The batch that was given is that of a step. Where nothing is said of it, and of stages, everything is searched; with
@@ -89,52 +89,52 @@ def asked(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = a
     Raises:
         AutoparError: a wish means nothing, with its name, what was given and what to give.
     """
-    wish = {w.name: given.get(w.name, w.default) for w in WISHES}
-    mesh = mesh_of(wish["mesh"])
-    staged = any(wish[w.name] is not None for w in WISHES if w.pipelines)
-    parts, free = wish["microbatches"], mesh is None and not whole
+    option = {w.name: given.get(w.name, w.default) for w in PLAN_OPTIONS}
+    mesh = mesh_of(option["mesh"])
+    staged = any(option[w.name] is not None for w in PLAN_OPTIONS if w.pipelines)
+    parts, free = option["microbatches"], mesh is None and not whole
     one, numbers = _microbatches(parts if parts is not None else "auto" if staged or free else 1, spelled)
     chosen = parts is not None and numbers is None  # the caller's own number
-    if wish["max_axes"] < 1:
-        raise MeshError(f"{spelled('max_axes')} is {wish['max_axes']}; give 1 or more")
-    if wish["time_limit"] is not None and wish["time_limit"] <= 0:
-        raise AutoparError(f"{spelled('time_limit')} is {wish['time_limit']:g} s; give more than 0")
-    limit = parse_bytes(wish["memory_limit"])
+    if option["max_axes"] < 1:
+        raise MeshError(f"{spelled('max_axes')} is {option['max_axes']}; give 1 or more")
+    if option["time_limit"] is not None and option["time_limit"] <= 0:
+        raise AutoparError(f"{spelled('time_limit')} is {option['time_limit']:g} s; give more than 0")
+    limit = parse_bytes(option["memory_limit"])
     if limit is not None and limit < 1:
         raise AutoparError(
-            f"{spelled('memory_limit')} is {wish['memory_limit']}; give more than 0 bytes, or nothing for what the "
+            f"{spelled('memory_limit')} is {option['memory_limit']}; give more than 0 bytes, or nothing for what the "
             "device has"
         )
-    groups = None if wish["stages"] == "auto" else wish["stages"]
+    groups = None if option["stages"] == "auto" else option["stages"]
     if numbers is not None and not staged and not free:
         groups = 1  # only their number is to be chosen
     if groups is not None and groups < 1:
         raise PlanError(f"{spelled('stages')} is {groups!r}; give a number of groups of devices from 1 on, or 'auto'")
-    _check_tables(wish)
-    if mesh is None and wish["placements"]:
-        said = " and ".join(dict.fromkeys(spelled("placements", key) for key in wish["placements"]))
+    _check_tables(option)
+    if mesh is None and option["placements"]:
+        said = " and ".join(dict.fromkeys(spelled("placements", key) for key in option["placements"]))
         raise MeshError(f"{said}: a placement has one part per mesh axis; give the mesh with it ({spelled('mesh')})")
     states = {
-        k: State.parse(v, mesh or Mesh(), spelled("placements", k)) for k, v in (wish["placements"] or {}).items()
+        k: State.parse(v, mesh or Mesh(), spelled("placements", k)) for k, v in (option["placements"] or {}).items()
     }  # fmt: skip
-    measured = isinstance(wish["expert_load"], str) and wish["expert_load"] == MEASURED
-    load = {} if measured else parse_load(wish["expert_load"], spelled("expert_load"))
-    again = [wish["recompute"]] if isinstance(wish["recompute"], str) else list(wish["recompute"])
+    measured = isinstance(option["expert_load"], str) and option["expert_load"] == MEASURED
+    load = {} if measured else parse_load(option["expert_load"], spelled("expert_load"))
+    again = [option["recompute"]] if isinstance(option["recompute"], str) else list(option["recompute"])
     nothing_again = again == [NOTHING]
-    names = wish["schedule"]
+    names = option["schedule"]
     pins = Pins(
-        groups, tuple(wish["cuts"] or ()), (names,) if isinstance(names, str) else tuple(names or ()),
+        groups, tuple(option["cuts"] or ()), (names,) if isinstance(names, str) else tuple(names or ()),
         one if chosen else None, mesh,
-        {pattern: dict(axes) for pattern, axes in (wish["constraints"] or {}).items()},
-        {k: parse_kept(v, mesh, spelled("params", k)) for k, v in (wish["params"] or {}).items()},
+        {pattern: dict(axes) for pattern, axes in (option["constraints"] or {}).items()},
+        {k: parse_kept(v, mesh, spelled("params", k)) for k, v in (option["params"] or {}).items()},
         {k: state for k, state in states.items() if isinstance(k, str)},
         {k: state for k, state in states.items() if isinstance(k, int)},
         None if limit is None else int(limit), () if nothing_again else tuple(again),
-        parse_precision(wish["precision"]), load,
+        parse_precision(option["precision"]), load,
     )  # fmt: skip
-    optimizer = "adamw" if wish["optimizer"] == "adam" else wish["optimizer"]
-    return Asked(
-        pins, optimizer, one, numbers, wish["time_limit"], wish["max_axes"], staged or free or numbers is not None,
+    optimizer = "adamw" if option["optimizer"] == "adam" else option["optimizer"]
+    return PlanRequest(
+        pins, optimizer, one, numbers, option["time_limit"], option["max_axes"], staged or free or numbers is not None,
         staged or parts is not None, whole, not nothing_again, measure_load=measured,
     )  # fmt: skip
 
@@ -164,13 +164,13 @@ def _check_most(microbatches: int, spelled: Spelled) -> None:
         raise AutoparError(f"{spelled('microbatches')} is {microbatches}: {error}") from None
 
 
-def _check_tables(wish: Mapping[str, Any]) -> None:
+def _check_tables(option: Mapping[str, Any]) -> None:
     """Refuse tables of something else than text."""
     for name, example in (
         ("constraints", {"layers.*.up": {"tensor": "n"}}), ("params", {"*.weight": "S0,I"}),
         ("placements", {"x": "S0,R"}),
     ):  # fmt: skip
-        for key, value in (wish[name] or {}).items():
+        for key, value in (option[name] or {}).items():
             texts = value.values() if name == "constraints" and isinstance(value, Mapping) else [value]
             if (name == "constraints") != isinstance(value, Mapping) or not all(isinstance(t, str) for t in texts):
                 raise AutoparError(f"{name}[{key!r}] is {value!r}; give it like {example}")
@@ -201,4 +201,4 @@ def parse_kept(text: str, mesh: Mesh | None, where: str) -> str:
     return " ".join([State.parse(words[0], axes, where).text, *words[1:]])
 
 
-__all__ = ["Asked", "as_argument", "as_option", "asked", "parse_kept"]
+__all__ = ["PlanRequest", "as_argument", "as_option", "parse_kept", "request_of"]

@@ -70,7 +70,7 @@ class Pin:
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlanOption:
     """One thing that can be asked for.
 
     Attributes:
@@ -96,7 +96,7 @@ class Wish:
 # --- types -----------------------------------------------------------------------------------------------------------
 
 
-def is_whole(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """A whole number that counts something."""
     return isinstance(value, int) and not isinstance(value, bool) and value <= MOST_COUNTED
 
@@ -124,7 +124,7 @@ def _is_mesh(value: Any) -> bool:
     if isinstance(value, str):
         return True
     return isinstance(value, (list, tuple)) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str) and is_whole(pair[1])
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str) and is_integer(pair[1])
         for pair in value
     )
 
@@ -135,8 +135,8 @@ def _is_auto(value: Any) -> bool:
 
 def _are_counts(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return bool(value) and all(is_whole(m) for m in value)
-    return is_whole(value) or _is_auto(value)
+        return bool(value) and all(is_integer(m) for m in value)
+    return is_integer(value) or _is_auto(value)
 
 
 # --- texts of the command line ---------------------------------------------------------------------------------------
@@ -250,15 +250,15 @@ def _plural(n: int, what: str) -> str:
     return f"{n} {what}{'s' if n > 1 else ''}"
 
 
-WISHES: tuple[Wish, ...] = (
-    Wish(
+PLAN_OPTIONS: tuple[PlanOption, ...] = (
+    PlanOption(
         "mesh", None, optional(_is_mesh), "axes and their sizes, such as 'data=2,tensor=4' or {'data': 8}",
         '``{"data": 2, "tensor": 4}`` or ``"data=2,tensor=4"``; None tries every shape of up to ``max_axes`` axes. Of '
         "a pipeline, of every group of devices.",
         (Flag(("--mesh", "-m"), "Axes and sizes: data=8,tensor=8. Default: the fastest of several."),),
         (Pin("mesh", "mesh", "pipeline", lambda mesh: [f"mesh {mesh.shown()}"]),),
     ),
-    Wish(
+    PlanOption(
         "constraints", None, optional(is_table), "a dict such as {'layers.*.up': {'tensor': 'n'}}",
         "``{module pattern: {axis: factor}}`` pins how ops are cut.",
         (Flag(("--pin",), "PATTERN:axis=factor: how ops are cut, such as 'layers.*.mlp.up:tensor=n'. Repeatable.",
@@ -267,7 +267,7 @@ WISHES: tuple[Wish, ...] = (
             f"{pattern}: " + " ".join(f"{axis}={factor}" for axis, factor in axes.items())
             for pattern, axes in ops.items()]),),
     ),
-    Wish(
+    PlanOption(
         "params", None, optional(is_table), "a dict such as {'*.weight': 'S0,I'}",
         '``{parameter pattern: how}`` pins how parameters are stored: ``"replicate"``, placements ``"S0,I"``, or '
         'placements with the lifetime of the gathered copy, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).',
@@ -278,8 +278,8 @@ WISHES: tuple[Wish, ...] = (
               _named("--pin-param", "PATTERN=PLACEMENT '*.weight=S0,I use'"), True)),
         (Pin("params", "kept", "part", lambda params: [f"{pattern}: {how}" for pattern, how in params.items()]),),
     ),
-    Wish(
-        "placements", None, optional(lambda v: is_table(v) and all(isinstance(k, str) or is_whole(k) for k in v)),
+    PlanOption(
+        "placements", None, optional(lambda v: is_table(v) and all(isinstance(k, str) or is_integer(k) for k in v)),
         "a dict such as {'x': 'S0,R'}, by names of inputs or numbers of outputs",
         '``{input name or output number: placements}``, such as ``{"x": "S0,R"}``.',
         (Flag(("--pin-input",), "How an input arrives: NAME=S0,R. Repeatable.",
@@ -291,7 +291,7 @@ WISHES: tuple[Wish, ...] = (
          Pin("outputs", "outputs", "part",
              lambda states: [f"output {number}: {states[number].text}" for number in sorted(states)])),
     ),
-    Wish(
+    PlanOption(
         "recompute", (), lambda v: are_texts(v) or (isinstance(v, str) and v == "none"),
         "a list of patterns of module paths, such as ['layers.*'], or 'none'",
         'patterns of module paths, such as ``["layers.*"]``; each module that matches keeps only its inputs for the '
@@ -301,7 +301,7 @@ WISHES: tuple[Wish, ...] = (
               "paths. Repeatable. none: nothing runs again. Default: the planner chooses.", list, True),),
         (Pin("recompute", "texts", "same", lambda patterns: [f"{pattern}: recompute" for pattern in patterns]),),
     ),
-    Wish(
+    PlanOption(
         "memory_limit", None, optional(lambda v: isinstance(v, str) or (is_number(v) and v < math.inf)),
         "bytes, or such as '40GiB'",
         'per device, in bytes or as ``"40GiB"``; None for what the driver gives of the device, less '
@@ -311,12 +311,12 @@ WISHES: tuple[Wish, ...] = (
               f"buffers and a margin of {COUNT_MARGIN:.0%} or more; {UNKNOWN_FRACTION:.0%} of unknown devices."),),
         (Pin("memory_limit_bytes", "bytes", "same", lambda n: [f"at most {show_bytes(n)} per device"]),),
     ),
-    Wish(
+    PlanOption(
         "optimizer", "adamw", lambda v: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
         "``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state; or an optimizer, whose class says which.",
         (Flag(("--optimizer",), "adamw, sgd or sgd_momentum."),),
     ),
-    Wish(
+    PlanOption(
         "precision", None, optional(lambda v: isinstance(v, (str, Precision))),
         f"{', '.join(PRESETS)}, or autopar.Precision(...)",
         "what is kept and computed in which format: ``bf16-mixed`` computes in bfloat16 on casts of float32 masters, "
@@ -325,7 +325,7 @@ WISHES: tuple[Wish, ...] = (
               "bfloat16 compute on float32 masters and moments."),),
         (Pin("precision", "precision", "same", lambda policy: [f"precision {policy}"]),),
     ),
-    Wish(
+    PlanOption(
         "expert_load", None, optional(lambda v: isinstance(v, (str, Path, list, tuple)) or is_table(v)),
         f"'{UNIFORM}', '{MEASURED}', one number for each expert such as [3, 1, 1, 1], a dict of these by patterns of "
         "modules, or the path of a JSON file that holds one",
@@ -339,7 +339,7 @@ WISHES: tuple[Wish, ...] = (
             f"{pattern}: load of {len(load)} experts, {max(load):.1%} for the fullest"
             for pattern, load in loads.items()]),),
     ),
-    Wish(
+    PlanOption(
         "microbatches", None, optional(_are_counts), "a whole number of 1 or more, several to choose from, or 'auto'",
         'into how many microbatches the batch of a step, which the example inputs are, is cut: a number, several to '
         'choose from, or ``"auto"`` for the best of those that divide it (1 with batch norms, which else train '
@@ -350,8 +350,8 @@ WISHES: tuple[Wish, ...] = (
               _counts),),
         (Pin("microbatches", "count", "pipeline", lambda n: [_plural(n, "microbatch").replace("hs", "hes")]),),
     ),
-    Wish(
-        "stages", None, optional(lambda v: is_whole(v) or _is_auto(v)),
+    PlanOption(
+        "stages", None, optional(lambda v: is_integer(v) or _is_auto(v)),
         "a number of groups of devices from 1 on, or 'auto'",
         'pipeline over so many groups of devices (``"auto"``: the best number; 1: none); ``mesh`` is then that of a '
         "group, and the plan has several :attr:`~autopar.plans.plan.Plan.stages`, if that is best.",
@@ -359,7 +359,7 @@ WISHES: tuple[Wish, ...] = (
               _groups),),
         (Pin("stages", "count", "pipeline", lambda n: [_plural(n, "group")]),), True,
     ),
-    Wish(
+    PlanOption(
         "schedule", None, optional(lambda v: isinstance(v, str) or (are_texts(v) and len(v) > 0)),
         "a schedule's name, or several to choose from",
         "the pipeline's: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zb-h1``, ``zb-v``, ``dualpipe-v``, ``searched`` "
@@ -368,7 +368,7 @@ WISHES: tuple[Wish, ...] = (
               True),),
         (Pin("schedules", "texts", "pipeline", lambda names: [f"schedule {' or '.join(names)}"]),), True,
     ),
-    Wish(
+    PlanOption(
         "cuts", None, optional(are_texts), "a list of what stages begin with, such as ['layers.12']",
         'where the pipeline is cut: what all stages but the first begin with, such as ``["layers.12"]`` (the path of a '
         "module, or an operator as ``module:op``); by default the planner cuts.",
@@ -376,11 +376,11 @@ WISHES: tuple[Wish, ...] = (
               "first.", list, True),),
         (Pin("cuts", "texts", "pipeline", lambda cuts: [f"cut at {', '.join(cuts)}"]),), True,
     ),
-    Wish(
-        "max_axes", MOST_AXES, is_whole, "a whole number of 1 or more",
+    PlanOption(
+        "max_axes", MOST_AXES, is_integer, "a whole number of 1 or more",
         "of the mesh shapes that are tried where none is given.",
     ),
-    Wish(
+    PlanOption(
         "time_limit", None, optional(is_number), "seconds, more than 0",
         "seconds of the clock for one run of the solver; by default its work is counted, so that plans do not depend "
         "on how busy the machine is.",
@@ -389,11 +389,11 @@ WISHES: tuple[Wish, ...] = (
     ),
 )  # fmt: skip
 """In the order in which options are listed."""
-BY_NAME = {wish.name: wish for wish in WISHES}
+BY_NAME = {option.name: option for option in PLAN_OPTIONS}
 _FIRST = ("stages", "mesh", "cuts", "schedules", "microbatches")
 PINS = tuple(
     sorted(
-        (pin for wish in WISHES for pin in wish.pins),
+        (pin for option in PLAN_OPTIONS for pin in option.pins),
         key=lambda pin: (_FIRST.index(pin.name) if pin.name in _FIRST else len(_FIRST), pin.name.startswith("memory")),
     )
 )
@@ -414,14 +414,14 @@ def documented(function: Callable[..., Any]) -> Any:
 
     text = function.__doc__ or ""
     named = set(re.findall(r"^ *\{(\w+)\}$", text, re.M)) - {"wishes"}
-    every = [wish for wish in WISHES if wish.name not in named]
+    every = [option for option in PLAN_OPTIONS if option.name not in named]
 
     def told(match: re.Match[str]) -> str:
         chosen = every if match[2] == "wishes" else [BY_NAME[match[2]]]
         return "\n".join(
-            textwrap.fill(f"{wish.name}: {wish.told}", 119, initial_indent=match[1],
+            textwrap.fill(f"{option.name}: {option.told}", 119, initial_indent=match[1],
                           subsequent_indent=match[1] + "    ", break_long_words=False)
-            for wish in chosen
+            for option in chosen
         )  # fmt: skip
 
     function.__doc__ = re.sub(r"^( *)\{(\w+)\}$", told, text, flags=re.M)
@@ -429,5 +429,5 @@ def documented(function: Callable[..., Any]) -> Any:
 
 
 __all__ = [
-    "BY_NAME", "OPTIMIZERS", "PINS", "WISHES", "Flag", "Pin", "Wish", "documented", "parse_choices", "pin_words",
+    "BY_NAME", "OPTIMIZERS", "PINS", "PLAN_OPTIONS", "Flag", "Pin", "PlanOption", "documented", "parse_choices", "pin_words",
 ]  # fmt: skip

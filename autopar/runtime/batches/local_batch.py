@@ -93,7 +93,7 @@ class RowsOfRanks:
         )
 
 
-class OwnRows(RowsOfRanks):
+class LocalBatch(RowsOfRanks):
     """How the batches of one module lie on its ranks, each of which has a part."""
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
@@ -164,7 +164,7 @@ class OwnRows(RowsOfRanks):
         """
         rows_here: torch.Tensor
         if self.counts is None:
-            rows_here = _OwnRows.apply(value, state, shape, self)
+            rows_here = _LocalBatch.apply(value, state, shape, self)
         else:
             rows_here = OwnOfUneven.apply(value, state, shape, self.device_mesh, self.counts, self.place)
         return rows_here
@@ -173,7 +173,7 @@ class OwnRows(RowsOfRanks):
 class TakesRows:
     """What a parallel module tells of the rows that it is called with."""
 
-    _autopar_own_rows: RowsOfRanks | None = None
+    _autopar_local_batch: RowsOfRanks | None = None
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -189,7 +189,7 @@ class TakesRows:
     def _autopar_sampler(
         self, dataset: Dataset[Any], shuffle: bool, drop_last: bool, seed: int, together: int = 1
     ) -> RowSampler:
-        rows = self._autopar_own_rows
+        rows = self._autopar_local_batch
         if rows is None:
             sampler = RowSampler(dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
         else:
@@ -207,25 +207,25 @@ class TakesRows:
         return _sharded(
             loader,
             partial(self._autopar_sampler, seed=seed),
-            1 if self._autopar_own_rows is None else self._autopar_own_rows.ranks,
+            1 if self._autopar_local_batch is None else self._autopar_local_batch.ranks,
         )
 
 
-class _OwnRows(torch.autograd.Function):
+class _LocalBatch(torch.autograd.Function):
     """A piece of an output becomes this rank's rows; their gradient becomes that piece's, of the mean over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, state: State, shape: tuple[int, ...], own_rows: OwnRows) -> torch.Tensor:
-        ctx.state, ctx.shape, ctx.own_rows = state, shape, own_rows
-        whole = as_dtensor(value, state, shape, own_rows.device_mesh)
-        rows: torch.Tensor = whole.redistribute(placements=torch_placements(own_rows.state)).to_local()
+    def forward(ctx: Any, value: torch.Tensor, state: State, shape: tuple[int, ...], local_batch: LocalBatch) -> torch.Tensor:
+        ctx.state, ctx.shape, ctx.local_batch = state, shape, local_batch
+        whole = as_dtensor(value, state, shape, local_batch.device_mesh)
+        rows: torch.Tensor = whole.redistribute(placements=torch_placements(local_batch.state)).to_local()
         return rows.clone() if rows is value or rows._base is not None else rows
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        own_rows = ctx.own_rows
-        rows = grad.contiguous() / own_rows.ranks
-        whole = as_dtensor(rows, own_rows.state, ctx.shape, own_rows.device_mesh)
+        local_batch = ctx.local_batch
+        rows = grad.contiguous() / local_batch.ranks
+        whole = as_dtensor(rows, local_batch.state, ctx.shape, local_batch.device_mesh)
         return whole.redistribute(placements=torch_placements(ctx.state)).to_local(), None, None, None
 
 
@@ -264,4 +264,4 @@ def _sharded(loader: DataLoader[Any], sampler: Callable[..., RowSampler], ranks:
     )  # fmt: skip
 
 
-__all__ = ["OwnRows", "RowsOfRanks", "TakesRows", "rows_in", "samplers_of"]
+__all__ = ["LocalBatch", "RowsOfRanks", "TakesRows", "rows_in", "samplers_of"]

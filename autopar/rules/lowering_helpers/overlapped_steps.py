@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from autopar.plans.plan import route_key
+from autopar.plans.plan import reshard_key
 from autopar.rules.function import PREFIX
 from autopar.rules.local_calls import collectives_inside, cuts_of
 from autopar.rules.notation import Lowering, Rule
@@ -27,10 +27,10 @@ from autopar.words.meshes import Mesh
 from autopar.words.placements import State, Step
 
 CONTRACTIONS = frozenset({"matmul", "conv", "attention"})
-Routes = Mapping[str, Sequence[tuple[State, State]]]
+ReshardPaths = Mapping[str, Sequence[tuple[State, State]]]
 
 
-class Meanwhile(NamedTuple):
+class OverlappedStep(NamedTuple):
     """What runs beside the collectives of an operator, by numbers of nodes in execution order.
 
     Attributes:
@@ -68,17 +68,17 @@ def lowering_in_parts(rule: Rule, strategy: Strategy, mesh: Mesh) -> Lowering | 
 
 
 def beside(
-    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy], routes: Routes,
+    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths,
     segment_of: Mapping[int, int],
-) -> list[Meanwhile]:  # fmt: skip
+) -> list[OverlappedStep]:  # fmt: skip
     """What runs beside collectives in the program of a plan, in the order of the operators whose they are.
 
     Args:
         chosen: strategies by node.
-        routes: reshard steps by :func:`~autopar.plans.plan.route_key`.
+        routes: reshard steps by :func:`~autopar.plans.plan.reshard_key`.
         segment_of: the recomputed segment of each operator that is in one: what is in another runs at another time.
     """
-    plans: list[Meanwhile] = []
+    plans: list[OverlappedStep] = []
     taken = -1  # up to which node the order is changed already
     for i, rule in enumerate(rules):
         if rule is None or lowering_in_parts(rule, chosen[i], mesh) is None:
@@ -89,7 +89,7 @@ def beside(
             assert rule_there is not None
             if segment_of.get(k) != segment_of.get(i):
                 break
-            if _communicates(graph, k, rule_there, mesh, chosen, routes, frozenset(free)):
+            if _communicates(graph, k, rule_there, mesh, chosen, reshard_paths, frozenset(free)):
                 break
             free.append(k)
         first, last = halves(rules, free)
@@ -97,19 +97,19 @@ def beside(
         later = _descendants(graph, before, i) - before
         if not (first or last) or min(i, *free) <= taken or any(segment_of.get(k) != segment_of.get(i) for k in later):
             continue
-        plans.append(Meanwhile(i, first, last, tuple(sorted(later))))
+        plans.append(OverlappedStep(i, first, last, tuple(sorted(later))))
         taken = max(i, *free)
     return plans
 
 
-def in_order(graph: Graph, plans: Iterable[Meanwhile]) -> list[int]:
+def in_order(graph: Graph, plans: Iterable[OverlappedStep]) -> list[int]:
     """All operators of a graph by number, each before those that read it, so that what runs beside the collectives of
     an operator stands next to it: ``first`` in front of it, ``last`` behind it."""
     order = [i for i, _ in graph.of_kind("op")]
-    for meanwhile in plans:
-        together = [*meanwhile.first, meanwhile.op, *meanwhile.last, *meanwhile.later]
+    for overlap in plans:
+        together = [*overlap.first, overlap.op, *overlap.last, *overlap.later]
         others = [i for i in order if i not in set(together)]
-        ahead = sum(i < meanwhile.op for i in others)
+        ahead = sum(i < overlap.op for i in others)
         order = [*others[:ahead], *together, *others[ahead:]]
     return order
 
@@ -183,7 +183,7 @@ def _descendants(graph: Graph, of: set[int], end: int) -> set[int]:
 
 
 def _communicates(
-    graph: Graph, k: int, rule: Rule, mesh: Mesh, chosen: Mapping[int, Strategy], routes: Routes, free: frozenset[int]
+    graph: Graph, k: int, rule: Rule, mesh: Mesh, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths, free: frozenset[int]
 ) -> bool:  # fmt: skip
     """Whether operator ``k`` makes collectives, or what it reads of ``free`` is brought to it by some: those wait for
     what is under way. Code of the user's may make any."""
@@ -193,14 +193,14 @@ def _communicates(
     if any(True for _ in collectives_inside(rule, pieces, axes, True, mesh.size_of)):
         return True
     for ref, wanted in zip(graph.nodes[k].refs, chosen[k].ins, strict=True):
-        if ref.node in free and _moved(graph, ref, wanted, mesh, routes):
+        if ref.node in free and _moved(graph, ref, wanted, mesh, reshard_paths):
             return True
     return False
 
 
-def _moved(graph: Graph, ref: Ref, wanted: State, mesh: Mesh, routes: Routes) -> bool:
+def _moved(graph: Graph, ref: Ref, wanted: State, mesh: Mesh, reshard_paths: ReshardPaths) -> bool:
     """Whether a tensor is brought to a state by a collective, or its gradient back."""
-    before = {dst: src for src, dst in routes.get(route_key(graph, ref), ())}
+    before = {dst: src for src, dst in reshard_paths.get(reshard_key(graph, ref), ())}
     state = wanted
     while state in before:
         step = Step.between(before[state], state)
@@ -228,4 +228,4 @@ def halves(rules: Sequence[Rule | None], free: Sequence[int]) -> tuple[tuple[int
     return tuple(free), ()
 
 
-__all__ = ["Meanwhile", "any_in_parts", "beside", "halves", "in_order", "independent_of", "lowering_in_parts"]
+__all__ = ["OverlappedStep", "any_in_parts", "beside", "halves", "in_order", "independent_of", "lowering_in_parts"]

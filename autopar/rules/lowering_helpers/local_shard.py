@@ -15,30 +15,30 @@ import torch.distributed as dist
 
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, TRIAL, in_trial
 from autopar.torch_private import LocalIntNode, group_of_axis, local_tensor_mode
-from autopar.words.pieces import lengths_of
-from autopar.words.placements import axis_and_unit
+from autopar.words.placements import axis_and_block
+from autopar.words.shards import lengths_of
 
 Axes = Sequence[str]
 
 
 def axes_of(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
     """The axes that cut any of ``factors``."""
-    return tuple(axis_and_unit(axis)[0] for f in factors for axis in cut.get(f, ()))
+    return tuple(axis_and_block(axis)[0] for f in factors for axis in cut.get(f, ()))
 
 
 def axes_except(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
     """The axes that cut any other factor."""
-    return tuple(axis_and_unit(axis)[0] for f, axes in cut.items() if f not in factors for axis in axes)
+    return tuple(axis_and_block(axis)[0] for f, axes in cut.items() if f not in factors for axis in axes)
 
 
-def n_pieces(axes: Axes) -> int:
+def n_shards(axes: Axes) -> int:
     """Number of pieces that ``axes`` cut together."""
     return prod(size_and_unit(axis)[0] for axis in axes)
 
 
 def size_and_unit(axis: str) -> tuple[int, int]:
     """How many ranks an axis has, and of how many elements the pieces that it cuts are multiples (``tensor*64``)."""
-    name, unit = axis_and_unit(axis)
+    name, unit = axis_and_block(axis)
     sizes = TRIAL.get()
     return spmd.normalize_axis(name).size() if sizes is None else sizes[name], unit
 
@@ -71,15 +71,15 @@ def groups_like(group: Any) -> list[list[int]]:
     ]  # fmt: skip
 
 
-def which_piece(axis: str) -> Any:
+def which_shard(axis: str) -> Any:
     """This rank's number on an axis, as :func:`index_on`; in a trial that of the last rank, which works most where a
     mask is causal."""
     as_last = TRIAL.get() is not None or COUNTED.get() is not None
-    return size_and_unit(axis)[0] - 1 if as_last else index_on(axis_and_unit(axis)[0])
+    return size_and_unit(axis)[0] - 1 if as_last else index_on(axis_and_block(axis)[0])
 
 
 def cuts_on(axes: Axes) -> tuple[tuple[int, int], ...]:
-    """``(size, unit)`` of axes that cut a dim: :func:`~autopar.words.pieces.nested_piece_of` takes them."""
+    """``(size, unit)`` of axes that cut a dim: :func:`~autopar.words.shards.nested_piece_of` takes them."""
     return tuple(map(size_and_unit, axes))
 
 
@@ -91,7 +91,7 @@ def length_of(n: int, axes: Axes) -> Any:
         if TRIAL.get() is not None:  # of the first rank, whose piece is the largest
             n = length
             continue
-        at = index_on(axis_and_unit(axis)[0])
+        at = index_on(axis_and_block(axis)[0])
         n = _least(length, n - _least(at * length, n))
     return n
 
@@ -109,7 +109,7 @@ def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
 
 def _pieces(n: int, axes: Axes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """First elements and lengths of all pieces into which ``axes`` cut ``n`` elements, int64 [pieces], the first axis
-    the major one; as :func:`~autopar.words.pieces.piece_of` has them.
+    the major one; as :func:`~autopar.words.shards.piece_of` has them.
 
     They are computed on the device: numbers from the host would have to be copied, which it waits for.
     """
@@ -135,7 +135,7 @@ def piece(axes: Axes, device: torch.device) -> torch.Tensor:
     """Number of this rank's piece: int64 without dims, V on ``axes``; the first axis is the major one."""
     if not axes or TRIAL.get() is not None:
         return torch.zeros((), dtype=torch.int64, device=device)
-    number = torch.arange(n_pieces(axes), device=device)
+    number = torch.arange(n_shards(axes), device=device)
     for axis in axes:
         number = spmd.convert(number, axis, src=spmd.R, dst=spmd.S(0))
     return number.reshape(())
@@ -145,8 +145,8 @@ def positions(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
     """Global positions of this rank's elements of a dim of ``n``, which ``axes`` cut."""
     if n % prod(prod(size_and_unit(axis)) for axis in axes):
         return torch.arange(length_of(n, axes), device=device) + first_of(n, axes, device)
-    local = torch.arange(n // n_pieces(axes), device=device)
-    return local + piece(axes, device) * (n // n_pieces(axes)) if axes else local
+    local = torch.arange(n // n_shards(axes), device=device)
+    return local + piece(axes, device) * (n // n_shards(axes)) if axes else local
 
 
 def first(cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str, x: torch.Tensor, dim: int) -> Any:
@@ -222,4 +222,4 @@ def weights_on(n: int, axes: Axes, k: int, device: torch.device) -> torch.Tensor
 
 def all_of(n: int, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str) -> int:
     """How many elements a dim has on all ranks that has ``n`` on this one."""
-    return n * n_pieces(cut.get(factor, ())) if sizes is None else sizes.get(factor, n)
+    return n * n_shards(cut.get(factor, ())) if sizes is None else sizes.get(factor, n)

@@ -21,7 +21,7 @@ def piece_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
     All pieces have ``ceil(n / size)`` elements, but for later ones, which are smaller or empty where ``size`` does not
     divide ``n``. With a unit, which divides ``n``, the same is true of blocks of so many elements.
     """
-    length = largest_piece(n, size, unit)
+    length = largest_shard(n, size, unit)
     start = min(at * length, n)
     return start, min(length, n - start)
 
@@ -36,7 +36,7 @@ def nested_piece_of(n: int, cuts: Sequence[tuple[int, int]], at: Sequence[int]) 
     return start, n
 
 
-def largest_piece(n: int, size: int, unit: int = 1) -> int:
+def largest_shard(n: int, size: int, unit: int = 1) -> int:
     """Elements of the first of the pieces (:func:`piece_of`), which is the largest."""
     return -(-n // (size * unit)) * unit
 
@@ -47,7 +47,7 @@ def lengths_of(n: int, cuts: Sequence[tuple[int, int]]) -> set[int]:
     for size, unit in cuts:
         shorter = set()
         for length in lengths:
-            largest = largest_piece(length, size, unit)
+            largest = largest_shard(length, size, unit)
             full = length // largest if largest else 0
             shorter |= {largest, *([length - full * largest] if full < size else []), *([0] if full + 1 < size else [])}
         lengths = shorter
@@ -71,7 +71,7 @@ def local_shape(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int
         if d >= len(local):
             raise MeshError(f"placement {placement} on axis '{name}' names dim {d} of a tensor with {len(local)} dims")
         unit = placement.unit
-        local[d] = largest_piece(local[d], size, unit) if at is None else piece_of(local[d], size, at[axis], unit)[1]
+        local[d] = largest_shard(local[d], size, unit) if at is None else piece_of(local[d], size, at[axis], unit)[1]
     return tuple(local)
 
 
