@@ -19,7 +19,7 @@ _known: dict[Any, bool] = {}
 
 
 def may_alias(call: Call) -> bool:
-    """Whether an output of the call may share storage with one of its tensor inputs; where nobody can say, yes."""
+    """Check whether an output of the call may share storage with a tensor input; true if unknown."""
     of_every_call = _by_schema(call.target)
     if of_every_call is not None:
         return of_every_call
@@ -32,7 +32,7 @@ def may_alias(call: Call) -> bool:
 
 @cache
 def _by_schema(target: str) -> bool | None:
-    """The same for every call of an operator; None where it depends on the call."""
+    """Answer :func:`may_alias` for every call of an operator; None where it depends on the call."""
     try:
         op = resolve(target)
     except Exception:

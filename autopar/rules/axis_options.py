@@ -35,7 +35,7 @@ def _place(rule: Rule, term: Term, factor: str, block: int, otherwise: Placement
 def axis_options(
     rule: Rule, in_grads: Sequence[bool], out_grads: Sequence[bool], blocks: Sequence[tuple[str, int]] = ()
 ) -> list[Option]:
-    """Every option on one axis, ``I`` first. A tensor without gradient is ``R`` where it would be ``I``.
+    """List every option on one axis, ``I`` first. A tensor without gradient is ``R`` where it would be ``I``.
 
     Args:
         in_grads, out_grads: whether gradients flow through each input and output.

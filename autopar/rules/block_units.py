@@ -20,7 +20,7 @@ MOST_UNITS = 2
 """Different blocks that one factor may be cut into: each is one option more for the planner to weigh."""
 
 def with_units(graph: Graph, rules: Sequence[Rule | None]) -> list[Rule | None]:
-    """The rules with the blocks into which their factors may be cut (``Rule.units``).
+    """Return the rules with the blocks into which their factors may be cut (``Rule.units``).
 
     Args:
         rules: of every node; equal calls share one object, and so they do in the result.
@@ -56,7 +56,7 @@ def with_units(graph: Graph, rules: Sequence[Rule | None]) -> list[Rule | None]:
 
 
 def _with_units(rule: Rule, units: dict[str, tuple[int, ...]]) -> Rule:
-    """The rule with units: one object for the same units, as there is one for equal calls."""
+    """Return the rule with units; equal units share one object, as equal calls do."""
     key = "units", tuple(sorted(units.items()))
     changed: Rule | None = rule.derived.get(key)
     if changed is None:
@@ -70,7 +70,7 @@ def _term(rule: Rule, number: int) -> Term:
 
 
 def _links(graph: Graph, rules: Sequence[Rule | None]) -> dict[int, dict[int, set[tuple[int, int]]]]:
-    """By rule and term, the rules and terms that are about the same tensor, in which somebody makes and reads it."""
+    """Map each rule and term to the rules and terms about the same tensor."""
     links: dict[int, dict[int, set[tuple[int, int]]]] = {}
     for i, node in enumerate(graph.nodes):
         reader = rules[i]
@@ -87,7 +87,7 @@ def _links(graph: Graph, rules: Sequence[Rule | None]) -> dict[int, dict[int, se
 
 
 def _blocks(rule: Rule, factor: str, units: set[int]) -> list[tuple[int, int, int]]:
-    """``(term, dim, elements of a block)`` of the dims that a cut of a factor into uneven blocks would cut."""
+    """List ``(term, dim, elements of a block)`` of the dims that a cut of a factor into uneven blocks would cut."""
     result = []
     for number, term in enumerate((*rule.inputs, *rule.outputs)):
         for d, dim in enumerate(term):
@@ -99,8 +99,7 @@ def _blocks(rule: Rule, factor: str, units: set[int]) -> list[tuple[int, int, in
 
 
 def _factor_cut(rule: Rule, term: Term, d: int, block: int) -> tuple[str, int] | None:
-    """The factor of a rule that is cut where a dim is cut into blocks, and the blocks of its own elements; None if it
-    cannot be, or needs no option for it."""
+    """Return the factor and block size that a cut of a dim into blocks cuts; None if it cannot be, or needs no option."""
     dim = [f for f in term[d] if rule.sizes[f] > 1]
     if not dim or dim[0] not in rule.in_blocks:
         return None

@@ -91,11 +91,11 @@ class Callee:
             object.__setattr__(self, key, value)
 
     def doubled(self) -> Callee:
-        """The same in double precision."""
+        """Return the same callee in double precision."""
         return replace(self, double=True)
 
     def __call__(self, *leaves: Any, seed: torch.Tensor | None = None, site: Any = 0) -> Any:
-        """One tensor, or a tuple of several; ``seed`` of the step and ``site`` of the call are for code that draws."""
+        """Return one tensor, or a tuple of several; ``seed`` of the step and ``site`` of the call are for code that draws."""
         with contextlib.nullcontext() if seed is None or isinstance(seed, FakeTensor) else _drawing(seed, site, leaves):
             if any(isinstance(x, FakeTensor) for x in leaves):
                 results = _OnFakes.apply(self, *leaves)
@@ -108,7 +108,7 @@ class Callee:
         return results[0] if len(results) == 1 else tuple(results)
 
     def run(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The user's code: its outputs that are tensors, then the new values of what it writes to without saying so."""
+        """Run the user's code; return its tensor outputs, then the new values of what it silently writes to."""
         values = list(leaves[: self.spec.num_leaves])
         for k, value in self.objects:
             values[k] = value
@@ -124,7 +124,7 @@ class Callee:
 
 
 def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors among what a Function returns: one value, or a tuple of them."""
+    """List the tensors among what a Function returns: one value, or a tuple of them."""
     return tuple(x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, torch.Tensor))
 
 
@@ -133,7 +133,7 @@ def tensors_of(result: Any) -> tuple[torch.Tensor, ...]:
 
 @contextlib.contextmanager
 def swapped(reads: Sequence[ReadTensor], values: Sequence[Any]) -> Iterator[None]:
-    """The modules have these values of the parameters and buffers that are read."""
+    """Give the modules these values of the parameters and buffers that are read."""
     tables = [(read.table, read.key) for read in reads]
     before = [table[key] for table, key in tables]
     try:
@@ -146,8 +146,10 @@ def swapped(reads: Sequence[ReadTensor], values: Sequence[Any]) -> Iterator[None
 
 
 class _WithReads(torch.autograd.Function):
-    """Code that reads parameters of modules, such as a reversible network, whose backward calls ``backward()`` itself:
-    what arrives in ``grad`` of a parameter that way becomes the gradient of an input."""
+    """Code that reads parameters of modules, such as a reversible network whose backward calls ``backward()`` itself.
+
+    A gradient that arrives in ``grad`` of a parameter that way becomes the gradient of an input.
+    """
 
     @staticmethod
     def forward(ctx: Any, callee: Callee, *leaves: Any) -> Any:
@@ -211,7 +213,7 @@ def _no_module_hooks() -> Iterator[None]:
 
 
 def on_zeros(run: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]], leaves: Sequence[Any]) -> Any:
-    """``run(leaves)`` with zeros on the CPU in place of tensors without values."""
+    """Call ``run(leaves)`` with zeros on the CPU in place of tensors without values."""
 
     with DisableTorchFunction(), no_dispatch_modes(), unset_fake_temporarily(), torch.enable_grad():
         real = [
@@ -227,8 +229,7 @@ def on_zeros(run: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]], leaves: S
 
 @contextlib.contextmanager
 def _drawing(seed: torch.Tensor, site: Any, leaves: Sequence[Any]) -> Iterator[None]:
-    """Torch's generators start from the step's seed, the number of the call and the first row of the microbatch, and go
-    on as before afterwards."""
+    """Seed torch's generators from the step's seed, the call's number and the first row; restore them afterwards."""
     of_step, *of_microbatch = seed.flatten().tolist()
     of_call = (site if isinstance(site, int) else site[0]) + 1 + (sum(of_microbatch[:1]) << 32)
     number = (of_step ^ of_call * _DRAWS) % (1 << 62)
@@ -271,12 +272,12 @@ def function_rule(function: type[torch.autograd.Function], text: str, **options:
 
 
 def has_rule(callee: Callee) -> bool:
-    """Whether a user has said how calls of it may be cut."""
+    """Check whether a user has said how calls of it may be cut."""
     return getattr(callee.fn, "__self__", None) in _LINES and not callee.random
 
 
 def rule_of_function(call: Call, otherwise: Callable[[Call], Rule]) -> Rule:
-    """The rule of a ``function`` node: the user's line, or ``otherwise``."""
+    """Return the rule of a ``function`` node: the user's line, or ``otherwise``."""
     callee: Callee = call.args[0]
     if has_rule(callee):
         text, options = _LINES[callee.fn.__self__]  # type: ignore[attr-defined]
@@ -295,7 +296,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 def identity_of(functions: Sequence[Any], modules: Sequence[torch.nn.Module] = ()) -> str:
-    """A hash of the source of functions, of the plain values that they close over, and of the modes of modules."""
+    """Hash the source of functions, the plain values that they close over, and the modes of modules."""
     digest = hashlib.sha256()
     for function in functions:
         if function is None:
@@ -315,7 +316,7 @@ def identity_of(functions: Sequence[Any], modules: Sequence[torch.nn.Module] = (
 
 
 def refuse_fake(value: Any, what: str) -> None:
-    """A hook that kept a tensor of the time of capture gives back one without values.
+    """Refuse the result of a hook that kept a tensor without values from the time of capture.
 
     Raises:
         RunError: it did.

@@ -48,8 +48,10 @@ CPU = Kernels()
 
 
 def kernels_of(cluster: Cluster, device: Device) -> Kernels:
-    """Return the kernels that run on such devices of a cluster under the cluster's software. Fused ones keep what a
-    GPU's do. What a profile measured is run by torch as it is, so nothing is fused there."""
+    """Return the kernels of a cluster's devices under the cluster's software.
+
+    Fused ones save what a GPU's save. A profile measured torch as it runs, so nothing is fused there.
+    """
     fused = cluster.software.fused and cluster.measured is None and not cluster.abstract
     norms_only = fused and not cluster.software.fuses_pointwise
     keeps = cluster.software.keeps_gradients and not cluster.abstract
@@ -59,8 +61,10 @@ def kernels_of(cluster: Cluster, device: Device) -> Kernels:
 
 
 class _RmsNormOfGpu(torch.autograd.Function):
-    """``aten.rms_norm`` as torch's kernel for GPUs: it keeps its input and, for every row, the inverse root of the mean
-    square in float32 (``_fused_rms_norm`` in ATen/native/layer_norm.cpp and cuda/layer_norm_kernel.cu)."""
+    """``aten.rms_norm`` as torch's GPU kernel: it saves its input and, per row, the inverse root mean square in float32.
+
+    See ``_fused_rms_norm`` in ATen/native/layer_norm.cpp and cuda/layer_norm_kernel.cu.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, n_dims: int) -> torch.Tensor:

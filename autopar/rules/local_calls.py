@@ -29,13 +29,16 @@ class Seed:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The torch operator of a name such as ``aten.linear.default``."""
+    """Return the torch operator of a name such as ``aten.linear.default``."""
     return reduce(getattr, target.split("."), torch.ops)  # type: ignore[return-value]
 
 
 def is_told_device(call: Call) -> bool:
-    """Whether a call must be told on which device its result is, as torch's schema of the operator has it: it makes a
-    tensor from nothing, or was told one when the model was captured, which need not be the one that it runs on."""
+    """Check whether a call must be given the device of its result, by torch's schema.
+
+    It makes a tensor from nothing, or was given a device when the model was captured, which may not be the one it
+    runs on.
+    """
     if not call.target.startswith("aten."):
         return False
     takes = any(argument.name == "device" for argument in resolve(call.target)._schema.arguments)  # type: ignore[attr-defined]
@@ -43,7 +46,7 @@ def is_told_device(call: Call) -> bool:
 
 
 def gives_list(fn: Callable[..., Any]) -> bool:
-    """Whether an operator gives a list of tensors, also where there is one: ``chunk(1)``, or ``unbind`` of length 1."""
+    """Check whether an operator returns a list of tensors, also a list of one: ``chunk(1)``, or ``unbind`` of length 1."""
     returns = fn._schema.returns if isinstance(fn, OpOverload) else ()
     return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
 
@@ -72,9 +75,9 @@ class LocalCall:
 def cuts_of(
     rule: Rule, options: Sequence[Option], mesh: Mesh
 ) -> tuple[dict[str, int | Fraction], dict[str, tuple[str, ...]]]:
-    """``({factor: pieces}, {factor: axes that cut it})``; axes of size 1 cut nothing.
+    """Return ``({factor: number of shards}, {factor: axes that cut it})``; axes of size 1 cut nothing.
 
-    Of a factor that is cut into uneven blocks, pieces are how often the largest one goes into the whole, and the axes
+    Of a factor cut into uneven blocks, the number is how often the largest shard fits into the whole, and the axes
     name the elements of a block (``tensor*64``).
     """
     pieces: dict[str, int | Fraction] = {}
@@ -96,7 +99,7 @@ def collectives_inside(
     rule: Rule, pieces: Mapping[str, int | Fraction], axes: Mapping[str, tuple[str, ...]], differentiable: bool,
     sizes: Mapping[str, int],
 ) -> Iterator[tuple[Comm, str, int]]:
-    """The collectives of an op's lowering, each with the axis that it is made over and the bytes of its buffer.
+    """List the collectives of an op's lowering, each with its axis and the bytes of its buffer.
 
     Args:
         pieces, axes: number of pieces and cutting axes of every cut factor, as :func:`cuts_of` gives them.
@@ -117,7 +120,7 @@ def collectives_inside(
 def _most(
     comm: Comm, names: Sequence[str], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
 ) -> Sequence[float]:
-    """By how much more than an equal share the buffer of the busiest rank is, on each of the axes of these names."""
+    """Return the busiest rank's buffer over an equal share, on each of the axes of these names."""
     if not comm.load:
         return [1.0] * len(names)
     if not comm.load_of:
@@ -127,7 +130,7 @@ def _most(
 
 
 def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | ShardSize]:
-    """The shape of one rank's piece; sizes that are not the same on all ranks are found when the program runs."""
+    """Return the shape of one rank's shard; sizes that differ between ranks are found when the program runs."""
     sizes: list[int | ShardSize] = list(local_shape(shape, state, mesh))
     for d, n in enumerate(shape):
         if n % prod(size * p.unit for (_, size), p in zip(mesh, state, strict=True) if p.dim == d):
@@ -136,7 +139,7 @@ def _local_sizes(shape: Sequence[int], state: State, mesh: Mesh) -> list[int | S
 
 
 def _axes_that_cut(d: int, state: Sequence[Placement], mesh: Mesh) -> tuple[str, ...]:
-    """The axes that cut a dim of a tensor, with the units of their pieces."""
+    """Return the axes that cut a dim of a tensor, with the block sizes of their shards."""
     return tuple(
         axis_text(axis, p.unit)
         for (axis, size), p in zip(mesh, state, strict=True) if p.dim == d and size > 1
@@ -144,7 +147,7 @@ def _axes_that_cut(d: int, state: Sequence[Placement], mesh: Mesh) -> tuple[str,
 
 
 def local_call(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, site: Any = 0) -> LocalCall:
-    """The call on one rank: same arguments, with output shapes and other sizes made local.
+    """Return the call on one rank: same arguments, with output shapes and other sizes made local.
 
     ``site`` is the call of a random operator, as :data:`~autopar.rules.families.sharded_random.Site` says.
     """

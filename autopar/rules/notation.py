@@ -91,7 +91,7 @@ class Comm:
             raise RuleError(f"'{self.kind}' is no collective; one of {', '.join(COLLECTIVES)}")
 
     def times(self, pieces: int) -> int:
-        """How often it is made on an axis that cuts the factor into ``pieces``."""
+        """Return how often it is made on an axis that cuts the factor into ``pieces``."""
         if pieces < self.from_pieces:
             return 0
         return (pieces - 1 if self.in_ring else 1) * self.repeats
@@ -226,7 +226,7 @@ class Rule:
             raise RuleError(f"rule '{self}': '{self.curve}' is no curve; one of {', '.join((ADD, *MOVING_KINDS))}")
 
     def lowering(self, cut: Iterable[str]) -> Lowering | None:
-        """What replaces the operator where the factors ``cut`` are cut; None where it runs as it is.
+        """Return what replaces the operator where the factors ``cut`` are cut; None where it runs unchanged.
 
         Raises:
             RuleError: no lowering cuts all of them at once (see :meth:`can_lower`).
@@ -240,14 +240,14 @@ class Rule:
         return min(able, key=lambda lowering: len(lowering.factors))
 
     def can_lower(self, cut: Iterable[str]) -> bool:
-        """Whether the factors ``cut`` can be cut at once."""
+        """Check whether the factors ``cut`` can be cut at once."""
         if len(self.lowerings) < 2:
             return True
         needed = self._needed(cut)
         return any(needed <= lowering.factors for lowering in self.lowerings)
 
     def _needed(self, cut: Iterable[str]) -> set[str]:
-        """Those of the factors ``cut`` that only lowerings can cut."""
+        """Return those of the factors ``cut`` that only lowerings can cut."""
         return {f for f in cut if f in self._lowered}
 
     @cached_property
@@ -304,14 +304,14 @@ class Rule:
         return (*singles, *((f, u) for f in self.in_blocks for u in self.units.get(f, ())))
 
     def blocks_on(self, mesh: Mesh) -> tuple[tuple[str, int], ...]:
-        """Those of :attr:`blocks` that a mesh may divide unevenly; for others there are the options without units."""
+        """Return those of :attr:`blocks` that a mesh may divide unevenly; the options without units serve the others."""
         if not self.blocks:
             return ()
         n = mesh.n_devices
         return tuple((f, u) for f, u in self.blocks if self.sizes[f] // u % n)
 
     def factor_of(self, option: str) -> str | None:
-        """The factor that an option of this name cuts; None if it cuts none."""
+        """Return the factor that an option of this name cuts; None if it cuts none."""
         factor = factor_and_block(option)[0]
         return factor if factor in self.sizes else None
 
@@ -354,7 +354,7 @@ def line(
     additive: Iterable[int] = (),
     **rest: Any,
 ) -> Rule:
-    """A :class:`Rule` from one line of notation and a call; ``whole`` holds names of factors."""
+    """Make a :class:`Rule` from one line of notation and a call; ``whole`` holds names of factors."""
     factor_sizes, inputs, outputs = bind(
         text, [s.shape for s in call.ins], [o.shape for o in call.outs if o is not None], sizes
     )

@@ -34,13 +34,13 @@ class Call:
     narrow: NarrowUse | None = None
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """The argument at ``position``, or by ``name``, or the default."""
+        """Return the argument at ``position``, or by ``name``, or the default."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
 
     def replaced(self, position: int, name: str, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``(args, kwargs)`` with one argument changed."""
+        """Return ``(args, kwargs)`` with one argument changed."""
         kwargs = dict(self.kwargs)
         if position < len(self.args):
             return (*self.args[:position], value, *self.args[position + 1 :]), kwargs
@@ -55,7 +55,7 @@ class Call:
 
 
 def call_of(node: Node, specs: Callable[[Ref], Spec]) -> Call:
-    """The :class:`Call` of a node."""
+    """Return the :class:`Call` of a node."""
     ins = tuple(specs(ref) for ref in node.refs)
     latest: Call | None = node.__dict__.get("call")  # it is asked for thousands of times in a search
     if latest is not None and latest.ins == ins:

@@ -27,10 +27,11 @@ def curve_of(rule: Rule) -> str:
 def gemm_of(
     rule: Rule, pieces: Mapping[str, int | Fraction], flops: float, first: Sequence[int], out: Sequence[int]
 ) -> tuple[int, int, int] | None:  # fmt: skip
-    """Return ``(m, n, k)`` of a contraction on one rank: n comes from the second input alone, m is the rest of the
-    output, k is what is summed. Of attention queries, keys that a query sees in the mean, and the size of a head.
+    """Return ``(m, n, k)`` of a contraction on one rank.
 
-    Where a rule names the factors of its products (``Rule.gemm``), m are the rows of one group.
+    n comes from the second input alone, m is the rest of the output, k is summed over. For attention: queries, the
+    mean number of keys that a query sees, and the head size. Where a rule names the factors of its products
+    (``Rule.gemm``), m are the rows of one group.
 
     Args:
         flops: of the forward on this rank.
@@ -76,8 +77,10 @@ def attention_shape(flops: float, first: Sequence[int], out: Sequence[int]) -> t
 def unfused_scores_bytes(
     rule: Rule, gradients: Sequence[bool], pieces: Mapping[str, int | Fraction]
 ) -> float:  # fmt: skip
-    """Return the bytes on one rank of the scores of attention whose mask gets a gradient, which torch's fused kernels
-    do not give: it runs in plain operators, in float32. 0 for others."""
+    """Return one rank's bytes of the scores of attention whose mask gets a gradient; 0 for others.
+
+    Torch's fused kernels give no such gradient, so it runs in plain operators, in float32.
+    """
     if rule.kind != "attention" or not any(gradients[3:]):
         return 0.0
     (queries,), (keys,) = rule.inputs[0][-2:-1], rule.inputs[1][-2:-1]
@@ -99,8 +102,7 @@ def is_aligned(rule: Rule, dtype: str, pieces: Mapping[str, int | Fraction]) -> 
 def moved_bytes(
     rule: Rule, read: Sequence[float], written: Sequence[float], gradients: Sequence[bool], counted: Sequence[bool]
 ) -> tuple[float, float]:
-    """Return the bytes that an operator reads and writes, forward and backward; of the backward of a contraction those
-    beside its products.
+    """Return the bytes that an operator reads and writes, forward and backward; for a contraction's backward without products.
 
     The backward reads the gradients of the results and what was kept, and writes those of its inputs. A look-up reads
     the rows that it gives, not the table, and its backward writes a table.
@@ -127,8 +129,10 @@ def moved_bytes(
 
 
 def through_memory(graph: Graph, node: Node) -> tuple[bool, ...]:
-    """Say of each input and each output of an operator whether it goes through memory, where operators that are bound
-    by memory and follow each other are one kernel: not if both of its ends are such, with no others between them."""
+    """Return, for each input and output of an operator, whether it goes through memory.
+
+    Consecutive memory-bound operators are one kernel: a tensor between two of them, with no other reader, does not.
+    """
     known: dict[int, tuple[bool, ...]] | None = graph.derived.get("through memory")
     if known is None:
         known = graph.derived["through memory"] = dict(_through_memory(graph))

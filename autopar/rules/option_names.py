@@ -18,13 +18,13 @@ GRADIENTS_PENDING = "R"
 
 @cache
 def factor_and_block(option: str) -> tuple[str, int]:
-    """The factor in the name of an option, and of how many elements its blocks are; 0 where it is cut as it comes."""
+    """Return the factor in the name of an option and the elements of its blocks, 0 where it is cut without blocks."""
     factor, _, block = option.partition("*")
     return factor, int(block or 0)
 
 
 def as_written(option: str) -> str:
-    """The name of an option in plan files, tables and messages."""
+    """Return the name of an option in plan files, tables and messages."""
     return REPLICATE if option == WHOLE else option
 
 

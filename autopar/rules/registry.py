@@ -27,8 +27,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class T:
-    """A random tensor of a sample: normal floats, or uniform ones between ``low`` and ``high`` where those are given;
-    integers from ``low`` to below ``high``."""
+    """A random tensor of a sample.
+
+    Normal floats, or uniform ones between ``low`` and ``high`` where given; integers from ``low`` to below ``high``.
+    """
 
     shape: tuple[int, ...]
     dtype: str = "float64"
@@ -42,13 +44,15 @@ SAMPLES: dict[str, list[Sample]] = {}
 
 
 def sample(*args: Any, **kwargs: Any) -> Sample:
-    """A :class:`Sample`."""
+    """Make a :class:`Sample`."""
     return Sample(args, kwargs)
 
 
 def rule(*targets: str, samples: list[Sample] | None = None) -> Callable[[RuleFn], RuleFn]:
-    """Register a rule for operators such as ``"aten.linear.default"``; ``samples`` prove the first of them (and may
-    be registered for the others with :func:`prove_with`)."""
+    """Register a rule for operators such as ``"aten.linear.default"``.
+
+    ``samples`` prove the first of them, and may be registered for the others with :func:`prove_with`.
+    """
 
     def register(fn: RuleFn) -> RuleFn:
         for target in targets:
@@ -67,8 +71,10 @@ def prove_with(target: str, *samples: Sample) -> None:
 
 
 def replicated(call: Call) -> Rule:
-    """The rule of an operator without a rule: nothing may be cut. Of one that is not torch's own nothing is known of
-    the backward either, which may be no linear function of the gradient."""
+    """Make the rule of an operator without a rule: nothing may be cut.
+
+    Of an operator that is not torch's own the backward is unknown too, and may be no linear function of the gradient.
+    """
     sizes: dict[str, int] = {}
 
     def term(shape: tuple[int, ...]) -> Term:
@@ -96,7 +102,7 @@ def ask_for_others(fn: RuleFn) -> None:
 
 
 def rule_for(call: Call) -> Rule:
-    """The rule of one call: the registered one, else what is found of it (:mod:`autopar.rules.discovery`).
+    """Return the rule of one call: the registered one, else what is discovered (:mod:`autopar.rules.discovery`).
 
     Raises:
         RuleError: the operator's rule does not understand this call; the message names the operator.
@@ -116,8 +122,9 @@ _shared: dict[object, Rule] = {}
 
 
 def _shared_rule(key: object, call: Call) -> Rule:
-    """The rule of a call; one object for equal calls of all graphs, where a registered function makes it: a search asks
-    for the rules of the same blocks thousands of times. What is found of other operators may change.
+    """Return the rule of a call, one object for equal calls of all graphs if a registered function makes it.
+
+    A search asks for the rules of the same blocks thousands of times. What is discovered may change.
 
     Args:
         key: equal for equal calls.
@@ -134,12 +141,12 @@ def _shared_rule(key: object, call: Call) -> Rule:
 
 
 def drawing(graph: Graph) -> Graph | None:
-    """The graph, if it has random operators."""
+    """Return the graph if it has random operators."""
     return graph if any(rule is not None and rule.random for rule in rules_of(graph)) else None
 
 
 def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[Rule | None]:
-    """The rule of every node (None for parameters, buffers and inputs); equal calls share one object.
+    """Return the rule of every node, None for parameters, buffers and inputs; equal calls share one object.
 
     ``representative`` gives for every node an earlier one (or itself) that makes the same call.
     """
@@ -167,7 +174,7 @@ def rules_of(graph: Graph, representative: Sequence[int] | None = None) -> list[
 
 
 def source_of_rule(node: Node, rule: Rule) -> str:
-    """Where the rule of an op comes from: ``written``, ``discovered``, or ``none`` if it is kept whole without one."""
+    """Return the origin of an op's rule: ``written``, ``discovered``, or ``none`` if it is replicated without one."""
     if node.target.startswith(PREFIX):
         return "written" if has_rule(node.args[0]) else "none"
     if node.target in RULES:

@@ -110,17 +110,17 @@ def contiguous(shape: Sequence[int]) -> Strides:
 
 
 def lie_alike(shape: Sequence[int], some: Strides, others: Strides) -> bool:
-    """Whether two tensors lie in the same order; strides of dims of one element say nothing."""
+    """Check that two tensors have the same order of strides; strides of dims of size 1 do not count."""
     return all(n == 1 or one == other for n, one, other in zip(shape, some, others, strict=True))
 
 
 def is_contiguous(shape: Sequence[int], strides: Strides) -> bool:
-    """Whether a tensor lies in row-major order."""
+    """Check that a tensor is in row-major order."""
     return lie_alike(shape, strides, contiguous(shape))
 
 
 def strides_of_copy(shape: Sequence[int], strides: Strides) -> Strides:
-    """How a copy of a tensor lies that keeps its order of dims: as the tensor, unless that has holes or repeats."""
+    """Return the strides of a copy that preserves the order of dims: the tensor's own unless it has gaps or repeats."""
     step = 1
     for stride, n in sorted((stride, n) for stride, n in zip(strides, shape, strict=True) if n != 1):
         if stride != step:
@@ -135,7 +135,7 @@ _known: dict[object, Saved] = {}
 def saved_by(
     call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout], gpu: bool = False
 ) -> Saved:  # fmt: skip
-    """What is kept of a call on one rank.
+    """Return what is saved of a call on one rank.
 
     Args:
         ins: its inputs on that rank.
@@ -151,7 +151,7 @@ def saved_by(
 def key_of_call(
     call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout]
 ) -> object:
-    """All that a call's trial depends on."""
+    """Return the key of a call's trial: all that its result depends on."""
     return (
         call.target, repr(call.args), repr(call.kwargs), call.outs, tuple(o.name for o in options), mesh, tuple(ins),
         tuple(s.shape for s in call.ins) if rule.localize is not None or rule.random else (), call.load, call.narrow,
@@ -159,9 +159,9 @@ def key_of_call(
 
 
 def _narrowed(saved: Saved, call: Call, ins: Sequence[LocalLayout]) -> Saved:
-    """What a narrow product keeps: of its activations the transposed narrow copy in place of the tensor itself.
+    """Return what a narrow product saves: transposed narrow copies in place of its activations.
 
-    Experts, two products in one operator, keep the rows in the order of experts and what the second product reads in
+    Experts, two products in one operator, save the rows in the order of experts and what the second product reads in
     memory of their own.
     """
     use = call.narrow
@@ -182,7 +182,7 @@ def _narrowed(saved: Saved, call: Call, ins: Sequence[LocalLayout]) -> Saved:
 def saved_of(
     graph: Graph, i: int, rule: Rule, strategy: Strategy | None, mesh: Mesh, gpu: bool = False
 ) -> Saved:  # fmt: skip
-    """What is kept of operator ``i``, whose inputs lie in row-major order; of the whole operator if not cut."""
+    """Return what is saved of operator ``i``, whose inputs are in row-major order; of the whole operator if not cut."""
     node = graph.nodes[i]
     states = strategy.ins if strategy is not None else (State(),) * len(node.refs)
     ins = []
@@ -194,7 +194,7 @@ def saved_of(
 
 
 def keeps(graph: Graph, rules: Sequence[Rule | None], i: int) -> bool:
-    """Whether autograd keeps anything of node ``i``."""
+    """Check whether autograd saves anything of node ``i``."""
     rule = rules[i]
     return rule is not None and graph.nodes[i].needs_grad and saved_of(graph, i, rule, None, Mesh()).keeps
 
@@ -210,7 +210,7 @@ def trial_of(
     observe: Callable[[LocalCall, Sequence[LocalLayout], Mapping[str, int], str], T], call: Call, rule: Rule,
     options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout], gpu: bool = False,
 ) -> T | None:  # fmt: skip
-    """What ``observe`` finds when it makes the call of one rank on tensors without values; None if that cannot be.
+    """Return what ``observe`` finds in one rank's call on tensors without values; None if that cannot be tried.
 
     Args:
         observe: is given the call, its inputs' layouts, the mesh's sizes and the device of those tensors.
@@ -240,7 +240,7 @@ _trials: dict[object, object] = {}
 
 
 def _key_of_trial(local: LocalCall, call: Call, mesh: Mesh, ins: Sequence[LocalLayout]) -> object:
-    """All that the trial of one rank's call depends on: of a mesh, only the sizes of axes that it asks about."""
+    """Return the key of one rank's trial: of a mesh, only the sizes of the axes that it asks about."""
     args = repr(local.args), repr(sorted(local.kwargs.items(), key=itemgetter(0)))
     asked: object = mesh
     if not any(ShardSize.__name__ in text for text in args) and (not local.distributed or "cut" in local.kwargs):
@@ -298,7 +298,7 @@ def _watched(local: LocalCall, ins: Sequence[LocalLayout], sizes: Mapping[str, i
 def filled(
     local: LocalCall, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int], device: str
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call on one rank: its tensors, a seed, and the sizes of the first rank's pieces."""
+    """Return the arguments of a call on one rank: its tensors, a seed, and the sizes of the first rank's shards."""
     seed = torch.empty((), dtype=torch.int64, device=device)
 
     def fill(value: Any) -> Any:
@@ -331,7 +331,7 @@ def _storage(x: torch.Tensor) -> int:
 
 
 def _said(call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh) -> Saved:
-    """As the rule says, where a call cannot be tried: results in memory of their own."""
+    """Return what the rule says is saved, where a call cannot be tried: results in memory of their own."""
     specs = [spec for spec in call.outs if spec is not None]
     results, memories = [], []
     for k, spec in enumerate(specs):

@@ -32,7 +32,7 @@ class Strategy:
 
 
 def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
-    """Whether an op can be cut so: into equal pieces, or, where rule and lowering allow that, into others."""
+    """Check whether an op can be cut so: into equal shards, or into others where rule and lowering allow it."""
     cuts: dict[str, list[tuple[int, int]]] = {}
     for option, (_, size) in zip(options, mesh, strict=True):
         factor, block = factor_and_block(option.name)
@@ -59,8 +59,10 @@ def can_be_cut(rule: Rule, options: Sequence[Option], mesh: Mesh) -> bool:
 
 
 def _can_travel(rule: Rule, cuts: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
-    """Whether what travels round a ring does so on one axis, in pieces that are equal on all ranks. Others are made so
-    where nothing else of the sequence is cut, and ranks do not exchange parts of theirs."""
+    """Check that what travels round a ring does so on one axis, in shards of equal size on all ranks.
+
+    Unequal shards are padded where nothing else of the sequence is cut and ranks do not exchange parts of theirs.
+    """
     lowering = rule.lowering(cuts)
     if lowering is None:
         return True
@@ -72,8 +74,7 @@ def _can_travel(rule: Rule, cuts: Mapping[str, Sequence[tuple[int, int]]]) -> bo
 
 
 def why_not_cut(rule: Rule, factor: str, axes: Sequence[tuple[int, int]]) -> str:
-    """Why axes of these sizes and blocks (0 for none) cannot cut a factor one after the other, to follow its name;
-    empty if they can."""
+    """Say why axes of these sizes and blocks (0 for none) cannot cut a factor in turn; empty if they can."""
     n, pieces = rule.sizes[factor], prod(size for size, _ in axes)
     in_blocks = any(block for _, block in axes)
     if n % pieces == 0 and not in_blocks:
@@ -102,22 +103,24 @@ def why_not_cut(rule: Rule, factor: str, axes: Sequence[tuple[int, int]]) -> str
 
 
 def grads_of(graph: Graph, node: Node) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Whether gradients flow through each input and each output tensor of ``node``."""
+    """Return whether gradients flow through each input and each output tensor of ``node``."""
     ins = tuple(node.needs_grad and graph.nodes[r.node].needs_grad and graph.spec(r).is_float for r in node.refs)
     outs = tuple(node.needs_grad and o.is_float for o in node.outs if o is not None)
     return ins, outs
 
 
 def ends_gradients(graph: Graph, node: Node) -> bool:
-    """Whether ``node`` reads nothing but tensors with gradients and gives none back: ``argmax`` of probabilities,
-    ``detach``. It takes copies as they are then: to have their gradients summed would be a sum that never runs."""
+    """Check whether ``node`` reads only tensors with gradients and gives none back, such as ``argmax`` or ``detach``.
+
+    It takes copies as they are: requesting their gradients' sum would plan a reduction that never runs.
+    """
     return not node.needs_grad and bool(node.refs) and all(
         graph.nodes[r.node].needs_grad and graph.spec(r).is_float for r in node.refs
     )  # fmt: skip
 
 
 def combine(options: Sequence[Option]) -> Strategy:
-    """The strategy of one option per axis."""
+    """Return the strategy of one option per axis."""
     n_in, n_out = len(options[0].ins), len(options[0].outs)
     return Strategy(
         tuple(options),
@@ -127,7 +130,7 @@ def combine(options: Sequence[Option]) -> Strategy:
 
 
 def options_of(graph: Graph, node: Node, rule: Rule, blocks: Sequence[tuple[str, int]] = ()) -> dict[str, Option]:
-    """The options of one op on one axis, by name; those of ``blocks`` too (``Rule.blocks_on``)."""
+    """Return the options of one op on one axis, by name; those of ``blocks`` too (``Rule.blocks_on``)."""
     grads, ends = grads_of(graph, node), ends_gradients(graph, node)
     key = "options", grads, ends, tuple(blocks)
     options: dict[str, Option] | None = rule.derived.get(key)
@@ -140,13 +143,13 @@ def options_of(graph: Graph, node: Node, rule: Rule, blocks: Sequence[tuple[str,
 
 
 def blocks_named(rule: Rule, names: Sequence[str]) -> list[tuple[str, int]]:
-    """The blocks that names of options speak of, if the rule's factors can be cut into such."""
+    """Return the blocks in names of options, if the rule's factors can be cut into such."""
     blocks = dict.fromkeys(factor_and_block(name) for name in names if re.fullmatch(r"\w+\*[1-9]\d{0,17}", name))
     return [(f, block) for f, block in blocks if f in rule.in_blocks and not rule.sizes[f] % block]
 
 
 def strategy_named(graph: Graph, node: Node, rule: Rule | None, names: Sequence[str]) -> Strategy:
-    """The strategy of one op whose options have these names, one per axis. The op has them: plans were checked."""
+    """Return the strategy of one op from the names of its options, one per axis. The op has them: plans were checked."""
     assert rule is not None
     key = "strategy", grads_of(graph, node), ends_gradients(graph, node), tuple(names)
     strategy: Strategy | None = rule.derived.get(key)
@@ -157,7 +160,7 @@ def strategy_named(graph: Graph, node: Node, rule: Rule | None, names: Sequence[
 
 
 def strategy_in_plan(graph: Graph, node: Node, rule: Rule, names: Sequence[str], mesh: Mesh) -> Strategy:
-    """The strategy that a plan names for one op.
+    """Return the strategy that a plan names for one op.
 
     Raises:
         PlanError: the op has no such option (the message lists those it has), or nothing cuts these factors at once.

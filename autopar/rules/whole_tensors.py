@@ -14,7 +14,7 @@ from autopar.words.graph import Graph, Node, Ref, map_refs
 
 @torch.no_grad()
 def updates_of(graph: Graph, value_of: Callable[[Node], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The new values that a graph gives, by name, without gradients.
+    """Return the new values that a graph gives, by name, without gradients.
 
     Args:
         value_of: gives the whole value of a parameter or buffer.

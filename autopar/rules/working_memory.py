@@ -63,7 +63,7 @@ def needs_of(
     call: Call, rule: Rule, options: Sequence[Option], mesh: Mesh, ins: Sequence[LocalLayout],
     arriving: tuple[Strides, ...] = (), gpu: bool = False,
 ) -> Needs:  # fmt: skip
-    """What a call needs on one rank.
+    """Return the working memory of a call on one rank.
 
     Args:
         ins: its inputs on that rank.
@@ -79,12 +79,12 @@ def needs_of(
 
 @cache
 def _counting(arriving: tuple[Strides, ...]) -> Callable[..., Needs]:
-    """The same function whenever gradients lie alike: trials are remembered by it."""
+    """Return the same function whenever gradients have equal strides, since trials are cached by it."""
     return partial(_counted, arriving=arriving)
 
 
 def _unknown(ins: Sequence[LocalLayout]) -> Needs:
-    """Of what cannot be tried: a gradient of its own for every input, and nothing else."""
+    """Return the needs of an operator that cannot be tried: a gradient for every input, and nothing else."""
     memories: list[int] = []
     gradients: list[Gradient | None] = []
     for x in ins:

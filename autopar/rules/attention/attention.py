@@ -114,9 +114,10 @@ def attention(call: Call) -> Rule:
 
 
 def _along_the_sequence(whole: Rule, call: Call, causal: bool) -> Rule:
-    """The rule of an attention, with its cuts of the sequence: ``q`` where the mask is causal, and the ring.
+    """Add the cuts of the sequence to the rule of an attention: ``q`` where the mask is causal, and the ring.
 
-    The factor of the ring counts places of the sequence, or pairs of them where ranks exchange halves of their pieces.
+    The factor of the ring counts positions of the sequence, or pairs of them where ranks exchange halves of their
+    shards.
     """
     q, k, *rest = call.ins
     length = q.shape[-2]
@@ -151,15 +152,15 @@ def _along_the_sequence(whole: Rule, call: Call, causal: bool) -> Rule:
 
 
 def _of_last_rank(cuts: Mapping[str, int | Fraction]) -> float:
-    """The work of the rank that has the last queries of a causal attention, which see all keys, over the mean.
+    """Return the work of the rank with the last queries of a causal attention, over the mean of all ranks.
 
-    Of n ranks its queries see (2 n - 1) / (2 n) of the keys, where all see a half in the mean.
+    These queries see all keys. Of n ranks its queries see (2 n - 1) / (2 n) of the keys, where the mean is a half.
     """
     return 2.0 - 1.0 / float(prod(cuts.get(f, 1) for f in (QUERIES, RING)))
 
 
 def _travels(whole: Rule, call: Call, unit: int) -> tuple[tuple[Comm, ...], Comm, tuple[Comm, ...]]:
-    """The messages of a ring, the last one, and those of ranks that exchange halves first, in place of the last one.
+    """Return the messages of a ring, its last message, and those of ranks that first exchange halves, which replace it.
 
     Keys and values go round forward and backward, their gradients go round and home. Two halves of each tensor go
     elsewhere: of queries, of keys and values, of results; in the backward of results and gradients. On two ranks one

@@ -1,5 +1,8 @@
-"""How one call of attention goes on, on a rank: which queries and keys are here, where they stand in the sequence,
-which of them meet, and how dropout is drawn for them."""
+"""The geometry of one call of attention on one rank.
+
+Says which queries and keys this rank holds, their positions in the sequence, which of them meet, and how dropout is
+drawn for them.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ class Going:
     n_keys: int = 0
 
     def rows(self, numbers: Sequence[int], length: int) -> list[Stretch]:
-        """The queries of a rank.
+        """Return the stretches of the sequence that a rank's queries cover.
 
         Args:
             numbers: ``row_numbers``, of one rank where this process plays many.
@@ -90,7 +93,7 @@ class Going:
         return [Stretch(nested_piece_of(self.n_rows, self.row_cuts, numbers)[0], length, 0)]
 
     def keys(self, number: int, length: int) -> list[Stretch]:
-        """The keys of piece ``number`` of the ring; all of them where there is none."""
+        """Return the stretches of the keys in shard ``number`` of the ring; all keys without a ring."""
         if self.zigzag:
             return zigzag_stretches(number, self.pieces, length)
         there = min(length, max(0, self.n_keys - number * length)) if self.n_keys else length
@@ -100,7 +103,7 @@ class Going:
         self, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         mask: torch.Tensor | None, hashes: Hashes,
     ) -> Iterator[tuple[Met, PartOfAttention]]:  # fmt: skip
-        """The calls of kernels in which a rank's queries meet piece ``source`` of the keys."""
+        """Return the kernel calls in which a rank's queries meet shard ``source`` of the keys."""
         rows, keys = self.rows(numbers, q.shape[-2]), self.keys(source, k.shape[-2])
         at_home = self.causal and self.draw is None and keys == rows
         meeting = [own(rows)] if at_home else joined(pairs(rows, keys, self.causal))
@@ -112,7 +115,7 @@ class Going:
             )  # fmt: skip
 
     def hashes(self, numbers: Sequence[int], seed: Any, length: int, *lead: torch.Tensor) -> Hashes:
-        """Those of a rank's queries [.. h q] and of all keys [k], of which bits are drawn.
+        """Return the hashes of a rank's queries [.. h q] and of all keys [k], from which random bits are drawn.
 
         Args:
             length: how many queries it has.

@@ -1,5 +1,7 @@
-"""Messages of a ring, and the exchange of halves before and after it, which gives all ranks the same work under a
-causal mask (*zigzag*, :mod:`.ring_attention`)."""
+"""Messages of a ring, and the exchange of halves (*zigzag*) that balances causal attention over ranks.
+
+See :mod:`.ring_attention`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def as_message(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def message_of_halves(*halves: torch.Tensor) -> torch.Tensor:
-    """What :func:`as_message` makes of tensors whose dim -2 is here in two halves, first and second of each."""
+    """Return what :func:`as_message` makes of tensors whose dim -2 is given as first and second halves."""
     firsts, seconds = halves[::2], halves[1::2]
     shapes = [_shape_of_both(x) for x in firsts]
     message = firsts[0].new_empty(2 * sum(x.numel() for x in firsts))
@@ -49,8 +51,9 @@ def parts_of(message: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.
 def exchanged(
     way: Going, tensors: Sequence[torch.Tensor], back: bool = False, from_next: bool = False
 ) -> Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Send halves of tensors [.. s ..] of one dtype, whose dim -2 is in pieces one after the other, to where zigzag
-    wants them; or back again. What is returned waits for both halves of each tensor.
+    """Send halves of tensors [.. s ..] of one dtype along dim -2 to their places in zigzag order, or back.
+
+    The function that is returned waits for both halves of each tensor.
 
     Of 2 n halves rank i has numbers 2 i and 2 i + 1 and gets i and 2 n - 1 - i: one of them is even, the other is odd,
     so each rank sends and receives one even and one odd half. On two ranks the even ones stay where they are.
@@ -89,7 +92,7 @@ def _home(half: int, n: int) -> int:
 
 
 def _halves(number: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The halves of each tensor, those of an even rank as they are and those of an odd one exchanged."""
+    """Return the halves of each tensor: in order on an even rank, exchanged on an odd one."""
     both = [x.chunk(2, -2) for x in tensors]
     return (*(x[number % 2] for x in both), *(x[1 - number % 2] for x in both))
 
@@ -101,7 +104,7 @@ def _in_order(number: int, *halves: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def whole(first: torch.Tensor, second: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Both halves along dim -2 as one tensor; it lies in memory as ``like``, where that has its shape and dtype."""
+    """Concatenate both halves along dim -2; strides follow ``like`` where it has the same shape and dtype."""
     if like is None or like.shape != _shape_of_both(first) or like.dtype != first.dtype:
         return torch.cat([first, second], -2)
     return _put_together(torch.empty_like(like), first, second)

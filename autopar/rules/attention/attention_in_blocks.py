@@ -44,11 +44,11 @@ class AttentionForm(NamedTuple):
     keeps_share: float
 
     def in_one(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: Any, column: Any) -> Any:
-        """The call at once, as the reference and where gradients of gradients are asked for."""
+        """Compute the call at once: the reference, also used for gradients of gradients."""
         return self.with_drop(q, k, v, mask, dropping(row, column, self.threshold))
 
     def with_drop(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, drop: Any) -> Any:
-        """The call at once.
+        """Compute the call at once with given dropout.
 
         Args:
             drop: sets weights [.. h q k] that are dropped to zero.
@@ -63,8 +63,10 @@ class AttentionForm(NamedTuple):
 
 
 def goes_in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a call is worth it: it is long or has kernels, and nothing but keys and values is repeated over leading
-    dims. Not where sizes are no numbers, as of simulated ranks with pieces of several sizes."""
+    """Check that a call is worth computing in blocks: it is long or has kernels, and only keys and values are broadcast.
+
+    Not where sizes are no numbers, as on simulated ranks with uneven shards.
+    """
     if any(isinstance(n, torch.SymInt) for x in (q, k, v) for n in x.shape):
         return False
     is_short = q.shape[-2] * k.shape[-2] < FEWEST_SCORES or q.shape[-2] <= QUERIES
@@ -77,7 +79,7 @@ def goes_in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _folded(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``x`` [.. h q c] with the heads that share keys among the rows, [.. g (r q) c]; ``like`` has g heads."""
+    """Fold the heads of ``x`` [.. h q c] that share keys into the rows, [.. g (r q) c]; ``like`` has g heads."""
     if x.dim() < 3 or x.shape[-3] == like.shape[-3]:
         return x
     g = like.shape[-3]
@@ -85,7 +87,7 @@ def _folded(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _rejoined(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The other way: [.. g (r q) c] as [.. h q c], with the heads and rows of ``like``."""
+    """Undo :func:`_folded`: [.. g (r q) c] to [.. h q c], with the heads and rows of ``like``."""
     if x.dim() < 3 or x.shape[-3] == like.shape[-3]:
         return x
     return x.unflatten(-2, (-1, like.shape[-2])).flatten(-4, -3)
@@ -103,7 +105,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: Any, rows: slice, form: Atte
 
 
 def _of_rows(x: torch.Tensor, rows: slice, n: int) -> torch.Tensor:
-    """The block of a mask [.. q|1 k], or of what is of one size in its queries; its first ``n`` keys."""
+    """Return the block of a mask [.. q|1 k], or of what has size 1 along queries; its first ``n`` keys."""
     x = x if x.dim() < 2 or x.shape[-2] == 1 else x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., :n]
 
@@ -120,7 +122,7 @@ class _Block(NamedTuple):
 def _blocks(
     q: torch.Tensor, k: torch.Tensor, mask: Any, row: Any, column: Any, form: AttentionForm
 ) -> Iterator[_Block]:
-    """All queries, the last ones first: those see the most keys."""
+    """Yield blocks of queries, the last ones first, since those see the most keys."""
     n_queries, n_keys = q.shape[-2], k.shape[-2]
     size = max(QUERIES, -(-n_queries // (MOST_BLOCKS * QUERIES)) * QUERIES)
     for start in reversed(range(0, n_queries, size)):
@@ -261,7 +263,7 @@ class _Sum:
         self.sum = x if self.sum is None else self.sum + x
 
     def total(self) -> torch.Tensor:
-        """The gradient, when all blocks have been added."""
+        """Return the gradient after all blocks have been added."""
         if self.parts:
             return torch.cat(self.parts[::-1], -2)
         assert self.sum is not None
@@ -270,7 +272,7 @@ class _Sum:
 
 
 def _adds_in(dtype: torch.dtype) -> torch.dtype:
-    """In which blocks add up."""
+    """Return the dtype in which blocks are accumulated."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 

@@ -53,8 +53,10 @@ class PartOfAttention:
         self.diagonal, self.mask_learns, self.dropping = diagonal, mask_learns, dropping
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The attention to these keys alone, in the precision of the queries, and its log-sum-exp ``[.. h q]``, in
-        float32 or more; zeros and -inf for a query that sees none of them."""
+        """Return the attention to these keys alone, in the queries' precision, and its log-sum-exp ``[.. h q]``.
+
+        The log-sum-exp is float32 or wider. A query that sees none of these keys has zeros and -inf.
+        """
         if self._flash_on_cuda():
             attended = torch.ops.aten._scaled_dot_product_flash_attention(
                 self.q, self.k, self.v, 0.0, self.diagonal, scale=self.scale
@@ -75,7 +77,7 @@ class PartOfAttention:
     def gradients(
         self, grad: torch.Tensor, out: torch.Tensor, log_sum: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What this part adds to the gradients of queries, keys, values and, where it learns, the mask.
+        """Return this part's contribution to the gradients of queries, keys, values and, if it is learned, the mask.
 
         Args:
             grad: of the result over all keys.
@@ -110,7 +112,7 @@ class PartOfAttention:
     # -- which kernel
 
     def _fits_flash(self) -> bool:
-        """Whether shapes are those of the fused kernels: one batch dim that all share, values as wide as keys."""
+        """Check that shapes fit the fused kernels: one shared batch dim, values as wide as keys."""
         lead = self.q.shape[:1]
         fits = self.q.dim() == self.k.dim() == self.v.dim() == 4 and lead == self.k.shape[:1] == self.v.shape[:1]
         if self.dropping is not None:  # torch's kernels would draw numbers of their own
@@ -137,13 +139,13 @@ class PartOfAttention:
         return x if self.dropping is None else self.dropping.drop(x) * self.dropping.unscaled
 
     def _added(self) -> torch.Tensor | None:
-        """The mask as numbers that are added to the scores."""
+        """Return the mask as numbers that are added to the scores."""
         if self.mask is None or self.mask.dtype != torch.bool:
             return None if self.mask is None else self.mask.to(self.q.dtype)
         return torch.zeros_like(self.mask, dtype=self.q.dtype).masked_fill_(~self.mask, -math.inf)
 
     def _blind(self) -> torch.Tensor | None:
-        """Which queries the mask lets see none of these keys, broadcast to ``[.. h q]``."""
+        """Return which queries see none of these keys under the mask, broadcast to ``[.. h q]``."""
         if self.mask is None:
             return None
         return ~self.mask.any(-1) if self.mask.dtype == torch.bool else (self.mask == -math.inf).all(-1)
@@ -155,7 +157,7 @@ class PartOfAttention:
         return x.repeat_interleave(self.q.shape[-3] // x.shape[-3], -3)
 
     def _narrow(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The gradient of keys or values, from that of :meth:`_wide` ones."""
+        """Reduce the gradient of broadcast keys or values (see :meth:`_wide`) to that of the originals."""
         if x.dim() > 2 and x.shape[-3] not in (1, grad.shape[-3]):
             repeats = grad.shape[-3] // x.shape[-3]
             grad = grad.unflatten(-3, (x.shape[-3], repeats)).sum(-3)
@@ -180,8 +182,10 @@ class PartOfAttention:
 def add_part(
     out: torch.Tensor, log_sum: torch.Tensor, part: torch.Tensor, log_of_part: torch.Tensor
 ) -> None:
-    """Make of the attention over some keys, ``out`` [.. h q e] and its log-sum-exp [.. h q], that over these keys and
-    those of another part: both are written in place, in their precision."""
+    """Merge the attention over another part of the keys into ``out`` [.. h q e] and its log-sum-exp [.. h q].
+
+    Both are written in place, in their precision.
+    """
     both = torch.logaddexp(log_sum, log_of_part)
     base = both.masked_fill(both == -math.inf, 0.0)
     weight, weight_of_part = (torch.exp(x - base).unsqueeze(-1).to(out.dtype) for x in (log_sum, log_of_part))

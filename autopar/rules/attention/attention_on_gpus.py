@@ -18,7 +18,7 @@ WIDEST_BYTES = 512
 
 
 def has_kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether there are kernels for such tensors: of 16 or 32 bits, without more dims than batch and heads."""
+    """Check that there are kernels for such tensors: 16 or 32 bits, no dims beyond batch and heads."""
     if q.device.type not in KERNELS_ON or not q.dtype == k.dtype == v.dtype or q.dim() > 4:
         return False
     is_narrow = max(q.shape[-1], v.shape[-1]) * q.dtype.itemsize <= WIDEST_BYTES
@@ -28,13 +28,13 @@ def has_kernels_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def fits_kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether kernels can be called with these: tensors that have values, and no ranks of their own."""
+    """Check that kernels can be called on these tensors: they have values, and are not simulated ranks."""
     return all(type(x) is torch.Tensor for x in (q, k, v)) and has_kernels_for(q, k, v)
 
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton makes kernels for a device: GPUs must not be too old."""
+    """Check that Triton makes kernels for a device; GPUs must not be too old."""
     if importlib.util.find_spec("triton") is None:
         return False
     if device.type != "cuda":
@@ -49,7 +49,7 @@ class _Kernels:
         self.refused = False
 
     def forward(self, tensors: Sequence[Any], form: Any, out: torch.Tensor, log_sum: torch.Tensor) -> bool:
-        """Whether it was done."""
+        """Run the forward kernel if there is one; return whether it ran."""
         return self._call("forward", tensors, form, before=(), after=(_four(out), log_sum)) is not None
 
     def backward(
@@ -81,7 +81,7 @@ class _Kernels:
 
 
 def _four(x: torch.Tensor) -> torch.Tensor:
-    """With a batch and heads, of one each where there are none."""
+    """View a tensor with batch and head dims, of size 1 where it has none."""
     return x[(None,) * (4 - x.dim())]
 
 
@@ -96,7 +96,7 @@ def _in_four(tensors: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _summed(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The gradient of what was expanded to four dims."""
+    """Sum the gradient of a tensor that was expanded to four dims."""
     return grad.sum_to_size(_four(like).shape).view(like.shape)
 
 

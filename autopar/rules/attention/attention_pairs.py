@@ -39,14 +39,16 @@ class Met(NamedTuple):
 
 
 def zigzag_stretches(number: int, pieces: int, length: int) -> list[Stretch]:
-    """The two halves of rank ``number`` of ``pieces`` that have exchanged halves: one from the front of the sequence
-    and one from behind, ``length`` places together."""
+    """Return the two halves that rank ``number`` of ``pieces`` holds after the exchange of halves.
+
+    One is from the front of the sequence and one from the back, ``length`` positions together.
+    """
     half, last = length // 2, 2 * pieces - 1
     return [Stretch(number * half, half, 0), Stretch((last - number) * half, half, half)]
 
 
 def pairs(rows: Sequence[Stretch], keys: Sequence[Stretch], causal: bool) -> Iterator[Met]:
-    """What each query of ``rows`` sees of ``keys``: all of them, or, causal, those at its place and before."""
+    """Yield what each query of ``rows`` sees of ``keys``: all of them or, if causal, those at its position and before."""
     for q in rows:
         for k in keys:
             if not causal:
@@ -60,8 +62,11 @@ def pairs(rows: Sequence[Stretch], keys: Sequence[Stretch], causal: bool) -> Ite
 
 
 def own(stretches: Sequence[Stretch]) -> Met:
-    """Queries and keys of the same places, under a causal mask: however many stretches there are, each place sees those
-    that lie before it, so one call with a diagonal does for all. The places it names are none of the whole sequence."""
+    """Return the causal pair of queries and keys at the same positions.
+
+    Each position sees those before it, so one call with a diagonal serves any number of stretches. Its positions are
+    not those of the whole sequence.
+    """
     length = sum(x.length for x in stretches)
     return Met(slice(0, length), slice(0, length), slice(0, length), diagonal=True)
 
@@ -73,7 +78,7 @@ def _pair(q: Stretch, k: Stretch, first: int, last: int, key: int, last_key: int
 
 
 def joined(of_pairs: Iterator[Met]) -> list[Met]:
-    """The pairs that are not empty, neighbours made one where a kernel can do both at once."""
+    """Join the non-empty pairs that are neighbours where one kernel call can compute both."""
     result: list[Met] = []
     for pair in of_pairs:
         if pair.rows.start >= pair.rows.stop or pair.keys.start >= pair.keys.stop:
@@ -92,7 +97,7 @@ def joined(of_pairs: Iterator[Met]) -> list[Met]:
 
 
 def in_blocks(of_pairs: Sequence[Met]) -> Iterator[Met]:
-    """The pairs, larger ones some queries at a time; of a diagonal what is before it apart."""
+    """Yield the pairs with larger ones split by queries; the part before a diagonal is its own pair."""
     for pair in of_pairs:
         n_rows, n_keys = pair.rows.stop - pair.rows.start, pair.keys.stop - pair.keys.start
         size = max(1, MOST_SCORES // n_keys)
@@ -112,7 +117,7 @@ def in_blocks(of_pairs: Sequence[Met]) -> Iterator[Met]:
 
 
 def mask_of(mask: torch.Tensor | None, pair: Met) -> torch.Tensor | None:
-    """What a mask says of a pair; dims of size 1 are the same for all."""
+    """Return the part of a mask for a pair; dims of size 1 are broadcast."""
     if mask is None:
         return None
     if mask.dim() > 1 and mask.shape[-2] > 1:

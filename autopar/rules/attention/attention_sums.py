@@ -18,7 +18,7 @@ class PlacesWithValues:
         self._stretches = list(stretches)
 
     def first_time(self, places: slice) -> list[slice]:
-        """Which of ``places`` had no value so far; all of them have one from now on."""
+        """Mark ``places`` as filled, and return those that had no value before."""
         missing, start = [], places.start
         for stretch in self._stretches:
             if start < min(stretch.start, places.stop):
@@ -57,7 +57,7 @@ class SumOfParts:
         at += part
 
     def total(self) -> torch.Tensor:
-        """The sum; zeros where there was nothing to add."""
+        """Return the sum; zeros where nothing was added."""
         if self._total is None:
             return torch.zeros_like(self._like, dtype=precision_of_sums(self._like))
         for gap in self._places.first_time(self._all):
@@ -66,8 +66,9 @@ class SumOfParts:
 
 
 class AttentionSoFar:
-    """The attention of queries ``q`` [.. q d] to some keys: a result [.. q e] and its log-sum-exp [.. q], in the
-    precision of sums.
+    """The attention of queries ``q`` [.. q d] to the keys seen so far.
+
+    Holds a result [.. q e] and its log-sum-exp [.. q], in the precision of sums.
 
     Args:
         width: ``e``.
@@ -80,7 +81,7 @@ class AttentionSoFar:
         self._places = PlacesWithValues() if out is None else PlacesWithValues(self._all)
 
     def add(self, rows: slice, part: torch.Tensor, log_of_part: torch.Tensor) -> None:
-        """Some queries' attention to other keys."""
+        """Merge the attention of some queries to further keys."""
         new = self._places.first_time(rows)
         if self._sums is None and rows == self._all:
             self._sums = part.to(precision_of_sums(part)), log_of_part

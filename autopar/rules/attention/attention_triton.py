@@ -27,7 +27,7 @@ _NO_MASK, _BOOL_MASK, _ADDED_MASK = (tl.constexpr(n) for n in range(3))
 
 @triton.jit
 def _is_kept(row, column, threshold):
-    """Which elements of a block are kept, by the hash of :mod:`~autopar.rules.families.sharded_random`."""
+    """Compute which elements of a block are kept, by the hash of :mod:`~autopar.rules.families.sharded_random`."""
     z = row[:, None] + column[None, :]
     z = z ^ (z >> 16)
     z = z * _FIRST
@@ -38,7 +38,7 @@ def _is_kept(row, column, threshold):
 
 @triton.jit
 def _tile(base, rows, columns, n_rows, n_columns, row_stride, column_stride):
-    """A block of a matrix, zeros beyond its end."""
+    """Load a block of a matrix, with zeros beyond its end."""
     at = base + rows[:, None].to(tl.int64) * row_stride + columns[None, :].to(tl.int64) * column_stride
     return tl.load(at, mask=(rows[:, None] < n_rows) & (columns[None, :] < n_columns), other=0.0)
 
@@ -72,7 +72,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, INNER: tl.constexpr,
     VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of one head: its result, and the log-sum-exp of its scores."""
+    """Compute a block of queries of one head: its result, and the log-sum-exp of its scores."""
     batch, head = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
     queries = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     inner, values = tl.arange(0, INNER), tl.arange(0, VALUES)
@@ -117,7 +117,7 @@ def forward_kernel(
 
 @triton.jit
 def _gradient_of_scores(scores, log_sum, of_weights, product):
-    """Of a block: probabilities, and gradients of its scores from those of the probabilities that were kept."""
+    """Compute a block's probabilities, and gradients of its scores from those of the kept probabilities."""
     weights = tl.exp(scores - log_sum[:, None])
     return weights, weights * (of_weights - product[:, None])
 
@@ -131,7 +131,7 @@ def backward_to_queries(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, INNER: tl.constexpr,
     VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of one head: their gradient, and the product of each result with its gradient."""
+    """Compute, for a block of queries of one head, their gradient and the product of each result with its gradient."""
     batch, head = (tl.program_id(1) // n_heads).to(tl.int64), (tl.program_id(1) % n_heads).to(tl.int64)
     queries = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     inner, values = tl.arange(0, INNER), tl.arange(0, VALUES)
@@ -179,7 +179,7 @@ def backward_to_keys(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, INNER: tl.constexpr,
     VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys and values, of all heads that share them: their gradients."""
+    """Compute the gradients of a block of keys and values, of all heads that share them."""
     n_groups = n_heads // n_shared
     batch, group = (tl.program_id(1) // n_groups).to(tl.int64), (tl.program_id(1) % n_groups).to(tl.int64)
     keys = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -270,11 +270,11 @@ class _Call:
         }  # fmt: skip
 
     def over_queries(self) -> tuple[int, int]:
-        """The launch of the kernels that have a block of queries each."""
+        """Return the launch of the kernels with one block of queries each."""
         return triton.cdiv(self.n_queries, self.blocks["QUERIES"]), self.n_batch * self.n_heads
 
     def over_keys(self) -> tuple[int, int]:
-        """The launch of the kernel that has a block of keys each."""
+        """Return the launch of the kernel with one block of keys each."""
         return triton.cdiv(self.n_keys, self.blocks["KEYS"]), self.n_batch * self.n_groups
 
 

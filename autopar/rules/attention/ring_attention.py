@@ -51,7 +51,7 @@ def _added(
     way: Going, numbers: Sequence[int], source: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor | None, log_sum: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The attention to these keys added to that to earlier ones; the first time there is none."""
+    """Merge the attention to these keys into that to earlier ones; the first time there are none."""
     so_far = AttentionSoFar(q, v.shape[-1], out, log_sum)
     for pair, part in way.parts(numbers, source, q, k, v, mask, hashes):
         so_far.add(pair.rows, *part.result())
@@ -59,8 +59,10 @@ def _added(
 
 
 def _lying_like(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The result in the precision of the queries, and in memory as they lie, as of torch's kernels: who reads it may
-    take a view."""
+    """Cast the result to the queries' precision with the queries' strides.
+
+    Torch's kernels do so, and a reader may view it.
+    """
     if out.shape != q.shape or (out.dtype == q.dtype and out.stride() == q.stride()):
         return out.to(q.dtype)
     return torch.empty_like(q).copy_(out)
@@ -71,8 +73,10 @@ def _gradients(
     v: torch.Tensor, mask: torch.Tensor | None, hashes: Hashes, out: torch.Tensor, log_sum: torch.Tensor,
     of_q: torch.Tensor | None, of_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of the queries, with those of earlier keys, and of these keys and values, in the precision of
-    sums; that of the mask is added to ``of_mask``."""
+    """Add these keys' share to the gradients of the queries, and return the gradients of these keys and values.
+
+    They are in the precision of sums; the mask's gradient is added to ``of_mask``.
+    """
     sum_of_q, sum_of_k, sum_of_v = SumOfParts(q, of_q), SumOfParts(k), SumOfParts(v)
     for pair, part in way.parts(numbers, source, q, k, v, mask, hashes):
         at = (..., pair.rows, slice(None))
@@ -91,8 +95,10 @@ def _gradients(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention on one rank of those that cut its sequence. It keeps its inputs, its output, the log-sum-exp and, with
-    dropout, hashes of its queries and of the keys."""
+    """Attention on one of the ranks that cut its sequence.
+
+    Saves its inputs, output and log-sum-exp and, with dropout, hashes of its queries and of the keys.
+    """
 
     @staticmethod
     def forward(
@@ -184,8 +190,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _mask_with_room(mask: torch.Tensor, q: torch.Tensor, room: int) -> torch.Tensor:
-    """A mask that says something of each query, with rows behind those of a rank's queries, in which all may be seen.
-    One that says the same of all queries stays."""
+    """Pad a mask with rows after those of a rank's queries in which all keys are visible.
+
+    A mask that is the same for all queries is returned unchanged.
+    """
     if mask.dim() < 2 or mask.shape[-2] != q.shape[-2] or q.shape[-2] == room:
         return mask
     rows = (*mask.shape[:-2], room - q.shape[-2], mask.shape[-1])
@@ -194,20 +202,22 @@ def _mask_with_room(mask: torch.Tensor, q: torch.Tensor, room: int) -> torch.Ten
 
 
 def _with_room(x: torch.Tensor, room: int) -> torch.Tensor:
-    """A rank's places [.. s d] with zeros behind them, ``room`` in all."""
+    """Pad a rank's positions [.. s d] with zeros to ``room`` in all."""
     return torch.nn.functional.pad(x, (0, 0, 0, room - x.shape[-2])).contiguous()
 
 
 def _rows_of(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """As many places of ``x`` [.. s d] as there are in ``like``."""
+    """Return as many positions of ``x`` [.. s d] as ``like`` has."""
     return x[..., : like.shape[-2], :].contiguous()
 
 
 def _round(
     way: Going, tensors: list[torch.Tensor], message: torch.Tensor | None, backward: bool
 ) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-    """Number and tensors of the piece that is here in each step of a ring. The next one is on its way while a step is
-    worked on; it is sent on as it came, so that at most a rank's own piece is copied into a message.
+    """Yield the number and tensors of the shard that is here in each step of a ring.
+
+    The next shard travels while a step is computed; it is forwarded as it came, so at most a rank's own shard is
+    copied into a message.
 
     Args:
         message: the tensors as :func:`as_message` writes them, where they lie so.
@@ -231,7 +241,7 @@ def _next_of(way: Going) -> list[int]:
 
 
 def exchanges_halves(length: int) -> bool:
-    """Whether a causal ring over a sequence exchanges halves: an even number of ranks may, each of which has two."""
+    """Check that a causal ring over a sequence exchanges halves: an even number of ranks may, with two halves each."""
     return length % 4 == 0
 
 
@@ -240,7 +250,7 @@ def attention_across(
     scale: float | None = None, enable_gqa: bool = False, cut: Mapping[str, Sequence[str]], sizes: Any = None,
     seed: Any = None, site: Site = 0, shape: Any = None, shards: Any = (),
 ) -> torch.Tensor:  # fmt: skip
-    """``aten.scaled_dot_product_attention`` with its queries cut, and its keys too where the ring is."""
+    """Compute ``aten.scaled_dot_product_attention`` with its queries cut and, in the ring, its keys too."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]; local q, and local k in a ring
     rows, ring = cut.get(QUERIES, ()), axes_of(cut, RING)
     row_axes = tuple(axis for factor, axes in cut.items() if factor in (QUERIES, RING) for axis in axes)

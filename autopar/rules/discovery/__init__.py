@@ -27,7 +27,7 @@ _found: dict[Any, Discovered] = {}
 
 
 def found_of(call: Call) -> Discovered:
-    """What is found of a call; each is tried once in a process."""
+    """Return what discovery finds of a call; each call is tried once in a process."""
     if os.environ.get("AUTOPAR_DISCOVER") == "0":
         return Discovered(why_whole="is not tried: AUTOPAR_DISCOVER=0 turns that off")
     key = (call.target, repr(call.args), repr(sorted(call.kwargs.items())), call.ins, call.outs)
@@ -37,12 +37,12 @@ def found_of(call: Call) -> Discovered:
 
 
 def why_not_found(node: Node, graph: Graph) -> str:
-    """Why an op of a graph has no rule, to follow its name; empty for what is not tried at all."""
+    """Say why an op of a graph has no rule, to follow its name; empty for an op that is never tried."""
     return "" if node.target.startswith(PREFIX) else found_of(call_of(node, graph.spec)).why_whole
 
 
 def discovered_rule(call: Call) -> Rule:
-    """The rule of an operator that has none; all is whole where nothing is found."""
+    """Return the rule of an operator that has none; everything is replicated where nothing is found."""
     rule = rule_from(call, found_of(call))
     return replace(rule, flops=flops_of(call, rule))
 

@@ -47,7 +47,7 @@ class ValidCut:
 def valid_cuts(
     cases: Sequence[Case], equal_sizes: bool = False, pending: bool = True, paths: Sequence[Path | None] | None = None
 ) -> list[ValidCut]:
-    """Every cut in two that is valid with the numbers of all cases, but those that leave every tensor whole.
+    """List every cut in two that is valid with the numbers of all cases, except those that replicate every tensor.
 
     Args:
         cases: the same call with different numbers: what is right twice is no coincidence of zeros or ties.
@@ -73,7 +73,7 @@ def valid_cuts(
 def choices_of(
     shapes: Sequence[tuple[int, ...]], equal_sizes: bool, summable: Sequence[bool] | None = None
 ) -> list[tuple[Placement, ...]]:
-    """One dim that can be halved, or none, of every input; or a pending sum, of inputs that are ``summable``."""
+    """List the choices: for each input a dim that can be halved or none; or a pending sum, if it is ``summable``."""
     sums = summable or [False] * len(shapes)
 
     def of(shape: tuple[int, ...], may_sum: bool, size: int | None) -> list[Placement]:
@@ -105,13 +105,13 @@ def _is_even(value: Any) -> bool:
 
 
 def value_at(call: Call, path: Path) -> int:
-    """The whole number at a place among the arguments."""
+    """Return the whole number at a path among the arguments."""
     value: Any = call.args[path[0]] if isinstance(path[0], int) else call.kwargs[path[0]]
     return value[path[1]] if len(path) > 1 else value  # type: ignore[no-any-return]
 
 
 def with_value(call: Call, path: Path, value: int) -> Call:
-    """The call with another whole number there."""
+    """Return the call with another whole number at a path."""
     here: Any = value
     if len(path) > 1:
         values = call.args[path[0]] if isinstance(path[0], int) else call.kwargs[path[0]]
@@ -126,7 +126,7 @@ def _all_placements(shape: tuple[int, ...]) -> list[Placement]:
 
 
 def _tried(case: Case, cut: ValidCut) -> ValidCut | None:
-    """The cut with those placements of outputs that are right for a case; None if an output has none."""
+    """Return the cut with the placements of outputs that are right for a case; None if an output has none."""
     call = case.call if cut.halved is None else with_value(case.call, cut.halved, value_at(case.call, cut.halved) // 2)
     results = []
     for rank in range(2):

@@ -46,9 +46,9 @@ BOTH = Mesh.of(data=2, tensor=2)
 
 
 def discover(call: Call) -> Discovered:
-    """What can be found of an operator by trying it; of one that can't be tried, why.
+    """Find the rule of an operator by trying it, or the reason why it cannot be tried.
 
-    Nothing of this process is changed (see :func:`~autopar.rules.discovery.safe_calls.in_a_fork`).
+    Nothing in this process is changed (see :func:`~autopar.rules.discovery.safe_calls.in_a_fork`).
     """
     if why := _never_tried(call):
         return Discovered(why_whole=why)
@@ -59,7 +59,7 @@ def discover(call: Call) -> Discovered:
 
 
 def tried(call: Call) -> Discovered:
-    """:func:`discover` in this process."""
+    """Run :func:`discover` in this process."""
     small = small_call(call)
     if isinstance(small, str):
         return Discovered(why_whole=small)
@@ -79,13 +79,13 @@ def tried(call: Call) -> Discovered:
 
 
 def _holds_as_it_is(target: str, sample: Sample, discovered: Discovered) -> bool:
-    """Whether what was found on small tensors is right on those of the call: sizes may decide what an operator does."""
+    """Check that what was found on small tensors is right on those of the call: sizes may decide what an operator does."""
     case = Case(target, sample, len(SEEDS), lambda call: rule_from(call, discovered))
     return all(_is_right(case, picked, TWO) for picked in strategies_of(case, TWO))
 
 
 def _is_right(case: Case, picked: Sequence[Option], mesh: Mesh) -> bool:
-    """Whether a strategy has its proof."""
+    """Check that a strategy passes its proof."""
     try:
         prove(case, picked, mesh, in_turn=True)
     except (RuleIsWrong, *REFUSALS):
@@ -94,7 +94,7 @@ def _is_right(case: Case, picked: Sequence[Option], mesh: Mesh) -> bool:
 
 
 def _still_holds(target: str, sample: Sample, kept: Discovered) -> bool:
-    """Whether what an earlier process found is right for the operator as it is now."""
+    """Check that what an earlier process found is still right for the operator."""
     try:
         return _first_wrong(target, sample, kept, TWO) is None
     except (RuleIsWrong, RuleError, *REFUSALS):
@@ -102,7 +102,7 @@ def _still_holds(target: str, sample: Sample, kept: Discovered) -> bool:
 
 
 def _never_tried(call: Call) -> str:
-    """Why an operator must not be called on numbers that it was not given; empty if it may."""
+    """Say why an operator must not be called on numbers other than those it was given; empty if it may."""
     fn = resolve(call.target)
     if not isinstance(fn, OpOverload):
         return "is no operator of torch's dispatcher"
@@ -137,13 +137,13 @@ def _found(target: str, sample: Sample) -> Discovered:
 
 
 def _same_twice(target: str, sample: Sample) -> bool:
-    """Whether the operator gives the same numbers whenever it is called."""
+    """Check that the operator gives the same numbers whenever it is called."""
     first, *more = (Case(target, sample, 0, replicated) for _ in range(REPEATS))
     return all(torch.equal(x, y) for again in more for x, y in zip(first.outs, again.outs, strict=True))
 
 
 def _shape_arg(call: Call) -> tuple[int, str] | None:
-    """The argument that may hold the shape of the output."""
+    """Return the argument that may hold the shape of the output."""
     if not call.outs or call.outs[0] is None:
         return None
     shape = call.out.shape
@@ -185,7 +185,7 @@ def _factors(
 
 
 def _dim(valid: frozenset[Placement]) -> int | str | None:
-    """The dim in which a cut cuts an output, None for a pending sum, ``"none"`` where no rule says that."""
+    """Return the dim in which a cut cuts an output, None for a pending sum, ``"none"`` where no rule says that."""
     dims = sorted(p.dim for p in valid if p.dim is not None)
     if dims:
         return dims[0]
@@ -193,7 +193,7 @@ def _dim(valid: frozenset[Placement]) -> int | str | None:
 
 
 def _linear(cases: Sequence[Case], group: Sequence[int]) -> bool:
-    """Whether the operator is jointly linear in a group of inputs: of a sum it gives the sum."""
+    """Check that the operator is jointly linear in a group of inputs: a sum gives the sum."""
     if not all(t.is_floating_point() for t in cases[0].outs):
         return False
     for case in cases[:2]:
@@ -218,7 +218,7 @@ def _outputs(case: Case, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _proved(target: str, sample: Sample, discovered: Discovered) -> Discovered:
-    """What of it is proved, with what it needs: pieces that are equal, or on every rank."""
+    """Return the part of a discovery that is proved, with its conditions: equal shards, or some on every rank."""
     while True:
         wrong = _first_wrong(target, sample, discovered, TWO)
         if wrong is None:
@@ -242,7 +242,7 @@ def _proved(target: str, sample: Sample, discovered: Discovered) -> Discovered:
 
 
 def _first_wrong(target: str, sample: Sample, discovered: Discovered, mesh: Mesh) -> str | None:
-    """The name of an option that is not right on a mesh; None if all are."""
+    """Return the name of the first option that is not right on a mesh; None if all are."""
     for seed in SEEDS[:2]:
         case = Case(target, sample, seed, lambda call: rule_from(call, discovered))
         for picked in strategies_of(case, mesh):
@@ -255,7 +255,7 @@ def _first_wrong(target: str, sample: Sample, discovered: Discovered, mesh: Mesh
 
 
 def _holds(target: str, sample: Sample, discovered: Discovered, number: int) -> bool:
-    """Whether a factor may be cut into pieces that are not equal."""
+    """Check that a factor may be cut into unequal shards."""
     case = Case(target, sample, 0, lambda call: rule_from(call, discovered))
     return all(
         _is_right(case, picked, mesh)
@@ -264,7 +264,7 @@ def _holds(target: str, sample: Sample, discovered: Discovered, number: int) -> 
 
 
 def _without(discovered: Discovered, option: str) -> Discovered:
-    """Without an option that is wrong."""
+    """Return the discovery without an option that is wrong."""
     if option.startswith("f"):
         number = int(option[1:].partition("*")[0])
         keep = [n for n in range(len(discovered.factors)) if n != number]

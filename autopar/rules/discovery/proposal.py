@@ -51,7 +51,7 @@ class Discovered:
 
 
 def rule_from(call: Call, discovered: Discovered) -> Rule:
-    """The rule of a call of which that was found: a factor ``f<number>`` for each, whole ones for all other dims."""
+    """Make the rule of a call from a discovery: a factor ``f<number>`` for each; other dims are replicated."""
     if discovered.why_whole:
         return replicated(call)
     shapes, outs = [s.shape for s in call.ins], [o.shape for o in call.outs if o is not None]
@@ -100,7 +100,7 @@ def rule_from(call: Call, discovered: Discovered) -> Rule:
 
 
 def _localize(discovered: Discovered, kept: Mapping[int, str]) -> Localize | None:
-    """How whole numbers among the arguments are divided; None where none is, or only the shape of the output."""
+    """Return how whole numbers among the arguments are divided; None if none is, or only the shape of the output."""
     halved = {
         name: path for number, name in kept.items()
         if (path := discovered.factors[number].halved)
@@ -121,7 +121,7 @@ def _localize(discovered: Discovered, kept: Mapping[int, str]) -> Localize | Non
 def _like_small(
     factor: Factor, shapes: Sequence[tuple[int, ...]], outs: Sequence[tuple[int, ...]], discovered: Discovered
 ) -> bool:
-    """Whether dims that have one size in the small call have one here too: else another thing was proved."""
+    """Check that dims of equal size in the small call are equal here too; otherwise something else was proved."""
     def sizes(of_ins: Sequence[tuple[int, ...]], of_outs: Sequence[tuple[int, ...]]) -> list[int]:
         return [
             shape[d] for of, dims in ((of_ins, factor.ins), (of_outs, factor.outs))

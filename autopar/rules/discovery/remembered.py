@@ -28,20 +28,20 @@ FORMAT = 1
 
 
 def folder() -> Path:
-    """Where the files are."""
+    """Return the folder of the files."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "autopar" / "rules"
 
 
 def key_of(target: str, sample: Sample) -> str:
-    """What a small call is known by: it changes with the operator's schema and with torch."""
+    """Return the key of a small call, which changes with the operator's schema and with torch."""
     schema = getattr(resolve(target), "_schema", target)
     text = f"{FORMAT} {torch.__version__} {schema} {sample.args!r} {sorted(sample.kwargs.items())!r}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def recall(key: str) -> Discovered | None:
-    """What a file says; None where there is none that can be read."""
+    """Read a file; None where there is none that can be read."""
     with contextlib.suppress(OSError, Unreadable, KeyError, TypeError, ValueError):
         return _read(parse_json(read_text(folder() / f"{key}.json")))
     return None

@@ -36,7 +36,7 @@ class NotTried(Exception):
 
 
 def outputs(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """What an operator gives.
+    """Call an operator and list its outputs.
 
     Raises:
         one of REFUSALS: it does not take these arguments.
@@ -59,15 +59,16 @@ def _on_meta(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor
 
 
 def moved(value: Any) -> Any:
-    """An argument for tensors without values: devices among them are theirs."""
+    """Return an argument for tensors without values, with devices replaced by theirs."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(moved, value))
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def in_a_fork(fn: Callable[[], Result]) -> Result:
-    """``fn()`` in a forked process, in a thread of its own: none of the caller's modes (no gradients, tensors without
-    values, autocast) is on. Its result must be possible to pickle.
+    """Run ``fn()`` in a forked process, in a thread of its own, and return its result, which must be picklable.
+
+    None of the caller's modes (no gradients, tensors without values, autocast) is on.
 
     Raises:
         NotTried: the process died, took too long or raised, or there are no forks on this system.
@@ -100,7 +101,7 @@ def in_a_fork(fn: Callable[[], Result]) -> Result:
 
 
 def _read(reader: int, end: float) -> bytes | None:
-    """All that is written; None where that takes until ``end``."""
+    """Read all that is written; None where that takes until ``end``."""
     parts: list[bytes] = []
     while (left := end - time.monotonic()) > 0:
         if select.select([reader], [], [], left)[0]:

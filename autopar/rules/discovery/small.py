@@ -41,7 +41,7 @@ class Small:
 
 
 def small_call(call: Call) -> Small | str:
-    """A small call like this one, or why there is none, to follow the operator's name."""
+    """Return a small call like this one, or the reason why there is none, to follow the operator's name."""
     sizes = sorted({n for spec in call.ins for n in spec.shape if n > 1}, reverse=True)
     trial = _best(call, {}, frozenset()) if _bytes(call, {}) else None
     if trial is None:  # too large as it is: the largest sizes first, all at once
@@ -65,7 +65,7 @@ def small_call(call: Call) -> Small | str:
 
 
 def _best(call: Call, mapped: Mapping[int, int], whole_numbers: frozenset[int]) -> _Trial | None:
-    """The first way to draw inputs that the operator takes, of those whose numbers say something if there is one."""
+    """Return the first trial that the operator accepts, preferring one whose numbers are evidence."""
     able = [trial for trial in _kinds(call) if trial.shapes(mapped, whole_numbers) is not None]
     telling = (trial for trial in able if trial.says_something(mapped, whole_numbers))
     return next(telling, able[0] if able else None)
@@ -90,7 +90,7 @@ def _made(trial: _Trial, mapped: Mapping[int, int], whole_numbers: frozenset[int
 
 
 def _attempts(n: int, mapped: Mapping[int, int], call: Call) -> Iterator[tuple[dict[int, int], frozenset[int]]]:
-    """What a size may become: ``({size: smaller one}, those that are also replaced among whole numbers)``."""
+    """Yield candidates ``({size: smaller size}, sizes that are also replaced among whole numbers)``."""
     taken = {*mapped.values(), *(m for spec in call.ins for m in spec.shape if m not in mapped and m != n)}
     parts = sorted({k for k in _whole_numbers(call) if 1 < k < n and n % k == 0}, reverse=True)
     free = [s for s in SMALL if s not in taken and (s < n or n % 2)]
@@ -116,7 +116,7 @@ def _whole_numbers(value: Any) -> Iterator[int]:
 
 
 def _bytes(call: Call, mapped: Mapping[int, int]) -> bool:
-    """Whether no input has too many elements."""
+    """Check that no input has too many elements."""
     return all(prod(mapped.get(n, n) for n in spec.shape) <= MOST_ELEMENTS for spec in call.ins)
 
 
@@ -140,7 +140,7 @@ class _Trial:
     without_grad: frozenset[int] = frozenset()
 
     def sample(self, mapped: Mapping[int, int], whole_numbers: frozenset[int]) -> Sample:
-        """The call with sizes replaced: in shapes, and those of ``whole_numbers`` among the arguments too."""
+        """Return the call with sizes replaced: in shapes, and those of ``whole_numbers`` among the arguments too."""
 
         def replaced(value: Any) -> Any:
             if isinstance(value, In):
@@ -166,7 +166,7 @@ class _Trial:
     def shapes(
         self, mapped: Mapping[int, int], whole_numbers: frozenset[int] = frozenset()
     ) -> tuple[tuple[int, ...] | None, ...] | None:
-        """The shapes of what the operator gives, None where it refuses, or gives no numbers or other tensors."""
+        """Return the shapes of the outputs; None where the operator refuses, or returns no numbers or no tensors."""
         try:
             outs = self._called(mapped, whole_numbers)
         except REFUSALS:
@@ -181,14 +181,14 @@ class _Trial:
         return tuple(tuple(out.shape) if isinstance(out, torch.Tensor) else None for out in outs)
 
     def says_something(self, mapped: Mapping[int, int], whole_numbers: frozenset[int]) -> bool:
-        """Whether no output is zeros, or the same for other numbers."""
+        """Check that no output is zeros, or the same for other numbers."""
         of_seeds = [self._called(mapped, whole_numbers, seed=seed) for seed in range(3)]
         return not any(
             says_nothing([out for out in outs if isinstance(out, torch.Tensor)]) for outs in zip(*of_seeds, strict=True)
         )
 
     def takes_gradients(self, mapped: Mapping[int, int], whole_numbers: frozenset[int]) -> bool:
-        """Whether the operator runs forward and backward on inputs with the gradients that are asked for."""
+        """Check that the operator runs forward and backward on inputs with the requested gradients."""
         try:
             outs = self._called(mapped, whole_numbers, grads=True)
             losses = [out.sum() for out in outs if isinstance(out, torch.Tensor) and out.requires_grad]
@@ -220,7 +220,7 @@ class _Trial:
 
 
 def says_nothing(outs: Sequence[torch.Tensor]) -> bool:
-    """Whether an output, for several draws of numbers, is no evidence: of zeros every cut is right."""
+    """Check whether an output over several draws is no evidence: for zeros every cut is right."""
     if not outs or outs[0].numel() == 0:
         return False
     return any(not bool(out.any()) for out in outs) or all(torch.equal(out, outs[0]) for out in outs[1:])

@@ -66,18 +66,19 @@ class Trip:
         """int [received rows]: which of this rank's experts each row that arrives goes to."""
 
     def there(self, rows: torch.Tensor) -> Passage:
-        """This rank's rows [rows ...] set out to the ranks where they are wanted; [received rows ...] arrive here."""
+        """Send this rank's rows [rows ...] to the ranks that need them; [received rows ...] arrive here."""
         return Passage(self, rows, home=False)
 
     def back(self, rows: torch.Tensor) -> Passage:
-        """What has become of rows that arrived, [received rows ...], sets out to where they came from: [rows ...]."""
+        """Send the results of received rows, [received rows ...], back to their ranks: [rows ...]."""
         return Passage(self, rows, home=True)
 
 
 class Passage:
-    """Rows on their way, all that a rank has of a tensor: what is computed before :meth:`arrived` is asked for runs
-    beside the collective. So it is in the backward, where gradients go the other way: they set out where the forward
-    waited, and are waited for where it began.
+    """Rows in transit between ranks: all that a rank has of a tensor.
+
+    What is computed before :meth:`arrived` is called overlaps the collective. The backward mirrors this: gradients
+    are sent where the forward waited, and waited for where it sent.
 
     Args:
         trip: along its axis.
@@ -95,7 +96,7 @@ class Passage:
         """[0]: its gradient stands for that of what is on its way."""
 
     def arrived(self) -> torch.Tensor:
-        """What has arrived: [received rows ...], or at home [rows ...]."""
+        """Return the rows that arrived: [received rows ...], or on the way home [rows ...]."""
         on_its_way, self._set_out = self._set_out, None  # which has this in its autograd graph
         return _Arrived.apply(on_its_way, self.trip.order, self)  # type: ignore[no-any-return]
 
@@ -113,7 +114,7 @@ class Passage:
             counted.under_way.add(self.key)
 
     def wait(self, order: torch.Tensor, home: bool) -> torch.Tensor:
-        """What has arrived, at home in the order in which it was."""
+        """Wait for the rows that arrive; on the way home, put them in their original order."""
         assert self.waits_for is not None
         came, self.waits_for = self.waits_for(), None
         counted = COUNTED.get()
@@ -153,12 +154,12 @@ class _Arrived(torch.autograd.Function):
 
 
 def exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> torch.Tensor:
-    """``sends[k]`` of the rows go to rank k, which has ``receives[k]`` for this one; None: equal parts."""
+    """Exchange rows: ``sends[k]`` of them go to rank k, which sends ``receives[k]`` back; None: equal parts."""
     return set_out(rows, sends, receives, group)()
 
 
 def set_out(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> Callable[[], torch.Tensor]:
-    """The same, begun: what is returned waits for what arrives."""
+    """Start the exchange of :func:`exchanged`; the function that is returned waits for what arrives."""
     if group is None:
         nothing = rows.new_empty(len(rows) if receives is None else sum(receives[1:], receives[0]), *rows.shape[1:])
         return lambda: nothing
@@ -171,10 +172,10 @@ def set_out(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> Callab
 def _on_host(
     by_rank: torch.Tensor, n_rows: Any, busiest: tuple[int, Sequence[float]] | None
 ) -> Sequence[Sequence[Any]]:
-    """The numbers of a tensor int [2 ranks]: how many rows go to each rank, and come from each.
+    """Return the numbers of a tensor int [2 ranks]: how many rows go to each rank, and come from each.
 
-    Tensors without values have rows that spread over all ranks alike, or as the load says. In a process that plays many
-    ranks every number is one for each of them.
+    Tensors without values have rows that spread over all ranks alike, or by the load. In a process that simulates
+    many ranks every number is one for each of them.
     """
     if in_trial() or isinstance(by_rank, FakeTensor):
         ranks = by_rank.shape[1]
@@ -195,9 +196,9 @@ def _on_host(
 
 
 def untyped(like: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
-    """``result`` with the type that a product of all these has, for the type checker that did not see it made.
+    """Give ``result``, which the type checker did not see computed, the type of a product of all these tensors.
 
-    What has no gradient counts as invariant where what has one is: there is no gradient of it to be summed.
+    A factor without a gradient counts as invariant if another factor has one, since it has no gradient to be summed.
     """
     invariant = {axis for x in like if x.requires_grad for axis, t in spmd.get_local_type(x).items() if t is spmd.I}
     probes = [_probe(x, invariant) for x in like]
@@ -209,7 +210,7 @@ def untyped(like: Sequence[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
 
 
 def _probe(x: torch.Tensor, invariant: Collection[Any]) -> torch.Tensor:
-    """One element of a tensor, of the same type."""
+    """Return one element of a tensor, of the same type."""
     one = x.detach().flatten().narrow(0, 0, 1)
     for axis, kind in dict(spmd.get_local_type(x)).items():
         if not x.requires_grad and kind is spmd.R and axis in invariant:

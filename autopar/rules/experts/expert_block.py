@@ -55,7 +55,7 @@ _library.impl("expert_block", lambda tensors, body: computed(tensors, body_of(bo
 
 
 def own_experts_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
-    """With the experts cut: rows of another rank's experts are zeros, and the sum is pending."""
+    """Compute the block with the experts cut: rows of other ranks' experts are zeros, and the sum is pending."""
     if FFN in cut and spmd.is_type_checking():
         with spmd.no_typecheck():
             made = _of_own_experts(tensors, body, cut, sizes)
@@ -77,12 +77,12 @@ def _of_own_experts(tensors: Any, body: str, cut: Any, sizes: Any) -> torch.Tens
 
 
 def _axis_of_features(cut: Any) -> str | None:
-    """The axis along which features are exchanged, if any cuts them."""
+    """Return the axis along which features are exchanged, if one cuts them."""
     return next(iter(axes_of(cut, FFN)), None)
 
 
 def _multiplied(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """For the type checker, the tensors of a block that the result is a product of: terms of a sum are added to it."""
+    """Return the tensors that the result is a product of, for the type checker: without the terms that are added."""
     if not spmd.is_type_checking():
         return []
     floats = [x for x in tensors if x.is_floating_point()]
@@ -90,7 +90,7 @@ def _multiplied(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
-    """With rows and experts cut by the same axes: rows travel to their expert and back, one axis after the other.
+    """Compute the block with rows and experts cut by the same axes: rows travel to their expert and back, axis by axis.
 
     Args:
         load: of the experts, for runs on tensors without values, which are of the rank that gets most rows.
@@ -122,8 +122,9 @@ class Travelling:
 
 
 def travelling_in_parts(n_experts: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
-    """:func:`travelling_block` as three calls, between which others may be computed. Matrices of experts are read by
-    the second alone: where they are gathered for their use, it is that which waits for them.
+    """Split :func:`travelling_block` into three calls, between which other operators may be computed.
+
+    Only the second reads the experts' matrices: where these are gathered for their use, it waits for them.
 
     Args:
         n_experts: of all ranks.
@@ -181,7 +182,7 @@ def rows_computed(travelling: Travelling, others: Sequence[Any], body: str, *, c
 
 
 def rows_return(travelling: Travelling, *, cut: Any) -> torch.Tensor:
-    """What has become of the rows, where they came from: the block's result."""
+    """Return the results of the rows to where the rows came from: the block's result."""
     with _untyped():
         made = travelling.under_way[0].arrived()
     if not spmd.is_type_checking():
@@ -190,7 +191,7 @@ def rows_return(travelling: Travelling, *, cut: Any) -> torch.Tensor:
 
 
 def _untyped() -> AbstractContextManager[Any]:
-    """In here the type checker looks at nothing."""
+    """Return a context in which the type checker checks nothing."""
     return spmd.no_typecheck() if spmd.is_type_checking() else nullcontext()
 
 

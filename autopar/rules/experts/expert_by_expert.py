@@ -22,7 +22,7 @@ LEAST_BYTES = 2**20
 
 
 def in_turn(tensors: Sequence[torch.Tensor], n_rows: Any, n_experts: int) -> bool:
-    """Whether experts take turns.
+    """Check that experts are computed one after the other.
 
     Args:
         tensors: rows, and what experts have.
@@ -49,11 +49,11 @@ class Matrices:
         self.each: tuple[torch.Tensor, ...] = _OneByOne.apply(whole, self)
 
     def product(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
-        """The rows by an expert's matrix, to be called once for each."""
+        """Multiply the rows by an expert's matrix; called once for each expert."""
         return _Product.apply(rows, self.each[expert], self, expert)  # type: ignore[no-any-return]
 
     def place(self, expert: int) -> torch.Tensor:
-        """Where the gradient of an expert's matrix belongs."""
+        """Return where the gradient of an expert's matrix is written."""
         if self.gradient is None:
             self.gradient = torch.empty_like(self.whole)
         return self.gradient[expert]
@@ -101,7 +101,7 @@ class _Product(torch.autograd.Function):
 def one_after_the_other(
     rows: Sequence[torch.Tensor], ends: torch.Tensor, body: Callable[[Sequence[torch.Tensor], int], torch.Tensor]
 ) -> torch.Tensor | None:
-    """What a block makes of rows in the order of their experts; None where no expert has any.
+    """Compute a block on rows in the order of their experts; None where no expert has any.
 
     Args:
         rows: tensors [rows ...], in that order.

@@ -43,7 +43,7 @@ class Features:
 
 
 def features_of(steps: Sequence[Any], ins: Sequence[Spec]) -> Features | None:
-    """The features of a block; None where its matrices cannot be cut so.
+    """Return the features of a block; None where its matrices cannot be cut by features.
 
     Args:
         steps: of the block's program (:class:`~autopar.rules.experts.expert_block.Body`).
@@ -117,7 +117,7 @@ class _Block:
         return {k: self._tensors(x) for k, x in value.items()} if isinstance(value, dict) else value
 
     def _dims(self, k: int) -> list[tuple[Dim, tuple[str, ...]]]:
-        """Every dim of what a step reads and makes, with its factors."""
+        """List every dim that a step reads or makes, with its factors."""
         rule = self.rules[k]
         dims = [
             ((v.number, v.out, d), factors)
@@ -129,7 +129,7 @@ class _Block:
         ]
 
     def spread(self, k: int, cut: set[Dim]) -> bool:
-        """Where a step has one of the dims that are cut, add those that are then cut with it; whether it can be so."""
+        """Add the dims that must be cut with those already cut in a step; return whether the step allows it."""
         target, args, _ = self.steps[k]
         number = self.n_ins + k
         if target == SPLIT and self._splits(k, cut):
@@ -152,7 +152,7 @@ class _Block:
         return all(any(factor in f for f in term) for term in rule.outputs)  # else the result is a sum already
 
     def _splits(self, k: int, cut: set[Dim]) -> bool:
-        """Whether a split is one of a dim that is cut."""
+        """Check whether a step splits a dim that is cut."""
         number, source = self.n_ins + k, self.steps[k][1][0]
         parts = self.specs[number]
         d = self.steps[k][1][2] % len(parts[0].shape)
@@ -167,7 +167,7 @@ class _Block:
         return found
 
     def added_behind(self, last: int) -> frozenset[int] | None:
-        """The block's tensors that are added by expert to the last product; None where anything else is done to it."""
+        """Return the block's tensors that are added by expert to the last product; None if anything else is done to it."""
         total, additive = self.n_ins + last, set()
         for k in range(last + 1, len(self.steps)):
             target, args, kwargs = self.steps[k]

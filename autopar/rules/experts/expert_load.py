@@ -27,13 +27,12 @@ NONE = (
 
 
 def experts_of(graph: Graph, node: Node) -> int:
-    """How many experts an operator of routed experts has."""
+    """Return the number of experts of an operator of routed experts."""
     return next(graph.spec(ref).shape[0] for ref in node.refs[1:2])
 
 
 def with_load(graph: Graph, loads: Mapping[str, Load]) -> Graph:
-    """The graph with the load of each operator of routed experts, the same if it has it; a later pattern overrides an
-    earlier one.
+    """Return the graph with the load of each operator of routed experts; a later pattern overrides an earlier one.
 
     Raises:
         PlanError: a pattern matches none, or the experts are more or fewer than those that the load is for.
@@ -63,7 +62,7 @@ def with_load(graph: Graph, loads: Mapping[str, Load]) -> Graph:
 
 
 def notes_on_load(graph: Graph, plan: Plan) -> tuple[str, ...]:
-    """For each way in which a plan cuts experts unevenly: which rank has most of the rows, and how many."""
+    """Say, for each way in which a plan cuts experts unevenly, which rank has the most rows, and how many."""
     told: dict[str, list[str]] = {}
     for node, axes, n in _cut_by_expert(graph, plan):
         rank, share = busiest(node.load or uniform(experts_of(graph, node)), n)

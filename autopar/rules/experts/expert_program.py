@@ -52,7 +52,7 @@ class Body:
 
 
 def _written(value: Any) -> Any:
-    """A literal of Python's: tensors and dtypes are dicts of one entry, which nothing else is."""
+    """Write a Python literal; tensors and dtypes become dicts with one entry, which nothing else does."""
     if isinstance(value, Value):
         return {VALUE: (value.number, value.out)}
     if isinstance(value, torch.dtype):
@@ -77,20 +77,20 @@ VALUE, DTYPE = "$", "torch"
 
 @lru_cache(maxsize=1024)
 def body_of(text: str) -> Body:
-    """The inverse of :attr:`Body.text`."""
+    """Parse :attr:`Body.text`."""
     roles, steps = ast.literal_eval(text)
     return Body(roles, _read(steps))
 
 
 def in_double_precision(text: str) -> str:
-    """The same block in float64, casts to less included."""
+    """Return the block in float64, with its casts to lower precision."""
     for low in ("float32", "bfloat16", "float16"):
         text = text.replace(repr({DTYPE: low}), repr({DTYPE: "float64"}))
     return text
 
 
 def computed(tensors: Sequence[torch.Tensor], body: Body, axis: str | None = None) -> torch.Tensor:
-    """What a block computes, [rows features]: rows are brought in the order of their experts once, and back.
+    """Compute a block, [rows features]: rows are put in the order of their experts once, and back.
 
     Args:
         tensors: as the block has them, the expert of each row last; rows of an expert below 0, or of the number of
@@ -122,7 +122,7 @@ def computed(tensors: Sequence[torch.Tensor], body: Body, axis: str | None = Non
 
 
 def _in_turn(given: Sequence[Any], body: Body, order: torch.Tensor, ends: torch.Tensor) -> torch.Tensor | None:
-    """The same, of rows in the order of their experts, expert by expert."""
+    """Compute a block on rows in the order of their experts, expert by expert."""
     products = [step[1][1].number for step in body.steps if step[0] == EXPERTS]
     others = [step[1:] for step in body.steps if step[0] not in (EXPERTS, LOOKUP)]
     if any(number >= len(given) for number in products) or _reads(others, len(given)):
@@ -155,7 +155,7 @@ def _in_turn(given: Sequence[Any], body: Body, order: torch.Tensor, ends: torch.
 
 
 def _value(values: Sequence[Any], x: Any) -> Any:
-    """An argument of a step, with what steps before it have given."""
+    """Return an argument of a step, with the results of earlier steps filled in."""
     if isinstance(x, Value):
         result = values[x.number]
         return result[x.out] if isinstance(result, (tuple, list)) else result
@@ -163,7 +163,7 @@ def _value(values: Sequence[Any], x: Any) -> Any:
 
 
 def _reads(value: Any, number: int) -> bool:
-    """Whether arguments have a value."""
+    """Check whether arguments contain the value of step ``number``."""
     if isinstance(value, Value):
         return value.number == number
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()

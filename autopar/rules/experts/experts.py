@@ -50,7 +50,7 @@ class _Sorted:
         self.ends = ends
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Each row by the matrix of its expert: [rows k], [experts k n] to [rows n]; zero for rows of no expert."""
+        """Multiply each row by its expert's matrix: [rows k], [experts k n] to [rows n]; rows of no expert give zero."""
         if _grouped(rows, matrices):
             made = torch.nn.functional.grouped_mm(rows, matrices, offs=self.ends.to(torch.int32))
             there = torch.arange(len(rows), device=rows.device) < self.ends[-1]
@@ -63,8 +63,7 @@ class _Sorted:
         return made
 
     def outer(self, rows: torch.Tensor, grads: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """For each expert ``rows.T @ grads`` of its rows: [rows k] and [rows n] to [experts k n], which lies in memory
-        as ``like`` does."""
+        """Compute ``rows.T @ grads`` for each expert: [rows k] and [rows n] to [experts k n], with the strides of ``like``."""
         if _grouped(rows, grads):
             return torch.nn.functional.grouped_mm(rows.t(), grads, offs=self.ends.to(torch.int32))
         made, parts = torch.empty_like(like), self._parts()
@@ -75,7 +74,7 @@ class _Sorted:
         return made
 
     def _parts(self) -> list[tuple[int, int, int]]:
-        """Each expert that has rows, from which one on, and to which."""
+        """List each expert that has rows with its first row and its end."""
         ends = self.ends.tolist()
         return [(e, begin, end) for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)) if begin < end]
 
@@ -98,10 +97,11 @@ def _is_aligned(matrix: torch.Tensor) -> bool:
 
 
 def _by_expert(expert: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In which order rows stand by expert, int [rows]; behind which row of that order each expert's end, int
-    [experts]; and the experts in that order, int [rows].
+    """Sort rows by expert.
 
-    Rows of an expert below 0, or of the number of experts and above, stand behind all others, as of the last expert.
+    Returns the order int [rows], the end of each expert's rows in that order int [experts], and the experts in that
+    order int [rows]. Rows of an expert below 0, or of the number of experts and above, come last, as if of the last
+    expert.
 
     Args:
         weight: [experts ...], which says how many there are.
@@ -143,7 +143,7 @@ def _in_order_backward(
 
 
 def _differentiable(name: str) -> Any:
-    """The autograd kernel of a product: ``name`` computes it, ``<name>_backward`` its gradients."""
+    """Return the autograd kernel of a product: ``name`` computes it, ``<name>_backward`` its gradients."""
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -163,7 +163,7 @@ def _differentiable(name: str) -> Any:
 
 
 def _permutation(forth: str, back: str) -> Any:
-    """The autograd kernel of one that takes rows in another order, whose backward is the ``back`` of it."""
+    """Return the autograd kernel that permutes rows by ``forth``, whose backward is ``back``."""
 
     class Permuted(torch.autograd.Function):
         @staticmethod
@@ -218,15 +218,16 @@ def expert_product(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) 
 
 
 def own_experts(x: Any, weight: Any, expert: Any, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
-    """With the experts cut: rows of another rank's experts are zeros, and the sum is pending."""
+    """Compute with the experts cut: rows of other ranks' experts are zeros, and the sum is pending."""
     # x [s k], weight [e k n], expert [s] -> [s n]; local e
     local = expert - first(cut, sizes, "e", weight, 0)
     return pending(torch.ops.autopar.expert_linear(x, weight, local), axes_of(cut, "e", "k"))
 
 
 def most_rows(call: Call, name: str, n_experts: int) -> Callable[[Mapping[str, int | Fraction]], float] | None:
-    """What the rank with most rows computes, as a multiple of the part of the experts that it has; None where the load
-    says nothing, or experts have the same.
+    """Return the work of the busiest rank as a multiple of its share of the experts.
+
+    None where the load is unknown or equal.
 
     Args:
         name: of the option that cuts experts.

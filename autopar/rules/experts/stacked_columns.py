@@ -56,7 +56,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def own_parts(x: torch.Tensor, parts: int, dim: int, axis: str) -> list[torch.Tensor]:
-    """A rank's piece of each of several equal parts of a dim, of which ``x`` has a contiguous piece."""
+    """Return a rank's shard of each of several equal parts of a dim, of which ``x`` has a contiguous shard."""
     units = x.movedim(dim, 0).unflatten(0, (parts, x.shape[dim] // parts))
     route = _Route(parts, axis, x.device)
     arrived = _Exchanged.apply(units, route.order, route)

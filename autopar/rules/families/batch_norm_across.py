@@ -67,7 +67,7 @@ def _moments(x: torch.Tensor) -> torch.Tensor:
 
 
 def _together(moments: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """The moments [2 c] of what several ranks have, from those of each [ranks 2 c]."""
+    """Combine the moments [ranks 2 c] of several ranks into those [2 c] of all their elements."""
     means, variances = moments.unbind(1)
     if weights is None:
         mean = means.mean(0)
@@ -81,7 +81,7 @@ def _with_statistics(
     x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    """The norm of ``x`` [b c ...] with statistics [c] that are given, in their precision."""
+    """Normalize ``x`` [b c ...] with given statistics [c], in their precision."""
     weight, bias = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
     if not x.numel():
         return torch.zeros_like(_precise(x))
@@ -93,8 +93,10 @@ def _with_statistics(
 def _with_statistics_backward(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of ``x`` as if the statistics were constants, and the sums over this rank's rows of the gradient
-    times the normalized input, and of the gradient, [2 c]."""
+    """Return the gradient of ``x`` with the statistics held constant, and this rank's two sums [2 c].
+
+    The sums run over this rank's rows: of the gradient times the normalized input, and of the gradient.
+    """
     z, grad = _precise(x), _precise(grad)
     if not x.numel():
         return torch.zeros_like(z), z.new_zeros(2, x.shape[1])
@@ -111,7 +113,7 @@ def _of_statistics(
     of_x: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, weight: torch.Tensor | None,
     sums: torch.Tensor, way: _Way,
 ) -> torch.Tensor:  # fmt: skip
-    """What the statistics add to the gradient of ``x``: a norm of ``x`` again, with other weights."""
+    """Return the gradient of ``x`` that flows through the statistics, which is itself a norm of ``x`` with other weights."""
     scale = torch.rsqrt(var + way.eps) * (-1 / way.n)
     scale = scale if weight is None else scale * weight.to(scale.dtype)
     weight_of_mean, bias_of_mean = (sums * scale).unbind(0)
@@ -173,7 +175,7 @@ def batch_norm_across(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float,
     cudnn_enabled: bool = True, *, cut: Mapping[str, Sequence[str]], sizes: Mapping[str, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``aten.batch_norm`` in training with the batch or space cut: statistics of the whole batch on every rank."""
+    """Compute ``aten.batch_norm`` in training with the batch or space cut: every rank gets statistics of the whole batch."""
     # x [b c ...], others [c] -> [b c ...]
     dims = [0, *range(2, x.dim())]
     n = prod(all_of(x.shape[d], cut, sizes, factor) for d, factor in zip(dims, "bxyz", strict=False))
@@ -199,8 +201,10 @@ def batch_norm_across(
 
 
 def collectives_of_batch_norm(factors: Sequence[str], item_bytes: int) -> tuple[Comm, ...]:
-    """Those of :func:`batch_norm_across`, where any of these factors is cut: mean and variance gathered, then two sums
-    in one buffer."""
+    """Return the collectives of :func:`batch_norm_across` where any of these factors is cut.
+
+    Mean and variance are gathered; two sums are reduced in one buffer.
+    """
     return tuple(
         comm for factor in factors for comm in (
             Comm(factor, "all_gather", ("c",), 2 * item_bytes, gathers=True),

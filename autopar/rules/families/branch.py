@@ -28,7 +28,7 @@ _library.define("branch(Tensor condition, Tensor if_true, Tensor if_false, int s
 def branch(
     condition: torch.Tensor, if_true: torch.Tensor, if_false: torch.Tensor, settled: int = BY_NUMBER
 ) -> torch.Tensor:
-    """A copy of ``if_true`` or of ``if_false``, which have one shape and dtype.
+    """Copy ``if_true`` or ``if_false``, which have the same shape and dtype.
 
     The other is not in autograd's graph behind the branch, as in eager mode: no backward runs there, and parameters
     that are read there alone have no gradient, which is something else than zeros for an optimizer with weight decay
@@ -46,7 +46,7 @@ def branch(
 
 
 def _value(condition: torch.Tensor) -> bool | None:
-    """What a condition says, which is read once however many branches it decides; None where it has no value."""
+    """Return the value of a condition, read once however many branches it decides; None where it has no value."""
     if condition.is_meta or isinstance(condition, FakeTensor):
         return None
     answer: bool | None = getattr(condition, _READ, None)

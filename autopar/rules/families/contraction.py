@@ -22,12 +22,12 @@ MATMUL: dict[str, Any] = {"kind": "matmul", "flops": 2.0}
 
 
 def padded(shape: Sequence[int], names: Sequence[str]) -> str:
-    """A term for a tensor that broadcasts to dims ``names``, right-aligned: dims of size 1 are ``1``."""
+    """Return a term for a tensor that broadcasts to dims ``names``, right-aligned; dims of size 1 are ``1``."""
     return " ".join("1" if n == 1 else name for n, name in zip(shape, names[len(names) - len(shape) :], strict=True))
 
 
 def linear_summed(x: Any, weight: Any, bias: Any = None, *, cut: Any, sizes: Any = None) -> torch.Tensor:
-    """``aten.linear`` with the input features cut: every rank has a term of the sum, and a pending bias."""
+    """Compute ``aten.linear`` with the input features cut: each rank's output and the bias are pending sums."""
     # x [... k], weight [n k], bias [n] -> [... n]; local k
     y = pending(torch.matmul(x, weight.t()), axes_of(cut, "k"))
     return y if bias is None else torch.add(y, bias)

@@ -35,7 +35,7 @@ def _conv(call: Call, n_space: int, groups_at: int, transposed: bool) -> Rule:
     def summed(
         x: Any, weight: Any, bias: Any = None, *args: Any, cut: Any, sizes: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        """The convolution with its input channels cut; the bias is pending."""
+        """Compute the convolution with its input channels cut; the output and the bias are pending sums."""
         y = bilinear(lambda x, w: resolve(call.target)(x, w, None, *args, **kwargs), x, weight)
         y = pending(y, axes_of(cut, "c"))
         return torch.add(y, bias.reshape(-1, *[1] * n_space))

@@ -28,7 +28,7 @@ _library.define(f"ctc_backward(Tensor grad, {_ARGUMENTS}) -> Tensor")
 
 
 def _flat(targets: torch.Tensor, there: torch.Tensor | None, n_targets: torch.Tensor) -> torch.Tensor:
-    """The targets as torch's operator takes them."""
+    """Return the targets in the form that torch's operator takes."""
     if there is None:
         return targets
     if not torch.equal(there.sum(1), n_targets.to(there.device)):
@@ -89,7 +89,7 @@ def ctc_of_rows(
     scores: torch.Tensor, targets: torch.Tensor, there: torch.Tensor | None, n_steps: torch.Tensor,
     n_targets: torch.Tensor, blank: int, zero_infinity: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """The loss of each row.
+    """Compute the CTC loss of each row.
 
     Args:
         scores: log-probabilities [steps rows classes].

@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _splitmix(z):
-    """The 64-bit hash; arithmetic shifts are masked into logical ones."""
+    """Hash 64-bit numbers; arithmetic shifts are masked into logical ones."""
     z = z * _GOLDEN
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _M1
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _M2
@@ -45,7 +45,7 @@ def _hashes(
 
 @triton.jit(do_not_specialize=["threshold", "n_columns", "n"])
 def _dropped(x, row, column, out, threshold, scale, n_columns, n, BLOCK: tl.constexpr):
-    """A block of elements, scaled where they are kept."""
+    """Scale the kept elements of one block and zero the others."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     of_row = tl.load(row + at // n_columns, mask=inside, other=0)

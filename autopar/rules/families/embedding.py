@@ -17,7 +17,7 @@ def vocabulary_embedding(
     weight: Any, ids: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False, *, cut: Any,
     sizes: Any = None,
 ) -> torch.Tensor:
-    """Every rank looks up the ids that it holds and has zeros for the others; the sum is pending."""
+    """Look up the ids that this rank's rows of the table hold, with zeros for the others; the sum is pending."""
     # weight [v d], ids [...] -> [... d]; local v
     axes = axes_of(cut, "v")
     local = ids - first(cut, sizes, "v", weight, 0)

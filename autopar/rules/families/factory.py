@@ -29,7 +29,7 @@ def arange_shard(
     start: float, end: float, step: float = 1, *, cut: Mapping[str, Sequence[str]], length: int,
     dtype: torch.dtype | None = None, device: Any = None, sizes: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """One rank's slice of ``arange(start, end, step)``; ``length`` is the number of elements on all ranks."""
+    """Return one rank's slice of ``arange(start, end, step)``; ``length`` is the number of elements on all ranks."""
     axes = cut["b"]
     device = torch.device(device or "cpu")
     index = positions(length, axes, device)
@@ -75,7 +75,7 @@ prove_with("aten.triu_indices.default", sample(4, 4))
     samples=[sample(T((4, 6), "bool", 2, grad=False), size=5), sample(T((8,), "int64", 3, grad=False), size=8)],
 )
 def places_set(call: Call) -> Rule:
-    """Which elements are set, of a mask that is small and the same everywhere."""
+    """Return the positions that are set in a small mask that is the same on all ranks."""
     sizes, term = named(call.ins[0].shape)
     rows = {"rows": call.out.shape[0], "dims": call.out.shape[1]}
     return Rule({**sizes, **rows}, (tuple(term),), ((("rows",), ("dims",)),), "copy", frozenset({*sizes, *rows}))

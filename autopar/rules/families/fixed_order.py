@@ -42,7 +42,7 @@ class NoFixedOrder(NamedTuple):
 
 
 def without_fixed_order(graph: Graph) -> Iterator[NoFixedOrder]:
-    """Those of a graph, in its order."""
+    """Yield the operators of a graph that add in no fixed order, in the order of the graph."""
     for node in graph.nodes:
         if node.kind != "op":
             continue

@@ -26,7 +26,7 @@ _FIRST = (frozenset({0}),)
     ],
 )  # fmt: skip
 def index(call: Call) -> Rule:
-    """``x[i, j]``: the dims of the broadcast indices stand where the first indexed dim stood."""
+    """Make the rule of ``x[i, j]``: the dims of the broadcast indices replace the first indexed dim."""
     x = call.ins[0].shape
     given: Sequence[In | None] = call.args[1]
     at = [d for d, i in enumerate(given) if i is not None]
@@ -47,7 +47,7 @@ def index(call: Call) -> Rule:
 
 
 def _right_aligned(dims: Sequence[Dim], shape: Sequence[int], in_shape: Sequence[int]) -> tuple[Dim, ...]:
-    """The term of a tensor that is broadcast to ``shape``."""
+    """Return the term of a tensor that is broadcast to ``shape``."""
     lead = len(shape) - len(in_shape)
     return tuple(dims[lead + k] if n == shape[lead + k] else () for k, n in enumerate(in_shape))
 
@@ -67,8 +67,10 @@ def _all_whole(call: Call) -> Rule:
     ],
 )  # fmt: skip
 def index_put(call: Call) -> Rule:
-    """``x[i] = v``: what is indexed is whole, except that a mask with one value is pointwise. Added values may be cut
-    along the indices: every piece then adds to a pending sum."""
+    """Make the rule of ``x[i] = v``: the indexed dims are replicated, unless a mask writes one value, which is pointwise.
+
+    Accumulated values may be cut along the indices: each shard then adds to a pending sum.
+    """
     given: Sequence[In | None] = call.args[1]
     at = [d for d, i in enumerate(given) if i is not None]
     specs = [call.ins[i.position] for i in given if i is not None]
@@ -107,8 +109,11 @@ def index_put(call: Call) -> Rule:
 
 
 def _rows_along(call: Call) -> tuple[dict[str, int], list[Dim], int, tuple[Dim, ...]]:
-    """Of a call that writes rows at numbers along a dim: sizes of the factors, dims of the tensor, which one that
-    is, and dims of the rows, which have ``i`` there."""
+    """Describe a call that writes rows at given numbers along a dim.
+
+    Returns the sizes of the factors, the dims of the tensor, which of them is written along, and the dims of the
+    rows, which have ``i`` there.
+    """
     sizes, dims = named(call.ins[0].shape)
     d = call.args[1] % len(dims)
     sizes["i"] = call.ins[1].shape[0]

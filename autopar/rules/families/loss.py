@@ -44,7 +44,7 @@ def cross_entropy_across(
     x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100,
     label_smoothing: float = 0.0, *, cut: Any, sizes: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``aten.cross_entropy_loss`` with rows cut, classes cut, or both."""
+    """Compute ``aten.cross_entropy_loss`` with rows cut, classes cut, or both."""
     # x [n v], [b v ...] or [v]; target the same without v (class numbers), or like x (probabilities)
     dtype, x = x.dtype, x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     weight = None if weight is None else weight.to(x.dtype)
@@ -81,7 +81,7 @@ def _vocabulary_cross_entropy(
 
 
 def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, cut: Any, sizes: Any) -> torch.Tensor:
-    """``x`` at the target class where this rank holds it, else 0."""
+    """Return ``x`` at the target class where this rank holds it, else 0."""
     local = target - first(cut, sizes, "v", x, dim)
     inside = (local >= 0) & (local < x.shape[dim])
     x = with_one(x, dim, 0.0, cut, sizes, "v")
@@ -92,7 +92,7 @@ def nll_across(
     x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100, *, cut: Any,
     sizes: Any = None,
 ) -> torch.Tensor:
-    """``aten.nll_loss_nd`` with rows cut, classes cut, or both."""
+    """Compute ``aten.nll_loss_nd`` with rows cut, classes cut, or both."""
     valid = target != ignore_index
     dim = 0 if x.dim() == 1 else 1
     if not cut.get("v"):
@@ -201,7 +201,7 @@ def elementwise(call: Call) -> Rule:
     n_all = prod(factors.values())
 
     def mean_across(*args: Any, cut: Any, sizes: Any = None, **kwargs: Any) -> torch.Tensor:
-        """The local means, each by its part of all elements."""
+        """Return this rank's mean, weighted by its share of all elements."""
         axes = axes_except(cut)
         if sizes is None:
             return pending(op(*args, **kwargs) / n_shards(axes), axes)

@@ -1,5 +1,4 @@
-"""``aten.multinomial``: places in rows of weights, as likely as these are large, by the numbers of
-:mod:`.sharded_random`.
+"""``aten.multinomial`` with rows cut, by the random numbers of :mod:`.sharded_random`.
 
 The numbers that decide over a row are hashes of where the row stands in the whole tensor, so rows may be cut: a rank
 draws for its rows what one device would. The weights of one row stay together, since their sum and order decide.
@@ -28,7 +27,7 @@ def multinomial(
     weights: torch.Tensor, n_drawn: int, replacement: bool = False, *, cut: Any, seed: Any, site: Site, shape: Any,
     shards: Any, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """``n_drawn`` places in each row of ``weights`` [categories] or [rows categories].
+    """Draw ``n_drawn`` categories for each row of ``weights`` [categories] or [rows categories].
 
     With replacement each draw is looked up in the running sums of the weights. Without, each category waits for an
     exponential time of the rate of its weight, and those that come first are drawn, as torch's kernel does it.
@@ -55,7 +54,7 @@ def _fine_uniform(seed: torch.Tensor, site: Site, shape: Any, shards: Shards, de
 
 
 def refuse_invalid(weights: torch.Tensor) -> None:
-    """As torch refuses them; on accelerators without waiting for the values."""
+    """Raise torch's errors for invalid weights; on accelerators without waiting for the values."""
     if spmd.is_type_checking():
         return
     assert_async(

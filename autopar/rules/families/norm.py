@@ -48,7 +48,7 @@ def layer_norm_across(
     x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, cut: Any,
     sizes: Any = None,
 ) -> torch.Tensor:
-    """``aten.layer_norm`` with normalized dims cut."""
+    """Compute ``aten.layer_norm`` with normalized dims cut."""
     # x [... n], weight [n], bias [n] -> [... n]; local n
     dims = range(-len(shape), 0)
     z = x.float() if _half(x.dtype) else x
@@ -62,7 +62,7 @@ def layer_norm_across(
 def rms_norm_across(
     x: Any, shape: Any, weight: Any = None, eps: float | None = None, *, cut: Any, sizes: Any = None
 ) -> torch.Tensor:
-    """``aten.rms_norm`` with normalized dims cut."""
+    """Compute ``aten.rms_norm`` with normalized dims cut."""
     # x [... n], weight [n] -> [... n]; local n
     z = x.float() if _half(x.dtype) else x
     mean = average(z.square().mean(list(range(-len(shape), 0)), keepdim=True), cut, sizes, NORMALIZED)
@@ -201,7 +201,7 @@ def instance_norm(call: Call) -> Rule:
 
 
 def softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any, sizes: Any = None) -> torch.Tensor:
-    """``aten.softmax`` with its dim cut."""
+    """Compute ``aten.softmax`` with its dim cut."""
     axes = axes_of(cut, "n")
     z = x.to(dtype) if isinstance(dtype, torch.dtype) else x.float() if _half(x.dtype) else x
     e = torch.exp(z - greatest(with_one(z, dim, -math.inf, cut, sizes, "n").amax(dim, keepdim=True), axes))
@@ -210,7 +210,7 @@ def softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any, sizes: Any 
 
 
 def log_softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any, sizes: Any = None) -> torch.Tensor:
-    """``aten.log_softmax`` with its dim cut."""
+    """Compute ``aten.log_softmax`` with its dim cut."""
     axes = axes_of(cut, "n")
     z = x.to(dtype) if isinstance(dtype, torch.dtype) else x.float() if _half(x.dtype) else x
     z = z - greatest(with_one(z, dim, -math.inf, cut, sizes, "n").amax(dim, keepdim=True), axes)
@@ -260,7 +260,7 @@ prove_with(
     samples=[sample(T((4, 6, 3)), T((4, 1, 1)), 0), sample(T((4, 6, 3)), T((1, 1, 3)), 2)],
 )
 def weight_norm(call: Call) -> Rule:
-    """``g * v / |v|``, the norm over all dims but one: ``nn.utils.weight_norm``."""
+    """Make the rule of ``g * v / |v|``, the norm over all dims but one: ``nn.utils.weight_norm``."""
     n, dim = len(call.ins[0].shape), int(call.arg(2, "dim", 0)) % len(call.ins[0].shape)
     names = [f"n{i}" for i in range(n)]
     of_g = " ".join(names[i] if i == dim else "1" for i in range(n))

@@ -94,7 +94,7 @@ def _names(text: str) -> Iterable[str]:
 
 
 def pointwise(call: Call) -> Rule:
-    """The rule of every operator in this file."""
+    """Make the rule of a pointwise operator."""
     sizes, inputs, output = elementwise(call)
     name = call.target.removeprefix("aten.")
     linear = tuple(g for g in LINEAR.get(name, ()) if all(p < len(inputs) for p in g))
@@ -121,7 +121,7 @@ def pointwise(call: Call) -> Rule:
 
 
 def _curve(call: Call, name: str) -> str:
-    """What the cost model tells apart of pointwise operators."""
+    """Return the name under which the cost model prices a pointwise operator."""
     if name == "to.dtype":
         before, after = call.ins[0].item_bytes, call.out.item_bytes
         return "widen" if after > before else "narrow" if after < before else ""
@@ -153,7 +153,7 @@ def bucketize(call: Call) -> Rule:
 
 @rule("aten.glu.default", samples=[sample(T((4, 6, 8))), sample(T((4, 6)), 0)])
 def glu(call: Call) -> Rule:
-    """Both halves of the dim meet: it is whole. Fused projections are better split in the model."""
+    """Make the rule of ``glu``: both halves of the dim are needed, so it is replicated. Split fused projections in the model."""
     return except_dim(call, call.arg(1, "dim", -1) % len(call.out.shape), "pointwise", linear=False, saves=(0,))
 
 

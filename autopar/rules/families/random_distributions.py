@@ -32,39 +32,39 @@ def _normal(x: torch.Tensor, draw: dict[str, Any]) -> torch.Tensor:
 
 
 def uniform_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
-    """``aten.uniform``: what ``x.uniform_(low, high)`` leaves in ``x``."""
+    """Draw for ``aten.uniform``, the result of ``x.uniform_(low, high)``."""
     low, high = _given(args, kwargs, ("from", 0.0), ("to", 1.0))
     return rand(x, cut=cut, seed=seed, site=site, shape=shape, shards=shards) * (high - low) + low
 
 
 def normal_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
-    """``aten.normal_functional``: what ``x.normal_(mean, std)`` leaves in ``x``."""
+    """Draw for ``aten.normal_functional``, the result of ``x.normal_(mean, std)``."""
     mean, std = _given(args, kwargs, ("mean", 0.0), ("std", 1.0))
     return randn(x, cut=cut, seed=seed, site=site, shape=shape, shards=shards) * std + mean
 
 
 def log_normal_over(x: Any, *args: Any, cut: Any, **rest: Any) -> Any:
-    """``aten.log_normal``, with mean 1 and deviation 2 where none are given."""
+    """Draw for ``aten.log_normal``, with mean 1 and deviation 2 by default."""
     names = ("seed", "site", "shape", "shards")
     mean, std = _given(args, rest, ("mean", 1.0), ("std", 2.0))
     return (_normal(x, {k: rest[k] for k in names}) * std + mean).exp()
 
 
 def exponential_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **rest: Any) -> Any:
-    """``aten.exponential``, by inversion."""
+    """Draw for ``aten.exponential``, by inversion."""
     (rate,) = _given(args, rest, ("lambd", 1.0))
     return (-_unit(x, {"seed": seed, "site": site, "shape": shape, "shards": shards}).log() / rate).to(x.dtype)
 
 
 def cauchy_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
-    """``aten.cauchy``, by inversion."""
+    """Draw for ``aten.cauchy``, by inversion."""
     median, sigma = _given(args, kwargs, ("median", 0.0), ("sigma", 1.0))
     u = _unit(x, {"seed": seed, "site": site, "shape": shape, "shards": shards})
     return (torch.tan(math.pi * (u - 0.5)) * sigma + median).to(x.dtype)
 
 
 def geometric_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
-    """``aten.geometric``: the number of trials until the first success."""
+    """Draw for ``aten.geometric``: the number of trials until the first success."""
     (p,) = _given(args, kwargs, ("p", 0.5))
     u = _unit(x, {"seed": seed, "site": site, "shape": shape, "shards": shards})
     return (u.log() / math.log1p(-p)).ceil().clamp(min=1).to(x.dtype)
@@ -74,8 +74,10 @@ _FINE = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 
 
 def integers_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
-    """``aten.random``: integers below ``to``, or in ``[from, to)``; up to what ``x`` holds exactly where neither is
-    given, of 31 bits at most."""
+    """Draw for ``aten.random``: integers below ``to``, or in ``[from, to)``.
+
+    With neither given, integers up to what ``x`` holds exactly, of at most 31 bits.
+    """
     most = 2 ** min(_FINE[x.dtype], 31) if x.dtype in _FINE else 2 if x.dtype == torch.bool else min(
         torch.iinfo(x.dtype).max, 2**31 - 1) + 1  # fmt: skip
     low, high = (0, most) if not args else (0, args[0]) if len(args) == 1 else args[:2]
@@ -85,7 +87,7 @@ def integers_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: An
 
 
 def integers_like(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
-    """``aten.randint_like`` with ``(high)`` or ``(low, high)``."""
+    """Draw for ``aten.randint_like`` with ``(high)`` or ``(low, high)``."""
     low, high = (0, args[0]) if len(args) == 1 else args[:2]
     dtype = kwargs.get("dtype") or x.dtype
     draw = {"cut": cut, "seed": seed, "site": site, "shape": shape, "shards": shards}
@@ -93,46 +95,46 @@ def integers_like(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: An
 
 
 def bernoulli_over(x: Any, p: Any = 0.5, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **_: Any) -> Any:
-    """``aten.bernoulli.Tensor``: what ``x.bernoulli_(p)`` leaves in ``x``, with a tensor of probabilities."""
+    """Draw for ``aten.bernoulli.Tensor``, the result of ``x.bernoulli_(p)`` with a tensor of probabilities."""
     u = uniform(seed, site, shape, shards, x.device, torch.float32)
     return (u < p.detach()).to(x.dtype)
 
 
 def permutation(n: int, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
-    """``aten.randperm``: the order of as many random numbers."""
+    """Draw for ``aten.randperm``: the order of as many random numbers."""
     device = torch.device(kwargs.get("device") or seed.device)
     return bits(seed, site, shape, ((),), device).argsort(stable=True).to(kwargs.get("dtype") or torch.int64)
 
 
 def normal_of(mean: Any, std: Any = 1.0, *, cut: Any, **draw: Any) -> torch.Tensor:
-    """``aten.normal`` where mean or deviation is a tensor; no gradient flows to them, as in torch."""
+    """Draw for ``aten.normal`` where mean or deviation is a tensor; no gradient flows to them, as in torch."""
     like = mean if isinstance(mean, torch.Tensor) else std
     mean, std = (v.detach() if isinstance(v, torch.Tensor) else v for v in (mean, std))
     return _normal(like, {k: draw[k] for k in ("seed", "site", "shape", "shards")}) * std + mean
 
 
 def normal_made(mean: float, std: float, *_: Any, cut: Any, **rest: Any) -> torch.Tensor:
-    """``aten.normal.float_float``: a new tensor."""
+    """Draw for ``aten.normal.float_float``, which makes a new tensor."""
     return randn(None, cut=cut, **rest) * std + mean
 
 
 def alpha_dropout(
     x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
 ) -> torch.Tensor:
-    """``aten.alpha_dropout``: mean and variance stay."""
+    """Draw for ``aten.alpha_dropout``, which preserves mean and variance."""
     return alpha(x, kept(p, seed, site, shape, shards, x.device), p)
 
 
 def feature_alpha_dropout(
     x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
 ) -> torch.Tensor:
-    """``aten.feature_alpha_dropout``: whole channels of x [b c ...]."""
+    """Draw for ``aten.feature_alpha_dropout``: whole channels of x [b c ...]."""
     mask = kept(p, seed, site, shape[:2], shards[:2], x.device)
     return alpha(x, mask.reshape(*mask.shape, *[1] * (x.dim() - 2)), p)
 
 
 def alpha(x: torch.Tensor, mask: torch.Tensor | None, p: float) -> torch.Tensor:
-    """``x`` where the mask is 1, elsewhere the value by which mean and variance stay; of no mask nothing is left."""
+    """Return ``x`` where the mask is 1, else the value that preserves mean and variance; without a mask everything drops."""
     if p == 1 or mask is None:
         return x * 0.0
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))

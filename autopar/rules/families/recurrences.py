@@ -42,7 +42,10 @@ GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 @rule(*[f"aten.{kind}.input" for kind in GATES])
 def recurrent(call: Call) -> Rule:
-    """``(input, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first)``."""
+    """Make the rule of a recurrent layer.
+
+    Its arguments: ``(input, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first)``.
+    """
     gates = GATES[call.target.split(".")[1]]
     has_biases, n_layers = bool(call.arg(3, "has_biases")), int(call.arg(4, "num_layers"))
     n_states = 2 if gates == 4 else 1
@@ -93,7 +96,7 @@ def recurrent(call: Call) -> Rule:
 
 
 def of_cells(n_states: int) -> list[Placement]:
-    """Where the states stand whose cells are cut: the one that all cells need is whole, the cells' own is in pieces."""
+    """Return the placements of the states where cells are cut: hidden states are replicated, cell states are sharded."""
     return [REPLICATED, shard(2)][:n_states]
 
 
@@ -113,7 +116,7 @@ def _gru(of_input: torch.Tensor, of_state: torch.Tensor, kept: torch.Tensor) -> 
 
 
 def _lstm(of_input: torch.Tensor, of_state: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cells' own state, and what they show of it."""
+    """Return the new cell state of an LSTM and the hidden state computed from it."""
     ins, forget, new, shown = (of_input + of_state).chunk(4, -1)
     kept = torch.sigmoid(forget) * kept + torch.sigmoid(ins) * torch.tanh(new)
     return kept, torch.sigmoid(shown) * torch.tanh(kept)
@@ -127,7 +130,7 @@ STEPS: Mapping[str, Step] = {
 
 
 def _rows_of_cells(weight: torch.Tensor, gates: int, axes: Sequence[str]) -> torch.Tensor:
-    """The rows of this rank's cells in every gate: [gates * cells, ...] to [gates * local cells, ...]."""
+    """Select the rows of this rank's cells in every gate: [gates * cells, ...] to [gates * local cells, ...]."""
     return part_of(weight.unflatten(0, (gates, -1)), 1, axes).flatten(0, 1)
 
 
@@ -135,7 +138,7 @@ def _one_way(
     kind: str, x: torch.Tensor, state: torch.Tensor, cells: torch.Tensor | None, weights: Sequence[torch.Tensor],
     has_biases: bool, axes: Sequence[str], backwards: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """One layer in one direction.
+    """Run one layer in one direction.
 
     Args:
         x: [time rows features].
@@ -200,22 +203,22 @@ def _across(
 
 
 def lstm_across(*args: Any, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
-    """``aten.lstm.input`` on some of the cells."""
+    """Compute ``aten.lstm.input`` on this rank's cells."""
     return _across("lstm", *args, cut=cut)
 
 
 def gru_across(*args: Any, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
-    """``aten.gru.input`` on some of the cells."""
+    """Compute ``aten.gru.input`` on this rank's cells."""
     return _across("gru", *args, cut=cut)
 
 
 def rnn_tanh_across(*args: Any, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
-    """``aten.rnn_tanh.input`` on some of the cells."""
+    """Compute ``aten.rnn_tanh.input`` on this rank's cells."""
     return _across("rnn_tanh", *args, cut=cut)
 
 
 def rnn_relu_across(*args: Any, cut: Mapping[str, Sequence[str]]) -> tuple[torch.Tensor, ...]:
-    """``aten.rnn_relu.input`` on some of the cells."""
+    """Compute ``aten.rnn_relu.input`` on this rank's cells."""
     return _across("rnn_relu", *args, cut=cut)
 
 
@@ -225,7 +228,7 @@ ACROSS: Mapping[str, Callable[..., tuple[torch.Tensor, ...]]] = {
 
 
 def _samples(kind: str) -> list[Sample]:
-    """Two layers of both directions, time first; one layer, batch first, without biases."""
+    """Make samples: two bidirectional layers, time first; one layer, batch first, without biases."""
     gates = GATES[kind]
 
     def weights(n_in: int, hidden: int, layers: int, directions: int, biases: bool) -> list[T]:
@@ -247,7 +250,7 @@ def _samples(kind: str) -> list[Sample]:
 
 
 def _projecting() -> Sample:
-    """An LSTM whose states are projected from 4 cells to 2 numbers."""
+    """Make the sample of an LSTM that projects its states from 4 cells to 2 numbers."""
     given: Sequence[T] = [T((16, 5)), T((16, 2)), T((16,)), T((16,)), T((2, 4))]
     return sample(T((3, 4, 5)), [T((1, 4, 2)), T((1, 4, 4))], [*given], True, 1, 0.0, True, False, False)
 

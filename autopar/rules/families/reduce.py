@@ -26,7 +26,7 @@ def _dims(call: Call, position: int = 1, name: str = "dim") -> list[int]:
 
 
 def reduction(call: Call, dims: Sequence[int], keepdim: bool, **rest: Any) -> Rule:
-    """All dims are factors; the outputs lack those in ``dims``."""
+    """Make the rule of a reduction: all dims are factors, and the outputs lack those in ``dims``."""
     sizes, term = named(call.ins[0].shape)
     out = tuple(() if d in dims else f for d, f in enumerate(term) if keepdim or d not in dims)
     outs = (out,) * sum(o is not None for o in call.outs)
@@ -54,7 +54,7 @@ def mean_of_piece(
     x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None,
     cut: Mapping[str, Sequence[str]], names: Sequence[str], sizes: Mapping[str, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """One rank's share of a mean over dims that are cut, a pending sum.
+    """Return this rank's share of a mean over dims that are cut; the sum over ranks is pending.
 
     Args:
         names: the factor of every dim of ``x``.

@@ -16,13 +16,13 @@ _FIRST = (frozenset({0}),)
 
 
 def named(shape: Sequence[int]) -> tuple[dict[str, int], list[Dim]]:
-    """One factor per dim, ``b s t u ...``."""
+    """Name each dim of a shape as a factor: ``b s t u ...``."""
     names = BATCH_NAMES[: len(shape)]
     return dict(zip(names, shape, strict=True)), [(n,) for n in names]
 
 
 def except_dim(call: Call, dim: int, kind: str = "copy", linear: bool = True, **rest: Any) -> Rule:
-    """All dims free but ``dim``, which may change its size."""
+    """Make a rule with all dims free but ``dim``, which may change its size."""
     sizes, dims = named(call.ins[0].shape)
     outs = []
     for k, out in enumerate(o for o in call.outs if o is not None):
@@ -225,7 +225,7 @@ def triangle(call: Call) -> Rule:
     ],
 )  # fmt: skip
 def repeat(call: Call) -> Rule:
-    """A dim that is repeated is whole, unless it had size 1; a new leading dim is free."""
+    """Make the rule of ``repeat``: a repeated dim is replicated unless it had size 1; a new leading dim is free."""
     sizes, dims = named(call.out.shape)
     shape = call.ins[0].shape
     lead = len(dims) - len(shape)
@@ -249,7 +249,7 @@ def repeat(call: Call) -> Rule:
 
 
 def _fewer_repeats(call: Call, cuts: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A cut of a dim that the operator makes is fewer repeats."""
+    """Return the arguments with fewer repeats, for a cut of a dim that the operator makes."""
     shape = call.ins[0].shape
     dims = named(call.out.shape)[1]
     lead = len(dims) - len(shape)

@@ -43,7 +43,7 @@ _GOLDEN, _M1, _M2 = SPLITMIX
 
 
 def _splitmix(z: torch.Tensor) -> torch.Tensor:
-    """A bijective hash of int64."""
+    """Hash int64 numbers bijectively."""
     z = z * _GOLDEN
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _M1
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _M2
@@ -51,13 +51,13 @@ def _splitmix(z: torch.Tensor) -> torch.Tensor:
 
 
 def one_of_two(site: Site, which: int, above: int) -> Site:
-    """The site of one of the two draws of a call, number 0 or 1, with numbers above those of all other draws."""
+    """Return the site of draw number ``which`` (0 or 1) of a call, numbered above all other draws."""
     number = 2 * (site if isinstance(site, int) else site[0]) + which + above
     return number if isinstance(site, int) else (number, site[1])
 
 
 def seed_at(seed: torch.Tensor, first: int, block: int, stride: int) -> torch.Tensor:
-    """The seed of a microbatch, int64 [4].
+    """Return the seed of a microbatch, int64 [4].
 
     Args:
         seed: of the step, int64 [].
@@ -99,7 +99,7 @@ def halves(
 def hashes_at(
     seed: torch.Tensor, site: Site, shape: Sequence[int], places: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of the elements at these positions."""
+    """Return the hashes of the elements at these positions."""
     number, rows = (site, ()) if isinstance(site, int) else site
     device, order = places[-1].device, list(range(len(places) - 1))
     value = seed if seed.dim() == 0 else seed[0]
@@ -132,8 +132,9 @@ def hashes_at(
 def in_batch(
     seed: torch.Tensor | None, rows: Sequence[RowsAt], places: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Positions in the draw of the whole batch, of which a microbatch's are given; along a dim with rows the row comes
-    first.
+    """Translate positions in a microbatch's draw to positions in the draw of the whole batch.
+
+    Along a dim with rows, the row comes first.
 
     Args:
         seed: of the microbatch; None where it is the batch.
@@ -152,7 +153,7 @@ def in_batch(
 
 
 def _mixed(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """The bits of all elements, from those of their rows and columns."""
+    """Return the random bits of all elements from the hashes of their rows and columns."""
     z = row.unsqueeze(-1) + column
     # arithmetic shifts: the sign bits smear, which costs one bit in 2^32 and saves two passes
     z ^= z >> 16
@@ -168,7 +169,7 @@ def kept(p: float, seed: torch.Tensor, site: Site, shape: Sequence[int], shards:
 
 
 def threshold_of(p: float) -> int:
-    """Below which a share of ``1 - p`` of all int32 lies."""
+    """Return the threshold below which a share of ``1 - p`` of all int32 lies."""
     return min(round((1 - p) * 2**32) - 2**31, 2**31 - 1)
 
 
@@ -184,7 +185,7 @@ def uniform(
 def dropout(
     x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
 ) -> torch.Tensor:
-    """``aten.dropout`` in training; on GPUs in one pass (:class:`_Dropped`)."""
+    """Compute ``aten.dropout`` in training; on GPUs in one pass (:class:`_Dropped`)."""
     if shape and _has_pass(x):
         row, column = halves(seed, site, shape, shards, x.device)
         return _Dropped.apply(x, row, column, threshold_of(p), 1 / (1 - p) if p < 1 else 0.0)
@@ -192,7 +193,7 @@ def dropout(
 
 
 def dropping(row: torch.Tensor, column: torch.Tensor, threshold: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What sets elements of a tensor to zero, not scaled, several tensors alike.
+    """Return a function that sets elements of a tensor to zero without scaling, the same ones for several tensors.
 
     Args:
         row, column: what :func:`halves` gives for the tensor.
@@ -217,7 +218,7 @@ _PASSES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def has_kernels(*tensors: Any) -> bool:
-    """Whether Triton's kernels may be called with these: not while types are checked, nor where all is compiled."""
+    """Check that Triton's kernels may be called: not while types are checked, nor where the program is compiled."""
     if not all(type(x) is torch.Tensor and x.device.type in KERNELS_ON for x in tensors):
         return False
     return not (spmd.is_type_checking() or torch.compiler.is_compiling()) and _has_triton(tensors[0].device)
@@ -229,15 +230,17 @@ def _has_pass(x: Any) -> bool:
 
 @functools.cache
 def _has_triton(device: torch.device) -> bool:
-    """Whether Triton makes kernels for a device: GPUs must not be too old."""
+    """Check that Triton makes kernels for a device; GPUs must not be too old."""
     if importlib.util.find_spec("triton") is None:
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 class _Dropped(torch.autograd.Function):
-    """Dropout as one kernel forward and one backward. Nothing of the size of ``x`` is kept: the backward draws the same
-    bits again, from the hashes of rows and columns."""
+    """Dropout as one kernel forward and one backward.
+
+    Nothing of the size of ``x`` is saved: the backward draws the same bits again from the hashes of rows and columns.
+    """
 
     @staticmethod
     def forward(
@@ -271,7 +274,7 @@ def dropout_rule(call: Call) -> Rule:
 def feature_dropout(
     x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
 ) -> torch.Tensor:
-    """``aten.feature_dropout`` (``nn.Dropout2d``): whole channels of x [b c ...] are dropped."""
+    """Compute ``aten.feature_dropout`` (``nn.Dropout2d``): whole channels of x [b c ...] are dropped."""
     mask = kept(p, seed, site, shape[:2], shards[:2], x.device)
     return x * mask.reshape(*mask.shape, *[1] * (x.dim() - 2)) * (1 / (1 - p) if p < 1 else 0.0)
 
@@ -285,25 +288,25 @@ def _device(kwargs: Mapping[str, Any], x: Any, seed: torch.Tensor) -> torch.devi
 
 
 def rand(x: Any, *_: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
-    """``aten.rand`` and ``aten.rand_like``."""
+    """Draw for ``aten.rand`` and ``aten.rand_like``."""
     return uniform(seed, site, shape, shards, _device(kwargs, x, seed), _dtype(kwargs, x))
 
 
 def randn(x: Any, *_: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
-    """``aten.randn`` and ``aten.randn_like``, by Box and Muller."""
+    """Draw for ``aten.randn`` and ``aten.randn_like``, by Box and Muller."""
     device, dtype = _device(kwargs, x, seed), _dtype(kwargs, x)
     u, v = (uniform(seed, one_of_two(site, i, 1 << 40), shape, shards, device, torch.float32) for i in (0, 1))
     return (torch.sqrt(-2 * torch.log1p(-u)) * torch.cos(2 * math.pi * v)).to(dtype)
 
 
 def randint(*args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
-    """``aten.randint`` with ``(high, size)`` or ``(low, high, size)``."""
+    """Draw for ``aten.randint`` with ``(high, size)`` or ``(low, high, size)``."""
     low, high = (0, args[0]) if len(args) == 2 else args[:2]
     draw = bits(seed, site, shape, shards, _device(kwargs, None, seed)).to(torch.int64)
     return (((draw + 2**31) * (high - low)) >> 32).add(low).to(kwargs.get("dtype") or torch.int64)
 
 
 def bernoulli(x: Any, p: Any = None, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **_: Any) -> Any:
-    """``aten.bernoulli``: probabilities ``x``, or one ``p`` in the shape of ``x``."""
+    """Draw for ``aten.bernoulli``: probabilities ``x``, or one ``p`` in the shape of ``x``."""
     u = uniform(seed, site, shape, shards, x.device, torch.float32)
     return (u < (x.detach() if p is None else p)).to(x.dtype)

@@ -19,14 +19,14 @@ _aten = torch.ops.aten
 
 
 def with_stride_in_order(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [b c ...], of one row with the stride of the batch that its layout has."""
+    """Give ``x`` [b c ...], which has one row, the batch stride that its layout implies."""
     if x.dim() < 3 or x.shape[0] != 1 or x.is_meta or x.stride(0) == x.shape[1:].numel():
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _in_one_piece(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient [b c ...], of one row with the layout that torch makes where none is asked for."""
+    """Give the gradient [b c ...] of one row the layout that torch makes by default."""
     if grad.dim() < 3 or grad.shape[0] != 1 or grad.is_meta:
         return grad
     return with_stride_in_order(grad).contiguous()
@@ -54,12 +54,12 @@ def _of_rows(norm: Any, x: Any, others: tuple[Any, ...]) -> torch.Tensor:
 
 
 def batch_norm_of_rows(x: Any, *others: Any, cut: Any, sizes: Any = None) -> torch.Tensor:
-    """``aten.batch_norm`` with given statistics and the batch cut."""
+    """Compute ``aten.batch_norm`` with given statistics and the batch cut."""
     return _of_rows(_aten.batch_norm.default, x, others)
 
 
 def instance_norm_of_rows(x: Any, *others: Any, cut: Any, sizes: Any = None) -> torch.Tensor:
-    """``aten.instance_norm`` with the batch cut."""
+    """Compute ``aten.instance_norm`` with the batch cut."""
     return _of_rows(_aten.instance_norm.default, x, others)
 
 

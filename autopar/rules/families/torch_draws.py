@@ -53,7 +53,7 @@ class WholeDraw(NamedTuple):
     rows: tuple[RowsAt, ...] | None = ()
 
     def of_batch(self, rows: int | None) -> WholeDraw:
-        """The draw for a batch of so many rows, of which this one is for a microbatch; None: it is for the batch.
+        """Return the draw of a batch of ``rows`` rows, of which this one is a microbatch's; None: this is the batch's.
 
         Raises:
             ValueError: it is not known where the rows are; or the tensor has gaps.
@@ -93,7 +93,7 @@ def _dense(shape: Sequence[int], order: Sequence[int]) -> list[int]:
 
 
 def whole_draw(node: Node, spec_of: Callable[[Ref], Spec]) -> WholeDraw | None:
-    """What eager mode draws for a random operator; None where it draws nothing.
+    """Return what eager mode draws for a random operator; None where it draws nothing.
 
     Raises:
         CaptureError: it is not known how torch draws it.
@@ -169,7 +169,7 @@ operators."""
 
 
 def draws_in_order(graph: Graph, device_type: str = "cpu") -> dict[int, WholeDraw]:
-    """What eager mode draws in a call of the whole model, in its order, by number of the node.
+    """List what eager mode draws in a call of the whole model, in its order, by number of the node.
 
     Args:
         device_type: where it runs in eager mode.
@@ -224,11 +224,11 @@ class TorchDraws:
     place: torch.Tensor | None = None
 
     def at(self, place: torch.Tensor) -> TorchDraws:
-        """That of a microbatch."""
+        """Return the draws of a microbatch."""
         return replace(self, place=place)
 
     def piece(self, site: Any, shards: Shards) -> torch.Tensor:
-        """This rank's part of what a call draws.
+        """Return this rank's part of what a call draws.
 
         Args:
             shards: of each dim of what is drawn, the axes that cut it.
@@ -238,7 +238,7 @@ class TorchDraws:
         )
 
     def at_places(self, site: Any, places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The elements at these positions along each dim of what a call draws."""
+        """Return the elements of a call's draw at these positions along each dim."""
         draw = WholeDraw(*site[1])
         generator = torch.Generator(self.device)
         generator.set_state(self.states[site[0]])
@@ -285,7 +285,7 @@ def _feature_alpha_dropout(
 
 
 def _drawn(*args: Any, seed: TorchDraws, site: Any, shards: Any, **_: Any) -> torch.Tensor:
-    """What is drawn is the result."""
+    """Return the draw itself as the result."""
     return seed.piece(site, shards)
 
 
@@ -337,7 +337,7 @@ _BY_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {
 
 @functools.cache
 def by_torch(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """What a rank calls in this mode in the place of a random operator's lowering."""
+    """Return what a rank calls in place of a random operator's lowering when torch draws."""
     return _BY_TORCH.get(lowering, _drawn)
 
 

@@ -21,7 +21,7 @@ _library.define("with_value(Tensor value, Tensor history) -> Tensor")
 
 @torch.library.impl(_library, "with_value", "CompositeImplicitAutograd")  # type: ignore[untyped-decorator]
 def with_value(value: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
-    """``value``, whose gradient is that of ``history``; both have one shape and dtype."""
+    """Return ``value`` with the gradient of ``history``; both have the same shape and dtype."""
     out = history.clone()
     with torch.no_grad():
         out.copy_(value)

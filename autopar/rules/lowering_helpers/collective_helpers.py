@@ -46,19 +46,23 @@ class _Collected(torch.autograd.Function):
 
 
 def sends_on(axis: str) -> Any:
-    """The process group of an axis, for :func:`permuted`, which a backward may call where there is no ambient mesh;
-    None in a trial."""
+    """Return the process group of an axis for :func:`permuted`; None in a trial.
+
+    A backward may use it where there is no ambient mesh.
+    """
     return None if TRIAL.get() is not None else group_of_axis(axis_and_block(axis)[0])
 
 
 def permuted(
     x: torch.Tensor, axis: str, group: Any, to: Sequence[int], beside: object = None, backward: bool = False
 ) -> Callable[[], torch.Tensor]:
-    """Send ``x`` [n], as long on all ranks of an axis, from rank i of it to rank ``to[i]``; what is returned waits for
-    what arrives. ``beside`` and ``backward`` are for who counts (:class:`ToOther`), ``group`` is from :func:`sends_on`.
+    """Send ``x`` [n], of equal length on all ranks of an axis, from its rank i to rank ``to[i]``.
 
-    It is an all-to-all in which each rank has something for one other: ranks of a group post collectives in one order,
-    so no message waits for one that is posted behind it, and no channel is made that a plan does not know of.
+    The function that is returned waits for what arrives. ``beside`` and ``backward`` are for counting
+    (:class:`ToOther`), ``group`` is from :func:`sends_on`.
+
+    It is an all-to-all in which each rank sends to one other: ranks of a group post collectives in one order, so no
+    message waits for a later one, and no channel is made that the plan does not know.
     """
     mode, counted = local_tensor_mode(), COUNTED.get()
     if counted is not None:
@@ -87,7 +91,7 @@ def pending(x: torch.Tensor, axes: Axes) -> torch.Tensor:
 
 
 def bilinear(fn: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """``fn(x, y)`` for a bilinear ``fn`` that the type checker does not know as one; typed as a product of x and y."""
+    """Compute ``fn(x, y)`` for a bilinear ``fn`` unknown to the type checker; typed as a product of x and y."""
     if not spmd.is_type_checking():
         return fn(x, y)
     with spmd.no_typecheck():
@@ -98,16 +102,16 @@ def bilinear(fn: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor) 
 
 
 def summed_back(x: torch.Tensor) -> dict[str, Any]:
-    """How the backward of a step of ``x`` adds up gradients: in the precision of ``x``, as its forward does.
+    """Return the options by which a step's backward adds up gradients in the precision of ``x``, as its forward does.
 
-    spmd-types wants to be told so for precisions below float32.
+    spmd-types requires them for precisions below float32.
     """
     low = x.is_floating_point() and x.element_size() < 4
     return {"backward_options": {"op_dtype": x.dtype}} if low else {}
 
 
 def total(x: torch.Tensor, axes: Axes, dst: Any) -> torch.Tensor:
-    """The sum of the pieces on every rank; ``dst`` is ``spmd.R`` if ranks go on differently, ``spmd.I`` if alike."""
+    """Sum the shards of all ranks; ``dst`` is ``spmd.R`` if ranks go on differently, ``spmd.I`` if alike."""
     x = pending(x.contiguous(), axes)
     for axis in axes:
         x = (
@@ -129,8 +133,10 @@ def part_of(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
 
 
 def all_parts(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
-    """V -> R: the equal pieces of all ranks, one behind the other along a dim; the first axis is the major one. In the
-    backward the gradients, which are pending, are summed, and each rank gets its piece."""
+    """Concatenate the equal shards of all ranks along a dim (V -> R); the first axis is the major one.
+
+    The backward sums the gradients, which are pending, and gives each rank its shard.
+    """
     for axis in reversed(axes):
         if TRIAL.get() is not None:
             x = torch.cat([x] * size_and_unit(axis)[0], dim)
@@ -156,7 +162,7 @@ class _Greatest(torch.autograd.Function):
 
 
 def greatest(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """The elementwise maximum of the pieces on every rank, as a constant."""
+    """Return the elementwise maximum of the shards of all ranks, as a constant."""
     x = x.detach().contiguous()
     for axis in axes:
         x = torch.empty_like(x) if TRIAL.get() is not None else _Greatest.apply(x, axis)
@@ -164,7 +170,7 @@ def greatest(x: torch.Tensor, axes: Axes) -> torch.Tensor:
 
 
 def gathered_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:
-    """``x`` of all ranks of an axis, [ranks *x], without a gradient.
+    """Gather ``x`` of all ranks of an axis, [ranks *x], without a gradient.
 
     Args:
         group: the axis's, from :func:`sends_on`.
@@ -175,7 +181,7 @@ def gathered_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:
 
 
 def summed_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:
-    """The sum of ``x`` over all ranks of an axis, without a gradient; for a backward, too, as ``group`` is given."""
+    """Sum ``x`` over all ranks of an axis, without a gradient; with a given ``group`` also in a backward."""
     return torch.empty_like(x) if group is None else _arrived(
         functional_collectives.all_reduce(x.contiguous(), "sum", group)
     )  # fmt: skip
@@ -188,7 +194,7 @@ def _arrived(x: torch.Tensor) -> torch.Tensor:
 def average(
     x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factors: Sequence[str]
 ) -> torch.Tensor:
-    """The mean over all ranks' elements of a mean ``x`` over this rank's elements, where these factors are cut."""
+    """Average a mean ``x`` over this rank's elements over all ranks' elements, where these factors are cut."""
     axes = axes_of(cut, *factors)
     if sizes is None:
         return total(x, axes, spmd.R) / n_shards(axes)
@@ -198,7 +204,7 @@ def average(
 def numbers(
     x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factors: Sequence[str]
 ) -> torch.Tensor:
-    """A statistic ``x`` over this rank's elements of these factors, zero where it has none: there it is no number."""
+    """Return a statistic ``x`` over this rank's elements of these factors, with zero where the rank has none."""
     if sizes is None or not any(some_have_none(cut, sizes, f) for f in factors):
         return x
     return x.masked_fill(share(x, cut, sizes, factors) == 0, 0)

@@ -22,12 +22,12 @@ Axes = Sequence[str]
 
 
 def axes_of(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
-    """The axes that cut any of ``factors``."""
+    """Return the axes that cut any of ``factors``."""
     return tuple(axis_and_block(axis)[0] for f in factors for axis in cut.get(f, ()))
 
 
 def axes_except(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
-    """The axes that cut any other factor."""
+    """Return the axes that cut any other factor."""
     return tuple(axis_and_block(axis)[0] for f, axes in cut.items() if f not in factors for axis in axes)
 
 
@@ -37,20 +37,19 @@ def n_shards(axes: Axes) -> int:
 
 
 def size_and_unit(axis: str) -> tuple[int, int]:
-    """How many ranks an axis has, and of how many elements the pieces that it cuts are multiples (``tensor*64``)."""
+    """Return the number of ranks of an axis, and the block size of the shards that it cuts (``tensor*64``)."""
     name, unit = axis_and_block(axis)
     sizes = TRIAL.get()
     return spmd.normalize_axis(name).size() if sizes is None else sizes[name], unit
 
 
 def index_on(axis: str) -> Any:
-    """This rank's number on an axis of the ambient mesh: an int; in a process that plays many ranks, one for each."""
+    """Return this rank's number on an axis of the ambient mesh: an int; one for each simulated rank."""
     return for_each(axis, lambda number: number)
 
 
 def for_each(axis: str, value: Callable[[int], int]) -> Any:
-    """``value`` of this rank's number on an axis of the ambient mesh; in a process that plays many ranks, one for each;
-    in a trial that of the first."""
+    """Evaluate ``value`` at this rank's number on an axis: for each simulated rank, or in a trial for the first."""
     if in_trial():
         return value(0)
     group, mode = group_of_axis(axis), local_tensor_mode()
@@ -61,7 +60,7 @@ def for_each(axis: str, value: Callable[[int], int]) -> Any:
 
 
 def groups_like(group: Any) -> list[list[int]]:
-    """The ranks of this process group and of its siblings, of which a process that plays many ranks knows one only."""
+    """List the ranks of this process group and of its siblings, of which a simulating process knows only one."""
     ranks = dist.get_process_group_ranks(group)
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     block = stride * len(ranks)
@@ -72,19 +71,21 @@ def groups_like(group: Any) -> list[list[int]]:
 
 
 def which_shard(axis: str) -> Any:
-    """This rank's number on an axis, as :func:`index_on`; in a trial that of the last rank, which works most where a
-    mask is causal."""
+    """Return this rank's number on an axis, as :func:`index_on`; in a trial that of the last rank.
+
+    The last rank works most where a mask is causal.
+    """
     as_last = TRIAL.get() is not None or COUNTED.get() is not None
     return size_and_unit(axis)[0] - 1 if as_last else index_on(axis_and_block(axis)[0])
 
 
 def cuts_on(axes: Axes) -> tuple[tuple[int, int], ...]:
-    """``(size, unit)`` of axes that cut a dim: :func:`~autopar.words.shards.nested_piece_of` takes them."""
+    """Return ``(size, unit)`` of axes that cut a dim, for :func:`~autopar.words.shards.nested_piece_of`."""
     return tuple(map(size_and_unit, axes))
 
 
 def length_of(n: int, axes: Axes) -> Any:
-    """How many of ``n`` elements this rank has where ``axes`` cut them, each as ``torch.chunk`` does."""
+    """Return how many of ``n`` elements this rank has where ``axes`` cut them, each as ``torch.chunk`` does."""
     for axis in axes:
         size, unit = size_and_unit(axis)
         length = -(-n // (size * unit)) * unit
@@ -101,17 +102,17 @@ def _least(a: Any, b: Any) -> Any:
 
 
 def first_of(n: int, axes: Axes, device: torch.device) -> torch.Tensor:
-    """The first of ``n`` elements that this rank has where ``axes`` cut them: int64 without dims, V on ``axes``."""
+    """Return this rank's first of ``n`` elements where ``axes`` cut them: int64 without dims, V on ``axes``."""
     if TRIAL.get() is not None:
         return torch.zeros((), dtype=torch.int64, device=device)
     return _own(_pieces(n, axes, device)[0], axes)
 
 
 def _pieces(n: int, axes: Axes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """First elements and lengths of all pieces into which ``axes`` cut ``n`` elements, int64 [pieces], the first axis
-    the major one; as :func:`~autopar.words.shards.piece_of` has them.
+    """Return the first elements and the lengths of all shards of ``n`` elements cut by ``axes``, int64 [shards].
 
-    They are computed on the device: numbers from the host would have to be copied, which it waits for.
+    The first axis is the major one, as in :func:`~autopar.words.shards.piece_of`. They are computed on the device,
+    since a copy from the host would be waited for.
     """
     starts = torch.zeros(1, dtype=torch.int64, device=device)
     lengths = torch.full((1,), n, dtype=torch.int64, device=device)
@@ -125,7 +126,7 @@ def _pieces(n: int, axes: Axes, device: torch.device) -> tuple[torch.Tensor, tor
 
 
 def _own(every: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """This rank's of the values of all ranks of ``axes`` [pieces]: no dims, V on ``axes``."""
+    """Return this rank's value of those of all ranks of ``axes`` [shards]: no dims, V on ``axes``."""
     for axis in axes_of({"": axes}, ""):
         every = spmd.convert(every, axis, src=spmd.R, dst=spmd.S(0))
     return every.reshape(())
@@ -158,7 +159,7 @@ def first(cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str,
 
 
 def some_have_none(cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str) -> bool:
-    """Whether the axes that cut a factor leave some rank without any of it."""
+    """Check whether the axes that cut a factor leave some rank without any of it."""
     if sizes is None or factor not in cut:
         return False
     return not min(lengths_of(sizes[factor], [size_and_unit(axis) for axis in cut[factor]]))
@@ -167,8 +168,7 @@ def some_have_none(cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, fac
 def with_one(
     x: torch.Tensor, dim: int, value: float, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str
 ) -> torch.Tensor:
-    """``x`` with one more element of ``value`` along a dim, where some rank has none of the factor that cuts it; else
-    ``x`` itself.
+    """Append one element of ``value`` along a dim if some rank has none of the factor that cuts it.
 
     So a maximum over nothing has a neutral element, and an index finds something to read.
     """
@@ -178,7 +178,7 @@ def with_one(
 
 
 def padded(x: torch.Tensor, dim: int, to: Any, value: float = 0.0) -> torch.Tensor:
-    """``x`` with ``value`` behind it along a dim, up to ``to`` elements."""
+    """Pad ``x`` along a dim with ``value`` up to ``to`` elements."""
     missing = to - x.shape[dim]
     if isinstance(missing, int) and not missing:
         return x
@@ -192,7 +192,7 @@ def padded(x: torch.Tensor, dim: int, to: Any, value: float = 0.0) -> torch.Tens
 
 
 def share(x: torch.Tensor, cut: Mapping[str, Axes], sizes: Mapping[str, int], factors: Sequence[str]) -> torch.Tensor:
-    """What part of all elements of these factors this rank has: a number of the type of ``x``, V on their axes."""
+    """Return this rank's share of all elements of these factors: a number of the type of ``x``, V on their axes."""
     part = torch.ones((), dtype=x.dtype, device=x.device)
     for f in factors:
         if f in cut:
@@ -208,8 +208,10 @@ def _part(n: int, axes: Axes, x: torch.Tensor) -> torch.Tensor:
 
 
 def weights_on(n: int, axes: Axes, k: int, device: torch.device) -> torch.Tensor:
-    """What part each rank of axis ``k`` has of what they have together of ``n`` elements, which ``axes`` cut one
-    after the other: float64 [ranks], V on the axes before; all are zero where they have none."""
+    """Return each rank's share on axis ``k`` of the ``n`` elements that ``axes`` cut one after the other.
+
+    float64 [ranks], V on the axes before; all zeros where they have none.
+    """
     sizes = [size_and_unit(axis)[0] for axis in axes]
     if TRIAL.get() is not None:
         return torch.full((sizes[k],), 1 / sizes[k], dtype=torch.float64, device=device)
@@ -221,5 +223,5 @@ def weights_on(n: int, axes: Axes, k: int, device: torch.device) -> torch.Tensor
 
 
 def all_of(n: int, cut: Mapping[str, Axes], sizes: Mapping[str, int] | None, factor: str) -> int:
-    """How many elements a dim has on all ranks that has ``n`` on this one."""
+    """Return how many elements a dim that has ``n`` on this rank has on all ranks."""
     return n * n_shards(cut.get(factor, ())) if sizes is None else sizes.get(factor, n)

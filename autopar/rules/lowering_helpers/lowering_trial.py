@@ -1,5 +1,7 @@
-"""Lowerings that run where nobody looks at values: without ranks, in a trial; or as the last rank, while somebody
-counts what they do. :mod:`.collective_helpers` and :mod:`.local_shard` ask which it is."""
+"""Lowerings that run without values: without ranks in a trial, or as the last rank while their work is counted.
+
+:mod:`.collective_helpers` and :mod:`.local_shard` ask which it is.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ TRIAL: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def trial(sizes: Mapping[str, int]) -> Iterator[None]:
-    """In here lowerings run without ranks, on tensors without values: collectives make tensors of the right shape.
+    """Run lowerings without ranks, on tensors without values: collectives make tensors of the right shape.
 
     Args:
         sizes: of the axes.
@@ -29,7 +31,7 @@ def trial(sizes: Mapping[str, int]) -> Iterator[None]:
 
 
 def in_trial() -> bool:
-    """Whether lowerings run without ranks just now."""
+    """Check whether lowerings run without ranks now."""
     return TRIAL.get() is not None
 
 
@@ -84,7 +86,7 @@ class Counted:
 
     @contextlib.contextmanager
     def standing_for(self, times: int) -> Iterator[None]:
-        """What happens in here counts as often as ``times`` steps that are alike."""
+        """Count what happens in this scope as often as ``times`` equal steps."""
         before = self.flops_so_far() if self.flops_so_far is not None else 0.0
         self.times = times
         yield
@@ -99,8 +101,10 @@ COUNTED: contextvars.ContextVar[Counted | None] = contextvars.ContextVar("counte
 
 @contextlib.contextmanager
 def as_last_rank(flops_so_far: Callable[[], float] | None = None) -> Iterator[Counted]:
-    """In here lowerings do what the last rank does, which works most where a mask is causal; of steps that are alike
-    they make some, and say for how many these stand."""
+    """Make lowerings do what the last rank does, which works most where a mask is causal.
+
+    Of equal steps they make some, and say for how many these stand.
+    """
     counted = Counted(flops_so_far)
     token = COUNTED.set(counted)
     try:
@@ -110,11 +114,11 @@ def as_last_rank(flops_so_far: Callable[[], float] | None = None) -> Iterator[Co
 
 
 def makes_some_steps() -> bool:
-    """Whether a lowering may leave out steps that are like those which it makes: nobody looks at values."""
+    """Check whether a lowering may leave out steps equal to those it makes, since no values are read."""
     return TRIAL.get() is not None or COUNTED.get() is not None or spmd.is_type_checking()
 
 
 def standing_for(times: int) -> contextlib.AbstractContextManager[None]:
-    """In here one step of a lowering stands for ``times`` of them, for who counts."""
+    """Let one step of a lowering count for ``times`` of them in this scope."""
     counted = COUNTED.get()
     return contextlib.nullcontext() if counted is None or times == 1 else counted.standing_for(times)

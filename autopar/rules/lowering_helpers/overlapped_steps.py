@@ -47,7 +47,7 @@ class OverlappedStep(NamedTuple):
 
 
 def any_in_parts(rules: Iterable[Rule | None]) -> bool:
-    """Whether any operator may have others run beside its collectives."""
+    """Check whether any operator can overlap others with its collectives."""
     return any(_may_be_in_parts(rule) for rule in rules)
 
 
@@ -56,7 +56,7 @@ def _may_be_in_parts(rule: Rule | None) -> bool:
 
 
 def lowering_in_parts(rule: Rule, strategy: Strategy, mesh: Mesh) -> Lowering | None:
-    """The lowering of an operator under a strategy, if others may run beside the collectives at its ends."""
+    """Return the lowering of an operator under a strategy if others may overlap the collectives at its ends."""
     if not _may_be_in_parts(rule):
         return None
     pieces, axes = cuts_of(rule, strategy.options, mesh)
@@ -71,7 +71,7 @@ def beside(
     graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths,
     segment_of: Mapping[int, int],
 ) -> list[OverlappedStep]:  # fmt: skip
-    """What runs beside collectives in the program of a plan, in the order of the operators whose they are.
+    """Find the operators that overlap collectives in the program of a plan, in order of the operators with collectives.
 
     Args:
         chosen: strategies by node.
@@ -103,8 +103,10 @@ def beside(
 
 
 def in_order(graph: Graph, plans: Iterable[OverlappedStep]) -> list[int]:
-    """All operators of a graph by number, each before those that read it, so that what runs beside the collectives of
-    an operator stands next to it: ``first`` in front of it, ``last`` behind it."""
+    """Order all operators of a graph, each before its readers, with overlapped ones next to their collectives.
+
+    Of an operator with collectives, ``first`` comes before it and ``last`` after it.
+    """
     order = [i for i, _ in graph.of_kind("op")]
     for overlap in plans:
         together = [*overlap.first, overlap.op, *overlap.last, *overlap.later]
@@ -145,7 +147,7 @@ def _independent_of(graph: Graph, rules: Sequence[Rule | None], i: int) -> list[
 
 
 def _source(graph: Graph, i: int) -> int | None:
-    """The last operator that all comes from which operator ``i`` reads, functions of parameters alone apart."""
+    """Return the last operator from which all that operator ``i`` reads comes, apart from functions of parameters."""
 
     def reads(k: int) -> set[int]:
         nodes = (ref.node for ref in graph.nodes[k].refs)
@@ -185,8 +187,10 @@ def _descendants(graph: Graph, of: set[int], end: int) -> set[int]:
 def _communicates(
     graph: Graph, k: int, rule: Rule, mesh: Mesh, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths, free: frozenset[int]
 ) -> bool:  # fmt: skip
-    """Whether operator ``k`` makes collectives, or what it reads of ``free`` is brought to it by some: those wait for
-    what is under way. Code of the user's may make any."""
+    """Check whether operator ``k`` makes collectives, or reads something of ``free`` through one.
+
+    Such an operator waits for what is pending. Code of the user's may make any.
+    """
     if graph.nodes[k].target.startswith(PREFIX):
         return True
     pieces, axes = cuts_of(rule, chosen[k].options, mesh)
@@ -199,7 +203,7 @@ def _communicates(
 
 
 def _moved(graph: Graph, ref: Ref, wanted: State, mesh: Mesh, reshard_paths: ReshardPaths) -> bool:
-    """Whether a tensor is brought to a state by a collective, or its gradient back."""
+    """Check whether a tensor is brought to a state by a collective, or its gradient back."""
     before = {dst: src for src, dst in reshard_paths.get(reshard_key(graph, ref), ())}
     state = wanted
     while state in before:
@@ -211,8 +215,10 @@ def _moved(graph: Graph, ref: Ref, wanted: State, mesh: Mesh, reshard_paths: Res
 
 
 def halves(rules: Sequence[Rule | None], free: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The operators in two parts with about as much to compute in each, since as many bytes travel there as back; none
-    if there is no product among them: it is not worth another order to hide less."""
+    """Split the operators into two parts with about as much to compute, as equal bytes travel in both directions.
+
+    None if they contain no product: reordering would hide too little.
+    """
     flops = []
     for k in free:
         rule = rules[k]

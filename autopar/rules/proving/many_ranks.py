@@ -20,7 +20,7 @@ from autopar.words.shards import box_of
 
 
 def piece(whole: torch.Tensor, state: State, mesh: Mesh, rank: int) -> torch.Tensor:
-    """The slice of ``whole`` on one rank; pending sums put the value on coordinate 0."""
+    """Return the slice of ``whole`` on one rank; pending sums put the value on coordinate 0."""
     at = mesh.coordinate(rank)
     for d, (start, length) in enumerate(box_of(whole.shape, state, mesh, at)):
         if length != whole.shape[d]:
@@ -47,14 +47,14 @@ def join(pieces: Sequence[torch.Tensor], state: State, mesh: Mesh) -> torch.Tens
 
 @contextlib.contextmanager
 def many_ranks(mesh: Mesh) -> Iterator[int]:
-    """A process that plays all ranks of a mesh, on tensors that hold one piece each; gives their number."""
+    """Simulate all ranks of a mesh in this process, on tensors that hold one shard each; yield their number."""
     with fake_world(mesh), simulation(mesh.n_devices), OneByOne():
         yield mesh.n_devices
 
 
 @contextlib.contextmanager
 def fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
-    """A fake process group with a device mesh, torn down afterwards.
+    """Make a fake process group with a device mesh, torn down afterwards.
 
     Raises:
         MeshError: this process already belongs to a process group.

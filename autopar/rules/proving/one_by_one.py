@@ -45,8 +45,11 @@ class OneByOne(TorchFunctionMode):
 
 
 def _overloads(func: Any) -> tuple[str, list[OpOverload]]:
-    """The name of an operator of aten and what may be called under it: of an overload itself, of a function or method
-    of torch all overloads of the operator of its name; none of what is no operator."""
+    """Return the name of an aten operator and the overloads that may be called under it.
+
+    For an overload, itself; for a function or method of torch, all overloads of the operator of its name; none
+    otherwise.
+    """
     if isinstance(func, OpOverload):
         return func.overloadpacket.__name__, [func] if func.namespace == "aten" else []
     name = SAME_AS.get(getattr(func, "__name__", ""), getattr(func, "__name__", ""))
@@ -56,7 +59,7 @@ def _overloads(func: Any) -> tuple[str, list[OpOverload]]:
 
 @functools.cache
 def _runs_here(func: Any) -> bool:
-    """Whether an operator, or a function or method of torch of the same name, gives new tensors and draws nothing."""
+    """Check that an operator, or a torch function or method of its name, returns new tensors and draws nothing."""
     if func is torch.Tensor.__getitem__:
         return True
     name, overloads = _overloads(func)
@@ -69,7 +72,7 @@ def _runs_here(func: Any) -> bool:
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    """Whether an operator, or a method of its name, writes new values to its first argument and does nothing else."""
+    """Check that an operator, or a method of its name, writes new values to its first argument and does nothing else."""
     name, overloads = _overloads(func)
     not_here = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}  # draws, or changes the sizes
     into = [op for op in overloads if op._schema.is_mutable and not op._schema.name.endswith("out")]
@@ -79,12 +82,12 @@ def _writes(func: Any) -> bool:
 
 
 def _holds_tensors(of_schema: Any) -> bool:
-    """Whether an argument or a result of an operator is a tensor or a list of tensors."""
+    """Check whether an argument or a result of an operator is a tensor or a list of tensors."""
     return str(of_schema.type) in ("Tensor", "List[Tensor]")
 
 
 def _differs(x: Any) -> bool:
-    """Whether a tensor has pieces of different sizes, or a number is another on some ranks."""
+    """Check whether a tensor has shards of different sizes, or a number differs between ranks."""
     if isinstance(x, LocalTensor):
         return len({tuple(piece.shape) for piece in x._local_tensors.values()}) > 1
     if isinstance(x, slice):
@@ -93,7 +96,7 @@ def _differs(x: Any) -> bool:
 
 
 def one_by_one(func: Callable[..., Any], flat: list[Any], spec: Any) -> Any:
-    """``func`` of flattened arguments, for one rank after the other."""
+    """Call ``func`` on flattened arguments, for one rank after the other."""
     at = [i for i, x in enumerate(flat) if isinstance(x, LocalTensor)]
     shape: list[Any] = []
     outs = _EachRank.apply(func, flat, spec, at, shape, *(flat[i] for i in at))
@@ -101,7 +104,7 @@ def one_by_one(func: Callable[..., Any], flat: list[Any], spec: Any) -> Any:
 
 
 def written_one_by_one(func: Callable[..., Any], flat: list[Any], spec: Any) -> Any:
-    """``func``, which writes to its first argument, for one rank after the other; that argument."""
+    """Call ``func``, which writes to its first argument, for one rank after the other; return that argument."""
     mode = local_tensor_mode()
     assert mode is not None
     with mode.disable():
@@ -173,13 +176,13 @@ class _EachRank(torch.autograd.Function):
 
 
 def _of_all_ranks(gradients: dict[int, torch.Tensor | None]) -> LocalTensor | None:
-    """The gradient of one input, from that on every rank; none where a rank has none."""
+    """Join the gradients of one input on every rank; None where a rank has none."""
     pieces = {rank: gradient.detach() for rank, gradient in gradients.items() if gradient is not None}
     return LocalTensor(pieces) if len(pieces) == len(gradients) else None
 
 
 def _of_rank(x: Any, rank: int) -> Any:
-    """What one rank has of a value."""
+    """Return one rank's part of a value."""
     if isinstance(x, LocalTensor):
         return x._local_tensors[rank]
     if isinstance(x, slice):

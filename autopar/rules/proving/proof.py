@@ -36,7 +36,7 @@ class RuleIsWrong(AssertionError):
 
 
 def draw(spec: T, generator: torch.Generator) -> torch.Tensor:
-    """A random tensor of a sample."""
+    """Draw a random tensor of a sample."""
     dtype = getattr(torch, spec.dtype)
     if not dtype.is_floating_point:
         return torch.randint(int(spec.low), int(spec.high) or 2, spec.shape, generator=generator).to(dtype)
@@ -118,12 +118,12 @@ class Case:
         self.after = [_pieces(x, 1)[0] for x in leaves]  # operators such as batch norm write to their inputs
 
     def options(self, blocks: Sequence[tuple[str, int]] = ()) -> list[Option]:
-        """Every option on one axis, those of ``(factor, elements of a block)`` too."""
+        """List every option on one axis, those of ``(factor, elements of a block)`` too."""
         return axis_options(self.rule, self.grads, self.out_grads, blocks)
 
 
 def strategies_of(case: Case, mesh: Mesh, blocks: Sequence[tuple[str, int]] = ()) -> list[tuple[Option, ...]]:
-    """Every combination of options that is legal, those of ``(factor, elements of a block)`` among them."""
+    """List every legal combination of options, those of ``(factor, elements of a block)`` among them."""
     legal = []
     for picked in product(case.options(blocks), repeat=len(mesh)):
         if not can_be_cut(case.rule, picked, mesh):
@@ -195,7 +195,7 @@ def _pass(
 
 
 def _by_tensor(ranks: Sequence[Sequence[torch.Tensor | None]], where: str) -> list[list[torch.Tensor] | None]:
-    """What every rank has of each tensor, for lists of tensors by rank; None where ranks have none."""
+    """Regroup lists of tensors by rank into lists by tensor; None where ranks have none."""
     if len({len(of_rank) for of_rank in ranks}) != 1:
         raise RuleIsWrong(f"{where}: ranks give {', '.join(str(len(of_rank)) for of_rank in ranks)} tensors")
     result: list[list[torch.Tensor] | None] = []
@@ -234,7 +234,7 @@ def _run(
 
 
 def invoke(fn: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """``fn`` of arguments in which an :class:`In` stands for a tensor."""
+    """Call ``fn`` with tensors in place of each :class:`In` among its arguments."""
 
     def fill(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -249,7 +249,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _length_on(size: ShardSize, mesh: Mesh, rank: int) -> int:
-    """How many elements of a size that differs between ranks one of them has."""
+    """Return how many elements one rank has of a size that differs between ranks."""
     n, at = size.n, dict(zip((axis for axis in mesh.names), mesh.coordinate(rank), strict=True))
     for text in size.axes:
         axis, unit = axis_and_block(text)
@@ -282,8 +282,7 @@ def _pieces(value: Any, n: int) -> list[torch.Tensor]:
 def _joined(
     pieces: Sequence[torch.Tensor], state: State, mesh: Mesh, where: str, tolerance: float
 ) -> torch.Tensor:
-    """:func:`~autopar.rules.proving.many_ranks.join`, which takes the first of several copies; proves that they
-    agree."""
+    """Join shards by :func:`~autopar.rules.proving.many_ranks.join`, and prove that replicated copies agree."""
     parts = list(pieces)
     for axis in reversed(range(len(mesh))):
         name, size = mesh[axis]
@@ -298,8 +297,11 @@ def _joined(
 
 
 def _close(mine: torch.Tensor, expected: torch.Tensor, relative: float, absolute: float) -> bool:
-    """Return whether two tensors agree; above the rounding of float64 the absolute limit is a share of the largest
-    value, because a sum in low precision loses digits of its largest term."""
+    """Return whether two tensors agree.
+
+    Above the rounding of float64 the absolute limit is a share of the largest value, because a sum in low precision
+    loses digits of its largest term.
+    """
     mine, expected = mine.double(), expected.double()
     if absolute > 1e-6 and expected.numel():
         absolute *= max(1.0, float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max()))

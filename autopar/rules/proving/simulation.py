@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _of_all_ranks(numbers: Sequence[Any], ranks: Sequence[int]) -> Any:
-    """One number where all ranks have the same, else torch's integer that holds one per rank."""
+    """Return one number if all ranks have the same, else torch's integer with one per rank."""
     if all(n == numbers[0] for n in numbers):
         return numbers[0]
     return torch.SymInt(LocalIntNode(dict(zip(ranks, numbers, strict=True))))
@@ -74,7 +74,7 @@ class Simulation(LocalTensorMode):
 
 
 def _dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """What a ``LocalTensor`` does when no mode is there, which is so within the mode's own work."""
+    """Dispatch for a ``LocalTensor`` outside of its mode, which happens within the mode's own work."""
     answer = QUESTIONS.get(func)
     return answer(args[0]) if answer is not None else _ORIGINAL.__func__(cls, func, types, args, kwargs)
 
@@ -84,7 +84,7 @@ _ORIGINAL = LocalTensor.__dict__["__torch_dispatch__"]
 
 @contextlib.contextmanager
 def simulation(n: int) -> Iterator[None]:
-    """This process plays ``n`` ranks."""
+    """Simulate ``n`` ranks in this process."""
     LocalTensor.__torch_dispatch__ = classmethod(_dispatch)  # type: ignore[assignment, method-assign]
     try:
         with Simulation(n):
