@@ -99,7 +99,7 @@ def _blocks(rule: Rule, factor: str, units: set[int]) -> list[tuple[int, int, in
 
 
 def _factor_cut(rule: Rule, term: Term, d: int, block: int) -> tuple[str, int] | None:
-    """Return the factor and block size that a cut of a dim into blocks cuts; None if it cannot be, or needs no option."""
+    """Return the factor and block size that a cut of a dim into blocks cuts; None if impossible or not needed."""
     dim = [f for f in term[d] if rule.sizes[f] > 1]
     if not dim or dim[0] not in rule.in_blocks:
         return None

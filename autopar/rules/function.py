@@ -95,7 +95,7 @@ class Callee:
         return replace(self, double=True)
 
     def __call__(self, *leaves: Any, seed: torch.Tensor | None = None, site: Any = 0) -> Any:
-        """Return one tensor, or a tuple of several; ``seed`` of the step and ``site`` of the call are for code that draws."""
+        """Return one tensor or a tuple; ``seed`` of the step and ``site`` of the call are for code that draws."""
         with contextlib.nullcontext() if seed is None or isinstance(seed, FakeTensor) else _drawing(seed, site, leaves):
             if any(isinstance(x, FakeTensor) for x in leaves):
                 results = _OnFakes.apply(self, *leaves)

@@ -61,7 +61,7 @@ def kernels_of(cluster: Cluster, device: Device) -> Kernels:
 
 
 class _RmsNormOfGpu(torch.autograd.Function):
-    """``aten.rms_norm`` as torch's GPU kernel: it saves its input and, per row, the inverse root mean square in float32.
+    """``aten.rms_norm`` as torch's GPU kernel, which saves its input and each row's inverse RMS in float32.
 
     See ``_fused_rms_norm`` in ATen/native/layer_norm.cpp and cuda/layer_norm_kernel.cu.
     """

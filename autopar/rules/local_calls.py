@@ -46,7 +46,7 @@ def is_told_device(call: Call) -> bool:
 
 
 def gives_list(fn: Callable[..., Any]) -> bool:
-    """Check whether an operator returns a list of tensors, also a list of one: ``chunk(1)``, or ``unbind`` of length 1."""
+    """Check whether an operator returns a list of tensors, be it of one: ``chunk(1)``, ``unbind`` of length 1."""
     returns = fn._schema.returns if isinstance(fn, OpOverload) else ()
     return len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
 

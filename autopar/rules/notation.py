@@ -304,7 +304,7 @@ class Rule:
         return (*singles, *((f, u) for f in self.in_blocks for u in self.units.get(f, ())))
 
     def blocks_on(self, mesh: Mesh) -> tuple[tuple[str, int], ...]:
-        """Return those of :attr:`blocks` that a mesh may divide unevenly; the options without units serve the others."""
+        """Return those of :attr:`blocks` that a mesh may divide unevenly; others need no units."""
         if not self.blocks:
             return ()
         n = mesh.n_devices

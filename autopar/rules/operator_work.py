@@ -102,7 +102,7 @@ def is_aligned(rule: Rule, dtype: str, pieces: Mapping[str, int | Fraction]) -> 
 def moved_bytes(
     rule: Rule, read: Sequence[float], written: Sequence[float], gradients: Sequence[bool], counted: Sequence[bool]
 ) -> tuple[float, float]:
-    """Return the bytes that an operator reads and writes, forward and backward; for a contraction's backward without products.
+    """Return the bytes an operator reads and writes, forward and backward (of products, forward only).
 
     The backward reads the gradients of the results and what was kept, and writes those of its inputs. A look-up reads
     the rows that it gives, not the table, and its backward writes a table.

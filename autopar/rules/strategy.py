@@ -149,7 +149,7 @@ def blocks_named(rule: Rule, names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def strategy_named(graph: Graph, node: Node, rule: Rule | None, names: Sequence[str]) -> Strategy:
-    """Return the strategy of one op from the names of its options, one per axis. The op has them: plans were checked."""
+    """Return one op's strategy from the names of its options, one per axis, which were checked before."""
     assert rule is not None
     key = "strategy", grads_of(graph, node), ends_gradients(graph, node), tuple(names)
     strategy: Strategy | None = rule.derived.get(key)

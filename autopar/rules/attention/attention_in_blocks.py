@@ -63,7 +63,7 @@ class AttentionForm(NamedTuple):
 
 
 def goes_in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Check that a call is worth computing in blocks: it is long or has kernels, and only keys and values are broadcast.
+    """Check that a call is worth computing in blocks: long or with kernels, and only keys and values broadcast.
 
     Not where sizes are no numbers, as on simulated ranks with uneven shards.
     """

@@ -48,7 +48,7 @@ def zigzag_stretches(number: int, pieces: int, length: int) -> list[Stretch]:
 
 
 def pairs(rows: Sequence[Stretch], keys: Sequence[Stretch], causal: bool) -> Iterator[Met]:
-    """Yield what each query of ``rows`` sees of ``keys``: all of them or, if causal, those at its position and before."""
+    """Yield what each query of ``rows`` sees of ``keys``: all, or if causal those at its position and before."""
     for q in rows:
         for k in keys:
             if not causal:

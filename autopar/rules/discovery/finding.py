@@ -79,7 +79,7 @@ def tried(call: Call) -> Discovered:
 
 
 def _holds_as_it_is(target: str, sample: Sample, discovered: Discovered) -> bool:
-    """Check that what was found on small tensors is right on those of the call: sizes may decide what an operator does."""
+    """Check that what was found on small tensors is right on the call's: behaviour may depend on sizes."""
     case = Case(target, sample, len(SEEDS), lambda call: rule_from(call, discovered))
     return all(_is_right(case, picked, TWO) for picked in strategies_of(case, TWO))
 

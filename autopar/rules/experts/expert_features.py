@@ -167,7 +167,7 @@ class _Block:
         return found
 
     def added_behind(self, last: int) -> frozenset[int] | None:
-        """Return the block's tensors that are added by expert to the last product; None if anything else is done to it."""
+        """Return the tensors that are added by expert to the last product; None if anything else is done to it."""
         total, additive = self.n_ins + last, set()
         for k in range(last + 1, len(self.steps)):
             target, args, kwargs = self.steps[k]

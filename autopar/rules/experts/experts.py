@@ -50,7 +50,7 @@ class _Sorted:
         self.ends = ends
 
     def product(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Multiply each row by its expert's matrix: [rows k], [experts k n] to [rows n]; rows of no expert give zero."""
+        """Multiply each row by its expert's matrix: [rows k], [experts k n] to [rows n]; zero without an expert."""
         if _grouped(rows, matrices):
             made = torch.nn.functional.grouped_mm(rows, matrices, offs=self.ends.to(torch.int32))
             there = torch.arange(len(rows), device=rows.device) < self.ends[-1]
@@ -63,7 +63,7 @@ class _Sorted:
         return made
 
     def outer(self, rows: torch.Tensor, grads: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Compute ``rows.T @ grads`` for each expert: [rows k] and [rows n] to [experts k n], with the strides of ``like``."""
+        """Compute ``rows.T @ grads`` by expert: [rows k], [rows n] to [experts k n], with the strides of ``like``."""
         if _grouped(rows, grads):
             return torch.nn.functional.grouped_mm(rows.t(), grads, offs=self.ends.to(torch.int32))
         made, parts = torch.empty_like(like), self._parts()

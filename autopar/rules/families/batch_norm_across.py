@@ -113,7 +113,7 @@ def _of_statistics(
     of_x: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, weight: torch.Tensor | None,
     sums: torch.Tensor, way: _Way,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradient of ``x`` that flows through the statistics, which is itself a norm of ``x`` with other weights."""
+    """Return the gradient of ``x`` through the statistics: a norm of ``x`` with other weights."""
     scale = torch.rsqrt(var + way.eps) * (-1 / way.n)
     scale = scale if weight is None else scale * weight.to(scale.dtype)
     weight_of_mean, bias_of_mean = (sums * scale).unbind(0)
@@ -175,7 +175,7 @@ def batch_norm_across(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float,
     cudnn_enabled: bool = True, *, cut: Mapping[str, Sequence[str]], sizes: Mapping[str, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute ``aten.batch_norm`` in training with the batch or space cut: every rank gets statistics of the whole batch."""
+    """Compute ``aten.batch_norm`` in training with the batch or space cut, by the whole batch's statistics."""
     # x [b c ...], others [c] -> [b c ...]
     dims = [0, *range(2, x.dim())]
     n = prod(all_of(x.shape[d], cut, sizes, factor) for d, factor in zip(dims, "bxyz", strict=False))

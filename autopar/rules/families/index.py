@@ -67,7 +67,7 @@ def _all_whole(call: Call) -> Rule:
     ],
 )  # fmt: skip
 def index_put(call: Call) -> Rule:
-    """Make the rule of ``x[i] = v``: the indexed dims are replicated, unless a mask writes one value, which is pointwise.
+    """Make the rule of ``x[i] = v``: indexed dims are replicated; a mask that writes one value is pointwise.
 
     Accumulated values may be cut along the indices: each shard then adds to a pending sum.
     """

@@ -153,7 +153,7 @@ def bucketize(call: Call) -> Rule:
 
 @rule("aten.glu.default", samples=[sample(T((4, 6, 8))), sample(T((4, 6)), 0)])
 def glu(call: Call) -> Rule:
-    """Make the rule of ``glu``: both halves of the dim are needed, so it is replicated. Split fused projections in the model."""
+    """Make the rule of ``glu``, which needs both halves of the dim: replicated. Better split fused projections."""
     return except_dim(call, call.arg(1, "dim", -1) % len(call.out.shape), "pointwise", linear=False, saves=(0,))
 
 

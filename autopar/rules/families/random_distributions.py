@@ -134,7 +134,7 @@ def feature_alpha_dropout(
 
 
 def alpha(x: torch.Tensor, mask: torch.Tensor | None, p: float) -> torch.Tensor:
-    """Return ``x`` where the mask is 1, else the value that preserves mean and variance; without a mask everything drops."""
+    """Return ``x`` where the mask is 1, else the value that preserves mean and variance; no mask drops all."""
     if p == 1 or mask is None:
         return x * 0.0
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))

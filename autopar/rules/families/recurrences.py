@@ -96,7 +96,7 @@ def recurrent(call: Call) -> Rule:
 
 
 def of_cells(n_states: int) -> list[Placement]:
-    """Return the placements of the states where cells are cut: hidden states are replicated, cell states are sharded."""
+    """Return the states' placements where cells are cut: hidden states replicated, cell states sharded."""
     return [REPLICATED, shard(2)][:n_states]
 
 

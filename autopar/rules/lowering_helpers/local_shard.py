@@ -32,7 +32,7 @@ def axes_except(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
 
 
 def n_shards(axes: Axes) -> int:
-    """Number of pieces that ``axes`` cut together."""
+    """Return the number of shards that ``axes`` cut together."""
     return prod(size_and_unit(axis)[0] for axis in axes)
 
 
@@ -133,7 +133,7 @@ def _own(every: torch.Tensor, axes: Axes) -> torch.Tensor:
 
 
 def piece(axes: Axes, device: torch.device) -> torch.Tensor:
-    """Number of this rank's piece: int64 without dims, V on ``axes``; the first axis is the major one."""
+    """Return the number of this rank's shard: int64 without dims, V on ``axes``; the first axis is major."""
     if not axes or TRIAL.get() is not None:
         return torch.zeros((), dtype=torch.int64, device=device)
     number = torch.arange(n_shards(axes), device=device)

@@ -72,7 +72,7 @@ def _runs_here(func: Any) -> bool:
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    """Check that an operator, or a method of its name, writes new values to its first argument and does nothing else."""
+    """Check that an operator, or a method of its name, only writes new values to its first argument."""
     name, overloads = _overloads(func)
     not_here = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}  # draws, or changes the sizes
     into = [op for op in overloads if op._schema.is_mutable and not op._schema.name.endswith("out")]

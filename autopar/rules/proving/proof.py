@@ -185,7 +185,7 @@ def _pass(
     case: Case, picked: Sequence[Option], mesh: Mesh, tensors: Sequence[Any], cotangents: Sequence[Any],
     rank: int | None = None,
 ) -> tuple[list[Any], list[Any], list[Any]]:  # fmt: skip
-    """Outputs, gradients and inputs after a forward and a backward, of one rank or of all at once."""
+    """Return outputs, gradients and inputs after a forward and a backward, of one rank or of all at once."""
     leaves = [t.requires_grad_(g) for t, g in zip(tensors, case.grads, strict=True)]
     results = _run(case.call, case.rule, picked, mesh, leaves, rank)
     pairs = [(t, c) for t, c, g in zip(results, cotangents, case.out_grads, strict=False) if g and t.requires_grad]

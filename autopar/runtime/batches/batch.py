@@ -58,7 +58,7 @@ class _Piece(torch.autograd.Function):
 def local_part(
     slot: Slot, leaf: torch.Tensor, shown: str, device_mesh: DeviceMesh, mesh: Mesh, in_shards: bool
 ) -> torch.Tensor:
-    """This rank's part of one input, in the caller's autograd graph if its gradient was planned.
+    """Return this rank's part of one input, in the caller's autograd graph if its gradient was planned.
 
     Args:
         shown: what messages call the input.
@@ -131,11 +131,11 @@ class Batch:
         }  # fmt: skip
 
     def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], in_parts: bool = False) -> bool:
-        """Whether this is a call of the program: of the captured structure, shapes, dtypes and plain values, without
-        gradients that were not planned.
+        """Check whether this is a call of the program.
 
-        Floating point numbers are passed over: whoever changes one is told to pass a tensor (:meth:`tensors`), because
-        they mostly change in every call.
+        The structure, shapes, dtypes and plain values must be the captured ones, and no unplanned gradients be
+        wanted. Floating point numbers are not compared: whoever changes one is told to pass a tensor
+        (:meth:`tensors`), because they mostly change in every call.
 
         Args:
             in_parts: so is a batch of several microbatches, all inputs of which have as many as long a first dim.
@@ -187,7 +187,7 @@ class Batch:
             self.check_one(self.tensors(args, kwargs), parts)
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The tensors of a call, by the names of the inputs; their shapes are not looked at.
+        """Return the tensors of a call, by the names of the inputs; their shapes are not checked.
 
         Raises:
             RunError: the call is not one that was captured; the message says in what.
@@ -210,7 +210,7 @@ class Batch:
         return tensors
 
     def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The leaves of a call, which :meth:`fits` has mostly put in order just now; they are not kept any longer."""
+        """Return the leaves of a call, which :meth:`fits` has mostly ordered just now; they are kept no longer."""
         flat, self._flat = self._flat, None
         if flat is not None and flat[0] is args and flat[1] is kwargs:
             return flat[2]
@@ -219,7 +219,7 @@ class Batch:
     def call(
         self, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call of one microbatch, whose tensors these are; all else is as in the call of the batch."""
+        """Return a call of one microbatch with these tensors; everything else is as in the call of the batch."""
         leaves = flatten_call(self.captured, self.signature, args, kwargs)
         named = [None if n is None else self.captured.graph.nodes[n].target for n in self.captured.inputs]
         cut = [leaf if name is None else tensors[name] for name, leaf in zip(named, leaves, strict=True)]
@@ -274,8 +274,9 @@ class Batch:
     def microbatches(
         self, tensors: Mapping[str, torch.Tensor], count: int | None, part: Callable[[str], Shape]
     ) -> list[dict[str, torch.Tensor]]:
-        """The tensors of a step's microbatches: ``count``, or as many as the shapes say. What has the shape of one goes
-        into all of them.
+        """Split the tensors of a step into ``count`` microbatches, or as many as the shapes say.
+
+        A tensor with the shape of one microbatch goes into all of them.
 
         Args:
             part: shape of this rank's part of an input, which may be given instead of the whole.
@@ -315,7 +316,7 @@ class Batch:
         ]
 
     def exactly(self, tensors: Mapping[str, torch.Tensor], k: int) -> list[dict[str, torch.Tensor]]:
-        """The tensors of exactly ``k`` microbatches, whole. What has the shape of one goes into all of them.
+        """Split tensors into exactly ``k`` microbatches; one with the shape of a microbatch goes into all of them.
 
         Raises:
             RunError: an input is neither ``k`` times as long in dim 0 as a microbatch nor as long as one.

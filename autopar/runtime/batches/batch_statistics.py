@@ -18,7 +18,7 @@ from autopar.words.graph import Graph
 
 
 def of_each_microbatch(graphs: Iterable[Graph], microbatches: int) -> str:
-    """That modules take statistics of each microbatch, where they do; else nothing."""
+    """Return a note about modules whose statistics are computed per microbatch; empty if there are none."""
     modules = modules_with_statistics(graphs) if microbatches > 1 else []
     if not modules:
         return ""
@@ -32,7 +32,7 @@ def of_each_microbatch(graphs: Iterable[Graph], microbatches: int) -> str:
 
 
 def drawn_for_each_microbatch(graphs: Iterable[Graph], microbatches: int) -> str:
-    """That random numbers depend on the number of microbatches, where they do; else nothing."""
+    """Return a note about random numbers that depend on the number of microbatches; empty if none do."""
     drawn = {node.where: None for graph in graphs for node in graph.nodes if node.rows is None}
     if not drawn or microbatches == 1:
         return ""

@@ -17,7 +17,7 @@ from autopar.torch_private import pytree
 def flatten_call(
     captured: Captured, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Any]:
-    """The leaves of a call, in the order of the captured one.
+    """List the leaves of a call, in the order of the captured one.
 
     Args:
         signature: of the model's forward; by it keywords may stand for positions.
@@ -39,7 +39,7 @@ def flatten_call(
 def leaves_of(
     captured: Captured, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Any] | None:
-    """:func:`flatten_call`; None where the call has another structure."""
+    """List the leaves as :func:`flatten_call` does; None where the call has another structure."""
     spec = captured.in_spec
     leaves, have = pytree.tree_flatten((args, dict(kwargs)))
     if have == spec:
@@ -63,7 +63,7 @@ def leaves_of(
 
 
 def example_leaves(captured: Captured) -> tuple[list[Any], pytree.TreeSpec]:
-    """Example leaves without values: literals, and the spec of each tensor as text."""
+    """List example leaves without values: literals, and the spec of each tensor as text."""
     leaves: list[Any] = []
     for i, number in enumerate(captured.inputs):
         if i in captured.literals:
@@ -96,7 +96,7 @@ def describe(value: Any) -> str:
 
 
 def call_text(args: Any, kwargs: Mapping[str, Any]) -> str:
-    """A call in a few words, such as ``(float32[8 12], labels=int64[8])``."""
+    """Describe a call in a few words, such as ``(float32[8 12], labels=int64[8])``."""
 
     def show(value: Any) -> str:
         if isinstance(value, torch.Tensor):
@@ -111,7 +111,7 @@ def call_text(args: Any, kwargs: Mapping[str, Any]) -> str:
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:
-    """Whether two names mean one device; one without a number means the process's own of its kind."""
+    """Check whether two names mean one device; one without a number means the process's own of its kind."""
     if a.type != b.type or a.type == "cpu":
         return a.type == b.type
     current = torch.accelerator.current_device_index() if None in (a.index, b.index) else 0
@@ -119,14 +119,16 @@ def same_device(a: torch.device, b: torch.device) -> bool:
 
 
 def is_host_number(x: torch.Tensor) -> bool:
-    """Whether a tensor has no dims and is on the CPU: operators of torch take such beside tensors of any device."""
+    """Check whether a tensor has no dims and is on the CPU: torch's operators mix such with tensors of any device."""
     return x.dim() == 0 and x.device.type == "cpu"
 
 
 @contextlib.contextmanager
 def without_inference_mode() -> Iterator[None]:
-    """Without gradients in the place of torch's inference mode: what a program keeps beyond a call, such as parameters
-    that it has gathered or a program that is captured for this one, is there for training, too."""
+    """Use no-gradient mode in place of torch's inference mode.
+
+    What outlives a call, such as gathered parameters or a program that is captured for it, is used for training, too.
+    """
     if not torch.is_inference_mode_enabled():
         yield
         return

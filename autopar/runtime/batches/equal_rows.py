@@ -17,8 +17,10 @@ from autopar.runtime.batches.calls import leaves_of
 
 
 def row_leaves(captured: Captured) -> frozenset[int]:
-    """The leaves of a call that have rows, by position: those that are as long as the first one, without those that the
-    graph, or the caller, says have none."""
+    """Return the positions of the leaves of a call that have rows.
+
+    Those are as long as the first one, without those that the graph or the caller says have none.
+    """
     kept: frozenset[int] | None = captured.graph.derived.get("row_leaves")
     if kept is not None:
         return kept

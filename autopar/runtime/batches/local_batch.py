@@ -75,8 +75,11 @@ class RowsOfRanks:
     def uneven_counts(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog]
     ) -> list[int] | None:
-        """How many rows each rank is called with, where these are not equally many; None where they are, or where the
-        call has DTensors or nothing with rows. All ranks call it before each call."""
+        """Return each rank's number of rows if they are unequal.
+
+        None where they are equal, or where the call has DTensors or nothing with rows. All ranks call it before each
+        call.
+        """
         self.counts = None
         rows = rows_in(args, kwargs, self.without)
         if self.exchange is None or rows is None:
@@ -110,7 +113,7 @@ class LocalBatch(RowsOfRanks):
     def put_together(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog]
     ) -> Call | None:
-        """The call with all rows of all ranks, where these have not equally many; None where they have.
+        """Return the call with all rows of all ranks if their numbers are unequal; None where they are equal.
 
         All ranks call it before each call that is not of DTensors.
 
@@ -130,9 +133,9 @@ class LocalBatch(RowsOfRanks):
         )  # fmt: skip
 
     def whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """The call with the whole batch, of which this rank has its rows: DTensors in the tensors' place.
+        """Return the call with the whole batch: DTensors in place of tensors, of which this rank holds its rows.
 
-        Inputs with rows are cut among the ranks; DTensors say themselves how they lie.
+        Inputs with rows are cut among the ranks; DTensors keep their own placements.
         """
         rows = rows_in(args, kwargs, self.without)
         if rows is None:
@@ -148,7 +151,7 @@ class LocalBatch(RowsOfRanks):
         return positional, by_name
 
     def parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[Call]:
-        """The calls of a step in ``count`` microbatches, each with rows of every rank.
+        """Return the calls of a step in ``count`` microbatches, each with rows of every rank.
 
         Raises:
             CaptureError: the rows do not divide.
@@ -157,7 +160,7 @@ class LocalBatch(RowsOfRanks):
         return [self.whole(*part_of_batch(batch, count, number, self.without)) for number in range(count)]
 
     def of_output(self, value: torch.Tensor, state: State, shape: tuple[int, ...]) -> torch.Tensor:
-        """This rank's rows of an output.
+        """Return this rank's rows of an output.
 
         Args:
             value: this rank's piece of it, in ``state``; ``shape`` is that of the whole.
@@ -197,8 +200,7 @@ class TakesRows:
         return samplers_of(self).add(sampler)
 
     def shard(self, loader: DataLoader[Any], seed: int = 0) -> DataLoader[Any]:
-        """A loader of whole batches as one that gives what this rank is called with; ``loader.sampler`` is
-        :meth:`sampler`'s.
+        """Turn a loader of whole batches into one that gives this rank's rows; its ``sampler`` is :meth:`sampler`'s.
 
         Raises:
             MeshError: its batches do not divide among the ranks.
@@ -230,13 +232,13 @@ class _LocalBatch(torch.autograd.Function):
 
 
 def samplers_of(module: Any) -> Samplers:
-    """Those that a parallel module has made."""
+    """Return the samplers that a parallel module has made."""
     samplers: Samplers = module.__dict__.setdefault("_autopar_samplers", Samplers())
     return samplers
 
 
 def _sharded(loader: DataLoader[Any], sampler: Callable[..., RowSampler], ranks: int) -> DataLoader[Any]:
-    """The loader of whole batches as one that gives this rank's rows of each.
+    """Turn a loader of whole batches into one that gives this rank's rows of each.
 
     Args:
         sampler: makes one of a data set.

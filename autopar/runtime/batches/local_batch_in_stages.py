@@ -30,8 +30,7 @@ from autopar.words.placements import REPLICATED, State, shard
 
 
 def parts_on(meshes: Sequence[Mesh]) -> int:
-    """How many parts of a batch the ranks of each of some meshes can have, along their first axes: as many as can
-    be."""
+    """Return the largest number of parts of a batch that the ranks of each mesh can hold, along their first axes."""
     return max(set.intersection(*({1, *accumulate(mesh.sizes, mul)} for mesh in meshes)))
 
 
@@ -63,7 +62,7 @@ class RowsInStages(RowsOfRanks):
     def put_together(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], logs: Sequence[CollectiveLog], everyone: Any
     ) -> Call | None:
-        """The call with the rows of the whole batch, where its parts have not equally many; None where they have.
+        """Return the call with the rows of the whole batch if its parts are unequal; None where they are equal.
 
         All ranks call it before each step.
 
@@ -93,7 +92,7 @@ class RowsInStages(RowsOfRanks):
         )  # fmt: skip
 
     def of_uneven(self, output: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of an output that has those of the whole batch, of which parts have not equally many."""
+        """Return this rank's rows of an output with the rows of a whole batch of unequal parts."""
         assert self.counts is not None
         return output.narrow(0, sum(self.counts[: self.place]), self.counts[self.place])
 
@@ -112,7 +111,7 @@ class RowsInStages(RowsOfRanks):
     def microbatches(
         self, tensors: Mapping[str, torch.Tensor], cut: Collection[int], count: int
     ) -> list[dict[str, torch.Tensor]]:
-        """This rank's rows of every microbatch.
+        """Return this rank's rows of every microbatch.
 
         Args:
             cut: the tensors that have rows, by ``id``; others go into every microbatch.
@@ -125,7 +124,7 @@ class RowsInStages(RowsOfRanks):
         return pieces
 
     def joined(self, leaf: torch.Tensor, shape: Sequence[int], device_mesh: DeviceMesh) -> torch.Tensor:
-        """An input of a microbatch as the whole of it, of which this rank has its rows; one without rows as it is.
+        """Return an input of a microbatch as the whole of which this rank has its rows; one without rows unchanged.
 
         Args:
             shape: of the whole.
@@ -147,7 +146,7 @@ class RowsInStages(RowsOfRanks):
         return as_dtensor(leaf.contiguous(), state, shape, device_mesh)
 
     def rows_of(self, output: torch.Tensor, microbatches: int) -> torch.Tensor:
-        """This rank's rows of an output that has the rows of all microbatches, one after the other."""
+        """Return this rank's rows of an output with the rows of all microbatches, one after the other."""
         by_rank = output.unflatten(0, (microbatches, self.ranks, -1))
         return by_rank[:, self.place].flatten(0, 1)
 

@@ -72,12 +72,12 @@ class CollectiveLog:
         self.read: deque[str] = deque(maxlen=4)  # an accelerator's collectives let a rank run ahead of one reading
 
     def note(self, what: str) -> None:
-        """This rank does something in which it will wait for the others, and they for it."""
+        """Note that this rank begins something in which ranks wait for each other."""
         self.count += 1
         self.store.set(str(self.rank), f"{self.count}|{what}|{';'.join(self.read)}")
 
     def note_waiting(self) -> None:
-        """This rank waits for the others at an exchange, and has not come to what follows."""
+        """Note that this rank waits for the others at an exchange, before what follows."""
         self.store.set(str(self.rank), f"{self.count + 1}|{AT_EXCHANGE}{self.exchanges}|{';'.join(self.read)}")
 
     def meet(self, verb: str, what: str, why: str) -> None:
@@ -159,7 +159,7 @@ class Unread(torch.Tensor):
 
     @torch.compiler.disable
     def whole(self) -> torch.Tensor:
-        """The plain tensor, in the caller's autograd graph. A collective, the first time."""
+        """Return the plain tensor, in the caller's autograd graph; the first call is a collective."""
         if self._plain is None:
             self._meet()
             with DisableTorchFunctionSubclass(), torch.enable_grad():
@@ -177,7 +177,7 @@ class Unread(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What C++ code does without asking Python, such as collectives: below autograd, on the values."""
+        """Handle what C++ code does without Python, such as collectives: below autograd, on the values."""
         args, kwargs = pytree.tree_map_only(Unread, lambda x: Unread.whole(x).detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -206,7 +206,7 @@ class _Pending(torch.autograd.Function):
 
 
 def with_pending(x: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
-    """An output in ``state`` whose gradient may be whole on every rank also where it counts as pending (``R``)."""
+    """Mark an output in ``state`` so that its gradient may be replicated also where it counts as pending (``R``)."""
     pending = [axis for axis, p in enumerate(state) if p is REPLICATED and device_mesh.size(axis) > 1]
     if not (pending and x.requires_grad):
         return x
@@ -228,14 +228,14 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """A gradient that is whole and the same everywhere, as this rank's piece takes it."""
+        """Convert a replicated gradient to the form that this rank's shard takes."""
         return local_shard(grad, ctx.state, ctx.device_mesh).contiguous(), None, None, None, None
 
 
 def unread(
     local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh, meet: Callable[[], None]
 ) -> torch.Tensor:
-    """The whole tensor of ``shape`` whose piece in ``state`` is ``local``, put together when it is read.
+    """Return the whole tensor of ``shape`` with shard ``local`` in ``state``, gathered when it is read.
 
     Args:
         meet: called before that; waits for the other ranks.

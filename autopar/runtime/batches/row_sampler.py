@@ -44,14 +44,14 @@ class RowSampler(DistributedSampler[Any]):
         """The state of torch's generator from which the iteration goes on that a checkpoint was in."""
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch; of the one that a checkpoint was in, it goes on where that ended."""
+        """Set the epoch of the next iteration; the epoch of a loaded checkpoint goes on where that ended."""
         if epoch != self.epoch:
             self._begins = self._began = self._drawn = 0
             self._loads = self._at_load = None
         super().set_epoch(epoch)
 
     def _order(self, begin: int) -> list[int]:
-        """The rows from a position on, as many as divide among the ranks."""
+        """List the rows from a position on, as many as divide among the ranks."""
         n = len(self.dataset)  # type: ignore[arg-type]
         rows = list(range(n))
         if self.shuffle:
@@ -121,7 +121,7 @@ class RowSampler(DistributedSampler[Any]):
         return min(int(loads._num_yielded) * int(size), self._drawn)
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its rows all ranks together have been given."""
+        """Return the epoch, and how many of its rows all ranks together have been given."""
         rows = self._begins or self._began + self._given() * self.num_replicas
         return {"epoch": self.epoch, "rows": rows, "seed": self.seed, "of": len(self.dataset)}  # type: ignore[arg-type]
 
@@ -151,7 +151,7 @@ class Samplers:
         self.loaded: list[Mapping[str, int] | None] = []
 
     def add(self, sampler: RowSampler) -> RowSampler:
-        """One more; it goes on where its place in a loaded checkpoint says."""
+        """Add a sampler, which goes on at its position in a loaded checkpoint."""
         number = len(self.made)
         self.made.append(weakref.ref(sampler))
         if number < len(self.loaded) and (state := self.loaded[number]) is not None:
@@ -159,7 +159,7 @@ class Samplers:
         return sampler
 
     def state_dict(self) -> dict[str, Any]:
-        """The positions; None of a sampler that is gone."""
+        """Return the positions; None for a sampler that is gone."""
         there = [ref() for ref in self.made]
         return {"samplers": [sampler.state_dict() if sampler is not None else None for sampler in there]}
 

@@ -61,7 +61,7 @@ def runs(
     captured: Captured, signature: inspect.Signature, planned: int, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     ranks: int = 1, most: int | None = None,
 ) -> list[Run]:  # fmt: skip
-    """The runs of a call.
+    """Return the runs of a call.
 
     Args:
         captured: the microbatch that was planned first. What has its rows there is cut, but for what is as long in the
@@ -117,7 +117,7 @@ def _have_rows(
     captured: Captured, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     leaves: list[Any],
 ) -> list[bool]:  # fmt: skip
-    """Of each leaf of a call, whether it may have the batch's rows."""
+    """Return, for each leaf of a call, whether it may have the batch's rows."""
     in_order = leaves_of(captured, signature, args, kwargs)
     if in_order is not None:
         rows, whole = rows_of_microbatch(captured), no_rows_in(captured)

@@ -43,7 +43,7 @@ Reader = Callable[[str], tuple[int, str]]
 
 
 def is_checked(call: int, every: int | None = None) -> bool:
-    """Whether call number ``call`` (from 1) is compared.
+    """Check whether call number ``call`` (from 1) is compared between ranks.
 
     Args:
         every: how often; None for ever fewer calls, 0 for none.
@@ -61,7 +61,7 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def exchange(group: Any, seen: Seen, device: torch.device, error: AutoparError | None) -> list[tuple[Outline, Values]]:
-    """What all ranks of ``group`` were called with, at once; every rank of it calls this.
+    """Exchange what all ranks of ``group`` were called with; a collective call.
 
     Args:
         error: what is wrong with this rank's call, which others would wait for in vain.
@@ -115,8 +115,7 @@ def compare(everyone: Sequence[Values], reader: Reader) -> None:
 
 
 def _tell_of_equal_pieces(everyone: Sequence[Sequence[Sample]]) -> None:
-    """Warn where all that ranks passed in pieces is the same on all of them: it may be a whole batch, as long as a
-    piece of the one that was captured."""
+    """Warn where all ranks passed equal shards: each may be a whole batch as long as a shard of the captured one."""
     in_shards = [
         samples for samples in zip(*everyone, strict=True)
         if all(among and among[:1] != (LOCAL_BATCH,) for *_, among, _ in samples) and len({s[3] for s in samples}) > 1
@@ -168,7 +167,7 @@ def _compare_parameters(everyone: list[dict[Copy, tuple[int, Any]]], reader: Rea
 
 
 def first_readers(graphs: Iterable[Graph]) -> Reader:
-    """Of a parameter's name: the number of the operator that reads it first, and where that stands."""
+    """Return a function from a parameter's name to the operator that reads it first, and its source line."""
     readers: dict[str, tuple[int, str]] = {}
     tied: dict[str, str] = {}
     number = 0
@@ -210,11 +209,11 @@ class Calls:
         self.soon = False
 
     def next_one(self) -> None:
-        """The next call is compared, whatever its number: the ranks run another program from then on."""
+        """Compare the next call, whatever its number: the ranks run another program from then on."""
         self.soon, self.forms = self.every != 0, None
 
     def inputs(self, take: Callable[[Seen | None], Taken], parameters: Iterable[tuple[str, torch.Tensor]]) -> Taken:
-        """What ``take`` makes of the next call; where that is compared, it samples the inputs.
+        """Return what ``take`` makes of the next call; where that is compared, it samples the inputs.
 
         Args:
             parameters: this rank's, by name; read where the call is compared.

@@ -57,7 +57,7 @@ class Outline(NamedTuple):
         return zlib.crc32(repr(self).encode())
 
     def values(self, bits: Sequence[int], sums: Sequence[float]) -> Values:
-        """What the numbers mean."""
+        """Decode the numbers."""
         rows = iter(range(0, len(sums), PARTS + 1))
         taken = []
         for number, near in zip(bits[1:], self.near, strict=False):
@@ -166,7 +166,7 @@ class Arriving:
             self.copied.record(current_stream(device))  # of that device, whichever is the current one
 
     def values(self) -> list[Values | None]:
-        """What they are, of each rank; None of one that had another form. Waits until they are there."""
+        """Return the values of each rank, waiting for them; None for one that had another form."""
         if self.copied is not None:
             self.copied.synchronize()
         return [
@@ -176,14 +176,17 @@ class Arriving:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The bits of all elements as integers, [elements]."""
+    """Return the bits of all elements as integers, [elements]."""
     flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
     return flat.view(_INTEGERS[flat.element_size()]) if flat.dtype is not torch.bool else flat.view(torch.uint8)
 
 
 @torch.no_grad()
 def fingerprint(x: torch.Tensor) -> torch.Tensor:
-    """A checksum, int64 []: all elements count, and of about 4096 of them also where they are. Computed where x is."""
+    """Compute a checksum, int64 [], where x is.
+
+    All elements count, and of about 4096 of them also their position.
+    """
     flat = _bits(x.detach())
     some = flat[:: max(1, flat.numel() // SAMPLE)].long()
     odd = torch.arange(some.numel(), device=x.device) * 2 + 1
@@ -193,7 +196,7 @@ def fingerprint(x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def sums_of(x: torch.Tensor) -> torch.Tensor:
-    """Sums of the parts of a sample and the mean size of such a part, float64 [PARTS + 1]. Computed where x is."""
+    """Sum the parts of a sample, and return their mean size too, float64 [PARTS + 1], on the device of x."""
     flat = (torch.view_as_real(x) if x.is_complex() else x).detach().reshape(-1)
     flat = flat[:: max(1, flat.numel() // SAMPLE)].double().nan_to_num()
     parts = torch.nn.functional.pad(flat, (0, -flat.numel() % PARTS)).view(PARTS, -1)

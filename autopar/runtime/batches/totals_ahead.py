@@ -47,11 +47,11 @@ class TotalsAhead:
         }  # fmt: skip
 
     def of_level(self, level: int) -> list[Ahead]:
-        """Those that are computed after so many others."""
+        """List the totals that are computed after so many others."""
         return [each for each in self.totals.ahead if each.level == level]
 
     def terms(self, level: int, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """What one microbatch adds to each of a level.
+        """Return one microbatch's term of each total of a level.
 
         Args:
             inputs: whole tensors by name, and what was computed before.
@@ -100,7 +100,7 @@ def check_in_parts(captured: Captured) -> None:
 def computed_ahead(
     of: Sequence[TotalsAhead | None], batches: Sequence[Tensors], shares: Sequence[float], state: State
 ) -> list[dict[str, torch.Tensor]]:
-    """The inputs of every microbatch of a step that are computed ahead of it.
+    """Return the inputs of every microbatch of a step that are computed ahead of it.
 
     Args:
         of: gives those of the program of each microbatch.
@@ -127,7 +127,7 @@ def computed_ahead(
 
 
 def _whole(ahead: Ahead, terms: Sequence[torch.Tensor], shares: Sequence[float], share: float) -> torch.Tensor:
-    """One input of a microbatch, from what all add to it."""
+    """Return one input of a microbatch, from the terms of all."""
     dtype = getattr(torch, ahead.spec.dtype)
     if ahead.how == "mean":
         terms = [term * each for term, each in zip(terms, shares, strict=True)]
@@ -136,7 +136,7 @@ def _whole(ahead: Ahead, terms: Sequence[torch.Tensor], shares: Sequence[float],
 
 
 def totals_ahead(captured: Captured, device: torch.device) -> TotalsAhead | None:
-    """What gives the inputs of a captured microbatch that are computed ahead; None where it has none."""
+    """Return what computes the inputs of a captured microbatch ahead of it; None where there are none."""
     if captured.totals is None:
         return None
     nodes = {node.name: node for _, node in captured.graph.of_kind("input")}

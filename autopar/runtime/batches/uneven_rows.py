@@ -54,12 +54,12 @@ class Exchange:
 
     @staticmethod
     def of(ranks: Sequence[int]) -> Exchange | None:
-        """That of some ranks, in the order of their mesh; None where the world has no backend for processors."""
+        """Return the exchange of some ranks, in the order of their mesh; None where the world has no CPU backend."""
         groups = groups_for(torch.device("cpu"), ranks)
         return Exchange(ranks, groups) if "cpu" in backends() and groups.possible else None
 
     def __call__(self, rows: int, length: int, logs: Sequence[CollectiveLog]) -> list[tuple[int, int]]:
-        """The pair of numbers of every rank, in the order of the mesh.
+        """Return the pair of numbers of every rank, in the order of the mesh.
 
         Args:
             logs: in which a rank that waits for this one elsewhere looks where it is.
@@ -79,8 +79,9 @@ class Exchange:
 
 
 def _came(work: dist.Work, seconds: float) -> bool:
-    """Wait for a collective, at most so long; whether it is done. Asleep until then: to look again and again takes a
-    processor that the other ranks may be waiting for.
+    """Wait for a collective for at most ``seconds``, asleep; return whether it is done.
+
+    Polling would take a processor that the other ranks may be waiting for.
 
     Raises:
         RuntimeError: what went wrong with it.
@@ -98,7 +99,7 @@ def put_together(
     call: Call, of_all: Sequence[int], counts: Sequence[int], place: int, group: Any, order: Sequence[int],
     exchange: Exchange, without: Collection[str] = (),
 ) -> Call:  # fmt: skip
-    """The call with the rows of all ranks, one rank's after the other's: plain tensors, the same on every rank.
+    """Return the call with the rows of all ranks, one rank's after the other's: plain tensors, equal on every rank.
 
     Args:
         of_all: rows of every rank of ``exchange``; tensors with so many on every rank have rows.

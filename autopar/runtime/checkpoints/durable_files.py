@@ -51,7 +51,7 @@ class SummedFile:
         return count
 
     def tell(self) -> int:
-        """How many bytes there are."""
+        """Return the number of bytes written."""
         return self.size
 
     def flush(self) -> None:
@@ -59,21 +59,21 @@ class SummedFile:
         self.file.flush()
 
     def fileno(self) -> int:
-        """The system's number of the file, whose bytes are all with the system."""
+        """Return the system's number of the file, whose bytes have all been given to the system."""
         self.file.flush()
         return self.file.fileno()
 
     def close(self) -> None:
-        """Does nothing: :func:`summed` closes the file."""
+        """Do nothing: :func:`summed` closes the file."""
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
 @contextlib.contextmanager
 def summed(path: Path, sums: dict[str, Sum]) -> Iterator[SummedFile]:
-    """A new file whose bytes are on the disk at the end; its sum is added to ``sums`` under its name.
+    """Open a new file whose bytes are on disk at the end; its checksum is added to ``sums`` under its name.
 
     Raises:
         OSError: it could not be written.
@@ -93,7 +93,7 @@ def summed(path: Path, sums: dict[str, Sum]) -> Iterator[SummedFile]:
 
 
 def sum_of(path: Path) -> Sum:
-    """The sum of a file that is there.
+    """Compute the checksum of an existing file.
 
     Raises:
         OSError: it is not there, or cannot be read.
@@ -108,7 +108,7 @@ def sum_of(path: Path) -> Sum:
 
 @contextlib.contextmanager
 def on_disk(path: Path) -> Iterator[BinaryIO]:
-    """A new file whose bytes are on the disk at the end."""
+    """Open a new file whose bytes are on disk at the end."""
     with path.open("wb") as file:
         yield file
         file.flush()

@@ -53,11 +53,11 @@ class Ownership:
         return self.file is not None
 
     def holds(self) -> bool:
-        """Whether it is so still: a forked process owns nothing, and somebody may have removed the file."""
+        """Check that the folder is still owned: not by a forked process, nor if somebody removed the file."""
         return _owned.get(self.folder) is self and (self.file is None or self._is_there())
 
     def release(self, holder: int) -> None:
-        """One holder less; the last one gives the folder back."""
+        """Remove one holder; the last one releases the folder."""
         self.holders.discard(holder)
         if self.holders or _owned.get(self.folder) is not self:
             return
@@ -70,7 +70,7 @@ class Ownership:
             self.file.close()
 
     def _is_there(self) -> bool:
-        """Whether the file that is locked is still the folder's."""
+        """Check that the locked file is still the folder's."""
         assert self.file is not None
         try:
             return os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.folder / OWNER / LOCK))
@@ -82,7 +82,7 @@ _owned: dict[Path, Ownership] = {}
 
 
 def _close_in_child() -> None:
-    """A forked process, such as a data loader's worker, does not keep the lock when its parent has died."""
+    """Release the lock in a forked process, such as a data loader's worker, which may outlive its parent."""
     for each in _owned.values():
         if each.file is not None:
             each.file.close()
@@ -114,7 +114,7 @@ def own(folder: Path, holder: int) -> Ownership:
 
 
 def _locked(folder: Path) -> BinaryIO | None:
-    """The owner's file, locked and with this job's name."""
+    """Open the owner's file, locked and with this job's name."""
     end = time.monotonic() + WAIT_SECONDS
     while True:
         (folder / OWNER).mkdir(exist_ok=True)
@@ -156,7 +156,7 @@ def _name() -> dict[str, str | int]:
 
 
 def _owner(folder: Path) -> str:
-    """Who has the lock, in words."""
+    """Say who has the lock."""
     try:
         name = parse_json(read_text(folder / OWNER / LOCK))
         return f"process {name['process']} on {name['host']} ({name['script']}, since {name['since']})"

@@ -28,7 +28,7 @@ class OnFirstRank(dict[str, torch.Tensor]):
     """The empty state dict of a rank that is not the first."""
 
     def __missing__(self, name: str) -> torch.Tensor:
-        """Always an error.
+        """Raise an error.
 
         Raises:
             RunError: it says where the state dict is.
@@ -41,7 +41,7 @@ class OnFirstRank(dict[str, torch.Tensor]):
 
 @on_all_ranks
 def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
-    """The state dict of the model on one device, on the CPU of rank 0; the other ranks get ``{}``.
+    """Return the state dict of the model on one device, on the CPU of rank 0; the other ranks get ``{}``.
 
     Every rank must call it, and rank 0 alone is given something: another rank saves nothing, or asks for
     ``all_ranks=True``. Its :class:`OnFirstRank` says so when it is asked for a tensor, and goes back into
@@ -74,7 +74,7 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
 
 
 def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]:
-    """Of a pipeline: the first rank of each group gives what its stages hold."""
+    """Collect the state of a pipeline: the first rank of each group gives what its stages hold."""
     mine: dict[str, torch.Tensor] = {}
     for name, value in in_state_dict(pm).items():
         value = value.detach()
@@ -149,7 +149,7 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype, str]]
 
 
 def in_state_dict(pm: SpreadModule) -> dict[str, torch.Tensor]:
-    """What this rank has of the model's state dict."""
+    """Return this rank's part of the model's state dict."""
     named = {**dict(pm.named_parameters(remove_duplicate=False)), **dict(pm.named_buffers(remove_duplicate=False))}
     return {name: named[name] for name in pm.state_dict() if name in named}
 
@@ -170,7 +170,7 @@ def specs_of(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -
 
 
 def by_source(specs: Specs) -> dict[str, list[str]]:
-    """All names of each tensor, by the first."""
+    """Group all names of each tensor by the first."""
     names: dict[str, list[str]] = {}
     for name, (_, _, source) in specs.items():
         names.setdefault(source, []).append(name)
@@ -178,7 +178,7 @@ def by_source(specs: Specs) -> dict[str, list[str]]:
 
 
 def misfit(specs: Specs, state: Mapping[str, Any], strict: bool, where: str = "the state dict") -> str | None:
-    """Why a state dict, or whatever else has shapes by name, is not that of a model; None where it is."""
+    """Say how a state dict, or another mapping of shapes by name, does not fit a model; None where it fits."""
     given = {specs[name][2] for name in state if name in specs}
     missing = [name for name, (_, _, source) in specs.items() if name not in state and source not in given]
     unexpected = [name for name in state if name not in specs and name != EXTRA]

@@ -11,7 +11,7 @@ import torch
 
 
 def generators() -> dict[str, Any]:
-    """The states of the generators of Python, numpy (where it is used) and torch, as tensors and plain values."""
+    """Return the states of the generators of Python, numpy (if used) and torch, as tensors and plain values."""
     version, internal, gauss = random.getstate()
     states: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
@@ -23,7 +23,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """What :func:`generators` gave."""
+    """Restore what :func:`generators` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["torch"])

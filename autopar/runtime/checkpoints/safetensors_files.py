@@ -88,8 +88,10 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder, by name: of the index's files, of ``model.safetensors``, or of the only file that it
-    has. ``folder`` may be such a file, too. Only headers are read.
+    """List the tensors of a folder by name, reading headers only.
+
+    They are those of the index's files, of ``model.safetensors``, or of the only file that the folder has. ``folder``
+    may be such a file, too.
 
     Raises:
         RunError: there is nothing to read, or a file is broken.
@@ -116,7 +118,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _of_files(folder: Path, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """The tensors that an index names."""
+    """List the tensors that an index names."""
     headers: dict[str, dict[str, StoredTensor]] = {}
     tensors = {}
     for name, file in weight_map.items():
@@ -131,7 +133,7 @@ def _of_files(folder: Path, weight_map: Mapping[str, str]) -> dict[str, StoredTe
 
 
 def header_of(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file.
+    """List the tensors of one file.
 
     Raises:
         RunError: it is missing, broken or cut off.
@@ -184,7 +186,7 @@ class Writer:
         self.file = file
 
     def add(self, value: torch.Tensor) -> None:
-        """The next tensor."""
+        """Write the next tensor."""
         flat = value.detach().to("cpu").contiguous().reshape(-1)
         self.file.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
 

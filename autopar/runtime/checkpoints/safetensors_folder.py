@@ -78,8 +78,7 @@ def _count_as_written(stored: Mapping[str, torch.Tensor]) -> None:
 def save_safetensors(
     pm: SpreadModule, folder: str | os.PathLike[str], *, max_shard_size: int | str = SHARD_SIZE
 ) -> None:
-    """Save the weights with the names and shapes of the model on one device, for ``from_pretrained`` and for
-    :func:`load_safetensors`.
+    """Save the weights with the model's names and shapes, for ``from_pretrained`` and :func:`load_safetensors`.
 
     Every rank must call it; rank 0 writes. Tensors are gathered one at a time. Files get their names when all are
     written. Tied parameters are saved under their first name, as ``save_pretrained`` does.
@@ -150,7 +149,7 @@ def _make_folder(path: Path) -> None:
 def _name_files(
     path: Path, files: list[str], shards: list[list[str]], specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
-    """All files are written: they get their names, and the index goes last."""
+    """Give all files their names once they are written; the index goes last."""
     for file in files:
         (path / f"{file}.part").rename(path / file)
     if len(files) == 1:
@@ -168,7 +167,7 @@ def _name_files(
 
 
 def _shards(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int) -> list[list[str]]:
-    """The names of each file, in the model's order."""
+    """Split the names into files, in the model's order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, (shape, dtype) in specs.items():
@@ -184,7 +183,7 @@ def _shards(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int)
 
 
 def _senders(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -> dict[str, int]:
-    """The rank that gives each tensor to the first one: of a pipeline a first rank of the group that has it."""
+    """Map each tensor to the rank that sends it to rank 0: in a pipeline, the first of a group that has it."""
     ranks = dist.get_process_group_ranks(group)
     if pm._autopar_leads is None:
         return dict.fromkeys(stored, ranks[0])
@@ -201,7 +200,7 @@ def _at_first(
     pm: SpreadModule, value: torch.Tensor | None, spec: tuple[tuple[int, ...], torch.dtype], sender: int, group: Any,
     first: int,
 ) -> torch.Tensor | None:  # fmt: skip
-    """A whole tensor on the first rank, None elsewhere; those that have a part of it call this together."""
+    """Gather a whole tensor on the first rank, None elsewhere; those that have a part of it call this together."""
     me, whole = dist.get_rank(), None
     if value is not None:
         value = value.detach()

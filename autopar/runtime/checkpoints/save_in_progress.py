@@ -94,7 +94,7 @@ class Saving:
             self.ends(sums)
 
     def _part_of(self, rank: int) -> tuple[list[WriteResult], dict[str, Sum]]:
-        """What another rank has written, when it has."""
+        """Return what another rank has written, once it has."""
         assert self.store is not None
         end, looked = time.monotonic() + self.timeout, time.monotonic()
         for _ in looks():
@@ -145,7 +145,7 @@ class Saving:
 
 
 def _lost() -> list[str]:
-    """What is to be said of saves that could not be written, and of which nobody asked what became of them."""
+    """List the messages about saves that could not be written, and whose result nobody asked for."""
     lost = [(saving, saving.error) for saving in _unjoined if saving.error is not None]
     for saving, _ in lost:
         saving.fails(saving.folder)
@@ -169,7 +169,7 @@ def _end_all() -> None:
 
 
 def _tell_lost() -> None:
-    """The script has ended, and did not ask what became of its last save."""
+    """Warn at the end of the script about a last save that failed and whose result nobody asked for."""
     lost = _lost()
     for text in lost:
         print(f"autopar: {text}", file=sys.stderr)

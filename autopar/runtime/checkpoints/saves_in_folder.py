@@ -37,7 +37,7 @@ AGAIN = "copy it again from where it is whole, or load another step"
 
 
 def name_of_step(step: int) -> str:
-    """Of the folder of a save."""
+    """Return the name of a save's folder."""
     return f"step-{step:08d}"
 
 
@@ -74,7 +74,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """That of a save.
+        """Read the manifest of a save.
 
         Raises:
             RunError: it is missing or damaged, or written by a later autopar.
@@ -133,7 +133,7 @@ def _checksum(table: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def read_on(folder: Path) -> Iterator[None]:
-    """A save that its job does not remove as an old one inside, where the file system has locks."""
+    """Keep a save from being removed by its job as an old one, where the file system has locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # of what is not there: whoever reads it hears that
             file = stack.enter_context((folder / MANIFEST).open("rb"))
@@ -142,7 +142,7 @@ def read_on(folder: Path) -> Iterator[None]:
 
 
 def _is_read(folder: Path) -> bool:
-    """Whether somebody is within :func:`read_on`."""
+    """Check whether somebody is within :func:`read_on`."""
     try:
         with (folder / MANIFEST).open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,10 +154,10 @@ def _is_read(folder: Path) -> bool:
 
 
 def saves_in(folder: Path) -> dict[int, Path]:
-    """The whole saves, as they were written, the newest last.
+    """List the whole saves in the order in which they were written, the newest last.
 
-    They include those that were ended before they had their names. One whose order cannot be read stands behind those
-    of earlier steps, and those that were written before it.
+    They include those that were completed before they had their names. One whose order cannot be read comes after
+    those of earlier steps and those written before it.
     """
     found: dict[int, Path] = {}
     entries = [entry for entry in (folder.iterdir() if folder.is_dir() else ()) if (entry / MANIFEST).is_file()]
@@ -178,7 +178,7 @@ def saves_in(folder: Path) -> dict[int, Path]:
 
 
 def _order(folder: Path) -> int | None:
-    """Which save of its folder it is; None where that cannot be read."""
+    """Return the order number of a save in its folder; None where it cannot be read."""
     try:
         table = parse_json(read_text(folder / MANIFEST))
         checksum = table.pop("checksum", None)
@@ -190,12 +190,12 @@ def _order(folder: Path) -> int | None:
 
 
 def next_order(folder: Path) -> int:
-    """That of a save which is now written."""
+    """Return the order number of a save that is now written."""
     return 1 + max((_order(entry) or 0 for entry in saves_in(folder).values()), default=0)
 
 
 def _when(folder: Path) -> float:
-    """When a save became whole; 0 where it is gone by now."""
+    """Return when a save was completed; 0 where it is gone by now."""
     try:
         return (folder / MANIFEST).stat().st_mtime
     except OSError:
@@ -203,13 +203,13 @@ def _when(folder: Path) -> float:
 
 
 def newest_folder(folder: Path) -> int | None:
-    """The step of the newest folder that has the name of a save, whole or not."""
+    """Return the step of the newest folder that has the name of a save, whole or not."""
     entries = folder.iterdir() if folder.is_dir() else ()
     return max((int(match[1]) for entry in entries if (match := STEP.fullmatch(entry.name))), default=None)
 
 
 def which(folder: Path, step: int | None) -> tuple[int, Path] | None:
-    """The save of a step, by default the newest; None where there is none at all.
+    """Return the save of a step, by default the newest; None where there is none at all.
 
     Raises:
         RunError: there is no such save, or it is not whole.
@@ -238,7 +238,7 @@ def which(folder: Path, step: int | None) -> tuple[int, Path] | None:
 
 
 def give_name(unnamed: Path, owner: Ownership, number: str) -> Path:
-    """A whole save gets its name, in place of an earlier one of that step, which is removed then.
+    """Give a whole save its name, replacing an earlier one of that step, which is removed.
 
     An earlier one that is being read stays, under another name, until :func:`remove_left`.
     """

@@ -28,7 +28,7 @@ from autopar.runtime.ranks.agree import everywhere
 
 
 def save(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
-    """``torch.save`` of what one device would have, by rank 0; every rank must call it.
+    """Save with ``torch.save`` what one device would have, by rank 0; every rank must call it.
 
     Args:
         state: what ``torch.save`` takes: a state dict of a parallel module or of its optimizer, or anything with such
@@ -82,7 +82,7 @@ def _write(state: Any, file: str | os.PathLike[str] | IO[bytes]) -> None:
 
 
 def _dtensors(value: Any) -> Iterator[DTensor]:
-    """The DTensors in a state, in its order."""
+    """Yield the DTensors in a state, in its order."""
     if isinstance(value, DTensor):
         yield value
     elif isinstance(value, Mapping):
@@ -94,7 +94,7 @@ def _dtensors(value: Any) -> Iterator[DTensor]:
 
 
 def _whole(value: Any, keep: bool) -> Any:
-    """A state with plain tensors; without them where it is not kept."""
+    """Return a state with plain tensors; without them where it is not kept."""
     if isinstance(value, SpreadModule):
         return full_state_dict(value)
     if isinstance(value, DTensor):

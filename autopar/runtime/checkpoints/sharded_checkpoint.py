@@ -182,7 +182,7 @@ class Checkpoint:
         return target
 
     def _saving(self, unnamed: Path, step: int, copied: bool) -> Saving:
-        """What this rank writes; its own file is written first.
+        """Return what this rank writes; its own file is written first.
 
         Args:
             copied: of copies, since the run goes on.
@@ -223,7 +223,7 @@ class Checkpoint:
                 raise
 
     def _begin(self, step: int, what: str) -> Path:
-        """The folder in which a save is written, on all ranks."""
+        """Make the folder in which a save is written, on all ranks."""
         error: BaseException | None = None
         name = f".{name_of_step(step)}-{_number()}"
         if self.rank == 0:
@@ -247,7 +247,7 @@ class Checkpoint:
         return unnamed
 
     def _planned(self, shards: ShardsToWrite, what: str) -> SavePlan:
-        """This rank's part of what all write."""
+        """Return this rank's part of what all write."""
         if self.group is None:
             with self._on_all(what):
                 return shards.plan_all([shards.plan])[0]
@@ -264,7 +264,7 @@ class Checkpoint:
         return plan
 
     def _failed(self, unnamed: Path) -> None:
-        """Nothing of a save that failed is left, which might take the room of the next one."""
+        """Remove a save that failed, which might take the room of the next one."""
         if self.rank == 0 and self.owner is not None:
             shutil.rmtree(unnamed, ignore_errors=True)
             self.owner.busy.discard(unnamed.name)
@@ -287,7 +287,7 @@ class Checkpoint:
         return state
 
     def _of_rank(self) -> dict[str, Any]:
-        """What is each rank's own."""
+        """Return what is each rank's own."""
         state: dict[str, Any] = {"others": {name: value.state_dict() for name, value in self.others.items()}}
         if self.optimizer is not None:
             state["groups"] = [
@@ -301,7 +301,7 @@ class Checkpoint:
     # -- loading
 
     def steps(self) -> list[int]:
-        """The steps of the whole saves, as they were written, the newest last."""
+        """List the steps of the whole saves as they were written, the newest last."""
         return list(saves_in(self.folder))
 
     def load(self, step: int | None = None, *, strict: bool = True) -> int | None:
@@ -372,7 +372,7 @@ class Checkpoint:
         return step
 
     def _chosen(self, step: int | None) -> tuple[int, Path] | None:
-        """The save that rank 0 sees, on all ranks."""
+        """Return the save that rank 0 sees, on all ranks."""
         error, text = None, ""
         if self.rank == 0:
             try:
@@ -456,7 +456,7 @@ class Checkpoint:
             group.update(values)
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """By the names of its parameters; none of a stage of a pipeline that has none."""
+        """Return the optimizer's state by names of parameters; empty for a stage of a pipeline that has none."""
         assert self.optimizer is not None
         if not self.model.state_dict():
             return {}
@@ -464,7 +464,7 @@ class Checkpoint:
         return state
 
     def _state_anew(self) -> dict[str, Any]:
-        """The optimizer's state as torch makes it by a step, of all parameters: a save has some that this one lacks."""
+        """Return the optimizer's state as a step makes it, for all parameters: a save has some that this lacks."""
         assert self.optimizer is not None
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         gradients = [param.grad for param in params]
@@ -484,14 +484,16 @@ class Checkpoint:
             dcp.load({kind: state}, storage_reader=ShardReader(source, metadata), planner=PlainValues(), no_dist=True)
 
     def _known_to_all(self, names: Iterable[str]) -> set[str]:
-        """Those of all ranks: a stage of a pipeline has some."""
+        """Return the names of all ranks: a stage of a pipeline has some."""
         if self.group is None or not isinstance(self.model, SpreadModule) or self.model._autopar_leads is None:
             return set(names)
         return {name for text in from_all(self.group, json.dumps([*names])) for name in parse_json(text)}
 
     def _never_stepped(self, there: Mapping[str, Any]) -> dict[str, torch.nn.Parameter]:
-        """The optimizer's parameters that had no state in a save, as those have none that got no gradient so far: of a
-        head that the model does not read, say."""
+        """Return the optimizer's parameters that had no state in a save.
+
+        Those that never got a gradient have none, such as of a head that the model does not read.
+        """
         assert self.optimizer is not None
         grouped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         in_groups = {key.rpartition(".")[0] for key in there if key.startswith("param_groups.")}
@@ -502,7 +504,7 @@ class Checkpoint:
         }  # fmt: skip
 
     def _cause(self, error: BaseException) -> str:
-        """Why this rank could not save, in words."""
+        """Say why this rank could not save."""
         if not (isinstance(error, OSError) and error.errno in _NO_ROOM):
             return _cause(error)
         size, free = self.room
@@ -519,7 +521,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _on_all(self, what: str) -> Iterator[None]:
-        """What fails here on one rank is raised on all, as one error that says what could not be done."""
+        """Raise a failure of one rank on all, as one error that says what could not be done."""
 
         def told(error: Exception) -> Exception:
             cause = self._cause if what.startswith("saved") else _cause
@@ -539,7 +541,7 @@ class Checkpoint:
 
 
 def _ranks_of(model: torch.nn.Module) -> list[int]:
-    """The ranks that hold a part of a module; one for a plain one in a process without a group."""
+    """List the ranks that hold a part of a module; one for a plain one in a process without a group."""
     if isinstance(model, SpreadModule):
         return list(dist.get_process_group_ranks(model._autopar_ranks()[0]))
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -551,14 +553,14 @@ def _ranks_of(model: torch.nn.Module) -> list[int]:
 
 
 def _number() -> str:
-    """Of a folder that has no name yet: no other one has it."""
+    """Return a unique number for a folder that has no name yet."""
     global _saves
     _saves += 1
     return f"{os.getpid()}-{time.time_ns():x}-{_saves}"
 
 
 def _under(prefix: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Those with a prefix, without it."""
+    """Return the entries with a prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in names.items() if name.startswith(prefix)}
 
 
@@ -566,7 +568,7 @@ def _unlike(
     kind: str, things: str, ours: Mapping[str, Any], there: Mapping[str, tuple[int, ...] | None],
     missing: Sequence[str], unexpected: Sequence[str],
 ) -> str:  # fmt: skip
-    """In what a save is of another model or optimizer than this one; empty where it is of this one."""
+    """Say in what a save is of another model or optimizer than this one; empty where it is of this one."""
     problems = []
     if missing:
         problems.append(f"{len(missing)} of {len(ours)} {things} are not among its {len(there)}: {first_few(missing)}")
@@ -586,7 +588,7 @@ def _unlike(
 
 @contextlib.contextmanager
 def _torchs_errors() -> Iterator[None]:
-    """What torch raises around an error is no ``Exception``: it becomes the error itself."""
+    """Turn what torch raises around an error, which is no ``Exception``, into the error itself."""
     try:
         yield
     except CheckpointException as error:
@@ -595,12 +597,12 @@ def _torchs_errors() -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong, in words."""
+    """Say what went wrong."""
     return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
 
 
 def _plain_bytes(state: dict[str, Any]) -> bytes:
-    """What a file of a rank's own state holds.
+    """Return the bytes of a file of a rank's own state.
 
     Raises:
         RunError: something in it could not be loaded, since that would run code of the file's.

@@ -14,12 +14,12 @@ from autopar.runtime.checkpoints.generator_states import generators, set_generat
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """A module's tensors by their names; none of a stage that has none, which torch refuses."""
+    """Return a module's tensors by their names; none of a stage that has none, which torch refuses."""
     return get_model_state_dict(model) if model.state_dict() else {}
 
 
 def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Those of :func:`model_state`, or a part of them."""
+    """Restore what :func:`model_state` returned, or a part of it."""
     if state:
         set_model_state_dict(model, state, options=StateDictOptions(strict=False))
 
@@ -70,7 +70,7 @@ class StateBefore:
 
 
 def _copied(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of a tensor, and a copy of it."""
+    """Return this rank's part of a tensor, and a copy of it."""
     value = value.detach()
     local = value.to_local() if isinstance(value, DTensor) else value
     return local, local.to("cpu", copy=True)

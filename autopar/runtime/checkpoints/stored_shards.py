@@ -46,7 +46,7 @@ class _Names(pickle.Unpickler):
     """Reads what consists of admitted names alone."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for.
+        """Return what a name stands for.
 
         Raises:
             UnpicklingError: it is not admitted.
@@ -59,7 +59,7 @@ class _Names(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Which tensors there are, and where.
+    """Read which tensors there are, and where.
 
     Raises:
         RunError: the file is none that torch has written.
@@ -86,8 +86,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def without_torchs_sums() -> contextlib.AbstractContextManager[Any]:
-    """In here, in this thread, torch writes tensors without checksums of their own, which it never compares: that of
-    the file takes their time."""
+    """Make torch write tensors without checksums of their own, in this thread.
+
+    It never compares them, and the file's checksum covers them.
+    """
     return config.patch("save.compute_crc32", False)  # type: ignore[attr-defined,no-any-return]
 
 
@@ -99,7 +101,7 @@ class _SummedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
-        """A file that is open inside."""
+        """Yield an open file."""
         with summed(Path(path), self.sums) if mode == "wb" else super().create_stream(path, mode) as file:
             yield file
 
@@ -113,7 +115,8 @@ class ShardsToWrite:
     """
 
     def __init__(self, folder: Path, state: dict[str, Any], first: bool, sums: dict[str, Sum], copied: bool) -> None:
-        """
+        """Initialize the object.
+
         Args:
             first: this is the rank that plans.
             copied: the state is on the CPU, and changes no more.
@@ -155,7 +158,7 @@ Row = tuple[str, list[int] | None, int | None, int, str, int, int]
 
 
 def results_as_rows(results: Iterable[WriteResult]) -> list[Row]:
-    """What a rank has written, as plain values."""
+    """Return what a rank has written as plain values."""
     return [
         (r.index.fqn, None if r.index.offset is None else list(r.index.offset), r.index.index, r.size_in_bytes,
          r.storage_data.relative_path, r.storage_data.offset, r.storage_data.length)
@@ -164,7 +167,7 @@ def results_as_rows(results: Iterable[WriteResult]) -> list[Row]:
 
 
 def results_of_rows(rows: Iterable[Row]) -> list[WriteResult]:
-    """What :func:`results_as_rows` was given."""
+    """Undo :func:`results_as_rows`."""
     return [
         WriteResult(MetadataIndex(name, offset, number), size, StorageInfo(path, start, length))
         for name, offset, number, size, path, start, length in rows
@@ -182,7 +185,7 @@ class ShardReader(FileSystemReader):
         self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What was read before."""
+        """Return what was read before."""
         return self.metadata
 
 
@@ -199,7 +202,7 @@ class PlainValues(DefaultLoadPlanner):
 
 
 def shapes(metadata: Metadata) -> Mapping[str, tuple[int, ...] | None]:
-    """The shape of each tensor by name; None of what is no tensor."""
+    """Return the shape of each tensor by name; None for what is no tensor."""
     return {
         name: tuple(size) if (size := getattr(of, "size", None)) is not None else None
         for name, of in metadata.state_dict_metadata.items()

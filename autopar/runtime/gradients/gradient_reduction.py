@@ -111,7 +111,7 @@ class Reducer:
         self.filled: dict[Any, int] = {}
 
     def add(self, held_param: HeldParam, grad: torch.Tensor) -> None:
-        """A gradient in the used placement; one of rows (``nn.Embedding(sparse=True)``) travels whole."""
+        """Add a gradient in the used placement; a sparse one (``nn.Embedding(sparse=True)``) is sent dense."""
         stages = held_param.adjoint
         grad = in_dtype(dense(grad), self.dtype())
         n_bytes = grad.numel() * grad.element_size()
@@ -170,7 +170,7 @@ def _fits_bucket(stages: Sequence[ReshardStep]) -> bool:
 
 
 def in_dtype(grad: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A gradient as it is added up over ranks."""
+    """Cast a gradient to the dtype in which it is reduced over ranks."""
     return grad if dtype is None or not grad.is_floating_point() else grad.to(dtype)
 
 

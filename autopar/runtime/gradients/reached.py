@@ -24,7 +24,7 @@ ReachedBy = Callable[[torch.Tensor], Reached]
 
 
 def reached_by(graph: Graph, device: torch.device) -> ReachedBy | None:
-    """Of the seed of a forward in training mode: what the gradient of the loss reaches in it.
+    """Return a function from the seed of a training forward to what the gradient of the loss reaches in it.
 
     None where it is the same in all forwards, because the graph has no branches on random numbers.
     """
@@ -45,17 +45,17 @@ def reached_by(graph: Graph, device: torch.device) -> ReachedBy | None:
 
 
 def is_open(node: Node) -> bool:
-    """Whether a node is a branch that its number decides."""
+    """Check whether a node is a branch that its number decides."""
     return node.target == BRANCH and len(node.args) == 3
 
 
 def reached_whatever_is_drawn(graph: Graph) -> Reached:
-    """What the gradient of the outputs reaches without passing a branch on a random number."""
+    """Return what the gradient of the outputs reaches without passing a branch on a random number."""
     return _reached(graph, [out for out in graph.outputs if isinstance(out, Ref)], {})
 
 
 def _reached(graph: Graph, outputs: Sequence[Ref], answers: Mapping[Ref, bool]) -> Reached:
-    """What the gradient of the outputs reaches; nothing behind a branch whose answer is not given."""
+    """Return what the gradient of the outputs reaches; nothing behind a branch whose answer is not given."""
     refs = set(outputs)
     nodes = {ref.node for ref in refs}
     for i in range(len(graph.nodes) - 1, -1, -1):

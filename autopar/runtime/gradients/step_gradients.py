@@ -54,13 +54,15 @@ class TrainedParams:
         ]
 
     def take(self) -> list[torch.Tensor | None]:
-        """What waits, which is over with that."""
+        """Take the pending gradients, which are then gone."""
         grads, self.waiting = self.waiting, [None] * len(self.pairs)
         return grads if self.task == current_backward() else self.waiting
 
     def silence(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Have autograd, which comes to all parameters, call no hooks of these until the backward ends: they have no
-        gradient, and in eager mode it would not come to them."""
+        """Keep autograd from calling hooks of these parameters until the backward ends.
+
+        They have no gradient, and eager mode would not reach them; here autograd reaches all parameters.
+        """
         self.speak()
         hooks = [(h, dict(h)) for p in params for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
         if hooks:
@@ -147,7 +149,7 @@ class Gradients:
         held_param.leaf.requires_grad_(wanted)
 
     def _ready(self, held_param: HeldParam, leaf: torch.Tensor) -> None:
-        """A used leaf has its whole gradient of this backward."""
+        """Accept the whole gradient of a used leaf in this backward."""
         self.schedule.stream.check("the gradient of a parameter")
         if held_param.per_use:
             assert held_param.unit is not None
@@ -162,7 +164,7 @@ class Gradients:
         self.reducer.add(held_param, grad)
 
     def _ready_wide(self, held_param: HeldParam, leaf: torch.Tensor) -> None:
-        """The same of a parameter that is cast: what adds up over microbatches and ranks does so in a wider format."""
+        """Accept the gradient of a parameter that is cast; sums over microbatches and ranks use a wider format."""
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
             grad = grad.to(self.reducer.dtype() or held_param.param.dtype)
@@ -197,7 +199,7 @@ class Gradients:
             self.defer = before
 
     def trained(self) -> TrainedParams:
-        """The parameters that want gradients now, as autograd is to know them."""
+        """Return the parameters that want gradients now, as autograd is to know them."""
         if self._trained is None:
             stored = [(held_param, held_param.param) for held_param in self.held_params]
             self._trained = TrainedParams([(held_param, param) for held_param, param in stored if param.requires_grad])
@@ -251,7 +253,7 @@ class Gradients:
             torch.autograd.backward(hooked, grads)
 
     def forget(self) -> None:
-        """A step begins: no gradient of an earlier one counts."""
+        """Begin a step: gradients of earlier ones no longer count."""
         if self._trained is not None:
             self._trained.speak()
         self.in_step.forget()
@@ -264,14 +266,14 @@ class Gradients:
             held_param.sum = held_param.wide = None
 
     def drop(self) -> None:
-        """A forward or backward broke: forget it, with the gathers that were under way."""
+        """Forget a forward or backward that failed, with its pending gathers."""
         self.clean = False
         self.forget()
         self.schedule.drop()
 
 
 def has_hooks(param: torch.Tensor) -> bool:
-    """Whether someone wants to see, or change, a parameter's gradient before it is accumulated, or after."""
+    """Check whether a hook sees or changes a parameter's gradient before or after it is accumulated."""
     return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 

@@ -67,12 +67,12 @@ class TakingPart:
                 begins += node.out.n_elements
 
     def always(self, names: Iterable[str]) -> None:
-        """From now on these parameters always take part."""
+        """Let these parameters always take part from now on."""
         for name in names:
             self.elements.pop(name, None)
 
     def look(self, buffers: Buffers) -> Took | None:
-        """What took part in the call that was just made; None where everything always does."""
+        """Return what took part in the last call; None where everything always does."""
         if not self.elements:
             return None
         flags = torch.cat([buffers[name][0] for name in self._buffers])
@@ -92,19 +92,19 @@ class InStep:
         self._calls: dict[int, Took] = {}
 
     def add(self, took: Took | None) -> None:
-        """A forward whose backward counts in the step; the same one twice is one."""
+        """Add a forward whose backward counts in the step; the same one counts once."""
         if took is not None:
             self._calls[id(took)] = took
 
     def idle(self) -> frozenset[str]:
-        """The parameters that took part in none of them, which is over with that."""
+        """Return the parameters that took part in none of the forwards, and forget these."""
         calls = list(self._calls.values())
         self.forget()
         conditional: frozenset[str] = frozenset().union(*(took.conditional for took in calls))
         return conditional.difference(*(took.names for took in calls))
 
     def forget(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._calls.clear()
 
 

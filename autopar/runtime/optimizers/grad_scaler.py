@@ -24,7 +24,7 @@ from autopar.errors import RunError
 
 
 def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> torch.Tensor | None:
-    """By what the backward's first gradient is multiplied, float32 []; None where nothing scales.
+    """Return the factor of the backward's first gradient, float32 []; None without scaling.
 
     Raises:
         RunError: ``scaler`` is no ``GradScaler``.
@@ -37,7 +37,7 @@ def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> torch
 
 
 def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-    """The optimizer's step, by a scaler if there is one, which then moves its scale."""
+    """Step the optimizer, through the scaler if there is one, which then updates its scale."""
     if scaler is None:
         optimizer.step()
         return

@@ -27,7 +27,7 @@ Groups = list[list[str]]
 def full_optimizer_state_dict(
     pm: SpreadModule, optimizer: torch.optim.Optimizer, *, all_ranks: bool = False
 ) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` gives in one process, on the CPU of rank 0; the other ranks get ``{}``.
+    """Return ``optimizer.state_dict()`` of one process, on the CPU of rank 0; the other ranks get ``{}``.
 
     Every rank must call it. Parameters are numbered as one process numbers them: in each group in the order in which
     the optimizer was given them, in a pipeline in the order of ``model.parameters()``.
@@ -121,7 +121,7 @@ def load_full_optimizer_state_dict(
 
 
 def _whole(value: Any, keep: bool) -> Any:
-    """A value of a state as one device has it, on the CPU; those who share a DTensor call this together."""
+    """Return a value of a state as one device has it, on the CPU; the ranks that share a DTensor call this together."""
     if isinstance(value, torch.Tensor):
         detached: Any = value.detach()
         whole: torch.Tensor = detached.full_tensor() if isinstance(detached, DTensor) else detached
@@ -132,7 +132,7 @@ def _whole(value: Any, keep: bool) -> Any:
 
 
 def _groups(pm: SpreadModule, optimizer: torch.optim.Optimizer, group: Any) -> tuple[Groups, Groups]:
-    """The names of each group of the whole model's optimizer, and of this rank's, in their orders."""
+    """Return the names in each group of the whole model's optimizer, and of this rank's, in their orders."""
     ties = pm._autopar_tied_names()
     named = {id(p): ties.get(name, name) for name, p in reversed(list(pm.named_parameters(remove_duplicate=False)))}
     named |= {id(p): ties.get(name, name) for name, p in pm.named_parameters()}
@@ -170,7 +170,7 @@ def _groups(pm: SpreadModule, optimizer: torch.optim.Optimizer, group: Any) -> t
 
 
 def _check(state: Mapping[str, Any], whole: Groups) -> None:
-    """Whether a state is of an optimizer with these groups.
+    """Check that a state is of an optimizer with these groups.
 
     Raises:
         RunError: it is not.

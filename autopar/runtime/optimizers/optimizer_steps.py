@@ -44,7 +44,7 @@ def correct() -> None:
 
 
 def _on_pieces(step: _Step) -> _Step:
-    """The functional form of an elementwise optimizer, on local tensors where it can be."""
+    """Run the functional form of an elementwise optimizer on local tensors where possible."""
 
     @functools.wraps(step)
     def on_pieces(params: list[torch.Tensor], *lists: Any, **options: Any) -> None:
@@ -70,7 +70,7 @@ def _on_pieces(step: _Step) -> _Step:
 
 
 def _on_whole(step: _Step) -> _Step:
-    """The functional form of an optimizer of whole matrices, on one whole parameter after the other."""
+    """Run the functional form of an optimizer of whole matrices, on one whole parameter after the other."""
 
     @functools.wraps(step)
     def on_whole(params: list[torch.Tensor], *lists: Any, **options: Any) -> None:
@@ -91,7 +91,7 @@ def _on_whole(step: _Step) -> _Step:
 
 
 def _cut_alike(params: Sequence[torch.Tensor], lists: Sequence[Any]) -> bool:
-    """Whether parameters are DTensors, each with gradients and state of its own placements, or none of them is."""
+    """Check whether all parameters are DTensors, each with gradients and state of its placements, or none is."""
     if not any(isinstance(param, DTensor) for param in params):
         return False
     for values in lists:
@@ -121,7 +121,7 @@ def _local_of(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _placed_as(param: torch.Tensor, local: Any) -> Any:
-    """What a step has made for a parameter, of a local tensor."""
+    """Wrap the result of a step on a local tensor, placed as its parameter."""
     if not isinstance(param, DTensor) or not isinstance(local, torch.Tensor):
         return local
     return DTensor.from_local(
@@ -134,7 +134,7 @@ def _is_cut(tensor: DTensor) -> bool:
 
 
 def _whole(tensor: Any) -> Any:
-    """A DTensor put together; where each rank has all of it, that itself, which the step then writes to."""
+    """Gather a DTensor; where each rank has all of it, return that itself, to which the step then writes."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not _is_cut(tensor):

@@ -74,12 +74,12 @@ def keep(param: torch.nn.Parameter, name: str, policy: Precision) -> None:
 
 
 def kept_apart(params: Sequence[torch.Tensor]) -> bool:
-    """Whether a step on these parameters is to be taken by :func:`step`."""
+    """Check whether :func:`step` handles a step on these parameters."""
     return _hook is not None and any(param in _kept for param in params)
 
 
 def is_used() -> bool:
-    """Whether there has been such a policy in this process."""
+    """Check whether there has been such a policy in this process."""
     return _hook is not None
 
 
@@ -128,7 +128,7 @@ class _Born(TorchFunctionMode):
 
 
 def _in_format(init_group: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's ``_init_group``, which makes state and lists it, such that moments have their policy's format."""
+    """Wrap an optimizer's ``_init_group``, which makes and lists state, to give moments their policy's format."""
 
     @functools.wraps(init_group)
     def in_format(self: torch.optim.Optimizer, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
@@ -210,7 +210,7 @@ def _parts(params: Sequence[torch.Tensor]) -> Iterator[list[int]]:
 
 
 def _placed_as(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A gradient cut as its parameter is."""
+    """Return a gradient placed as its parameter."""
     if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
         return grad.redistribute(placements=param.placements)
     return grad
@@ -225,7 +225,7 @@ def _wide(values: Sequence[Any], entries: Sequence[_Kept | None]) -> list[Any]:
 
 
 def _is_cast(value: Any, entry: _Kept) -> bool:
-    """Whether a value is stepped on as a wide copy."""
+    """Check whether a value is stepped on as a wide copy."""
     return (
         isinstance(value, torch.Tensor) and value.is_floating_point()
         and value.dtype in (_dtype(entry.policy.moments), _dtype(entry.policy.master))
@@ -258,7 +258,7 @@ def _narrow(wide: torch.Tensor, dtype: torch.dtype, param: torch.Tensor, entry: 
 
 
 def stochastically_rounded(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """``x`` in bfloat16, rounded up or down such that the mean over the random bits is ``x``.
+    """Round ``x`` to bfloat16, up or down such that the mean over the random bits is ``x``.
 
     Args:
         x: any floating point format; taken as float32.
@@ -271,13 +271,13 @@ def stochastically_rounded(x: torch.Tensor, random: torch.Tensor) -> torch.Tenso
 
 @functools.cache
 def _site(name: str, position: int) -> int:
-    """A number for a parameter, or the state of it at a position in the lists of a step."""
+    """Return a number for a parameter, or for its state at a position in the lists of a step."""
     digest = hashlib.blake2b(f"{position} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def _places(param: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
-    """Where this rank's elements of a parameter lie in the whole one, for each dim."""
+    """Return the positions of this rank's elements in the whole parameter, for each dim."""
     pieces = [(0, n) for n in param.shape]
     if isinstance(param, DTensor):
         at = param.device_mesh.get_coordinate()

@@ -13,7 +13,7 @@ OF_TORCH = frozenset({"_is_param"})
 
 
 def with_attributes(param: torch.nn.Parameter, original: torch.Tensor) -> torch.nn.Parameter:
-    """The parameter, with the attributes that ``original`` bears and it does not; the same objects, not copies."""
+    """Copy onto the parameter the attributes that only ``original`` has; the same objects, not copies."""
     for name, value in vars(original).items():
         if name not in OF_TORCH and name not in vars(param):
             setattr(param, name, value)

@@ -152,7 +152,7 @@ def meet_on(device_mesh: DeviceMesh) -> None:
 
 
 def note_on(device_mesh: DeviceMesh, what: str) -> None:
-    """This rank comes to something else than a number, and so do all ranks of the mesh."""
+    """Note that this rank reads something other than a number, as all ranks of the mesh must."""
     if mesh_and_meeting := _meetings.get(_ranks(device_mesh)):
         mesh_and_meeting[1].note(what)
 
@@ -168,7 +168,7 @@ def meet_at(device_mesh: DeviceMesh, verb: str, what: str) -> None:
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The number that a DTensor of one element holds, on every rank.
+    """Read the number that a DTensor of one element holds, on every rank.
 
     Raises:
         RunError: another rank does not read it.
@@ -194,7 +194,7 @@ def _unscaled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _refused(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A collective of torch.distributed, called with a DTensor.
+    """Refuse a collective of torch.distributed that was called with a DTensor.
 
     Raises:
         RunError: always.
@@ -207,7 +207,7 @@ def _refusal(call: str, instead: str) -> RunError:
 
 
 def _lists_looked_into(check: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-    """torch's check of a collective's list of tensors, which refuses a list with a DTensor.
+    """Wrap torch's check of a collective's list of tensors, to refuse a list with a DTensor.
 
     Raises:
         RunError: there is one.
@@ -223,12 +223,12 @@ def _lists_looked_into(check: Callable[[Any, str], None]) -> Callable[[Any, str]
 
 
 def _all_dims(infer: Callable[[Any, int], list[int] | None]) -> Callable[[Any, int], list[int] | None]:
-    """Which dims a reduction is over, None for all: of no dims that are named, all."""
+    """Return the dims that a reduction is over, None for all: an empty list of dims means all."""
     return lambda dims, ndim: infer(None if isinstance(dims, list | tuple) and not dims else dims, ndim)
 
 
 def _of_no_dims(strategy: _Strategy) -> _Strategy:
-    """How ``any`` is cut: over no dims it is no reduction, unlike all others, and runs on the whole tensor."""
+    """Return how ``any`` is sharded: over no dims it is, unlike others, no reduction, and runs on the whole."""
 
     def of(schema: OpSchema) -> OpStrategy:
         if len(schema.args_schema) > 1 and schema.args_schema[1] in ([], ()):
@@ -239,12 +239,12 @@ def _of_no_dims(strategy: _Strategy) -> _Strategy:
 
 
 def _formatted(tensor: DTensor, spec: str) -> str:
-    """``f"{tensor:.4f}"``: as of a plain tensor, of a number the number in that format."""
+    """Format ``f"{tensor:.4f}"`` as for a plain tensor: a number in that format."""
     return format(tensor.item(), spec) if tensor.ndim == 0 and spec else object.__format__(tensor, spec)
 
 
 def _listed(tensor: DTensor) -> Any:
-    """``tensor.tolist()``: a number is read.
+    """Compute ``tensor.tolist()``, which reads a number.
 
     Raises:
         RunError: it is more than a number.
@@ -255,7 +255,7 @@ def _listed(tensor: DTensor) -> Any:
 
 
 def _as_numpy(tensor: DTensor, *, force: bool = False) -> Any:
-    """``tensor.numpy()``.
+    """Refuse ``tensor.numpy()``.
 
     Raises:
         RunError: always.
@@ -264,9 +264,9 @@ def _as_numpy(tensor: DTensor, *, force: bool = False) -> Any:
 
 
 def _address(tensor: DTensor) -> int:
-    """``tensor.data_ptr()``: where this rank's piece lies; of an empty one, which lies nowhere, what no other has.
+    """Return ``tensor.data_ptr()``: the address of this rank's shard; of an empty one a number that no other has.
 
-    torch itself tells tensors that wrap others by an address of zero: its ``deepcopy`` does.
+    torch itself recognizes wrapper tensors by an address of zero; its ``deepcopy`` does.
     """
     if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
         return 0
@@ -274,7 +274,7 @@ def _address(tensor: DTensor) -> int:
 
 
 def note_state(tensor: DTensor, name: str, of_stage: bool) -> None:
-    """A tensor of a parallel module's state dict is known as such when it is pickled.
+    """Mark a tensor of a parallel module's state dict, for when it is pickled.
 
     Args:
         of_stage: other ranks have other names.
@@ -283,7 +283,7 @@ def note_state(tensor: DTensor, name: str, of_stage: bool) -> None:
 
 
 def _pickled(tensor: DTensor, protocol: Any) -> Any:
-    """What stands for a tensor in a file: the plain one, where this rank has it whole.
+    """Return what stands for a tensor in a file: the plain tensor, if this rank has it whole.
 
     Raises:
         RunError: this rank has a part of the module's state only.
@@ -308,7 +308,7 @@ def _pickled(tensor: DTensor, protocol: Any) -> Any:
 
 
 def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
-    """``tensor.data = value``: on the meshes of parallel modules it is placed as the tensor is, a plain one too.
+    """Set ``tensor.data = value``; on the meshes of parallel modules the value is placed as the tensor is.
 
     Raises:
         RunError: the value is a plain tensor, of which a rank cannot know whether it is whole or its piece.
@@ -328,7 +328,7 @@ def _set_data(tensor: DTensor, value: torch.Tensor) -> None:
 
 
 def _of_whole_norms(strategy: _Strategy) -> _Strategy:
-    """How sums are cut: of norms only where these are put together."""
+    """Return how sums are sharded: sums of norms only where the norms are combined."""
 
     def of(schema: OpSchema) -> OpStrategy:
         choices = strategy(schema)
@@ -358,7 +358,7 @@ def _of_collectives() -> list[Replacement]:
 
 
 def _in_strategies(wrapped: Mapping[Any, Callable[[_Strategy], _Strategy]]) -> list[Replacement]:
-    """Changes of how DTensor cuts operators; an operator that this version of torch does not know has none."""
+    """Change how DTensor shards operators, of those that this version of torch has."""
     strategies: dict[Any, Any] = DTENSOR_STRATEGIES.get()
     return [Replacement(strategies, op, wrap) for op, wrap in wrapped.items() if op in strategies]
 

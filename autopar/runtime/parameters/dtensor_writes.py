@@ -86,8 +86,7 @@ def _shares(view: Any, base: Any) -> bool:
 
 
 def take(tensor: Any, whole: torch.Tensor) -> None:
-    """Have a DTensor hold its piece of ``whole``; one that was still to be added up, or has another shape, is whole
-    afterwards."""
+    """Store this rank's shard of ``whole`` in a DTensor; a pending one or another shape becomes replicated."""
     if tensor.shape != whole.shape or any(p.is_partial() for p in tensor.placements):
         meta = TensorMeta(shape=whole.shape, stride=whole.stride(), dtype=whole.dtype)
         tensor._local_tensor = whole
@@ -97,9 +96,9 @@ def take(tensor: Any, whole: torch.Tensor) -> None:
 
 
 def run_on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
-    """An operator on whole tensors; of those that it writes to every rank takes its piece, others are whole.
+    """Run an operator on whole tensors; every rank takes its shard of those it writes to, others are replicated.
 
-    Random numbers of the shape of what they are drawn for are placed as that is.
+    Random numbers are placed like the tensor whose shape they have.
     """
     first = args[0] if args and isinstance(args[0], DTensor) else None
     pending = first is None or any(p.is_partial() for p in first.placements)

@@ -37,7 +37,7 @@ class Unit:
             held_param.unit = self
 
     def expire(self) -> None:
-        """What was gathered may no longer equal what is stored (in-place updates of a DTensor leave no trace)."""
+        """Expire gathered values, which may differ from those stored: in-place updates of a DTensor leave no trace."""
         if self.ready or self.work is not None:
             self.finish_work()
             self.ready = False
@@ -114,24 +114,24 @@ class Unit:
             self._empty()
 
     def _empty(self) -> None:
-        """Without memory for values that are gathered for one use."""
+        """Free the memory for values that are gathered for one use."""
         for held_param in self.held_params if self.per_use else ():
             held_param.leaf.untyped_storage().resize_(0)
 
 
 def coalesces(held_param: HeldParam) -> bool:
-    """One gather and nothing else that changes values."""
+    """Check that the parameter needs one gather and nothing else that changes values."""
     kinds = [reshard_step.forward for reshard_step in held_param.reshard_steps if reshard_step.forward != "none"]
     return kinds == ["gather"]
 
 
 def gather_of(held_param: HeldParam) -> ReshardStep:
-    """The hop that gathers a parameter that :func:`coalesces`."""
+    """Return the reshard step that gathers a parameter that :func:`coalesces`."""
     return next(reshard_step for reshard_step in held_param.reshard_steps if reshard_step.forward == "gather")
 
 
 def same_gather(a: HeldParam, b: HeldParam) -> bool:
-    """Whether two parameters may share a gather."""
+    """Check that two parameters may share a gather."""
     if not (coalesces(a) and coalesces(b)) or a.choice.lifetime != b.choice.lifetime:
         return False
     ga, gb = gather_of(a), gather_of(b)

@@ -32,7 +32,7 @@ class MetaValues:
         self.values: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The whole value of a parameter or buffer; it is kept no longer than by who asks for it."""
+        """Return the whole value of a parameter or buffer, which is kept only by the caller."""
         path, _, key = name.rpartition(".")
         if path != self.path or key not in self.values:
             self.values = {}
@@ -97,11 +97,11 @@ class MadeInTurn(SentValues):
         self.turns = {path: turn % len(self.ranks) for turn, path in enumerate(paths)}
 
     def source(self, name: str) -> int:
-        """The rank whose turn the module is."""
+        """Return the rank that initializes the module."""
         return self.ranks[self.turns[name.rpartition(".")[0]]]
 
     def take(self, name: str) -> torch.Tensor:
-        """The value that this rank makes."""
+        """Return the value that this rank makes."""
         return self.values(name)
 
 
@@ -110,7 +110,7 @@ def _named(each: Callable[..., Iterable[tuple[str, torch.Tensor]]]) -> dict[str,
 
 
 def is_meta(model: torch.nn.Module) -> bool:
-    """Whether any parameter or buffer has no storage."""
+    """Check whether any parameter or buffer is on the meta device."""
     return any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers()))
 
 

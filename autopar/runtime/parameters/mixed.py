@@ -56,28 +56,30 @@ def mix_on(device_mesh: DeviceMesh) -> None:
 
 
 def mixes_on(device_mesh: DeviceMesh) -> bool:
-    """Whether a plain tensor on this mesh counts as whole, and the same on every rank."""
+    """Check whether a plain tensor on this mesh counts as replicated."""
     return device_mesh in _meshes
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor as it is, a DTensor put together, on all ranks."""
+    """Return a plain tensor itself, or a DTensor gathered, on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _allow(_: Any = None) -> None:
-    """Have torch's dispatcher ask :func:`_replicated` for plain tensors of any size; each thread has a switch of its
-    own, and autograd's threads begin without."""
+    """Make torch's dispatcher call :func:`_replicated` for plain tensors of any size.
+
+    Each thread has a switch of its own, and autograd's threads begin without.
+    """
     allow_plain_tensors(True)
 
 
 def _copies(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A plain tensor as a DTensor of which each rank has a copy; the way back of its gradient is whole."""
+    """Wrap a plain tensor as a replicated DTensor whose gradient comes back replicated."""
     return DTensor.from_local(tensor, mesh, (Replicate(),) * mesh.ndim, run_check=False)
 
 
 def _beside_plain(operator: Callable[[Any, Any], Any]) -> Callable[[DTensor, Any], Any]:
-    """An arithmetic operator: of a DTensor that is a number and a plain tensor, it gives a plain tensor."""
+    """Make an arithmetic operator return a plain tensor for a DTensor that is a number and a plain tensor."""
 
     def of(mine: DTensor, value: Any) -> Any:
         if type(value) is torch.Tensor and (mesh := mine.device_mesh) in _meshes:
@@ -94,7 +96,7 @@ def _beside_plain(operator: Callable[[Any, Any], Any]) -> Callable[[DTensor, Any
 
 
 def _replicated(op: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensorSpec:
-    """The placement of a plain tensor that meets a DTensor.
+    """Return the placement of a plain tensor that meets a DTensor.
 
     Raises:
         RuntimeError: the DTensor is none of a parallel module's, as without one.
@@ -114,7 +116,7 @@ def _result(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, sharding: Any, results: Any,
     participating: bool, is_inplace: bool, is_out: bool,
 ) -> Any:  # fmt: skip
-    """What an operator gives, of its local results; torch's own knows no plain tensor that is written to."""
+    """Wrap the local results of an operator; torch's own wrapper knows no plain tensor that is written to."""
     written = args[0] if is_inplace and args else None
     if is_inplace and args and mesh in _meshes:
         for tensor in written if isinstance(written, list | tuple) else (written,):
@@ -130,7 +132,7 @@ def _result(
 
 
 def _strategy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], info: Any, try_cache: bool) -> Any:
-    """How an operator is cut; of one that torch cannot cut, what it gives on whole tensors."""
+    """Return how an operator is sharded; for one that torch cannot shard, its result on whole tensors."""
     try:
         return _strategy_of(op, args, kwargs, info, try_cache)
     except (NotImplementedError, RuntimeError):
@@ -141,7 +143,7 @@ def _strategy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], info: Any,
 
 
 def _turned(mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A hook of a DTensor, whose gradient arrives plain from the tensor that it was written to."""
+    """Return a hook for a DTensor whose gradient arrives plain from the tensor that it was written to."""
 
     def turned(grad: torch.Tensor) -> torch.Tensor:
         _allow()

@@ -38,20 +38,23 @@ _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
 
 
 def refuse_norms_on(mesh: DeviceMesh) -> None:
-    """From now on, torch's norm of gradients on ``mesh``, one of several of a pipeline, is an error."""
+    """Make torch's norm of gradients on ``mesh``, one of several of a pipeline, raise from now on."""
     key = id(mesh)
     _meshes[key] = weakref.ref(mesh, lambda _: _meshes.pop(key, None))
     _wrap()
 
 
 def watch_norms() -> None:
-    """From now on, torch's norm of no gradients at all is told about, once: of a model that was parallelized, which
-    has none (``clip_grad_norm_(model.parameters(), 1.0)``), nothing would be clipped."""
+    """Warn once, from now on, when torch's norm gets no gradients at all.
+
+    A model that was parallelized has none (``clip_grad_norm_(model.parameters(), 1.0)``), so nothing would be
+    clipped.
+    """
     _wrap()
 
 
 def flat_optimizer_states(kind: type[torch.nn.Module]) -> None:
-    """From now on, torch's state dicts of optimizers of such modules are flat."""
+    """Make torch's state dicts of optimizers of such modules flat from now on."""
     real: Any = STATE_DICT_OPTIONS.get()
     if hasattr(real, "_flat_for"):
         return
@@ -69,7 +72,7 @@ def flat_optimizer_states(kind: type[torch.nn.Module]) -> None:
 
 
 def of_a_stage(tensor: Any) -> bool:
-    """Whether it is a DTensor on the mesh of one of several stages."""
+    """Check whether a tensor is a DTensor on the mesh of one of several stages."""
     if not isinstance(tensor, DTensor):
         return False
     stage_mesh = _meshes.get(id(tensor.device_mesh))
@@ -109,7 +112,9 @@ def _refusing(real: Any) -> Any:
 
 
 def squared_norm(pm: Any, first: Mapping[str, int]) -> torch.Tensor:
-    """Of the gradients of this rank's stages, float64 []; what several ranks hold is counted on one of them.
+    """Compute the squared norm of the gradients of this rank's stages, float64 [].
+
+    What several ranks hold is counted on one of them.
 
     Args:
         pm: a pipeline.
@@ -130,7 +135,7 @@ def squared_norm(pm: Any, first: Mapping[str, int]) -> torch.Tensor:
 
 
 def scaled(parameters: Iterable[torch.nn.Parameter], norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """``norm``, that of all gradients, when they have been scaled to have at most ``max_norm``."""
+    """Scale all gradients to have at most ``max_norm``, and return ``norm``, theirs before."""
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for param in {id(p): p for p in parameters}.values():
         if param.grad is not None:

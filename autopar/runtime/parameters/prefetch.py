@@ -122,7 +122,7 @@ class GatherOrder:
     # -- backward
 
     def done(self, held_param: HeldParam) -> None:
-        """A parameter has its gradient: when all of its unit have, the copy is no longer needed."""
+        """Note that a parameter has its gradient; once its whole unit has, the copy is no longer needed."""
         i = self.number[id(held_param)]
         left = self.left.setdefault(i, {id(h) for h in self.units[i].held_params if h.leaf.requires_grad})
         left.discard(id(held_param))
@@ -158,7 +158,7 @@ def release(schedule: GatherOrder, i: int) -> None:
 
 
 def guard(schedule: GatherOrder) -> None:
-    """From here on, saved tensors in gathered copies become handles."""
+    """Turn saved tensors in gathered copies into handles from here on."""
     schedule.guard()
 
 
@@ -181,7 +181,7 @@ def order_of_use(program: Program) -> list[int]:
 
 
 def with_gathers(program: Program, schedule: GatherOrder) -> torch.fx.GraphModule:
-    """The program as it runs, with fetches, releases and guards; its first input is the schedule."""
+    """Return the program as it runs, with fetches, releases and guards; its first input is the schedule."""
     if not schedule.units:
         return _to_run(_copy_of(program.module.graph))
     graph = torch.fx.Graph()
@@ -247,14 +247,16 @@ def _copy_of(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 
 def _to_run(graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A copy of a program as it runs: sums of gradients travel meanwhile, and segments run again."""
+    """Copy a program as it runs: reductions of gradients overlap, and segments are recomputed."""
     with_overlap(graph)
     return with_segments(torch.fx.GraphModule(torch.nn.Module(), graph, class_name="ProgramThatRuns"))
 
 
 def _copy_for_functions(graph: torch.fx.Graph, parameter: torch.fx.Node) -> None:
-    """A user's own code gets copies of a parameter that is freed after its use, and of views of it: what such code
-    keeps for its backward outside of ``ctx.save_for_backward`` no guard sees."""
+    """Give a user's own code copies of a parameter that is freed after its use, and of views of it.
+
+    No guard sees what such code keeps for its backward outside of ``ctx.save_for_backward``.
+    """
     faces = {parameter} | {n for n in _readers(parameter) if n.users}
     for node in _readers(parameter):
         if not isinstance(node.target, Callee):

@@ -34,12 +34,12 @@ _SENT_AS_BYTES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 
 
 def as_sent(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as a collective takes it that moves values and does not compute: a view where it must be."""
+    """View a contiguous tensor as a collective that only moves values takes it."""
     return x.view(-1).view(torch.uint8) if x.dtype in _SENT_AS_BYTES else x
 
 
 def all_gather_flat(out: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
-    """``out`` gets the tensors of all ranks, one after the other along the first dim."""
+    """Gather the tensors of all ranks into ``out``, one after the other along the first dim."""
     return _all_gather(as_sent(out), as_sent(x), **options)
 
 
@@ -56,11 +56,11 @@ class Cut:
         return largest_shard(self.size, n, self.unit)
 
     def piece(self, n: int, at: int) -> tuple[int, int]:
-        """``(start, length)`` of piece number ``at`` of ``n``."""
+        """Return ``(start, length)`` of shard number ``at`` of ``n``."""
         return piece_of(self.size, n, at, self.unit)
 
     def is_first_and_even(self, n: int) -> bool:
-        """Whether ``n`` pieces, one after the other, are the whole tensor."""
+        """Check that ``n`` shards, one after the other, are the whole tensor."""
         return self.dim == 0 and self.size % (n * self.unit) == 0
 
 
@@ -91,7 +91,7 @@ _KINDS = {
 def reshard_steps(
     name: str, choice: ParamChoice, shape: Sequence[int], device_mesh: DeviceMesh, mesh: Mesh
 ) -> tuple[ReshardStep, ...]:
-    """The hops from stored to used of a parameter of global ``shape``.
+    """Return the reshard steps from stored to used of a parameter of global ``shape``.
 
     Raises:
         PlanError: there is no such path.
@@ -113,7 +113,7 @@ def reshard_steps(
 
 
 def hop_axes(name: str, choice: ParamChoice, shape: Sequence[int], mesh: Mesh) -> list[tuple[int, ...]]:
-    """The axes over whose common groups the hops of a parameter go.
+    """List the axes over whose common groups the reshard steps of a parameter go.
 
     Raises:
         PlanError: there is no path from stored to used.
@@ -124,7 +124,7 @@ def hop_axes(name: str, choice: ParamChoice, shape: Sequence[int], mesh: Mesh) -
 def _merged(
     name: str, choice: ParamChoice, shape: Sequence[int], mesh: Mesh
 ) -> list[tuple[Placement, Placement, list[int], State]]:
-    """The steps that communicate or cut: from, to, the axes that go together, and the state before."""
+    """List the steps that communicate or cut: from, to, the axes that go together, and the state before."""
     steps = path(choice.stored, choice.used)
     legal = steps is not None and all((a[i].kind, b[i].kind) in _KINDS for i, a, b in steps)
     if steps is None or not legal:
@@ -146,7 +146,7 @@ def _merged(
 
 
 def _as_one(shape: Sequence[int], state: State, mesh: Mesh, axis: int, inner: Sequence[int]) -> bool:
-    """Whether ``axis`` and the ``inner`` axes may go together: the pieces of pieces are the pieces of one cut."""
+    """Check that ``axis`` and the ``inner`` axes may go together: shards of shards are the shards of one cut."""
     if not state[axis].is_shard:
         return True
     extent, earlier, _ = cut_extent(shape, state, mesh, axis)
@@ -154,7 +154,7 @@ def _as_one(shape: Sequence[int], state: State, mesh: Mesh, axis: int, inner: Se
 
 
 def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
-    """The process group over several axes; every rank must ask for the same ones in the same order."""
+    """Return the process group over several axes; every rank must ask for the same ones in the same order."""
     names = tuple(mesh.name(axis) for axis in axes)
     if len(names) == 1:
         return device_mesh.get_group(names[0])
@@ -162,7 +162,7 @@ def group_of(device_mesh: DeviceMesh, mesh: Mesh, axes: Sequence[int]) -> Any:
 
 
 def padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """``x`` with zeros behind it, up to ``size`` elements of ``dim``; ``x`` itself where it has as many."""
+    """Pad ``x`` with zeros up to ``size`` elements of ``dim``; ``x`` itself where it has as many."""
     missing = size - x.shape[dim]
     if not missing:
         return x
@@ -170,7 +170,7 @@ def padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def padded_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """``x`` with zeros behind it in every dim, up to ``shape``."""
+    """Pad ``x`` with zeros in every dim, up to ``shape``."""
     for dim, size in enumerate(shape):
         x = padded(x, dim, size)
     return x
@@ -192,28 +192,28 @@ def _without_padding(x: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def own_part(x: torch.Tensor, cut: Cut, reshard_step: ReshardStep) -> torch.Tensor:
-    """This rank's piece without what it was padded with."""
+    """Return this rank's shard without its padding."""
     length = cut.piece(reshard_step.n, reshard_step.index)[1]
     return x if x.shape[cut.dim] == length else x.narrow(cut.dim, 0, length)
 
 
 def of_its_own(x: torch.Tensor) -> torch.Tensor:
-    """``x``, in memory that holds nothing else: a copy where it is a part of a larger tensor, else ``x`` itself."""
+    """Return ``x`` in memory of its own: a copy where it is a part of a larger tensor, else ``x`` itself."""
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
 
 
 def dense(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient as a DTensor may have it: one of rows (``nn.Embedding(sparse=True)``) with all of them."""
+    """Return a dense gradient, as a DTensor requires; a sparse one (``nn.Embedding(sparse=True)``) is filled in."""
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def unstack(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """[n, ..., k, ...] -> [..., n * k, ...]"""
+    """Merge the first dim into ``dim``: [n, ..., k, ...] -> [..., n * k, ...]."""
     return x.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def stacked(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    """[..., n * k, ...] -> [n, ..., k, ...], a view if it divides; else padded."""
+    """Split ``dim``: [..., n * k, ...] -> [n, ..., k, ...], a view if it divides; else padded."""
     x = padded(x, dim, -(-x.shape[dim] // n) * n)
     return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
 

@@ -52,7 +52,7 @@ class Placing:
         self.pieces: dict[str, torch.Tensor] = {}
 
     def wants(self, name: str) -> bool:
-        """Whether a value of this name is registered here, and under no other name before."""
+        """Check that a value of this name is registered here, and was not registered under another name before."""
         return name in self.nodes or self.unread.get(name) == name
 
     def arrives(self, name: str, whole: torch.Tensor) -> None:
@@ -63,12 +63,12 @@ class Placing:
             self.pieces[name] = self._cut(whole.detach(), state, name)
 
     def _stored(self, source: str, param: torch.nn.Parameter) -> State:
-        """How a parameter is placed."""
+        """Return the placement of a parameter."""
         planned = self.plan.params.get(source)
         return planned.stored if planned is not None else whole_state(self.plan.mesh, param.requires_grad)
 
     def _kept(self, source: str) -> State:
-        """How a buffer is placed."""
+        """Return the placement of a buffer."""
         return self.plan.buffers.get(source, whole_state(self.plan.mesh))
 
     def parameters(self) -> None:
@@ -148,7 +148,7 @@ class Placing:
         return owner._buffers.get(key)
 
     def _local(self, name: str, state: State) -> torch.Tensor:
-        """This rank's part of a value."""
+        """Return this rank's part of a value."""
         if name in self.pieces:
             return self.pieces.pop(name)
         if name in self.constants and name not in self.buffers and name not in self.params:
@@ -160,7 +160,7 @@ class Placing:
         return self._cut(value.detach(), state, name)
 
     def _cut(self, value: torch.Tensor, state: State, name: str) -> torch.Tensor:
-        """A copy of this rank's part of a whole value, on this rank's device."""
+        """Copy this rank's part of a whole value, on this rank's device."""
         if value.device.type == "meta":
             raise RunError(f"'{name}' is on the meta device; pass init= to give it a value")
         piece = local_shard(value, state, self.device_mesh)
@@ -168,7 +168,7 @@ class Placing:
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """``float32``, as graphs have it."""
+    """Return ``float32``, as graphs spell it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -179,7 +179,7 @@ def _placed_as(tensor: torch.Tensor, state: State, device_mesh: DeviceMesh) -> b
 
 
 def _same_storage(name: str, stored: torch.nn.Parameter, state: State, mesh: DeviceMesh) -> None:
-    """Two stages of one rank that use a parameter share it, so they must store it alike."""
+    """Check that two stages of one rank that share a parameter store it alike."""
     have = (stored.device_mesh, tuple(stored.placements)) if isinstance(stored, DTensor) else None
     if have != (mesh, tuple(torch_placements(state))):
         raise RunError(

@@ -1,8 +1,7 @@
-"""Parameters that are stored in another way from now on: the layout of another bucket
-(:mod:`autopar.parallelizing.bucket_plans`).
+"""A change of how parameters are stored: the layout of another bucket (:mod:`autopar.parallelizing.bucket_plans`).
 
-The ``Parameter`` objects stay; what they hold, and their gradients, moves. An optimizer's state follows when the
-optimizer steps next, as only then it is known who has any.
+The ``Parameter`` objects stay; their values and gradients move. An optimizer's state follows at the optimizer's next
+step, since only then it is known which parameters have any.
 """
 
 from __future__ import annotations

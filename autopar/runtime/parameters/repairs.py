@@ -77,7 +77,7 @@ class Repair:
         return self.until is None or TORCH < self.until
 
     def apply(self) -> None:
-        """Replacement torch, where its version needs it; a second call changes nothing."""
+        """Repair torch, where its version needs it; a second call changes nothing."""
         if self.is_needed and not self._applied:
             for change in self.changes():
                 change.apply()

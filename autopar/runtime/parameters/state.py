@@ -1,10 +1,12 @@
-"""How a rank holds parameters: stored as DTensors for the optimizer, used as plain local tensors by the program.
+"""Parameters of a rank: stored as DTensors for the optimizer, used as plain local tensors by the program.
+
 On a mesh of one device they are stored as plain tensors, too.
 
-Between the two stand hops (see :mod:`autopar.runtime.parameters.redistribution`). A :class:`HeldParam` parameter has a
-*used leaf*, a plain tensor on which autograd accumulates. If no hop changes the values, the leaf shares the stored
-tensor's memory: nothing is copied. Otherwise it belongs to a :class:`~autopar.runtime.parameters.gathering.Unit`, a few
-parameters that are gathered together, for one step or for one use.
+Reshard steps lead from one to the other (see :mod:`autopar.runtime.parameters.redistribution`). A :class:`HeldParam`
+has a *used leaf*, a plain tensor on which autograd accumulates. If no step changes the values, the leaf shares the
+stored tensor's memory: nothing is copied. Otherwise it belongs to a
+:class:`~autopar.runtime.parameters.gathering.Unit`, a few parameters that are gathered together, for one step or for
+one use.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def version_of(param: torch.Tensor) -> tuple[int, int]:
 
 
 def torch_placements(state: State) -> tuple[TorchPlacement, ...]:
-    """A state in DTensor's words; it does not tell ``I`` from ``R``."""
+    """Return a state as DTensor placements, which do not distinguish ``I`` from ``R``."""
     placements: list[TorchPlacement] = []
     for p in state:
         d = p.dim
@@ -74,14 +76,14 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def coordinate_of(device_mesh: DeviceMesh) -> tuple[int, ...]:
-    """This rank's coordinate on a device mesh."""
+    """Return this rank's coordinate on a device mesh."""
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     return tuple(coordinate)
 
 
 def local_shard(whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> torch.Tensor:
-    """A view of this rank's slice of ``whole``."""
+    """Return a view of this rank's slice of ``whole``."""
     box = box_of(whole.shape, state, mesh_of(device_mesh), coordinate_of(device_mesh))
     for d, (start, length) in enumerate(box):
         if length != whole.shape[d]:
@@ -91,8 +93,7 @@ def local_shard(whole: torch.Tensor, state: State, device_mesh: DeviceMesh) -> t
 
 @torch.no_grad()
 def joined(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh) -> torch.Tensor:
-    """The whole tensor of ``shape``, on every rank, from the ranks' pieces in ``state``: gathered, and pending sums
-    added up."""
+    """Gather the whole tensor of ``shape`` on every rank from the shards in ``state``; pending sums are reduced."""
     mesh, at = mesh_of(device_mesh), coordinate_of(device_mesh)
     for axis in reversed(range(len(state))):
         n, d = device_mesh.size(axis), state[axis].dim
@@ -109,12 +110,12 @@ def joined(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a stored tensor; a plain one itself."""
+    """Return this rank's part of a stored tensor; a plain one itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_mesh: DeviceMesh) -> DTensor:
-    """A DTensor around a local tensor, without communication."""
+    """Wrap a local tensor as a DTensor, without communication."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(
         local, device_mesh, torch_placements(state), run_check=False, shape=torch.Size(shape), stride=stride
@@ -122,12 +123,12 @@ def as_dtensor(local: torch.Tensor, state: State, shape: Sequence[int], device_m
 
 
 def state_of(tensor: DTensor) -> State:
-    """How a stored DTensor lies, in autopar's words; what is no shard is whole."""
+    """Return the state of a stored DTensor; placements other than shards are replicated."""
     return State(shard(p.dim) if isinstance(p, Shard) else REPLICATED for p in tensor.placements)
 
 
 def box_held(tensor: torch.Tensor) -> Box:
-    """``(start, length)`` per dim: which part of the whole tensor this rank has."""
+    """Return ``(start, length)`` per dim: which part of the whole tensor this rank has."""
     if not isinstance(tensor, DTensor):
         return tuple((0, n) for n in tensor.shape)
     mesh = tensor.device_mesh
@@ -135,7 +136,7 @@ def box_held(tensor: torch.Tensor) -> Box:
 
 
 def like(example: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's share of ``whole``, placed as ``held`` is: a DTensor of its placements, or a plain tensor."""
+    """Return this rank's share of ``whole``, placed as ``example`` is: a DTensor, or a plain tensor."""
     whole = whole.detach().to(example.device)
     if not isinstance(example, DTensor):
         return whole.contiguous()
@@ -147,7 +148,7 @@ def like(example: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def placed_as(like_this: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value`` placed as ``like_this`` is; a plain tensor is whole, and the same on all ranks."""
+    """Return ``value`` placed as ``like_this`` is; a plain tensor is replicated."""
     if not isinstance(value, DTensor):
         return like(like_this, value) if isinstance(like_this, DTensor) else value
     if not isinstance(like_this, DTensor):
@@ -298,9 +299,11 @@ class HeldParam:
         self.sum = grad if self.sum is None else self.sum.add_(grad)
 
     def taken(self) -> torch.Tensor | None:
-        """The step's sum, which is over with that. What a DTensor is to hold has memory of its own: a part of a bucket
-        would keep the bucket alive, and ``copy.deepcopy`` of a DTensor fails where its local tensor has an offset. And
-        it is dense, also where no other rank adds to it (``nn.Embedding(sparse=True)``): a DTensor has no sparse ones.
+        """Take the step's accumulated gradient, which ends it.
+
+        What a DTensor holds gets memory of its own: a part of a bucket would keep the bucket alive, and
+        ``copy.deepcopy`` of a DTensor fails where its local tensor has an offset. It is dense, also where no other
+        rank adds to it (``nn.Embedding(sparse=True)``), since a DTensor has no sparse ones.
         """
         grad, self.sum = self.sum, None
         if not self.adjoint:
@@ -315,7 +318,7 @@ class HeldParam:
         return of_its_own(dense(grad))
 
     def placed(self, grad: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient as the stored parameter is: a DTensor of its placement, or plain."""
+        """Place a reduced gradient as the stored parameter is: as a DTensor of its placement, or plain."""
         param = self.param
         if isinstance(param, DTensor):
             return DTensor(grad, param._spec, requires_grad=False)  # type: ignore[call-arg]
@@ -336,8 +339,10 @@ def give(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
 
 
 class Followed:
-    """A buffer of the program, or a frozen parameter that it renews, which is read where it is registered: someone may
-    put another tensor there."""
+    """A buffer of the program, or a frozen parameter that it updates, read where it is registered.
+
+    Someone may put another tensor there.
+    """
 
     def __init__(self, name: str, owner: torch.nn.Module, key: str) -> None:
         self.name, self.owner, self.key = name, owner, key
@@ -352,7 +357,7 @@ class Followed:
         return (self.owner._parameters if self.is_param else self.owner._buffers).get(self.key)
 
     def replaced(self) -> bool:
-        """Whether there is another tensor than at the last call, or a parameter was given other memory by ``.data``.
+        """Check whether there is another tensor than at the last call, or ``.data`` gave a parameter other memory.
 
         Raises:
             RunError: it has another shape, dtype or placement, or is no tensor; or a parameter wants a gradient now.

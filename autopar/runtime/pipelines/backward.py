@@ -21,8 +21,10 @@ Before = Mapping[Node, list[Node]]
 
 @dataclass(eq=False)
 class _Group:
-    """Numbers of weights, and what their gradients follow from: those at cuts, by node, and those of outputs that no
-    input leads to."""
+    """Numbers of weights, and the values that their gradients follow from.
+
+    Those are the ones at cuts, by node, and those of outputs that no input leads to.
+    """
 
     leaves: list[int] = field(default_factory=list)
     cuts: dict[Node, Grads] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class Halves:
         self, microbatch: int, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor],
         wanted: Sequence[GradientEdge], leaves: Sequence[torch.Tensor],
     ) -> Grads:  # fmt: skip
-        """The gradients that arrive at ``wanted``, given those of the outputs at ``roots``; the rest is remembered."""
+        """Compute the gradients at ``wanted``, given those of the outputs at ``roots``; the rest is kept for later."""
         ends = [root.node for root in roots]
         before = _before(ends)
         inside = _closure([edge.node for edge in wanted], before, set())[0]
@@ -83,7 +85,7 @@ def _accumulate(tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | 
 
 
 def _before(ends: Iterable[Node]) -> Before:
-    """Of every node that a backward reaches, the nodes that it comes from."""
+    """Map every node that a backward reaches to the nodes that it comes from."""
     sources: dict[Node, list[Node]] = {node: [] for node in ends}
     todo = list(sources)
     while todo:
@@ -98,7 +100,7 @@ def _before(ends: Iterable[Node]) -> Before:
 
 
 def _closure(starts: Iterable[Node], before: Before, stop: set[Node]) -> tuple[set[Node], set[Node]]:
-    """All nodes that lead to ``starts`` without passing ``stop``, and the nodes of ``stop`` that are met."""
+    """Return all nodes that lead to ``starts`` without passing ``stop``, and the nodes of ``stop`` that are met."""
     reached = {node for node in starts if node in before}
     met: set[Node] = set()
     todo = list(reached)
@@ -113,7 +115,7 @@ def _closure(starts: Iterable[Node], before: Before, stop: set[Node]) -> tuple[s
 
 
 def _groups(leaves: Sequence[Node], inside: set[Node], ends: set[Node], before: Before) -> list[_Group]:
-    """The weights that a backward reaches, those together that have a cut or an output in common."""
+    """Group the weights that a backward reaches by the cut or output that they share."""
     group_of: dict[Node, _Group] = {}
     groups: list[_Group] = []
     for i, leaf in enumerate(leaves):

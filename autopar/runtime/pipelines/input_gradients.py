@@ -38,12 +38,12 @@ class InputGradients:
         return name in self.shapes
 
     def begin(self, callers: Mapping[str, torch.Tensor]) -> None:
-        """A step begins, with the caller's tensors for the whole batch, by input name."""
+        """Begin a step, with the caller's tensors for the whole batch, by input name."""
         self.callers = {name: callers[name] for name in self.shapes}
         self.sums = {name: torch.zeros(x.shape, dtype=x.dtype, device=self.device) for name, x in self.callers.items()}
 
     def add(self, name: str, microbatch: int, grad: torch.Tensor) -> None:
-        """The whole gradient that a stage has for an input of a microbatch; one rank of the stage calls it.
+        """Add a stage's whole gradient for an input of a microbatch; one rank of the stage calls it.
 
         An input of the captured shape went into every microbatch, so its gradients add up.
         """
@@ -54,7 +54,7 @@ class InputGradients:
         rows.add_(grad)
 
     def taken(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The caller's tensors that want a gradient, and it: what the ranks have, added up. All ranks call it."""
+        """Return the caller's tensors that want a gradient, each with the sum over ranks. All ranks call it."""
         callers, sums, self.callers, self.sums = self.callers, self.sums, {}, {}
         for grad in sums.values():
             dist.all_reduce(grad, group=self.everyone)

@@ -140,7 +140,7 @@ class Work:
         self, batches: Batches, shares: Sequence[float], seeds: Sequence[Any], shown: Mapping[str, str],
         training: bool, outputs: dict[int, list[torch.Tensor]] | None,
     ) -> torch.Tensor:  # fmt: skip
-        """The sum of the weighted losses of all microbatches without gradients, on every rank; 0 without a loss.
+        """Return the sum of the weighted losses of all microbatches without gradients, on every rank; 0 without a loss.
 
         Args:
             outputs: where whole outputs of this rank's stages beside the loss go, by their position in the model's.
@@ -162,7 +162,7 @@ class Work:
         self, flight: Flight, post: Post, action: Action, batches: Batches, seeds: Sequence[Any],
         shown: Mapping[str, str], evaluating: bool, total: torch.Tensor, reached: Reached | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """All that a stage makes; its part of the loss is added to ``total``."""
+        """Return all that a stage makes, and add its part of the loss to ``total``."""
         k = action.microbatch
         loss, flat = flight.forward(post, k, batches[k], shown, seeds[k], evaluating, reached)
         if loss is not None and flight.leads:
@@ -170,9 +170,9 @@ class Work:
         return flat
 
     def _begin(self, shares: Sequence[float], scale: torch.Tensor | None = None) -> None:
-        """A step begins: nothing is left of an earlier one, also if that was broken off by an exception on all ranks.
+        """Begin a step, after cleaning up what an exception on all ranks left of an earlier one.
 
-        Then messages are under way that nobody takes, and receives are posted that nobody answers. The ranks tell each
+        Messages are then pending that nobody takes, and receives posted that nobody answers. The ranks tell each
         other how far they came; what was sent is received, and what is waited for is sent.
         """
         if (broken := self.unfinished.work) is not None:
@@ -185,7 +185,7 @@ class Work:
 
 
 def _other_outputs(flight: Flight, flat: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
-    """The model's outputs beside the loss that a stage makes, whole, by position."""
+    """Yield the whole outputs of the model, besides the loss, that a stage makes, by position."""
     part, stage = flight.part, flight.stage
     for k, position in enumerate(part.outputs, len(part.gives)):
         state, out = stage.program.outputs[k], part.graph.outputs[k]

@@ -45,7 +45,7 @@ class Ready:
     drawing: tuple[Graph | None, Graph | None]
 
     def reached(self, seeds: Sequence[Any]) -> list[Reached] | None:
-        """What has a gradient in each microbatch; None where all that wants one does."""
+        """Return what has a gradient in each microbatch; None where all that wants one does."""
         return None if self.reached_by is None else [self.reached_by(seed) for seed in seeds if seed is not None]
 
     @property
@@ -66,7 +66,7 @@ class Ready:
 def with_totals_of_batch(
     runs: Sequence[Ready], local_batch: RowsInStages | None, device_mesh: DeviceMesh, state: State
 ) -> list[Ready]:
-    """The runs with what their microbatches read of the whole batch.
+    """Return the runs with what their microbatches read of the whole batch.
 
     Args:
         own_rows: where each rank has its own, which are gathered on ``device_mesh``, that of one of its stages.

@@ -21,7 +21,8 @@ class Arrived:
     """
 
     def __init__(self, read: torch.Tensor, gradients: list[torch.Tensor]) -> None:
-        """
+        """Initialize the object.
+
         Args:
             read: the tensor as the stage reads it; it is not held.
             gradients: where the function that passed it on puts what arrives.
@@ -40,13 +41,13 @@ class Arrived:
         self._gradients[:] = [] if gradient is None else [gradient]
 
     def gradient_or_zeros(self) -> torch.Tensor:
-        """The gradient; zeros where no backward came."""
+        """Return the gradient; zeros where no backward came."""
         gradient = self.gradient
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if gradient is None else gradient
 
 
 def arriving(piece: torch.Tensor) -> tuple[torch.Tensor, Arrived]:
-    """A tensor as a stage reads it, and where its gradient will be.
+    """Return a tensor as a stage reads it, and the place where its gradient will be.
 
     Args:
         piece: this rank's, in no graph of autograd.

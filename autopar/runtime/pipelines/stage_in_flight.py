@@ -75,13 +75,15 @@ class Flight:
 
     @property
     def whole_backward(self) -> bool:
-        """Whether the backward is not split: what is done again in it would be done again in both halves, and a
-        compiled one is one piece."""
+        """Whether the backward is not split.
+
+        What is recomputed in it would be recomputed in both halves, and a compiled one is one unit.
+        """
         stage = self.stage
         return stage.plan.whole_backward or stage.compile_args is not None
 
     def begin(self, shares: Sequence[float], local_batch: RowsInStages | None, scale: torch.Tensor | None = None) -> None:
-        """A step begins: what was gathered before the optimizer's step counts no more.
+        """Begin a step: what was gathered before the optimizer's step no longer counts.
 
         Args:
             own_rows: where each rank is called with rows of its own.
@@ -100,7 +102,7 @@ class Flight:
         self, post: Post, microbatch: int, batch: Mapping[str, torch.Tensor], shown: Mapping[str, str],
         seed: Any, evaluating: bool, reached: Reached | None = None,
     ) -> tuple[torch.Tensor | None, tuple[Any, ...]]:  # fmt: skip
-        """The loss, if the stage makes it, and all that the stage makes.
+        """Run the forward of a microbatch; return the loss, if the stage makes it, and all that the stage makes.
 
         Args:
             batch: the model's inputs of the microbatch, whole; messages call them as ``shown`` says.
@@ -168,7 +170,7 @@ class Flight:
                 self.halves.weights(action.microbatch, self.stage.leaves())
 
     def _roots(self, post: Post, microbatch: int, flown: _Microbatch) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Where gradients enter the graph of autograd, and these."""
+        """Return where gradients enter the graph of autograd, and these gradients."""
         sums: dict[int, torch.Tensor] = {}
         for wire in self.out:
             if wire.back is not None and wire.stage_edge is not None:

@@ -40,13 +40,13 @@ class Tied:
     alike: bool
 
     def rank_sets(self, plan: Plan) -> list[tuple[int, ...]]:
-        """The ranks that have the same piece of it, for every piece; empty if holders store it differently."""
+        """List, for every shard, the ranks that have it; empty if holders store it differently."""
         columns = zip(*(plan.stages[s].devices for s in self.stages), strict=True) if self.alike else ()
         return [tuple(sorted(column)) for column in columns]
 
 
 def tied_parameters(parts: Sequence[StageGraph], plan: Plan) -> tuple[Tied, ...]:
-    """All parameters that train and that several groups of ranks hold, by name."""
+    """List the trained parameters that several groups of ranks hold, by name."""
     holders: dict[str, dict[int, int]] = {}
     specs: dict[str, Spec] = {}
     for part in parts:
@@ -65,7 +65,7 @@ def tied_parameters(parts: Sequence[StageGraph], plan: Plan) -> tuple[Tied, ...]
 
 
 def tie_wires(tied: Sequence[Tied], plan: Plan) -> dict[tuple[str, int, int], Wire]:
-    """By name, sender and receiver (stages), what holders that store a parameter differently send each other."""
+    """Map name, sender and receiver (stages) to what holders that store a parameter differently send each other."""
     wires: dict[tuple[str, int, int], Wire] = {}
     for each in tied:
         if each.alike:
@@ -91,7 +91,8 @@ class Ties:
     """
 
     def __init__(self, tied: Sequence[Tied], plan: Plan, rank: int, groups: Groups) -> None:
-        """
+        """Initialize the object.
+
         Args:
             groups: with those that the plan needs.
         """
@@ -142,7 +143,7 @@ class Ties:
     def _by_messages(
         self, stages: Mapping[int, Stage], gradients: Mapping[tuple[str, int], torch.Tensor]
     ) -> dict[tuple[str, int], torch.Tensor]:
-        """Sums of what holders store differently: each sends what it has to all others, and adds in one order."""
+        """Sum what holders store differently: each sends its value to all others, and adds in one order."""
         self.post.begin()
         for (name, a, _), wire in self.wires.items():
             if a in stages:

@@ -59,7 +59,7 @@ class Wire:
     stage_edge: StageEdge | None = None
 
     def transfer(self, backward: bool) -> Transfer:
-        """The forward's messages, or the backward's."""
+        """Return the forward's messages, or the backward's."""
         direction = self.back if backward else self.there
         assert direction is not None
         return direction
@@ -90,7 +90,7 @@ class UnderWay(NamedTuple):
 
 
 def wires_of(parts: Sequence[StageGraph], plan: Plan) -> tuple[Wire, ...]:
-    """A wire for every tensor and every later stage that reads it.
+    """Make a wire for every tensor and every later stage that reads it.
 
     Raises:
         PlanError: a stage gives a pending sum.
@@ -112,7 +112,7 @@ def wires_of(parts: Sequence[StageGraph], plan: Plan) -> tuple[Wire, ...]:
 
 
 def messages_of(action: Action, wires: Sequence[Wire]) -> Iterator[tuple[Message, Piece]]:
-    """What follows an action: activations a forward, gradients a backward of the input."""
+    """Yield the messages after an action: activations after a forward, gradients after a backward of the input."""
     for wire in wires:
         if action.kind == "F" and wire.source == action.stage:
             backward = False
@@ -128,7 +128,7 @@ def answers_of(
     going: Sequence[tuple[Message, Piece]], coming: Sequence[tuple[Message, Piece]], row: Sequence[Action],
     wires: Sequence[Wire],
 ) -> dict[Message, float]:  # fmt: skip
-    """By messages to a rank, the number of the first message from there that it sends when it has taken them.
+    """Map messages to a rank to the number of the first message that it sends back after it has taken them.
 
     Args:
         going: messages to that rank.
@@ -140,7 +140,7 @@ def answers_of(
     }
 
     def done_at(message: Message, sends: bool) -> int:
-        """Where in the row the rank sends or takes a message; behind its end if it does not."""
+        """Return where in the row the rank sends or takes a message; past its end if it does not."""
         wire = wires[message.wire]
         stage = wire.source if sends != message.backward else wire.target
         return place.get((stage, message.backward, message.microbatch), len(row))
@@ -183,7 +183,7 @@ class Post:
         rank: int, device: torch.device, wires: Sequence[Wire], rows: Mapping[int, Sequence[Action]], microbatches: int,
         channels: Mapping[tuple[int, int], Any],
     ) -> Post:  # fmt: skip
-        """For a rank, given every group's row by the rank of each of its members.
+        """Make the messages of a rank, given every group's row by the rank of each of its members.
 
         Args:
             channels: by sender and receiver, the process group for what passes from the one to the other.
@@ -214,7 +214,7 @@ class Post:
         return RECEIVED_AHEAD if self.device.type == "cpu" else RECEIVED_AHEAD_ON_DEVICE
 
     def begin(self) -> None:
-        """A new step, on the stream that is current: what is sent is computed on it, what comes is read on it."""
+        """Begin a step on the current stream: what is sent is computed on it, what arrives is read on it."""
         self.stream.begin(same_step=False)
         self.posted, self.sent = dict.fromkeys(self.coming, 0), dict.fromkeys(self.going, 0)
         for sender in self.coming:
@@ -274,7 +274,7 @@ class Post:
         self.outbox.append(UnderWay(work, value, target, answer))
 
     def _answered(self, sender: int, number: int) -> None:
-        """So many messages of a peer, and one more, are here: what they answer has left."""
+        """Note that ``number`` messages of a peer, and one more, are here: those that they answer have left."""
         for sent in self.outbox:
             if sent.target == sender and sent.answer <= number:
                 sent.work.wait()  # at most for the thread that notes it
@@ -302,7 +302,7 @@ class Post:
 
     @torch.no_grad()
     def take(self, wire: Wire, backward: bool, microbatch: int) -> torch.Tensor:
-        """This rank's part of a tensor in the state of the target, put together and gathered there.
+        """Return this rank's part of a tensor in the state of the target, assembled there.
 
         The caller has set the target's mesh for collectives.
 

@@ -31,13 +31,13 @@ def tell_agent(name: str, text: str) -> None:
 
 
 def heard(folder: Path, name: str) -> str | None:
-    """What some rank has said; None if nothing."""
+    """Return the message of some rank; None if there is none."""
     path = folder / name
     return read_text(path) if path.exists() else None
 
 
 def tell_of_refusal() -> None:
-    """From now on, have an error that ends the script since the model has no plan for so many ranks be told."""
+    """Report, from now on, an error that ends the script because the model has no plan for so many ranks."""
     if _hooked or not os.environ.get(FOLDER):
         return
     before = sys.excepthook

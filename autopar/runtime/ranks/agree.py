@@ -47,7 +47,7 @@ def ensure_process_group(timeout_seconds: float = TIMEOUT_SECONDS, model: torch.
 
 
 def mesh_group(mesh: DeviceMesh) -> Any:
-    """The process group of all ranks of a mesh.
+    """Return the process group of all ranks of a mesh.
 
     Raises:
         MeshError: this process is not in the mesh.
@@ -62,9 +62,9 @@ def mesh_group(mesh: DeviceMesh) -> Any:
 
 
 def share(group: Any, value: str | None, error: BaseException | None) -> str:
-    """The first rank's ``value`` on every rank of ``group``, or its ``error`` raised on every rank.
+    """Return the first rank's ``value`` on every rank of ``group``, or raise its ``error`` on every rank.
 
-    However long the first rank takes: the others wait in the store, not in a collective.
+    The first rank may take any time: the others wait in the store, not in a collective.
     """
     if dist.get_world_size(group) == 1:
         if error is not None:
@@ -100,7 +100,7 @@ def together(group: Any, error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def everywhere(group: Any, told: Callable[[Exception], Exception] = lambda error: error) -> Iterator[None]:
-    """What fails in this context on one rank of ``group`` is raised on all of them at its end, where every rank comes.
+    """Raise an error of one rank of ``group`` on all of them at the end of this context, which every rank reaches.
 
     Args:
         told: what is raised for an error of this rank.
@@ -118,8 +118,10 @@ class Stopped(RunError):
 
 
 class Meeting:
-    """Ranks that do the same steps tell each other before each whether all is well, and once at the end
-    (:meth:`close`), so that no rank waits for one that has failed."""
+    """A check between ranks that do the same steps, so that none waits for one that has failed.
+
+    They report to each other before each step, and once at the end (:meth:`close`).
+    """
 
     def __init__(self, group: Any, device: torch.device | None = None) -> None:
         self.group, self.open = group, True
@@ -156,7 +158,8 @@ class SentValues(Meeting):
     """
 
     def __init__(self, named: Mapping[str, torch.Tensor], group: Any, device: torch.device) -> None:
-        """
+        """Initialize the object.
+
         Args:
             named: shapes and dtypes by name, the same on all ranks.
             device: on which values travel and arrive: the mesh's, for which the group has a backend.
@@ -166,16 +169,17 @@ class SentValues(Meeting):
         self.room: torch.Tensor | None = None
 
     def source(self, name: str) -> int:
-        """The rank that has a value."""
+        """Return the rank that has a value."""
         raise NotImplementedError
 
     def take(self, name: str) -> torch.Tensor:
-        """The whole value; called on its source."""
+        """Return the whole value; called on its source."""
         raise NotImplementedError
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The whole value of a parameter or buffer, for reading, and until the next one is asked for: all come to one
-        place, so that a rank needs room for the largest of them and no more.
+        """Return the whole value of a parameter or buffer, for reading until the next one is requested.
+
+        All arrive in one place, so a rank needs room for the largest of them and no more.
 
         Raises:
             Stopped: another rank failed.
@@ -195,7 +199,7 @@ class SentValues(Meeting):
         return whole
 
     def _place(self, like: torch.Tensor) -> torch.Tensor:
-        """Where a value of that shape and dtype arrives."""
+        """Return the place where a value of that shape and dtype arrives."""
         if self.room is None:
             most = max(x.numel() * x.element_size() for x in self.named.values())
             self.room = torch.empty(most, dtype=torch.uint8, device=self.device)
@@ -210,21 +214,21 @@ class FirstRankValues(SentValues):
         self.first = first
 
     def source(self, name: str) -> int:
-        """Always the first."""
+        """Return the first rank."""
         return self.first
 
     def take(self, name: str) -> torch.Tensor:
-        """This rank's own."""
+        """Return this rank's own value."""
         return self.named[name]
 
 
 def seeded_alike(group: Any) -> bool:
-    """Whether torch's generator was seeded on this rank as on the first one; every rank of ``group`` calls it."""
+    """Check that torch's generator has the same seed on this rank as on the first; a collective call."""
     return int(share(group, str(torch.initial_seed()), None)) == torch.initial_seed()
 
 
 def same_error(group: Any, problem: str | None, kind: type[AutoparError]) -> None:
-    """:func:`together` for a message."""
+    """Call :func:`together` with a message."""
     together(group, kind(problem) if problem else None)
 
 

@@ -33,7 +33,7 @@ TOLD_AFTER_SECONDS = 60.0
 
 
 def separate_attempts() -> None:
-    """From now on, have the ranks of each attempt agree on its name when they open the store of torchrun's agent.
+    """Make the ranks of each attempt agree on its name when they open the store of torchrun's agent.
 
     Where autopar is imported after ``init_process_group``, torch's own keys are those of all attempts. Then autopar's
     are kept apart at least where one machine has all ranks, by its count of restarts.
@@ -54,7 +54,7 @@ def separate_attempts() -> None:
 
 
 def of_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The part of a store that only the ranks of this attempt use; all of them call it.
+    """Return the part of a store that only the ranks of this attempt use; all of them call it.
 
     Args:
         timeout: how long ranks wait for each other.

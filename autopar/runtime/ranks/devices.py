@@ -24,8 +24,9 @@ META = torch.device("meta")
 
 
 def choose_device(model: torch.nn.Module | None = None) -> None:
-    """Have CUDA's current device be this rank's own: that of the model; else the one of the rank's number, unless the
-    process uses one already.
+    """Set CUDA's current device to this rank's own.
+
+    That is the model's device; else the one of the rank's number, unless the process uses one already.
 
     Raises:
         MeshError: there are more ranks on this machine than GPUs that they see.
@@ -87,8 +88,7 @@ def check_one_device(model: torch.nn.Module, example: Mapping[str, Any]) -> None
 
 
 def check_own_gpus(group: Any, device_type: str) -> None:
-    """Refuse two ranks on one GPU, which NCCL would refuse with less to say, or wait for; every rank of ``group`` calls
-    it.
+    """Refuse two ranks on one GPU, which NCCL would refuse with less detail, or wait for; a collective call.
 
     Raises:
         MeshError: with two ranks and what they share.
@@ -99,7 +99,7 @@ def check_own_gpus(group: Any, device_type: str) -> None:
 
 
 def gpu_here() -> str:
-    """The current GPU by what no other one is called, and where it is."""
+    """Return a unique name of the current GPU, and its machine."""
     index = torch.cuda.current_device()
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     return f"{uuid or index}|cuda:{index} of machine '{socket.gethostname()}'"

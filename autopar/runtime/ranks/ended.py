@@ -38,8 +38,10 @@ _kept: dict[str, Any] = {}
 
 
 def say_at_exit() -> None:
-    """Have this rank say that it has ended, when it does, and others see if it can't. Called by whoever may meet others
-    in the store."""
+    """Make this rank report its end when it ends, and let others notice if it cannot.
+
+    Called by whoever may meet others in the store.
+    """
     if _kept.get("pid") != os.getpid():  # a forked process is no rank: what was registered before is not its own
         Finalize(None, say, exitpriority=0)
     holds_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -53,7 +55,7 @@ def say_at_exit() -> None:
 
 
 def say() -> None:
-    """This rank ends, with the error that ended the script if there was one."""
+    """Report that this rank ends, with the error that ended the script if there was one."""
     store = _kept.get("store")
     if store is None and dist.is_initialized():
         store = default_store()
@@ -67,14 +69,14 @@ def say() -> None:
 
 
 def say_unmet() -> None:
-    """This process ends; if it is a rank that has never met others, such as before ``parallelize``, they hear it."""
+    """Report that this process ends, to ranks it never met, such as before ``parallelize``."""
     if dist.is_initialized() and dist.get_world_size() > 1 and _kept.get("pid") != os.getpid():
         _kept.update(pid=os.getpid(), rank=dist.get_rank(), store=None)
         say()
 
 
 def ended(ranks: Sequence[int]) -> dict[int, str]:
-    """Those of ``ranks`` that have ended, and how in words; two requests to the store while none has."""
+    """Map those of ``ranks`` that have ended to how they ended; two requests to the store while none has."""
     store = dist.PrefixStore(_PREFIX, default_store())
     _look_here(store, ranks)
     if not store.check([_ANY]):
@@ -83,7 +85,7 @@ def ended(ranks: Sequence[int]) -> dict[int, str]:
 
 
 def killed(ranks: Sequence[int]) -> dict[int, str]:
-    """As :func:`ended`, but only ranks that have ended without a word, or are silent."""
+    """Map those of ``ranks`` that ended without a report, or are silent, to how they ended."""
     store = dist.PrefixStore(_PREFIX, default_store())
     _look_here(store, ranks)
     if not store.check([_KILLED]):
@@ -124,7 +126,7 @@ def _look_here(store: dist.Store, ranks: Sequence[int]) -> None:
 
 
 def _machine() -> str:
-    """What stands for the processes that this one can see; empty where that is not known."""
+    """Return an identifier of the processes that this one can see; empty where that is not known."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -132,7 +134,7 @@ def _machine() -> str:
 
 
 def _begun(pid: int) -> str:
-    """When a process began, in the system's ticks; empty where there is none, or it has ended."""
+    """Return when a process began, in the system's ticks; empty where there is none, or it has ended."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

@@ -61,7 +61,8 @@ class Failures:
     def __init__(
         self, ranks: Sequence[int], abort: Callable[[], None] | None = None, stays_armed: bool = False
     ) -> None:
-        """
+        """Initialize the object.
+
         Args:
             abort: has what waits in a collective of this module end with an error; called from another thread.
             stays_armed: news count between the parts of a step, too: the caller may wait there for others in torch's
@@ -113,7 +114,7 @@ class Failures:
             self.store.set(f"broken {self.count}", str(self.rank))
 
     def news(self) -> str:
-        """Which rank has broken off a step that this one has not, or was killed; empty if none has."""
+        """Say which rank has broken off a step that this one has not, or was killed; empty if none has."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             if self.store.check([f"broken {self.count + 1}"]):
                 return self._first() or self._someone(late=False)
@@ -121,22 +122,22 @@ class Failures:
         return ""
 
     def heard(self) -> str:
-        """What the watch has heard of another rank's failure, in a step that this rank is in; empty if nothing."""
+        """Return what the watch knows of another rank's failure in a step that this rank is in; empty if nothing."""
         return self.aborted
 
     def _killed(self) -> str:
-        """Which other rank was killed; empty if none was, as far as is known."""
+        """Say which other rank was killed; empty if none was, as far as is known."""
         return next((f"rank {rank} {how}" for rank, how in killed(self.others).items()), "")
 
     def _read(self, rank: int) -> tuple[int, bool, str]:
-        """How many steps another rank has broken off, whether it aborted its groups, and what it says of the last."""
+        """Read how many steps another rank has broken off, whether it aborted its groups, and its last message."""
         if not self.store.check([str(rank)]):
             return 0, False, ""
         count, aborted, of_another, where, text = self.store.get(str(rank)).decode().split("|", 4)
         return int(count), aborted == "1", text if of_another == "1" else f"rank {rank} failed in {where}: {text}"
 
     def _first(self) -> str:
-        """What another rank says that has broken off more steps than this one; empty if none says so in time."""
+        """Return the message of a rank that has broken off more steps than this one; empty if none comes in time."""
         end, looked = time.monotonic() + NEWS_SECONDS, 0.0
         with contextlib.suppress(dist.DistError, RuntimeError):
             while time.monotonic() < end:
@@ -154,8 +155,10 @@ class Failures:
         return ""
 
     def _first_after(self, error: BaseException) -> str:
-        """What became of the rank that a failed collective waited for, as far as ranks say it; empty if the error is
-        not of another rank, but of what this one asked for."""
+        """Say what became of the rank that a failed collective waited for, as far as ranks report it.
+
+        Empty if the error is not of another rank, but of this one's own call.
+        """
         if not is_of_another_rank(error):
             return self._first()
         with contextlib.suppress(dist.DistError, RuntimeError):
@@ -163,7 +166,7 @@ class Failures:
         return self._first() or self._someone(any(word in str(error) for word in _LATE))
 
     def _someone(self, late: bool) -> str:
-        """That it is not known who failed, with the ranks that may have: those that do not wait, too."""
+        """Say that the failed rank is not known, with the ranks that it may be: also those that do not wait."""
         lost, silent = f"lost {self.count + 1} ", []
         with contextlib.suppress(dist.DistError, RuntimeError):
             silent = [rank for rank in self.others if not self.store.check([f"{lost}{rank}"])]
@@ -174,7 +177,7 @@ class Failures:
         return f"{_SOMEONE} has ended outside of this module's steps{named}; its own output says why"
 
     def note_end(self) -> None:
-        """This rank ends between steps, with the error that ended the script if there was one."""
+        """Note that this rank ends between steps, with the error that ended the script if there was one."""
         error = getattr(sys, "last_value", None)
         if self.where or (error is not None and is_of_another_rank(error)):
             return  # it only waited for another one
@@ -230,7 +233,7 @@ class _Watch:
         self.thread: StoreThread | None = None
 
     def begin(self) -> None:
-        """A part of a step begins."""
+        """Begin a part of a step."""
         with self.changed:
             self.step, self.running, self.within = self.step + 1, True, True
             if self.thread is None:
@@ -239,12 +242,12 @@ class _Watch:
                 self.thread.start()
 
     def end(self) -> None:
-        """It has ended."""
+        """End a part of a step."""
         with self.changed:
             self.running, self.within = self.stays_armed, False
 
     def look(self) -> None:
-        """If another rank has failed in the step that runs, and it still runs a while later, abort it."""
+        """Abort the running step if another rank has failed in it and it still runs a while later."""
         step, failures = self.step, self.failures()
         if not self.running or failures is None or failures.aborted or not (news := failures.news()):
             return
@@ -269,7 +272,7 @@ def _look_for_news(ref: weakref.ref[_Watch], told_to_end: threading.Event) -> No
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """Whether it is what a process group says of a peer that is gone or late."""
+    """Check whether an error is what a process group raises about a peer that is gone or late."""
     if isinstance(error, AutoparError):
         return False
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
@@ -284,13 +287,13 @@ _GONE = (
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Whether it says that a peer, or the store, is gone or late."""
+    """Check whether an error says that a peer, or the store, is gone or late."""
     return _is_of_a_collective(error) and any(word in str(error) for word in (*_LATE, *_GONE))
 
 
 @atexit.register
 def _note_ends() -> None:
-    """Where the process group was ended in order, all ranks have come to the end, and its store may be gone."""
+    """Note the orderly end of the process group: all ranks have come to the end, and its store may be gone."""
     if dist.is_initialized():
         for failures in list(_of_all_modules):
             failures.note_end()
@@ -298,7 +301,7 @@ def _note_ends() -> None:
 
 
 def _name_lost(error: BaseException | None) -> None:
-    """Where a lost connection has ended the script, in a collective of its own, say which rank was lost."""
+    """Say which rank was lost where a lost connection has ended the script in a collective of its own."""
     if error is None or not is_of_another_rank(error) or dist.get_world_size() == 1:
         return
     end, others = time.monotonic() + LOST_SECONDS, [r for r in range(dist.get_world_size()) if r != dist.get_rank()]

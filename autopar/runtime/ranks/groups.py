@@ -38,20 +38,22 @@ from autopar.words.meshes import Mesh
 
 
 class Wanted(NamedTuple):
-    """A group: its ranks in ascending order, and what it is for, where ranks alone do not say it (a channel's
-    direction)."""
+    """A group to be made: its ranks in ascending order, and its purpose if ranks alone do not say it.
+
+    A channel's purpose is its direction.
+    """
 
     ranks: tuple[int, ...]
     use: str = ""
 
 
 def channel(source: int, target: int) -> Wanted:
-    """What passes from one rank to another, and nothing that passes back."""
+    """Describe the channel from one rank to another; nothing passes back on it."""
     return Wanted((min(source, target), max(source, target)), f"{source}>{target}")
 
 
 def blocks(mesh: Mesh, devices: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
-    """The ranks of a mesh (``devices`` in row-major order) in sets that differ only along ``axes``."""
+    """List the ranks of a mesh (``devices`` in row-major order) in sets that differ only along ``axes``."""
     return [tuple(sorted(devices[place] for place in group)) for group in mesh.groups(axes)]
 
 
@@ -80,8 +82,11 @@ class Groups:
 
     @property
     def possible(self) -> bool:
-        """Whether these ranks can make groups: not those of a part of a world that was made with ``device_id=``, where
-        NCCL splits communicators with all ranks of the world."""
+        """Whether these ranks can make groups.
+
+        Not those of a part of a world that was made with ``device_id=``, where NCCL splits communicators with all
+        ranks of the world.
+        """
         return self.of_all or getattr(self.world, "bound_device_id", None) is None
 
     def make(self, wanted: Iterable[Wanted]) -> None:
@@ -162,17 +167,17 @@ class Groups:
             dist.irecv(nothing, src=source, group=group).wait()  # type: ignore[union-attr]
 
     def of(self, ranks: Sequence[int]) -> Any:
-        """The group of a set of ranks for collectives; it has been made."""
+        """Return the group of a set of ranks for collectives, which has been made."""
         return self.made[Wanted(tuple(sorted(ranks)))]
 
     def channels(self, pairs: Iterable[tuple[int, int]]) -> Mapping[tuple[int, int], Any]:
-        """Those of some pairs of sender and receiver."""
+        """Return the groups of some pairs of sender and receiver."""
         return {pair: self.made[channel(*pair)] for pair in pairs}
 
     def mesh(self, mesh: Mesh, devices: Sequence[int]) -> DeviceMesh:
-        """A mesh of this rank and others, from groups that have been made; ``devices`` in row-major order.
+        """Return a mesh of this rank and others, from existing groups; ``devices`` in row-major order.
 
-        It is one object as long as the world is there, also after its groups have been made anew: torch keeps the mesh
+        It is one object as long as the world exists, also after its groups have been made anew: torch keeps the mesh
         of the first DTensors in the caches of its operators, and gives it to the results of later ones.
         """
         key = (mesh, tuple(devices))
@@ -184,11 +189,11 @@ class Groups:
         return self._meshes[key]
 
     def has(self, device_mesh: DeviceMesh) -> bool:
-        """Whether a mesh was made here (:meth:`mesh`)."""
+        """Check whether a mesh was made here (:meth:`mesh`)."""
         return any(each is device_mesh for each in self._meshes.values())
 
     def _axes(self, mesh: Mesh, devices: Sequence[int]) -> list[Wanted]:
-        """What is wanted along each axis of a mesh that this rank is in."""
+        """List the groups along each axis of a mesh that this rank is in."""
         rank = dist.get_rank()
         return [Wanted(next(b for b in blocks(mesh, devices, (axis,)) if rank in b)) for axis in range(len(mesh))]
 
@@ -196,8 +201,9 @@ class Groups:
         return [self.made[each] for each in self._axes(mesh, devices)]
 
     def along(self, device_mesh: DeviceMesh, axes: Sequence[int]) -> Any:
-        """The group of this rank along several axes of any mesh of these ranks; all of them ask for the same in one
-        order.
+        """Return this rank's group along several axes of any mesh of these ranks.
+
+        All of them ask for the same in one order.
 
         Raises:
             MeshError: as for :meth:`make`.
@@ -223,10 +229,10 @@ class Groups:
 
 
 def group_of_members(ranks: Sequence[int], backend: str, timeout: Any = None, what: str = "autopar") -> Any:
-    """A group that its members make, and nobody else; all of them make those of the same ranks in the same order.
+    """Make a group of its members alone; all of them make those of the same ranks in the same order.
 
-    torch would name it by how many groups this rank is in. Members that are in different numbers of groups, as ranks of
-    a pipeline are, would never find each other.
+    torch would name it by how many groups this rank is in. Members that are in different numbers of groups, as ranks
+    of a pipeline are, would never find each other.
     """
     if _of_members.get("world") is not dist.group.WORLD:
         _of_members.clear()
@@ -238,7 +244,7 @@ def group_of_members(ranks: Sequence[int], backend: str, timeout: Any = None, wh
 
 
 def open_sockets() -> set[tuple[int, str]]:
-    """The connections of this process: file descriptor and the name of what it stands for; empty but on Linux."""
+    """List the connections of this process: file descriptor and name of its target; empty but on Linux."""
     connections = set()
     with contextlib.suppress(OSError):
         for entry in os.listdir(_DESCRIPTORS):
@@ -269,7 +275,7 @@ _of_worlds: dict[tuple[str, tuple[int, ...]], Groups] = {}
 
 
 def groups_for(device: torch.device, ranks: Iterable[int] | None = None) -> Groups:
-    """The groups of some ranks of the world that there is now (all by default), for devices of this type."""
+    """Return the groups of some ranks of the present world (all by default), for devices of this type."""
     members = tuple(range(dist.get_world_size()) if ranks is None else sorted(ranks))
     groups = _of_worlds.get((device.type, members))
     if groups is None or groups.world is not dist.group.WORLD:
@@ -278,7 +284,7 @@ def groups_for(device: torch.device, ranks: Iterable[int] | None = None) -> Grou
 
 
 def groups_on(device_mesh: DeviceMesh) -> Groups:
-    """The groups that a mesh was made of; of another's mesh, those of its ranks."""
+    """Return the groups that a mesh was made of; of another's mesh, those of its ranks."""
     for groups in _of_worlds.values():
         if groups.world is dist.group.WORLD and groups.has(device_mesh):
             return groups
@@ -286,7 +292,7 @@ def groups_on(device_mesh: DeviceMesh) -> Groups:
 
 
 def backend_for(device_type: str) -> str:
-    """What the world uses for devices of a type, such as ``nccl``.
+    """Return the backend that the world uses for devices of a type, such as ``nccl``.
 
     Raises:
         MeshError: it has nothing for them.
@@ -302,7 +308,7 @@ def backend_for(device_type: str) -> str:
 
 
 def backends() -> dict[str, str]:
-    """What the world uses, by type of device."""
+    """Return the backends that the world uses, by type of device."""
     return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(",") if ":" in pair)
 
 

@@ -27,7 +27,7 @@ from cost_models.schedules.actions import Action, Schedule
 
 
 def along(x: torch.Tensor, shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> torch.Tensor:
-    """The differentiable steps that bring a parameter of global ``shape`` from its stored to its used placement."""
+    """Apply the differentiable steps from a parameter's stored to its used placement; ``shape`` is global."""
     steps = path(src, dst)
     assert steps is not None, f"no path from {src} to {dst}"
     for axis, a, b in steps:
@@ -173,11 +173,11 @@ def pipeline_step(
     weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     microbatches: Sequence[Mapping[str, torch.Tensor]], loss: int, *, seeds: Sequence[int],
 ) -> WorldStep:  # fmt: skip
-    """One training step of a pipeline, every stage on all ranks of its mesh, in this process.
+    """Run one training step of a pipeline, every stage on all ranks of its mesh, in this process.
 
-    The actions are done one at a time, in an order that the rows of the schedule allow; gradients of weights count
-    when the schedule says so. Every stage runs forward for its outputs, and once more with its backward: ranks of other
-    stages cannot be alive at the same time here.
+    The actions run one at a time, in an order that the rows of the schedule allow; gradients of weights are computed
+    when the schedule says so. Every stage runs forward for its outputs, and once more with its backward: ranks of
+    other stages cannot be alive at the same time here.
 
     Raises:
         RunError: the rows wait for each other.
@@ -226,7 +226,7 @@ def pipeline_step(
 
 
 def _in_order(graphs: Sequence[StageGraph], schedule: Schedule) -> Iterator[Action]:
-    """The actions of a schedule, each after those whose tensors it takes and after those before it in its row."""
+    """Yield the actions of a schedule, each after those whose tensors it takes and those before it in its row."""
     sources = [{crossing.source for crossing in stage.takes} for stage in graphs]
     readers = [{t for t, stages_before in enumerate(sources) if s in stages_before} for s in range(len(graphs))]
     done: set[Action] = set()

@@ -111,7 +111,7 @@ def run_local(
 
 
 def _loopback_store() -> dist.TCPStore:
-    """A store that only processes of this machine reach; torch's own socket listens on all interfaces.
+    """Return a store that only processes of this machine reach; torch's own socket listens on all interfaces.
 
     Whoever can write into the store of a process group can have its ranks connect elsewhere.
     """
@@ -124,12 +124,12 @@ def _loopback_store() -> dist.TCPStore:
 
 
 def backend_of(device: str) -> str:
-    """The backend of a process group for processes that run on these devices: ``cpu`` or ``cuda``."""
+    """Return the backend of a process group for processes on these devices: ``cpu`` or ``cuda``."""
     return "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
 
 
 def _context(env: Mapping[str, str] | None, backend: str = "gloo") -> Any:
-    """How ranks start: forked from a server process that has imported torch and autopar once and done nothing else.
+    """Return the context that starts ranks: forked from a server process that has imported torch and autopar only.
 
     A fresh interpreter for every rank imports them again, which takes 2.5 CPU-seconds, one of them autopar's. Variables
     of the caller's own may have to be there at the start of the interpreter, so with them, and where there is no fork,
@@ -144,8 +144,10 @@ def _context(env: Mapping[str, str] | None, backend: str = "gloo") -> Any:
 
 
 def _start_server(context: Any) -> None:
-    """Start the server, if ranks are forked and it does not run: with this process's ``sys.path``, of which it is not
-    told otherwise; it might find another copy of autopar."""
+    """Start the server, if ranks are forked and it does not run.
+
+    It gets this process's ``sys.path``; otherwise it might find another copy of autopar.
+    """
     if context.get_start_method() == "forkserver":
         with _environment({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
             forkserver.ensure_running()

@@ -1,5 +1,7 @@
-"""Which process groups a plan needs: the same list on every rank, since it follows from the plan alone; and whether a
-device mesh is the plan's."""
+"""The process groups that a plan needs, and the check that a device mesh is the plan's.
+
+The list is the same on every rank, since it follows from the plan alone.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from autopar.words.meshes import Mesh
 
 
 def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
-    """The plan's mesh and the device mesh must have the same axes.
+    """Check that the plan's mesh and the device mesh have the same axes.
 
     Raises:
         MeshError: names or sizes differ.
@@ -37,7 +39,7 @@ def check_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> None:
 
 
 def groups_of(parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], tied: Sequence[Tied]) -> list[Wanted]:
-    """All groups of a pipeline, in the order in which they are made.
+    """List all groups of a pipeline, in the order in which they are made.
 
     One of all ranks, for what is the same everywhere (the loss); of each stage one along each axis of its mesh, and
     over several axes where a parameter is gathered over them at once; the holders of tied parameters; and a channel for
@@ -56,7 +58,7 @@ def groups_of(parts: Sequence[StageGraph], plan: Plan, wires: Sequence[Wire], ti
 
 
 def mesh_of_own(graph: Graph, stage: StagePlan, device_type: str, devices: Sequence[int]) -> DeviceMesh:
-    """A mesh of groups that autopar makes, for a model on one mesh; all ranks of ``devices`` call it alike.
+    """Make a mesh of autopar's own groups, for a model on one mesh; all ranks of ``devices`` call it alike.
 
     The groups of a caller's mesh are the caller's: what waits in them cannot be aborted without breaking what else they
     are used for. torch makes their communicators only when they are used, so they cost nothing beside these.
@@ -74,7 +76,7 @@ def mesh_of_own(graph: Graph, stage: StagePlan, device_type: str, devices: Seque
 
 
 def group_of_own(group: Any, device: torch.device) -> Any:
-    """A group of autopar's with the ranks of ``group``, which all call it; ``group`` itself where there can be none."""
+    """Return a group of autopar's own with the ranks of ``group``, which all call it; ``group`` if impossible."""
     ranks = dist.get_process_group_ranks(group)
     groups = groups_for(device, ranks)
     if len(ranks) == 1 or not groups.possible:
@@ -84,7 +86,7 @@ def group_of_own(group: Any, device: torch.device) -> Any:
 
 
 def axes_together(graph: Graph, stage: StagePlan) -> list[tuple[int, ...]]:
-    """The sets of several axes of a stage's mesh over which parameters are gathered, or their gradients summed."""
+    """List the sets of several axes of a stage's mesh over which parameters are gathered, or gradients reduced."""
     shapes = {node.target: node.out.shape for _, node in graph.of_kind("param")}
     axes = {a for name, choice in stage.params.items() for a in hop_axes(name, choice, shapes[name], stage.mesh)}
     return sorted(each for each in axes if len(each) > 1)

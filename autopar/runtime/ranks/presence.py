@@ -39,7 +39,7 @@ _world: dict[str, Any] = {}
 
 
 def name_of(ranks: Sequence[int]) -> str:
-    """What stands for these ranks in the store."""
+    """Return the name of these ranks in the store."""
     return "-".join(map(str, ranks)) if len(ranks) < 9 else f"{len(ranks)} {zlib.crc32(repr(tuple(ranks)).encode())}"
 
 
@@ -47,7 +47,8 @@ class Presence:
     """This rank's, in one call."""
 
     def __init__(self, ranks: tuple[int, ...], number: int, what: str, abort: Callable[[], None]) -> None:
-        """
+        """Initialize the object.
+
         Args:
             number: of the call, the same on all ranks.
             what: the call's name.
@@ -78,11 +79,11 @@ class Presence:
         self.store.compare_set("news", "", news)
 
     def news(self) -> str:
-        """Why this call cannot end well; empty where nothing is known."""
+        """Say why this call cannot end well; empty where nothing is known."""
         return self.store.get("news").decode() if self.store.check(["news"]) else ""
 
     def after_loss(self) -> str:
-        """What is known of a rank to which the connection was lost, as soon as something is."""
+        """Say what is known of a rank to which the connection was lost, as soon as something is."""
         with contextlib.suppress(dist.DistError, RuntimeError):
             pulse.connection_lost()
             end = time.monotonic() + BEATS_OF_NEWS * self.beat
@@ -94,7 +95,7 @@ class Presence:
         return f"rank 0, which has the store of the process group, has ended within {self.what}; its output says why"
 
     def end(self, error: BaseException | None) -> None:
-        """This rank leaves the call."""
+        """Leave the call with this rank."""
         self.done.set()
         with contextlib.suppress(dist.DistError, RuntimeError):
             if error is not None:
@@ -104,8 +105,9 @@ class Presence:
 
 @contextlib.contextmanager
 def alive(group: Any, what: str = "parallelize", abort: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Around what all ranks of a group do together, outside of a step; within another one of the same ranks it is part
-    of that.
+    """Watch over what all ranks of a group do together, outside of a step.
+
+    Within another such call of the same ranks it is part of that.
 
     Raises:
         RunError: a connection was lost here, because another rank has ended; it says which one, as far as that is
@@ -135,18 +137,18 @@ def alive(group: Any, what: str = "parallelize", abort: Callable[[], None] = lam
 
 
 def within(ranks: tuple[int, ...]) -> bool:
-    """Whether this rank is within such a call of these ranks."""
+    """Check whether this rank is within such a call of these ranks."""
     return ranks in _within
 
 
 def news_of(ranks: tuple[int, ...]) -> str:
-    """Why one of these ranks, which are within a call together, comes no more; empty where nothing is known."""
+    """Say why one of these ranks, which are in a call together, comes no more; empty where nothing is known."""
     here = _within.get(ranks)
     return here.news() if here is not None else ""
 
 
 def after_loss(ranks: tuple[int, ...]) -> str:
-    """What is known of the rank to which a connection was lost; empty outside of such a call."""
+    """Say what is known of the rank to which a connection was lost; empty outside of such a call."""
     here = _within.get(ranks)
     return here.after_loss() if here is not None else ""
 

@@ -56,7 +56,9 @@ _kept: dict[str, Any] = {}
 
 
 def silence_seconds() -> float:
-    """How long nothing may be heard of a rank: :data:`SILENCE_SECONDS`, or what ``AUTOPAR_SILENCE_SECONDS`` says.
+    """Return the seconds of silence after which a rank counts as dead.
+
+    :data:`SILENCE_SECONDS`, or ``AUTOPAR_SILENCE_SECONDS`` from the environment.
 
     Raises:
         RunError: that is no number above 0.
@@ -123,14 +125,16 @@ class Pulse:
         return min(self.limit, BEATS_AFTER_LOSS * self.beat) if time.monotonic() < self.hurries_until else self.limit
 
     def _count_of(self, rank: int) -> str:
-        """Its count as a text; empty where it has none yet, and ``done`` where it has left this world."""
+        """Return a rank's count as a text; empty where it has none yet, and ``done`` where it has left this world."""
         if rank == self.rank:
             return ""
         return self.store.get(str(rank)).decode().partition("|")[0] if self.store.check([str(rank)]) else ""
 
     def _waits_in(self) -> str:
-        """For how many seconds the main thread has been in which collective of the script's own, with which ranks, as
-        ``seconds|ranks|name``; empty where it is in none."""
+        """Return the collective of the script's own in which the main thread waits, as ``seconds|ranks|name``.
+
+        Empty where it is in none.
+        """
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         found = None
         while frame is not None:
@@ -157,7 +161,7 @@ class Pulse:
 
 
 def wait_elsewhere(ranks: Sequence[int]) -> str:
-    """In which collective of the script's own all of these ranks wait for this one, which is in none; else empty."""
+    """Name the script's own collective in which all of these ranks wait for this one, which is in none; else empty."""
     pulse, shown = _kept.get("pulse"), []
     if pulse is None or pulse.world is not dist.group.WORLD:
         return ""
@@ -183,7 +187,7 @@ def begin() -> None:
 
 
 def connection_lost() -> None:
-    """Some rank has ended, as a lost connection shows: have all look more closely."""
+    """Make all ranks look more closely: a lost connection shows that some rank has ended."""
     if pulse := _kept.get("pulse"):
         pulse.store.add("lost", 1)
 

@@ -37,12 +37,12 @@ _numbers: dict[tuple[int, ...], Iterator[int]] = {}
 
 
 def _store(ranks: Sequence[int]) -> dist.Store:
-    """The part of the store where these ranks meet."""
+    """Return the part of the store where these ranks meet."""
     return dist.PrefixStore(f"autopar/meeting/{name_of(ranks)}", default_store())
 
 
 def _place(ranks: tuple[int, ...]) -> tuple[dist.Store, int]:
-    """Where these ranks meet next: a part of the store, and the number of the meeting."""
+    """Return where these ranks meet next: a part of the store, and the number of the meeting."""
     if _worlds.get("last") is not dist.group.WORLD:
         _worlds["last"] = dist.group.WORLD
         _numbers.clear()
@@ -64,7 +64,7 @@ def meet(group: Any) -> None:
 
 
 def any_of(ranks: tuple[int, ...], says: bool) -> bool:
-    """Whether one of these ranks says so; all of them call it, and wait until every one is here.
+    """Return whether any of these ranks says so; all of them call it, and wait until every one is here.
 
     Raises:
         RunError: as for :func:`said_by`.
@@ -73,7 +73,7 @@ def any_of(ranks: tuple[int, ...], says: bool) -> bool:
 
 
 def said_by(ranks: tuple[int, ...], text: str | None) -> dict[int, str]:
-    """What these ranks say, of those that say something; all of them call it, and wait until every one is here.
+    """Map these ranks to their texts, where they have any; all of them call it, and wait until every one is here.
 
     Raises:
         RunError: some did not come in time; or one has ended.
@@ -128,7 +128,7 @@ def _gone(rank: int, how: str) -> str:
 
 
 def from_all(group: Any, text: str) -> list[str]:
-    """The texts of all ranks of the group, in their order, on every one.
+    """Return the texts of all ranks of the group, in their order, on every one.
 
     Raises:
         RunError: some did not come in time.
@@ -139,7 +139,7 @@ def from_all(group: Any, text: str) -> list[str]:
 
 
 def from_first(group: Any, text: str | None) -> str:
-    """The first rank's text on every rank of the group, however long the first rank takes to come here.
+    """Return the first rank's text on every rank of the group, however long the first rank takes to come here.
 
     Raises:
         RunError: the first rank has ended, or has not come in time. Within a call of all of them
@@ -175,7 +175,7 @@ def sent(store: dist.Store, key: str, text: str) -> None:
 
 
 def received(store: dist.Store, key: str, keep: bool = False) -> str | None:
-    """The text that was put there, and is taken out unless others want it, too; None where it is not there yet."""
+    """Take the text stored under a key, and remove it unless others want it; None where it is not there yet."""
     if not store.check([f"{key}pieces"]):
         return None
     names = [f"{key}piece {i}" for i in range(int(store.get(f"{key}pieces")))]
@@ -186,7 +186,7 @@ def received(store: dist.Store, key: str, keep: bool = False) -> str | None:
 
 
 def looks() -> Iterator[None]:
-    """Between two looks, sleep; longer and longer."""
+    """Yield repeatedly, with a sleep between that becomes longer and longer."""
     seconds = FIRST_LOOK_SECONDS
     while True:
         yield

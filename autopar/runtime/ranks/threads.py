@@ -41,8 +41,10 @@ _first: list[Callable[[], None]] = []
 
 
 def before_end(does: Callable[[], None]) -> None:
-    """Have a rank of :func:`~autopar.runtime.ranks.launch.run_local` do something before its result counts, such as
-    ending a save that a thread writes: its process is ended soon after."""
+    """Make a rank of :func:`~autopar.runtime.ranks.launch.run_local` do something before its result counts.
+
+    Such as finishing a save in a thread: the process is ended soon after.
+    """
     if does not in _first:
         _first.append(does)
 

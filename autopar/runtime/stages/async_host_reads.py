@@ -43,7 +43,7 @@ class ToHost:
         return there
 
     def forget(self) -> None:
-        """What is on its way is not wanted any more."""
+        """Drop what is pending."""
         self.coming.clear()
 
 

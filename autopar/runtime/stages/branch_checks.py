@@ -85,7 +85,7 @@ class WaysTaken:
         )
 
     def _left_behind(self, late: bool) -> str:
-        """What is to be known by who catches the error and goes on.
+        """Describe the state that is left to who catches the error and goes on.
 
         Args:
             late: there were calls since then.

@@ -55,7 +55,7 @@ class _Gathered(torch.autograd.Function):
 def compiled(
     program: Program, gathered: Sequence[HeldParam], arguments: CompileArguments, order: OneOrder | None
 ) -> Any:
-    """``torch.compile`` of a program, which runs on the stored pieces of ``gathered`` and then on its slots.
+    """Compile a program that takes the stored shards of ``gathered`` and then its slots.
 
     Args:
         gathered: the parameters that it gathers for each use.
@@ -113,8 +113,10 @@ def compile_programs(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def compiled_as_callers(method: Method) -> Method:
-    """A method of a parallel module, which the compiler does not look into; the module's programs are compiled as the
-    ``torch.compile`` asks within which it is called, if there is one."""
+    """Wrap a method of a parallel module that the compiler is not to trace.
+
+    The module's programs are compiled with the options of an enclosing ``torch.compile``, if there is one.
+    """
 
     @torch.compiler.disable
     def run(pm: Any, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,8 +133,10 @@ def compiled_as_callers(method: Method) -> Method:
 
 
 def _compile_as(pm: Any, options: dict[str, Any]) -> None:
-    """Compile the programs as a caller asks, unless they are already, or the user has called ``compile`` itself, or a
-    step is half done."""
+    """Compile the programs as a caller asks.
+
+    Not if they already are, if the user has called ``compile``, or in the middle of a step.
+    """
     if pm._autopar_compiled_as in (options, ITSELF) or pm._autopar_in_step():
         return
     compile_programs(pm, (), options)
@@ -140,7 +144,7 @@ def _compile_as(pm: Any, options: dict[str, Any]) -> None:
 
 
 def records_graphs(arguments: CompileArguments) -> bool:
-    """Whether the compiler records CUDA graphs of what it compiles."""
+    """Check whether the compiler records CUDA graphs of what it compiles."""
     for value in (*arguments[0], *arguments[1].values()):
         options = value if isinstance(value, dict) else getattr(value, "config", None)
         if value in ("reduce-overhead", "max-autotune") or (options or {}).get("triton.cudagraphs"):

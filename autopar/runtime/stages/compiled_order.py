@@ -52,7 +52,7 @@ Order = tuple[str, ...]
 
 
 def collectives_of(graph: torch.fx.Graph, axes: Sequence[str], places: Places) -> Order:
-    """Those of a graph of operators, in its order, the waiting for them left out.
+    """List the collectives of a graph of operators, in its order, without the waits for them.
 
     Args:
         axes: names of the mesh's.
@@ -73,7 +73,7 @@ def collectives_of(graph: torch.fx.Graph, axes: Sequence[str], places: Places) -
 
 
 def _along(group: Any, axes: Sequence[str], places: Places) -> str:
-    """The axes of a mesh along which the ranks of a group differ: on each rank the group has another name."""
+    """Return the axes of a mesh along which the ranks of a group differ: each rank names the group differently."""
     ranks = dist.get_process_group_ranks(group)
     if any(rank not in places for rank in ranks):
         return f"among ranks {ranks}"
@@ -82,7 +82,7 @@ def _along(group: Any, axes: Sequence[str], places: Places) -> str:
 
 
 def difference(orders: Sequence[tuple[int, Order]]) -> str:
-    """What is different between the collectives of some ranks; empty where nothing is.
+    """Say how the collectives of some ranks differ; empty where they do not.
 
     Args:
         orders: ranks with theirs.
@@ -131,7 +131,7 @@ class OneOrder:
         return {**others, "backend": _Compared(backend, self)}
 
     def watched(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What calls the compiled program, having said for what kind of call a graph is compiled if one is."""
+        """Wrap the compiled program to note the kind of call for which a graph is compiled."""
 
         def called(*values: Any) -> Any:
             wanting = [i for i, x in enumerate(values) if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -175,7 +175,7 @@ class OneOrder:
             raise RunError(said)
 
     def _agreed(self, order: Order, key: str, most: float | None) -> str:
-        """What is different between the ranks; the last one that comes says it."""
+        """Say how the ranks differ; the last one that arrives does."""
         store, rank = dist.PrefixStore(f"{self.name}/{key}", default_store()), dist.get_rank()
         store.set(str(rank), base64.b85encode(zlib.compress("\n".join(order).encode())).decode())
         if store.add("count", 1) == len(self.ranks):
@@ -272,7 +272,7 @@ class _Compared:
         return run_agreed
 
     def get_compiler_config(self) -> Any:
-        """The settings of the backend, for torch."""
+        """Return the backend's settings, for torch."""
         return self.inner.get_compiler_config() if hasattr(self.inner, "get_compiler_config") else None
 
     def reset(self) -> None:

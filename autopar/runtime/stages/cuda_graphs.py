@@ -47,7 +47,7 @@ class CudaRecorder:
         self.device, self.graph = device, torch.cuda.CUDAGraph()
 
     def record(self, run: Callable[[], Any], warm: int) -> Any:
-        """On a stream of its own, as recordings must be; that waits for the caller's, and the caller's for it."""
+        """Record on a stream of its own, as recordings must be; it and the caller's wait for each other."""
         stream, callers = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
         stream.wait_stream(callers)
         with torch.cuda.stream(stream):
@@ -71,7 +71,8 @@ class GraphedStep:
     """
 
     def __init__(self, pm: Any, *args: Any, recorder: StepRecorder | None = None, **kwargs: Any) -> None:
-        """
+        """Initialize the object.
+
         Args:
             pm: in training mode, on GPUs.
             args, kwargs: a batch, as ``pm.train_step`` takes it.
@@ -120,8 +121,9 @@ class GraphedStep:
         return loss, gradients
 
     def _seed(self, place: PlaceInBatch | None) -> torch.Tensor:
-        """Where the program of one forward reads its seed, in every replay. It is made before the recording, in which
-        it would be written to anew.
+        """Return the tensor from which the program of one forward reads its seed, in every replay.
+
+        It is made before the recording, which would write to it.
 
         Args:
             place: of the rows of a microbatch.
@@ -133,7 +135,7 @@ class GraphedStep:
         return self.seeds[self.drawn - 1]
 
     def _addresses(self) -> list[tuple[Any, ...]]:
-        """Of what is stored, which the recording reads and writes."""
+        """List the addresses of stored tensors, which the recording reads and writes."""
         stored = [*self.pm.parameters(), *self.pm.buffers()]
         locals_ = [getattr(x, "_local_tensor", x) for x in stored]
         return [(x.data_ptr(), x.shape, whole.requires_grad) for x, whole in zip(locals_, stored, strict=True)]
@@ -170,7 +172,7 @@ class GraphedStep:
 
     @staticmethod
     def _kept(param: torch.nn.Parameter, recorded: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient that is there already; where it is that of the last replay, a copy: this one overwrites it."""
+        """Return the existing gradient; that of the last replay as a copy, since this one overwrites it."""
         before = param.grad
         return before.clone() if before is not None and before is recorded else before
 

@@ -37,21 +37,20 @@ def next_seed() -> int:
 
 
 def coming_seed() -> int:
-    """The seed that :func:`next_seed` would take now."""
+    """Return the seed that :func:`next_seed` would take now."""
     with torch.random.fork_rng(devices=[]):
         return next_seed()
 
 
 def seed_after(seed: int) -> int:
-    """The seed of the first call after ``torch.manual_seed(seed)``."""
+    """Return the seed of the first call after ``torch.manual_seed(seed)``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return next_seed()
 
 
 class PlaceInBatch(NamedTuple):
-    """Where the rows of a microbatch are in the batch of its step, as
-    :func:`~autopar.rules.families.sharded_random.seed_at` takes them."""
+    """The position of a microbatch's rows in its step's batch, as ``seed_at`` takes it."""
 
     first: int = 0
     block: int = 1
@@ -85,7 +84,8 @@ class Seeds:
     mode = "sharded"
 
     def __init__(self, group: Any, first: int, device: torch.device, alike: bool | None = None) -> None:
-        """
+        """Initialize the object.
+
         Args:
             group: of all ranks that run the module together; None where it is one.
             first: the rank in it whose generator counts.
@@ -107,7 +107,7 @@ class Seeds:
         return self._alike
 
     def take(self) -> torch.Tensor:
-        """A seed, int64 [], on the module's device; every rank calls it."""
+        """Take a seed, int64 [], on the module's device; every rank calls it."""
         if self.group is None:
             return torch.full((), next_seed(), dtype=torch.int64, device=self.device)  # written there: the host goes on
         told = torch.empty(2, dtype=torch.int64, device=self.device)
@@ -120,7 +120,7 @@ class Seeds:
         return seed
 
     def of_call(self, graph: Graph) -> Any:
-        """The seed of a call, int64 [], or of a microbatch of a step (:meth:`step`), int64 [4]; every rank calls it.
+        """Return the seed of a call, int64 [], or of a microbatch (:meth:`step`), int64 [4]; every rank calls it.
 
         Args:
             graph: of the whole model, for one microbatch.
@@ -144,19 +144,19 @@ class Seeds:
             self._step = before
 
     def of_rows(self, rows: int) -> None:
-        """How many rows the batch of the step has."""
+        """Set the number of rows of the step's batch."""
         if self._step is not None:
             self._step.rows = rows
 
     def at(self, place: PlaceInBatch | None) -> None:
-        """The next call of the step is of these rows; None: of all rows of the batch."""
+        """Set the rows of the step's next call; None: all rows of the batch."""
         if self._step is not None:
             self._step.place = place
 
     # -- what a checkpoint keeps
 
     def state(self) -> torch.Tensor:
-        """The state of the generator, uint8 [bytes]; of the first rank's on ranks that were seeded as it was."""
+        """Return the state of the generator, uint8 [bytes]; the first rank's on ranks that were seeded alike."""
         state = self._generator_state()
         self._given.add(_digest(state))
         return state
@@ -189,9 +189,11 @@ class Seeds:
 
 
 class TorchSeeds(Seeds):
-    """What calls draw is what torch draws in eager mode, from the generator of the module's device
-    (:mod:`autopar.rules.families.torch_draws`). The first rank's state counts. After the call the generator is in the
-    state of eager mode, on ranks where it was in that of the first one."""
+    """Seeds by which calls draw what torch draws in eager mode, from the generator of the module's device.
+
+    See :mod:`autopar.rules.families.torch_draws`. The first rank's state counts. After the call the generator is in
+    the state of eager mode, on ranks where it was in that of the first one.
+    """
 
     mode = "torch"
 
@@ -206,7 +208,7 @@ class TorchSeeds(Seeds):
         return draws.at(seed_at(torch.zeros((), dtype=torch.int64, device=self.device), *step.place))
 
     def _draws(self, graph: Graph, rows: int | None, step: _Step) -> TorchDraws:
-        """The states before all draws, from that of the generator; which then stands behind them."""
+        """Return the generator's states before each draw, and advance it past all draws."""
         generator = torch.Generator(self.device)
         own: torch.Tensor | None = None
         if step.seed is None:
@@ -233,7 +235,7 @@ class TorchSeeds(Seeds):
         return TorchDraws(states, self.device, rows)
 
     def _of_first(self, own: torch.Tensor) -> torch.Tensor:
-        """The first rank's state."""
+        """Return the first rank's state."""
         if self.group is None:
             return own
         state = own.to(self.device).clone()
@@ -251,7 +253,7 @@ class TorchSeeds(Seeds):
 
 
 def seeds_for(mode: str, group: Any, first: int, device: torch.device, alike: bool | None) -> Seeds:
-    """Where a module takes its seeds from, by one of :data:`MODES`."""
+    """Return the source of a module's seeds for one of :data:`MODES`."""
     return (TorchSeeds if mode == "torch" else Seeds)(group, first, device, alike)
 
 

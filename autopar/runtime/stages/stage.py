@@ -146,7 +146,7 @@ class Stage:
         self.evaluation, self.evaluation_graph = (program, self._runnable(program)), graph
 
     def with_other_literals(self, graph: Graph) -> Stage:
-        """The same stage with a graph that differs in nothing but literals; both share parameters and gradients."""
+        """Return the same stage with a graph that differs only in literals; both share parameters and gradients."""
         twin = copy.copy(self)
         twin.graph, twin.plan = graph, replace(self.plan, fingerprint=graph.fingerprint)
         twin.program = twin._lowered(graph, twin.plan)
@@ -163,7 +163,7 @@ class Stage:
             self.evaluation = self.evaluation[0], self._runnable(self.evaluation[0])
 
     def _runnable(self, program: Program) -> Any:
-        """What runs a program: its modules, or what the compiler makes of it."""
+        """Return what runs a program: its modules, or the compiler's result."""
         if self.compile_args is None:
             return prefetch.with_gathers(program, self.schedule)
         order = OneOrder(self.device_mesh, self._heard) if self.device_mesh.size() > 1 else None
@@ -171,7 +171,7 @@ class Stage:
             return compiled(program, self.gathered_inside, self.compile_args, order)
 
     def _heard(self) -> str:
-        """What is known of another rank's failure in a step that is under way; empty where nothing is."""
+        """Return what is known of another rank's failure in the running step; empty where nothing is."""
         failures = self.home._autopar_failures
         return failures.news() if failures is not None else ""
 
@@ -188,13 +188,13 @@ class Stage:
         return self.seed_slot is not None
 
     def draws_in(self, training: bool) -> bool:
-        """Whether the program of a mode has random operators."""
+        """Check whether the program of a mode has random operators."""
         if training or self.evaluation is None:
             return self.draws
         return self.draws and len(self.evaluation[0].slots) == len(self.program.slots)
 
     def graph_in(self, training: bool) -> Graph:
-        """The graph of the program of a mode."""
+        """Return the graph of the program of a mode."""
         return self.graph if training else self.evaluation_graph
 
     def bind(self) -> None:
@@ -209,7 +209,7 @@ class Stage:
                 self.buffers[buffer.name] = buffer.local, self.buffers[buffer.name][1]
 
     def local_input(self, name: str, leaf: torch.Tensor, shown: str, in_shards: bool = False) -> torch.Tensor:
-        """This rank's part of an input of the model.
+        """Return this rank's part of an input of the model.
 
         Args:
             shown: what messages call the input.
@@ -224,8 +224,7 @@ class Stage:
     def run(
         self, inputs: Mapping[str, torch.Tensor], seed: Any, *, same_step: bool, evaluating: bool = False
     ) -> tuple[Any, ...]:
-        """Outputs and new buffers of the program, local as it makes them, from local inputs by name; the stage is
-        bound.
+        """Run the bound program on local inputs by name; return its local outputs and new buffers.
 
         Args:
             seed: of random operators, a tensor or what stands for one; None where the program has none.
@@ -287,8 +286,10 @@ class Stage:
 
     @torch.no_grad()
     def _write_first(self, before: Graph) -> None:
-        """Write to parameters what the model's forward writes to them first. What that follows from is gathered whole:
-        masks and scales are small beside what a step does."""
+        """Write to parameters what the model's forward writes to them first.
+
+        What that depends on is gathered whole: masks and scales are small beside a step's other work.
+        """
 
         def value(node: Node) -> torch.Tensor:
             if node.kind == "param":
@@ -305,26 +306,26 @@ class Stage:
             note_write(held.param)
 
     def leaves(self) -> list[torch.Tensor]:
-        """The used parameters that want gradients."""
+        """List the used parameters that want gradients."""
         return [held_param.leaf for held_param in self.held_params.values() if held_param.leaf.requires_grad]
 
     def joined_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        """The whole gradient of an input, from the ranks' pieces; every rank of the mesh calls it."""
+        """Gather the gradient of an input from the ranks' shards; every rank of the mesh calls it."""
         slot = self.inputs[name]
         return joined(grad, slot.state, slot.shape, self.device_mesh)
 
     def _kept(self) -> list[torch.Tensor]:
-        """What stays in memory from step to step: pieces and gathered copies of parameters, and buffers."""
+        """List what stays in memory between steps: stored and gathered parameters, and buffers."""
         of_params = [x for held_param in self.held_params.values() for x in (held_param.local, held_param.leaf)]
         return [*(x for x in of_params if x is not None), *(buffer for buffer, _ in self.buffers.values())]
 
     def free(self) -> None:
-        """Nothing gathered for one use stays."""
+        """Free what was gathered for one use."""
         self.schedule.end()
 
 
 def device_of(device_mesh: DeviceMesh) -> str:
-    """This rank's device, as torch calls it."""
+    """Return this rank's device, as torch spells it."""
     kind = device_mesh.device_type
     return kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
 

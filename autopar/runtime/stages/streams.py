@@ -19,7 +19,7 @@ from autopar.errors import RunError
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that is current on a device; None where there is none, as on processors."""
+    """Return the current stream of a device; None where there is none, as on processors."""
     if device.type in ("cpu", "meta"):
         return None
     current = getattr(torch.get_device_module(device), "current_stream", None)
@@ -38,7 +38,7 @@ class StepStream:
         self.now: Any = None
 
     def begin(self, same_step: bool) -> None:
-        """The module is called.
+        """Begin a call of the module.
 
         Args:
             same_step: the call before was a microbatch of the same step, of which gathered copies are used again.
