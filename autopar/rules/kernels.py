@@ -8,7 +8,7 @@ run instead. What of a fused chain is never written to memory follows from the g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -79,7 +79,9 @@ class _RmsNormOfGpu(torch.autograd.Function):
         return torch.empty_like(x) if ctx.needs_input_grad[0] else None, of_weight, None
 
 
-def _rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:
+def _rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> Any:
     if (weight is not None and weight.dtype != x.dtype) or not prod(x.shape):
         return torch.ops.aten.rms_norm.default(x, shape, weight, eps)  # which torch computes in parts on GPUs, too
     return _RmsNormOfGpu.apply(x, weight, len(shape))

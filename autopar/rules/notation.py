@@ -67,9 +67,9 @@ class Comm:
         from_pieces: made where the factor is cut into so many pieces or more.
         gathers: the buffer is what the ranks of the axis gather, as often that of a rank as there are ranks.
         when: ``first`` if nothing of the operator is computed before it, ``last`` if nothing is behind it, so that
-            computation of others may run beside it (:mod:`autopar.rules.lowering_helpers.overlapped_steps`); in a backward it
-            is that of the forward's collective whose adjoint it is. Of several axes the last one's is first, the first
-            one's last.
+            other operators may overlap it (:mod:`autopar.rules.lowering_helpers.overlapped_steps`); in a backward that
+            of the forward's collective whose adjoint it is. Of several axes the last one's is first, the first one's
+            last.
     """
 
     factor: str

@@ -19,7 +19,8 @@ import torch
 
 from autopar.rules.attention.attention_in_blocks import AttentionForm, goes_in_blocks, in_blocks
 from autopar.rules.attention.ring_attention import QUERIES, RING, attention_across, exchanges_halves
-from autopar.rules.families.sharded_random import Site, halves, threshold_of
+from autopar.rules.families.sharded_random import Shards, Site, halves, threshold_of
+from autopar.rules.lowering_helpers.local_shard import Cuts
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, rule, sample
@@ -27,8 +28,10 @@ from autopar.words.placements import REPLICATED, shard
 
 
 def attention_with_dropout(
-    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-    scale: float | None = None, enable_gqa: bool = False, cut: Any, seed: Any, site: Site, shape: Any, shards: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False, cut: Cuts, seed: Any, site: Site, shape: Sequence[int],
+    shards: Shards,
 ) -> torch.Tensor:  # fmt: skip
     """Attention with dropout of its probabilities that does not depend on the mesh; where it is long, in blocks."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 
 from autopar.rules.attention.attention_kernels import Dropping, PartOfAttention
 from autopar.rules.attention.attention_pairs import (
@@ -67,7 +68,7 @@ class Going:
     """
 
     ring: str | None
-    group: Any
+    group: ProcessGroup | None
     number: Any
     pieces: int
     row_cuts: tuple[tuple[int, int], ...]

@@ -43,11 +43,13 @@ class AttentionForm(NamedTuple):
     threshold: int
     keeps_share: float
 
-    def in_one(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: Any, column: Any) -> Any:
+    def in_one(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, row: Any, column: Any
+    ) -> Any:
         """Compute the call at once: the reference, also used for gradients of gradients."""
         return self.with_drop(q, k, v, mask, dropping(row, column, self.threshold))
 
-    def with_drop(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, drop: Any) -> Any:
+    def with_drop(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, drop: Any) -> Any:
         """Compute the call at once with given dropout.
 
         Args:
@@ -93,7 +95,9 @@ def _rejoined(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-2, (-1, like.shape[-2])).flatten(-4, -3)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: Any, rows: slice, form: AttentionForm) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, rows: slice, form: AttentionForm
+) -> torch.Tensor:
     """Scores of a block of queries, [.. h q k], memory of their own; ``mask`` is the block's."""
     scores = _rejoined(torch.matmul(_folded(q * form.scale, k), k.transpose(-2, -1)), q)
     if form.is_causal:
@@ -120,7 +124,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(
-    q: torch.Tensor, k: torch.Tensor, mask: Any, row: Any, column: Any, form: AttentionForm
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, row: Any, column: Any, form: AttentionForm
 ) -> Iterator[_Block]:
     """Yield blocks of queries, the last ones first, since those see the most keys."""
     n_queries, n_keys = q.shape[-2], k.shape[-2]
@@ -137,7 +141,7 @@ def _blocks(
 class _InBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: torch.Tensor,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, row: torch.Tensor,
         column: torch.Tensor, form: AttentionForm,
     ) -> torch.Tensor:  # fmt: skip
         tensors = q, k, v, mask, row, column
@@ -285,7 +289,8 @@ def _differentiable(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, 
 
 
 def in_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, row: torch.Tensor, column: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, row: torch.Tensor,
+    column: torch.Tensor,
     form: AttentionForm,
 ) -> torch.Tensor:  # fmt: skip
     """Attention with dropout.
@@ -324,7 +329,9 @@ def _run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.library.register_fake("autopar::attention_in_blocks", lib=_library)
-def _shapes_of_forward(q: Any, k: Any, v: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _shapes_of_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     return _results(q, v)
 
 

@@ -32,9 +32,9 @@ from autopar.rules.attention.attention_call import Draw, Going, Hashes
 from autopar.rules.attention.attention_halves import add_to, as_message, exchanged, message_of_halves, parts_of, whole
 from autopar.rules.attention.attention_pairs import mask_of
 from autopar.rules.attention.attention_sums import AttentionSoFar, SumOfParts
-from autopar.rules.families.sharded_random import Site
+from autopar.rules.families.sharded_random import Shards, Site
 from autopar.rules.lowering_helpers.collective_helpers import permuted, sends_on
-from autopar.rules.lowering_helpers.local_shard import axes_of, cuts_on, n_shards, positions, which_shard
+from autopar.rules.lowering_helpers.local_shard import Sizes, axes_of, cuts_on, n_shards, positions, which_shard
 from autopar.rules.lowering_helpers.lowering_trial import makes_some_steps, standing_for
 from autopar.torch_private import each_rank
 
@@ -136,7 +136,9 @@ class _Attention(torch.autograd.Function):
         return each_rank(_rows_of)(out, own_q) if way.n_keys else out
 
     @staticmethod
-    def spmd_typecheck(*, q: Any, k: Any, v: Any, mask: Any, seed: Any) -> Any:
+    def spmd_typecheck(
+        *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, seed: Any
+    ) -> Any:
         if seed is not None:
             types.ignore(seed)
         letters = iter(ascii_letters)
@@ -246,9 +248,10 @@ def exchanges_halves(length: int) -> bool:
 
 
 def attention_across(
-    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-    scale: float | None = None, enable_gqa: bool = False, cut: Mapping[str, Sequence[str]], sizes: Any = None,
-    seed: Any = None, site: Site = 0, shape: Any = None, shards: Any = (),
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False, cut: Mapping[str, Sequence[str]], sizes: Sizes = None,
+    seed: Any = None, site: Site = 0, shape: Sequence[int] = (), shards: Shards = (),
 ) -> torch.Tensor:  # fmt: skip
     """Compute ``aten.scaled_dot_product_attention`` with its queries cut and, in the ring, its keys too."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]; local q, and local k in a ring

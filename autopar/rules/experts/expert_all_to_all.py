@@ -13,6 +13,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
+from torch.distributed import ProcessGroup
 
 from autopar.rules.lowering_helpers.local_shard import n_shards
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, Begun, in_trial
@@ -153,12 +154,12 @@ class _Arrived(torch.autograd.Function):
         return grads[0].new_empty(0), None, None
 
 
-def exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> torch.Tensor:
+def exchanged(rows: torch.Tensor, sends: Any, receives: Any, group: ProcessGroup | None) -> torch.Tensor:
     """Exchange rows: ``sends[k]`` of them go to rank k, which sends ``receives[k]`` back; None: equal parts."""
     return set_out(rows, sends, receives, group)()
 
 
-def set_out(rows: torch.Tensor, sends: Any, receives: Any, group: Any) -> Callable[[], torch.Tensor]:
+def set_out(rows: torch.Tensor, sends: Any, receives: Any, group: ProcessGroup | None) -> Callable[[], torch.Tensor]:
     """Start the exchange of :func:`exchanged`; the function that is returned waits for what arrives."""
     if group is None:
         nothing = rows.new_empty(len(rows) if receives is None else sum(receives[1:], receives[0]), *rows.shape[1:])

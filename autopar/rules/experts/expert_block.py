@@ -35,7 +35,7 @@ from autopar.rules.experts.expert_features import LOOKUP, SPLIT, features_of
 from autopar.rules.experts.expert_program import COMMON, EXPERT, ROW, Body, Value, body_of, computed
 from autopar.rules.experts.experts import EXPERTS, most_rows
 from autopar.rules.lowering_helpers.collective_helpers import pending
-from autopar.rules.lowering_helpers.local_shard import axes_of, first, n_shards
+from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of, first, n_shards
 from autopar.rules.notation import CallPart, Comm, Lowering, Parts, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
@@ -54,7 +54,9 @@ _library.define("expert_block(Tensor[] tensors, str body) -> Tensor")
 _library.impl("expert_block", lambda tensors, body: computed(tensors, body_of(body)), "CompositeImplicitAutograd")
 
 
-def own_experts_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
+def own_experts_block(
+    tensors: Sequence[torch.Tensor], body: str, *, cut: Cuts, sizes: Sizes = None, load: Any = ()
+) -> torch.Tensor:
     """Compute the block with the experts cut: rows of other ranks' experts are zeros, and the sum is pending."""
     if FFN in cut and spmd.is_type_checking():
         with spmd.no_typecheck():
@@ -65,7 +67,7 @@ def own_experts_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, l
     return pending(made, axes_of(cut, "e", FFN))
 
 
-def _of_own_experts(tensors: Any, body: str, cut: Any, sizes: Any) -> torch.Tensor:
+def _of_own_experts(tensors: Sequence[torch.Tensor], body: str, cut: Cuts, sizes: Sizes) -> torch.Tensor:
     program, given, axis = body_of(body), list(tensors), _axis_of_features(cut)
     if "e" not in cut:
         return computed(given, program, axis)
@@ -76,7 +78,7 @@ def _of_own_experts(tensors: Any, body: str, cut: Any, sizes: Any) -> torch.Tens
     return torch.where(mine.reshape(-1, *[1] * (made.dim() - 1)), made, 0)
 
 
-def _axis_of_features(cut: Any) -> str | None:
+def _axis_of_features(cut: Cuts) -> str | None:
     """Return the axis along which features are exchanged, if one cuts them."""
     return next(iter(axes_of(cut, FFN)), None)
 
@@ -89,7 +91,9 @@ def _multiplied(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [x for x in floats if spmd.P not in spmd.get_local_type(x).values()]
 
 
-def travelling_block(tensors: Any, body: str, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
+def travelling_block(
+    tensors: Sequence[torch.Tensor], body: str, *, cut: Cuts, sizes: Sizes = None, load: Any = ()
+) -> torch.Tensor:
     """Compute the block with rows and experts cut by the same axes: rows travel to their expert and back, axis by axis.
 
     Args:
@@ -143,7 +147,7 @@ def travelling_in_parts(n_experts: int, args: tuple[Any, ...], kwargs: Mapping[s
     )
 
 
-def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut: Any, load: Any = ()) -> Travelling:
+def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut: Cuts, load: Any = ()) -> Travelling:
     """Rows set out to the ranks of their experts.
 
     Args:
@@ -164,7 +168,7 @@ def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut
     return travelling
 
 
-def rows_computed(travelling: Travelling, others: Sequence[Any], body: str, *, cut: Any) -> Travelling:
+def rows_computed(travelling: Travelling, others: Sequence[Any], body: str, *, cut: Cuts) -> Travelling:
     """Rows that have arrived are computed by their experts, and the results set out.
 
     Args:
@@ -181,7 +185,7 @@ def rows_computed(travelling: Travelling, others: Sequence[Any], body: str, *, c
         return Travelling(travelling.expert, multiplied, travelling.trips, {0: first_trip.back(made)})
 
 
-def rows_return(travelling: Travelling, *, cut: Any) -> torch.Tensor:
+def rows_return(travelling: Travelling, *, cut: Cuts) -> torch.Tensor:
     """Return the results of the rows to where the rows came from: the block's result."""
     with _untyped():
         made = travelling.under_way[0].arrived()

@@ -187,7 +187,7 @@ class _Block:
         return frozenset(additive) if all(uses.count(n) == 1 and n in behind for n in additive) else None
 
 
-def _is_value(x: Any) -> bool:
+def _is_value(x: torch.Tensor) -> bool:
     return hasattr(x, "number") and hasattr(x, "out")
 
 

@@ -154,7 +154,7 @@ def _in_turn(given: Sequence[Any], body: Body, order: torch.Tensor, ends: torch.
     return one_after_the_other(in_order, ends, of_expert)
 
 
-def _value(values: Sequence[Any], x: Any) -> Any:
+def _value(values: Sequence[Any], x: torch.Tensor) -> Any:
     """Return an argument of a step, with the results of earlier steps filled in."""
     if isinstance(x, Value):
         result = values[x.number]

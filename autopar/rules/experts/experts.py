@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopar.rules.lowering_helpers.collective_helpers import pending
-from autopar.rules.lowering_helpers.local_shard import axes_of, first
+from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of, first
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
@@ -217,7 +217,9 @@ def expert_product(x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) 
     return torch.ops.autopar.expert_linear(x, weight, expert)  # type: ignore[no-any-return]
 
 
-def own_experts(x: Any, weight: Any, expert: Any, *, cut: Any, sizes: Any = None, load: Any = ()) -> torch.Tensor:
+def own_experts(
+    x: torch.Tensor, weight: torch.Tensor, expert: Any, *, cut: Cuts, sizes: Sizes = None, load: Any = ()
+) -> torch.Tensor:
     """Compute with the experts cut: rows of other ranks' experts are zeros, and the sum is pending."""
     # x [s k], weight [e k n], expert [s] -> [s n]; local e
     local = expert - first(cut, sizes, "e", weight, 0)

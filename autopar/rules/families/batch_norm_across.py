@@ -142,7 +142,7 @@ class _BatchNorm(torch.autograd.Function):
         return y, mean, var
 
     @staticmethod
-    def spmd_typecheck(*, x: Any, weight: Any, bias: Any, way: _Way) -> Any:
+    def spmd_typecheck(*, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: _Way) -> Any:
         letters = "bcxyz"[: x.dim()]
         given = [each for each in (weight, bias) if each is not None]
         y = types.einsum(",".join([letters, *"c" * len(given)]) + "->" + letters, x, *given)
@@ -172,7 +172,8 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def batch_norm_across(
-    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, running_mean: Any, running_var: Any,
+    training: bool, momentum: float, eps: float,
     cudnn_enabled: bool = True, *, cut: Mapping[str, Sequence[str]], sizes: Mapping[str, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Compute ``aten.batch_norm`` in training with the batch or space cut, by the whole batch's statistics."""

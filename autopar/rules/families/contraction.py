@@ -13,7 +13,7 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules.lowering_helpers.collective_helpers import pending
-from autopar.rules.lowering_helpers.local_shard import axes_of
+from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -26,7 +26,9 @@ def padded(shape: Sequence[int], names: Sequence[str]) -> str:
     return " ".join("1" if n == 1 else name for n, name in zip(shape, names[len(names) - len(shape) :], strict=True))
 
 
-def linear_summed(x: Any, weight: Any, bias: Any = None, *, cut: Any, sizes: Any = None) -> torch.Tensor:
+def linear_summed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, cut: Cuts, sizes: Sizes = None
+) -> torch.Tensor:
     """Compute ``aten.linear`` with the input features cut: each rank's output and the bias are pending sums."""
     # x [... k], weight [n k], bias [n] -> [... n]; local k
     y = pending(torch.matmul(x, weight.t()), axes_of(cut, "k"))
@@ -100,7 +102,8 @@ for _target, (_, _shapes) in _PRODUCTS.items():
 
 def _summed(product: Any) -> Any:
     def added(
-        bias: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1, cut: Any, sizes: Any = None
+        bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: float = 1, alpha: float = 1, cut: Cuts,
+        sizes: Sizes = None,
     ) -> torch.Tensor:
         terms = pending(product(x, y), axes_of(cut, "k"))
         terms = terms if alpha == 1 else torch.mul(terms, alpha)

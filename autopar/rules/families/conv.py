@@ -10,7 +10,7 @@ import torch
 
 from autopar.rules.local_calls import resolve
 from autopar.rules.lowering_helpers.collective_helpers import bilinear, pending
-from autopar.rules.lowering_helpers.local_shard import axes_of
+from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -33,7 +33,8 @@ def _conv(call: Call, n_space: int, groups_at: int, transposed: bool) -> Rule:
         return call.replaced(groups_at, "groups", groups // cuts.get("g", 1))
 
     def summed(
-        x: Any, weight: Any, bias: Any = None, *args: Any, cut: Any, sizes: Any = None, **kwargs: Any
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *args: Any, cut: Cuts, sizes: Sizes = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Compute the convolution with its input channels cut; the output and the bias are pending sums."""
         y = bilinear(lambda x, w: resolve(call.target)(x, w, None, *args, **kwargs), x, weight)

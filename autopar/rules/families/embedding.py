@@ -7,15 +7,16 @@ from typing import Any
 import torch
 
 from autopar.rules.lowering_helpers.collective_helpers import bilinear, pending
-from autopar.rules.lowering_helpers.local_shard import axes_of, first, with_one
+from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of, first, with_one
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
 
 
 def vocabulary_embedding(
-    weight: Any, ids: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False, *, cut: Any,
-    sizes: Any = None,
+    weight: torch.Tensor, ids: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False, *,
+    cut: Cuts,
+    sizes: Sizes = None,
 ) -> torch.Tensor:
     """Look up the ids that this rank's rows of the table hold, with zeros for the others; the sum is pending."""
     # weight [v d], ids [...] -> [... d]; local v

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autopar.rules.families.shape import named
-from autopar.rules.lowering_helpers.local_shard import positions
+from autopar.rules.lowering_helpers.local_shard import Sizes, positions
 from autopar.rules.notation import Lowering, Rule
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -27,7 +27,7 @@ def full(call: Call) -> Rule:
 
 def arange_shard(
     start: float, end: float, step: float = 1, *, cut: Mapping[str, Sequence[str]], length: int,
-    dtype: torch.dtype | None = None, device: Any = None, sizes: Any = None,
+    dtype: torch.dtype | None = None, device: Any = None, sizes: Sizes = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return one rank's slice of ``arange(start, end, step)``; ``length`` is the number of elements on all ranks."""
     axes = cut["b"]

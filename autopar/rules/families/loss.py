@@ -12,7 +12,16 @@ import torch
 
 from autopar.rules.local_calls import resolve
 from autopar.rules.lowering_helpers.collective_helpers import greatest, pending, total
-from autopar.rules.lowering_helpers.local_shard import all_of, axes_except, axes_of, first, n_shards, with_one
+from autopar.rules.lowering_helpers.local_shard import (
+    Cuts,
+    Sizes,
+    all_of,
+    axes_except,
+    axes_of,
+    first,
+    n_shards,
+    with_one,
+)
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -24,7 +33,7 @@ ROWS = "nxyz"
 
 
 def _finish(
-    loss: torch.Tensor, count: torch.Tensor | None, reduction: int, dtype: torch.dtype, cut: Any, sizes: Any
+    loss: torch.Tensor, count: torch.Tensor | None, reduction: int, dtype: torch.dtype, cut: Cuts, sizes: Sizes
 ) -> torch.Tensor:
     """Reduce the losses of the local rows; ``count`` is this rank's part of what a mean divides by (None: its rows)."""
     if reduction == NONE:
@@ -36,13 +45,13 @@ def _finish(
     return pending((loss.sum() / n).to(dtype), rows)
 
 
-def _all_rows(cut: Any, sizes: Any, factor: str, n: int) -> int:
+def _all_rows(cut: Cuts, sizes: Sizes, factor: str, n: int) -> int:
     return all_of(n, cut, sizes, factor)
 
 
 def cross_entropy_across(
-    x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100,
-    label_smoothing: float = 0.0, *, cut: Any, sizes: Any = None,
+    x: torch.Tensor, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100,
+    label_smoothing: float = 0.0, *, cut: Cuts, sizes: Sizes = None,
 ) -> torch.Tensor:  # fmt: skip
     """Compute ``aten.cross_entropy_loss`` with rows cut, classes cut, or both."""
     # x [n v], [b v ...] or [v]; target the same without v (class numbers), or like x (probabilities)
@@ -63,7 +72,7 @@ def cross_entropy_across(
 
 
 def _vocabulary_cross_entropy(
-    x: torch.Tensor, target: torch.Tensor, smoothing: float, cut: Any, sizes: Any
+    x: torch.Tensor, target: torch.Tensor, smoothing: float, cut: Cuts, sizes: Sizes
 ) -> torch.Tensor:
     """Loss per row, whole on every rank: two all-reduces of a few numbers a row, none in the backward."""
     axes = axes_of(cut, "v")
@@ -80,7 +89,7 @@ def _vocabulary_cross_entropy(
     return loss * (1 - smoothing) + (log_sum - sums[2] / all_of(x.shape[dim], cut, sizes, "v")) * smoothing
 
 
-def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, cut: Any, sizes: Any) -> torch.Tensor:
+def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, cut: Cuts, sizes: Sizes) -> torch.Tensor:
     """Return ``x`` at the target class where this rank holds it, else 0."""
     local = target - first(cut, sizes, "v", x, dim)
     inside = (local >= 0) & (local < x.shape[dim])
@@ -89,8 +98,8 @@ def _picked(x: torch.Tensor, target: torch.Tensor, dim: int, cut: Any, sizes: An
 
 
 def nll_across(
-    x: Any, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100, *, cut: Any,
-    sizes: Any = None,
+    x: torch.Tensor, target: Any, weight: Any = None, reduction: int = MEAN, ignore_index: int = -100, *, cut: Cuts,
+    sizes: Sizes = None,
 ) -> torch.Tensor:
     """Compute ``aten.nll_loss_nd`` with rows cut, classes cut, or both."""
     valid = target != ignore_index
@@ -200,7 +209,7 @@ def elementwise(call: Call) -> Rule:
     factors = line(f"{ins} -> {'...' if reduction == NONE else ''}", call).sizes
     n_all = prod(factors.values())
 
-    def mean_across(*args: Any, cut: Any, sizes: Any = None, **kwargs: Any) -> torch.Tensor:
+    def mean_across(*args: Any, cut: Cuts, sizes: Sizes = None, **kwargs: Any) -> torch.Tensor:
         """Return this rank's mean, weighted by its share of all elements."""
         axes = axes_except(cut)
         if sizes is None:

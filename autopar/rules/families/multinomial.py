@@ -6,12 +6,14 @@ draws for its rows what one device would. The weights of one row stay together, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import spmd_types as spmd
 import torch
 
 from autopar.rules.families.sharded_random import Shards, Site, one_of_two, uniform
+from autopar.rules.lowering_helpers.local_shard import Cuts
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -24,8 +26,9 @@ _SITES_OF_OTHERS = 1 << 41
 
 
 def multinomial(
-    weights: torch.Tensor, n_drawn: int, replacement: bool = False, *, cut: Any, seed: Any, site: Site, shape: Any,
-    shards: Any, **_: Any,
+    weights: torch.Tensor, n_drawn: int, replacement: bool = False, *, cut: Cuts, seed: Any, site: Site,
+    shape: Sequence[int],
+    shards: Shards, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Draw ``n_drawn`` categories for each row of ``weights`` [categories] or [rows categories].
 
@@ -44,7 +47,9 @@ def multinomial(
     return (weights / -unit.log()).topk(n_drawn, dim=-1).indices
 
 
-def _fine_uniform(seed: torch.Tensor, site: Site, shape: Any, shards: Shards, device: torch.device) -> torch.Tensor:
+def _fine_uniform(
+    seed: torch.Tensor, site: Site, shape: Sequence[int], shards: Shards, device: torch.device
+) -> torch.Tensor:
     """Uniform in [0, 1) in steps of 2**-48, float64."""
     coarse, fine = (
         uniform(seed, one_of_two(site, i, _SITES_OF_OTHERS), shape, shards, device, torch.float64)

@@ -16,7 +16,7 @@ import torch
 from autopar.rules.families.batch_norm_across import batch_norm_across, collectives_of_batch_norm
 from autopar.rules.families.single_rows import batch_norm_of_rows, instance_norm_of_rows
 from autopar.rules.lowering_helpers.collective_helpers import average, greatest, numbers, total
-from autopar.rules.lowering_helpers.local_shard import axes_of, some_have_none, with_one
+from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of, some_have_none, with_one
 from autopar.rules.notation import Comm, Lowering, Rule, line
 from autopar.rules.operator_call import Call, In
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -32,7 +32,7 @@ def _half(dtype: torch.dtype) -> bool:
 
 
 def _moments(
-    x: torch.Tensor, dims: Sequence[int], cut: Any, sizes: Any, factors: Sequence[str]
+    x: torch.Tensor, dims: Sequence[int], cut: Cuts, sizes: Sizes, factors: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and biased variance over ``dims``, which are cut along ``factors``, with the dims kept."""
     if any(some_have_none(cut, sizes, factor) for factor in factors):  # torch.var_mean warns where there is nothing
@@ -45,8 +45,9 @@ def _moments(
 
 
 def layer_norm_across(
-    x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, cut: Any,
-    sizes: Any = None,
+    x: torch.Tensor, shape: Sequence[int], weight: Any = None, bias: torch.Tensor | None = None, eps: float = 1e-5,
+    *_: Any, cut: Cuts,
+    sizes: Sizes = None,
 ) -> torch.Tensor:
     """Compute ``aten.layer_norm`` with normalized dims cut."""
     # x [... n], weight [n], bias [n] -> [... n]; local n
@@ -60,7 +61,8 @@ def layer_norm_across(
 
 
 def rms_norm_across(
-    x: Any, shape: Any, weight: Any = None, eps: float | None = None, *, cut: Any, sizes: Any = None
+    x: torch.Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None, *, cut: Cuts,
+    sizes: Sizes = None,
 ) -> torch.Tensor:
     """Compute ``aten.rms_norm`` with normalized dims cut."""
     # x [... n], weight [n] -> [... n]; local n
@@ -200,7 +202,7 @@ def instance_norm(call: Call) -> Rule:
     )
 
 
-def softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any, sizes: Any = None) -> torch.Tensor:
+def softmax_across(x: torch.Tensor, dim: int, dtype: Any = None, *, cut: Cuts, sizes: Sizes = None) -> torch.Tensor:
     """Compute ``aten.softmax`` with its dim cut."""
     axes = axes_of(cut, "n")
     z = x.to(dtype) if isinstance(dtype, torch.dtype) else x.float() if _half(x.dtype) else x
@@ -209,7 +211,7 @@ def softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any, sizes: Any 
     return y if isinstance(dtype, torch.dtype) else y.to(x.dtype)
 
 
-def log_softmax_across(x: Any, dim: int, dtype: Any = None, *, cut: Any, sizes: Any = None) -> torch.Tensor:
+def log_softmax_across(x: torch.Tensor, dim: int, dtype: Any = None, *, cut: Cuts, sizes: Sizes = None) -> torch.Tensor:
     """Compute ``aten.log_softmax`` with its dim cut."""
     axes = axes_of(cut, "n")
     z = x.to(dtype) if isinstance(dtype, torch.dtype) else x.float() if _half(x.dtype) else x

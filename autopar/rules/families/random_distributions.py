@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from autopar.rules.families.sharded_random import Site, bernoulli, bits, kept, rand, randint, randn, uniform
+from autopar.rules.families.sharded_random import Shards, Site, bernoulli, bits, kept, rand, randint, randn, uniform
+from autopar.rules.lowering_helpers.local_shard import Cuts
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, prove_with, rule, sample
@@ -31,39 +32,49 @@ def _normal(x: torch.Tensor, draw: dict[str, Any]) -> torch.Tensor:
     return randn(x, cut=None, **draw)
 
 
-def uniform_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def uniform_over(
+    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+) -> Any:
     """Draw for ``aten.uniform``, the result of ``x.uniform_(low, high)``."""
     low, high = _given(args, kwargs, ("from", 0.0), ("to", 1.0))
     return rand(x, cut=cut, seed=seed, site=site, shape=shape, shards=shards) * (high - low) + low
 
 
-def normal_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def normal_over(
+    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+) -> Any:
     """Draw for ``aten.normal_functional``, the result of ``x.normal_(mean, std)``."""
     mean, std = _given(args, kwargs, ("mean", 0.0), ("std", 1.0))
     return randn(x, cut=cut, seed=seed, site=site, shape=shape, shards=shards) * std + mean
 
 
-def log_normal_over(x: Any, *args: Any, cut: Any, **rest: Any) -> Any:
+def log_normal_over(x: torch.Tensor, *args: Any, cut: Cuts, **rest: Any) -> Any:
     """Draw for ``aten.log_normal``, with mean 1 and deviation 2 by default."""
     names = ("seed", "site", "shape", "shards")
     mean, std = _given(args, rest, ("mean", 1.0), ("std", 2.0))
     return (_normal(x, {k: rest[k] for k in names}) * std + mean).exp()
 
 
-def exponential_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **rest: Any) -> Any:
+def exponential_over(
+    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **rest: Any
+) -> Any:
     """Draw for ``aten.exponential``, by inversion."""
     (rate,) = _given(args, rest, ("lambd", 1.0))
     return (-_unit(x, {"seed": seed, "site": site, "shape": shape, "shards": shards}).log() / rate).to(x.dtype)
 
 
-def cauchy_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def cauchy_over(
+    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+) -> Any:
     """Draw for ``aten.cauchy``, by inversion."""
     median, sigma = _given(args, kwargs, ("median", 0.0), ("sigma", 1.0))
     u = _unit(x, {"seed": seed, "site": site, "shape": shape, "shards": shards})
     return (torch.tan(math.pi * (u - 0.5)) * sigma + median).to(x.dtype)
 
 
-def geometric_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def geometric_over(
+    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+) -> Any:
     """Draw for ``aten.geometric``: the number of trials until the first success."""
     (p,) = _given(args, kwargs, ("p", 0.5))
     u = _unit(x, {"seed": seed, "site": site, "shape": shape, "shards": shards})
@@ -73,7 +84,9 @@ def geometric_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: A
 _FINE = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def integers_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def integers_over(
+    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+) -> Any:
     """Draw for ``aten.random``: integers below ``to``, or in ``[from, to)``.
 
     With neither given, integers up to what ``x`` holds exactly, of at most 31 bits.
@@ -86,7 +99,9 @@ def integers_over(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: An
     return drawn.to(x.dtype)
 
 
-def integers_like(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> Any:
+def integers_like(
+    x: torch.Tensor, *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+) -> Any:
     """Draw for ``aten.randint_like`` with ``(high)`` or ``(low, high)``."""
     low, high = (0, args[0]) if len(args) == 1 else args[:2]
     dtype = kwargs.get("dtype") or x.dtype
@@ -94,39 +109,45 @@ def integers_like(x: Any, *args: Any, cut: Any, seed: Any, site: Site, shape: An
     return randint(low, high, shape, dtype=dtype, device=x.device, **draw)
 
 
-def bernoulli_over(x: Any, p: Any = 0.5, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **_: Any) -> Any:
+def bernoulli_over(
+    x: torch.Tensor, p: Any = 0.5, *, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **_: Any
+) -> Any:
     """Draw for ``aten.bernoulli.Tensor``, the result of ``x.bernoulli_(p)`` with a tensor of probabilities."""
     u = uniform(seed, site, shape, shards, x.device, torch.float32)
     return (u < p.detach()).to(x.dtype)
 
 
-def permutation(n: int, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+def permutation(
+    n: int, *, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+) -> torch.Tensor:
     """Draw for ``aten.randperm``: the order of as many random numbers."""
     device = torch.device(kwargs.get("device") or seed.device)
     return bits(seed, site, shape, ((),), device).argsort(stable=True).to(kwargs.get("dtype") or torch.int64)
 
 
-def normal_of(mean: Any, std: Any = 1.0, *, cut: Any, **draw: Any) -> torch.Tensor:
+def normal_of(mean: Any, std: Any = 1.0, *, cut: Cuts, **draw: Any) -> torch.Tensor:
     """Draw for ``aten.normal`` where mean or deviation is a tensor; no gradient flows to them, as in torch."""
     like = mean if isinstance(mean, torch.Tensor) else std
     mean, std = (v.detach() if isinstance(v, torch.Tensor) else v for v in (mean, std))
     return _normal(like, {k: draw[k] for k in ("seed", "site", "shape", "shards")}) * std + mean
 
 
-def normal_made(mean: float, std: float, *_: Any, cut: Any, **rest: Any) -> torch.Tensor:
+def normal_made(mean: float, std: float, *_: Any, cut: Cuts, **rest: Any) -> torch.Tensor:
     """Draw for ``aten.normal.float_float``, which makes a new tensor."""
     return randn(None, cut=cut, **rest) * std + mean
 
 
 def alpha_dropout(
-    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
+    x: torch.Tensor, p: float, train: bool = True, *, cut: Cuts, seed: Any, site: Site, shape: Sequence[int],
+    shards: Shards,
 ) -> torch.Tensor:
     """Draw for ``aten.alpha_dropout``, which preserves mean and variance."""
     return alpha(x, kept(p, seed, site, shape, shards, x.device), p)
 
 
 def feature_alpha_dropout(
-    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
+    x: torch.Tensor, p: float, train: bool = True, *, cut: Cuts, seed: Any, site: Site, shape: Sequence[int],
+    shards: Shards,
 ) -> torch.Tensor:
     """Draw for ``aten.feature_alpha_dropout``: whole channels of x [b c ...]."""
     mask = kept(p, seed, site, shape[:2], shards[:2], x.device)

@@ -25,7 +25,7 @@ import spmd_types as spmd
 import torch
 
 from autopar.rules.families.hash_multipliers import MULTIPLIERS, SPLITMIX
-from autopar.rules.lowering_helpers.local_shard import positions
+from autopar.rules.lowering_helpers.local_shard import Cuts, positions
 from autopar.rules.notation import Lowering, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
@@ -183,7 +183,8 @@ def uniform(
 
 
 def dropout(
-    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
+    x: torch.Tensor, p: float, train: bool = True, *, cut: Cuts, seed: Any, site: Site, shape: Sequence[int],
+    shards: Shards,
 ) -> torch.Tensor:
     """Compute ``aten.dropout`` in training; on GPUs in one pass (:class:`_Dropped`)."""
     if shape and _has_pass(x):
@@ -217,14 +218,14 @@ _PASSES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of the pass; a scale in double precision cannot be handed to a kernel."""
 
 
-def has_kernels(*tensors: Any) -> bool:
+def has_kernels(*tensors: torch.Tensor) -> bool:
     """Check that Triton's kernels may be called: not while types are checked, nor where the program is compiled."""
     if not all(type(x) is torch.Tensor and x.device.type in KERNELS_ON for x in tensors):
         return False
     return not (spmd.is_type_checking() or torch.compiler.is_compiling()) and _has_triton(tensors[0].device)
 
 
-def _has_pass(x: Any) -> bool:
+def _has_pass(x: torch.Tensor) -> bool:
     return has_kernels(x) and x.dtype in _PASSES
 
 
@@ -272,41 +273,51 @@ def dropout_rule(call: Call) -> Rule:
 
 
 def feature_dropout(
-    x: Any, p: float, train: bool = True, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any
+    x: torch.Tensor, p: float, train: bool = True, *, cut: Cuts, seed: Any, site: Site, shape: Sequence[int],
+    shards: Shards,
 ) -> torch.Tensor:
     """Compute ``aten.feature_dropout`` (``nn.Dropout2d``): whole channels of x [b c ...] are dropped."""
     mask = kept(p, seed, site, shape[:2], shards[:2], x.device)
     return x * mask.reshape(*mask.shape, *[1] * (x.dim() - 2)) * (1 / (1 - p) if p < 1 else 0.0)
 
 
-def _dtype(kwargs: Mapping[str, Any], x: Any) -> torch.dtype:
+def _dtype(kwargs: Mapping[str, Any], x: torch.Tensor | None) -> torch.dtype:
     return kwargs.get("dtype") or (x.dtype if isinstance(x, torch.Tensor) else torch.get_default_dtype())
 
 
-def _device(kwargs: Mapping[str, Any], x: Any, seed: torch.Tensor) -> torch.device:
+def _device(kwargs: Mapping[str, Any], x: torch.Tensor | None, seed: torch.Tensor) -> torch.device:
     return torch.device(kwargs.get("device") or (x.device if isinstance(x, torch.Tensor) else seed.device))
 
 
-def rand(x: Any, *_: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+def rand(
+    x: torch.Tensor, *_: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+) -> torch.Tensor:
     """Draw for ``aten.rand`` and ``aten.rand_like``."""
     return uniform(seed, site, shape, shards, _device(kwargs, x, seed), _dtype(kwargs, x))
 
 
-def randn(x: Any, *_: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+def randn(
+    x: torch.Tensor | None, *_: Any, cut: Cuts | None, seed: Any, site: Site, shape: Sequence[int], shards: Shards,
+    **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
     """Draw for ``aten.randn`` and ``aten.randn_like``, by Box and Muller."""
     device, dtype = _device(kwargs, x, seed), _dtype(kwargs, x)
     u, v = (uniform(seed, one_of_two(site, i, 1 << 40), shape, shards, device, torch.float32) for i in (0, 1))
     return (torch.sqrt(-2 * torch.log1p(-u)) * torch.cos(2 * math.pi * v)).to(dtype)
 
 
-def randint(*args: Any, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **kwargs: Any) -> torch.Tensor:
+def randint(
+    *args: Any, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **kwargs: Any
+) -> torch.Tensor:
     """Draw for ``aten.randint`` with ``(high, size)`` or ``(low, high, size)``."""
     low, high = (0, args[0]) if len(args) == 2 else args[:2]
     draw = bits(seed, site, shape, shards, _device(kwargs, None, seed)).to(torch.int64)
     return (((draw + 2**31) * (high - low)) >> 32).add(low).to(kwargs.get("dtype") or torch.int64)
 
 
-def bernoulli(x: Any, p: Any = None, *, cut: Any, seed: Any, site: Site, shape: Any, shards: Any, **_: Any) -> Any:
+def bernoulli(
+    x: torch.Tensor, p: Any = None, *, cut: Cuts, seed: Any, site: Site, shape: Sequence[int], shards: Shards, **_: Any
+) -> Any:
     """Draw for ``aten.bernoulli``: probabilities ``x``, or one ``p`` in the shape of ``x``."""
     u = uniform(seed, site, shape, shards, x.device, torch.float32)
     return (u < (x.detach() if p is None else p)).to(x.dtype)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from spmd_types import rules as types
 
+from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes
 from autopar.torch_private import each_rank
 
 _aten = torch.ops.aten
@@ -40,7 +41,7 @@ class _InOrder(torch.autograd.Function):
         return each_rank(with_stride_in_order)(x.view_as(x))  # type: ignore[no-any-return]
 
     @staticmethod
-    def spmd_typecheck(*, x: Any) -> Any:
+    def spmd_typecheck(*, x: torch.Tensor) -> Any:
         letters = "bcxyz"[: x.dim()]
         return types.einsum(f"{letters}->{letters}", x)
 
@@ -49,16 +50,16 @@ class _InOrder(torch.autograd.Function):
         return each_rank(_in_one_piece)(grad)  # type: ignore[no-any-return]
 
 
-def _of_rows(norm: Any, x: Any, others: tuple[Any, ...]) -> torch.Tensor:
+def _of_rows(norm: Any, x: torch.Tensor, others: tuple[Any, ...]) -> torch.Tensor:
     return _InOrder.apply(norm(_InOrder.apply(x), *others))  # type: ignore[no-any-return]
 
 
-def batch_norm_of_rows(x: Any, *others: Any, cut: Any, sizes: Any = None) -> torch.Tensor:
+def batch_norm_of_rows(x: torch.Tensor, *others: Any, cut: Cuts, sizes: Sizes = None) -> torch.Tensor:
     """Compute ``aten.batch_norm`` with given statistics and the batch cut."""
     return _of_rows(_aten.batch_norm.default, x, others)
 
 
-def instance_norm_of_rows(x: Any, *others: Any, cut: Any, sizes: Any = None) -> torch.Tensor:
+def instance_norm_of_rows(x: torch.Tensor, *others: Any, cut: Cuts, sizes: Sizes = None) -> torch.Tensor:
     """Compute ``aten.instance_norm`` with the batch cut."""
     return _of_rows(_aten.instance_norm.default, x, others)
 

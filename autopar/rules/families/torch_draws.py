@@ -30,7 +30,7 @@ from autopar.rules.families.branch import BRANCH
 from autopar.rules.families.multinomial import multinomial, refuse_invalid
 from autopar.rules.families.sharded_random import Shards, dropout, feature_dropout, in_batch
 from autopar.rules.function import PREFIX
-from autopar.rules.lowering_helpers.local_shard import positions
+from autopar.rules.lowering_helpers.local_shard import Cuts, positions
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph, Node, Ref, RowsAt, Spec
 
@@ -255,7 +255,7 @@ class TorchDraws:
 
 
 def _dropout(
-    x: Any, p: float, train: bool = True, *, seed: TorchDraws, site: Any, shards: Any, **_: Any
+    x: torch.Tensor, p: float, train: bool = True, *, seed: TorchDraws, site: Any, shards: Shards, **_: Any
 ) -> torch.Tensor:
     if site[1] is None:
         return x * 0.0
@@ -267,41 +267,43 @@ def _channels(shards: Shards) -> Shards:
 
 
 def _feature_dropout(
-    x: Any, p: float, train: bool = True, *, seed: TorchDraws, site: Any, shards: Any, **_: Any
+    x: torch.Tensor, p: float, train: bool = True, *, seed: TorchDraws, site: Any, shards: Shards, **_: Any
 ) -> torch.Tensor:
     return _dropout(x, p, seed=seed, site=site, shards=_channels(shards))
 
 
 def _alpha_dropout(
-    x: Any, p: float, train: bool = True, *, seed: TorchDraws, site: Any, shards: Any, **_: Any
+    x: torch.Tensor, p: float, train: bool = True, *, seed: TorchDraws, site: Any, shards: Shards, **_: Any
 ) -> torch.Tensor:
     return drawing.alpha(x, None if site[1] is None else seed.piece(site, shards), p)
 
 
 def _feature_alpha_dropout(
-    x: Any, p: float, train: bool = True, *, seed: TorchDraws, site: Any, shards: Any, **_: Any
+    x: torch.Tensor, p: float, train: bool = True, *, seed: TorchDraws, site: Any, shards: Shards, **_: Any
 ) -> torch.Tensor:
     return drawing.alpha(x, None if site[1] is None else seed.piece(site, _channels(shards)), p)
 
 
-def _drawn(*args: Any, seed: TorchDraws, site: Any, shards: Any, **_: Any) -> torch.Tensor:
+def _drawn(*args: Any, seed: TorchDraws, site: Any, shards: Shards, **_: Any) -> torch.Tensor:
     """Return the draw itself as the result."""
     return seed.piece(site, shards)
 
 
-def _bernoulli(x: Any, p: Any = None, *, seed: TorchDraws, site: Any, shards: Any, **_: Any) -> torch.Tensor:
+def _bernoulli(
+    x: torch.Tensor, p: Any = None, *, seed: TorchDraws, site: Any, shards: Shards, **_: Any
+) -> torch.Tensor:
     if site[1][0] == "bernoulli_":
         return seed.piece(site, shards)
     return (seed.piece(site, shards) < (x if p is None else p).detach()).to(x.dtype)
 
 
-def _normal_of(mean: Any, std: Any = 1.0, *, seed: TorchDraws, site: Any, shards: Any, **_: Any) -> torch.Tensor:
+def _normal_of(mean: Any, std: Any = 1.0, *, seed: TorchDraws, site: Any, shards: Shards, **_: Any) -> torch.Tensor:
     mean, std = (v.detach() if isinstance(v, torch.Tensor) else v for v in (mean, std))
     return seed.piece(site, shards) * std + mean
 
 
 def _multinomial(
-    weights: torch.Tensor, n_drawn: int, replacement: bool = False, *, seed: TorchDraws, site: Any, shards: Any,
+    weights: torch.Tensor, n_drawn: int, replacement: bool = False, *, seed: TorchDraws, site: Any, shards: Shards,
     **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     weights = weights.detach()
@@ -316,9 +318,10 @@ def _multinomial(
 
 
 def _attention(
-    q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-    scale: float | None = None, enable_gqa: bool = False, cut: Any, seed: TorchDraws, site: Any, shape: Any,
-    shards: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False, cut: Cuts, seed: TorchDraws, site: Any, shape: Sequence[int],
+    shards: Shards,
 ) -> torch.Tensor:  # fmt: skip
     """Attention as torch composes it where probabilities are dropped."""
     # q [.. h q d], k [.. g k d], v [.. g k e] -> [.. h q e]

@@ -12,6 +12,7 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from spmd_types import rules
+from torch.distributed import ProcessGroup
 
 from autopar.rules.lowering_helpers.local_shard import (
     Axes,
@@ -54,7 +55,8 @@ def sends_on(axis: str) -> Any:
 
 
 def permuted(
-    x: torch.Tensor, axis: str, group: Any, to: Sequence[int], beside: object = None, backward: bool = False
+    x: torch.Tensor, axis: str, group: ProcessGroup | None, to: Sequence[int], beside: object = None,
+    backward: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Send ``x`` [n], of equal length on all ranks of an axis, from its rank i to rank ``to[i]``.
 
@@ -169,7 +171,7 @@ def greatest(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     return x
 
 
-def gathered_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:
+def gathered_constant(x: torch.Tensor, axis: str, group: ProcessGroup | None) -> torch.Tensor:
     """Gather ``x`` of all ranks of an axis, [ranks *x], without a gradient.
 
     Args:
@@ -180,7 +182,7 @@ def gathered_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:
     return _arrived(all_gather_single(x.unsqueeze(0).contiguous(), 0, group))
 
 
-def summed_constant(x: torch.Tensor, axis: str, group: Any) -> torch.Tensor:
+def summed_constant(x: torch.Tensor, axis: str, group: ProcessGroup | None) -> torch.Tensor:
     """Sum ``x`` over all ranks of an axis, without a gradient; with a given ``group`` also in a backward."""
     return torch.empty_like(x) if group is None else _arrived(
         functional_collectives.all_reduce(x.contiguous(), "sum", group)

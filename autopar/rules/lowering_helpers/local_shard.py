@@ -12,6 +12,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from autopar.rules.lowering_helpers.lowering_trial import COUNTED, TRIAL, in_trial
 from autopar.torch_private import LocalIntNode, group_of_axis, local_tensor_mode
@@ -19,6 +20,10 @@ from autopar.words.placements import axis_and_block
 from autopar.words.shards import lengths_of
 
 Axes = Sequence[str]
+Cuts = Mapping[str, Axes]
+"""The axes that cut each factor, by its name."""
+Sizes = Mapping[str, int] | None
+"""The whole size of each factor that is cut into unequal shards."""
 
 
 def axes_of(cut: Mapping[str, Axes], *factors: str) -> tuple[str, ...]:
@@ -59,7 +64,7 @@ def for_each(axis: str, value: Callable[[int], int]) -> Any:
     return torch.SymInt(LocalIntNode({rank: value(numbers[rank]) for rank in mode.ranks}))
 
 
-def groups_like(group: Any) -> list[list[int]]:
+def groups_like(group: ProcessGroup | None) -> list[list[int]]:
     """List the ranks of this process group and of its siblings, of which a simulating process knows only one."""
     ranks = dist.get_process_group_ranks(group)
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1

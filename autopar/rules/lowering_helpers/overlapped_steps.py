@@ -185,7 +185,8 @@ def _descendants(graph: Graph, of: set[int], end: int) -> set[int]:
 
 
 def _communicates(
-    graph: Graph, k: int, rule: Rule, mesh: Mesh, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths, free: frozenset[int]
+    graph: Graph, k: int, rule: Rule, mesh: Mesh, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths,
+    free: frozenset[int],
 ) -> bool:  # fmt: skip
     """Check whether operator ``k`` makes collectives, or reads something of ``free`` through one.
 

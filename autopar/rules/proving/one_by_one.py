@@ -86,7 +86,7 @@ def _holds_tensors(of_schema: Any) -> bool:
     return str(of_schema.type) in ("Tensor", "List[Tensor]")
 
 
-def _differs(x: Any) -> bool:
+def _differs(x: torch.Tensor) -> bool:
     """Check whether a tensor has shards of different sizes, or a number differs between ranks."""
     if isinstance(x, LocalTensor):
         return len({tuple(piece.shape) for piece in x._local_tensors.values()}) > 1
@@ -122,7 +122,7 @@ class _EachRank(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, func: Any, flat: Any, spec: Any, at: Any, shape: Any, *tensors: LocalTensor) -> Any:
+    def forward(ctx: Any, func: Any, flat: Any, spec: Any, at: Any, shape: list[Any], *tensors: LocalTensor) -> Any:
         mode = local_tensor_mode()
         assert mode is not None
         by_rank: dict[int, tuple[list[torch.Tensor], list[Any]]] = {}
@@ -181,7 +181,7 @@ def _of_all_ranks(gradients: dict[int, torch.Tensor | None]) -> LocalTensor | No
     return LocalTensor(pieces) if len(pieces) == len(gradients) else None
 
 
-def _of_rank(x: Any, rank: int) -> Any:
+def _of_rank(x: torch.Tensor, rank: int) -> Any:
     """Return one rank's part of a value."""
     if isinstance(x, LocalTensor):
         return x._local_tensors[rank]

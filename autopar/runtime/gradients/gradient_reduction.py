@@ -51,19 +51,19 @@ class _Travel:
         """Begin the next collective; slices on the way are done at once."""
         self.wait()
         while self.stages and self.work is None:
-            reshard_step = self.stages.pop(0)
-            if reshard_step.backward == "all_reduce":
+            step = self.stages.pop(0)
+            if step.backward == "all_reduce":
                 self.value = self.value.contiguous()
-                self.work = dist.all_reduce(self.value, group=reshard_step.group, async_op=True)
-            elif reshard_step.backward == "reduce_scatter":
-                parts = self.value if self.flat else stacked(self.value, reshard_step.cut.dim, reshard_step.n).contiguous()
+                self.work = dist.all_reduce(self.value, group=step.group, async_op=True)
+            elif step.backward == "reduce_scatter":
+                parts = self.value if self.flat else stacked(self.value, step.cut.dim, step.n).contiguous()
                 out = torch.empty_like(parts[0])
-                self.keep, self.padded = parts, None if self.flat else reshard_step
-                self.work = reduce_scatter_flat(out, parts.flatten(0, 1), group=reshard_step.group, async_op=True)
+                self.keep, self.padded = parts, None if self.flat else step
+                self.work = reduce_scatter_flat(out, parts.flatten(0, 1), group=step.group, async_op=True)
                 self.value = out
             else:
                 # a slice must not keep the whole gradient alive
-                self.value = of_its_own(apply(reshard_step.backward, self.value, reshard_step, backward=True))
+                self.value = of_its_own(apply(step.backward, self.value, step, backward=True))
 
     def wait(self) -> None:
         if self.work is not None:

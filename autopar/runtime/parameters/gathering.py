@@ -89,7 +89,8 @@ class Unit:
                 offset += m
                 with preserve_version_counter(held_param.leaf):
                     if reshard_step.cut.size % reshard_step.n:
-                        held_param.leaf.copy_(unstack(part, reshard_step.cut.dim).narrow(reshard_step.cut.dim, 0, reshard_step.cut.size))
+                        cut = reshard_step.cut
+                        held_param.leaf.copy_(unstack(part, cut.dim).narrow(cut.dim, 0, cut.size))
                     else:
                         stacked(held_param.leaf, reshard_step.cut.dim, reshard_step.n).copy_(part)
         self.ready = True

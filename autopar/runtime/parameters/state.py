@@ -216,8 +216,8 @@ class HeldParam:
         self.reshard_steps = reshard_steps(name, choice, shape, device_mesh, mesh)
         self.dtype = dtype or self.param.dtype
         self.casts = self.dtype != self.param.dtype
-        self.alias = all(reshard_step.forward == "none" for reshard_step in self.reshard_steps) and not self.casts
-        self.adjoint = tuple(reshard_step for reshard_step in reversed(self.reshard_steps) if reshard_step.backward != "none")
+        self.alias = all(step.forward == "none" for step in self.reshard_steps) and not self.casts
+        self.adjoint = tuple(step for step in reversed(self.reshard_steps) if step.backward != "none")
         self.used_shape = local_shape(shape, choice.used, mesh, at)
         self.stored_shape = local_shape(shape, choice.stored, mesh, at)
         gathered = next((reshard_step for reshard_step in self.reshard_steps if reshard_step.forward == "gather"), None)

@@ -82,7 +82,9 @@ class Flight:
         stage = self.stage
         return stage.plan.whole_backward or stage.compile_args is not None
 
-    def begin(self, shares: Sequence[float], local_batch: RowsInStages | None, scale: torch.Tensor | None = None) -> None:
+    def begin(
+        self, shares: Sequence[float], local_batch: RowsInStages | None, scale: torch.Tensor | None = None
+    ) -> None:
         """Begin a step: what was gathered before the optimizer's step no longer counts.
 
         Args:
