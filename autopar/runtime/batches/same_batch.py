@@ -60,7 +60,9 @@ def _differ(a: Any, b: Any) -> bool:
     return any(abs(p - q) > ROUNDING * size for p, q in zip(a[:-1], b[:-1], strict=True))
 
 
-def exchange(group: Any, seen: Seen, device: torch.device, error: AutoparError | None) -> list[tuple[Outline, Values]]:
+def exchange(
+    group: dist.ProcessGroup | None, seen: Seen, device: torch.device, error: AutoparError | None
+) -> list[tuple[Outline, Values]]:
     """Exchange what all ranks of ``group`` were called with; a collective call.
 
     Args:
@@ -196,8 +198,8 @@ class Calls:
     """
 
     def __init__(
-        self, group: Any, device_mesh: DeviceMesh | None, alone: bool, stages: Iterable[DeviceMesh] = (),
-        reader: Reader = lambda name: (0, ""),
+        self, group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None, alone: bool,
+        stages: Iterable[DeviceMesh] = (), reader: Reader = lambda name: (0, ""),
     ) -> None:  # fmt: skip
         self.group, self.device_mesh, self.alone, self.reader = group, device_mesh, alone, reader
         self.stages = list({id(mesh): mesh for mesh in stages}.values())

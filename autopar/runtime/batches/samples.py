@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -126,7 +127,9 @@ class Seen:
     def form(self) -> Outline:
         return Outline(tuple(self.inputs), tuple(self.copies), tuple(self.near))
 
-    def arriving(self, device: torch.device, group: Any = None, forms: Sequence[Outline] | None = None) -> Arriving:
+    def arriving(
+        self, device: torch.device, group: ProcessGroup | None = None, forms: Sequence[Outline] | None = None
+    ) -> Arriving:
         """Begin to copy the numbers to the host, which goes on meanwhile; those of all ranks, if a group is given.
 
         Args:

@@ -96,7 +96,8 @@ def _came(work: dist.Work, seconds: float) -> bool:
 
 
 def put_together(
-    call: Call, of_all: Sequence[int], counts: Sequence[int], place: int, group: Any, order: Sequence[int],
+    call: Call, of_all: Sequence[int], counts: Sequence[int], place: int, group: dist.ProcessGroup | None,
+    order: Sequence[int],
     exchange: Exchange, without: Collection[str] = (),
 ) -> Call:  # fmt: skip
     """Return the call with the rows of all ranks, one rank's after the other's: plain tensors, equal on every rank.
@@ -150,7 +151,8 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mine: torch.Tensor, counts: Sequence[int], place: int, group: Any, order: Sequence[int]
+        ctx: Any, mine: torch.Tensor, counts: Sequence[int], place: int, group: dist.ProcessGroup | None,
+        order: Sequence[int],
     ) -> torch.Tensor:  # fmt: skip
         ctx.start, ctx.rows = sum(counts[:place]), counts[place]
         most, ranks = max(counts), dist.get_world_size(group)

@@ -154,7 +154,7 @@ def in_state_dict(pm: SpreadModule) -> dict[str, torch.Tensor]:
     return {name: named[name] for name in pm.state_dict() if name in named}
 
 
-def specs_of(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -> Specs:
+def specs_of(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Specs:
     """Shape, dtype and the first name of everything in the state dict, on any rank."""
     firsts: dict[int, str] = {}
     specs = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in stored.items()}

@@ -182,7 +182,7 @@ def _shards(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int)
     return shards
 
 
-def _senders(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -> dict[str, int]:
+def _senders(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, int]:
     """Map each tensor to the rank that sends it to rank 0: in a pipeline, the first of a group that has it."""
     ranks = dist.get_process_group_ranks(group)
     if pm._autopar_leads is None:
@@ -197,7 +197,8 @@ def _senders(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: Any) -
 
 
 def _at_first(
-    pm: SpreadModule, value: torch.Tensor | None, spec: tuple[tuple[int, ...], torch.dtype], sender: int, group: Any,
+    pm: SpreadModule, value: torch.Tensor | None, spec: tuple[tuple[int, ...], torch.dtype], sender: int,
+    group: dist.ProcessGroup,
     first: int,
 ) -> torch.Tensor | None:  # fmt: skip
     """Gather a whole tensor on the first rank, None elsewhere; those that have a part of it call this together."""

@@ -14,7 +14,6 @@ being read on the host.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ def step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) 
 
 
 @torch.no_grad()
-def share_overflows(params: Iterable[torch.nn.Parameter], device: torch.device, group: Any) -> None:
+def share_overflows(params: Iterable[torch.nn.Parameter], device: torch.device, group: dist.ProcessGroup) -> None:
     """Let every rank of a group have a gradient that is not finite where one of them has.
 
     Args:

@@ -131,7 +131,7 @@ def _whole(value: Any, keep: bool) -> Any:
     return type(value)(_whole(item, keep) for item in value) if type(value) in (list, tuple) else value
 
 
-def _groups(pm: SpreadModule, optimizer: torch.optim.Optimizer, group: Any) -> tuple[Groups, Groups]:
+def _groups(pm: SpreadModule, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> tuple[Groups, Groups]:
     """Return the names in each group of the whole model's optimizer, and of this rank's, in their orders."""
     ties = pm._autopar_tied_names()
     named = {id(p): ties.get(name, name) for name, p in reversed(list(pm.named_parameters(remove_duplicate=False)))}

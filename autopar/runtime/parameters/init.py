@@ -89,7 +89,7 @@ class MetaValues:
 class MadeInTurn(SentValues):
     """Initial values that ranks make in turn, a module each, and send to the others: none makes them all."""
 
-    def __init__(self, values: MetaValues, group: Any, device: torch.device) -> None:
+    def __init__(self, values: MetaValues, group: dist.ProcessGroup, device: torch.device) -> None:
         model = values.model
         super().__init__({**_named(model.named_parameters), **_named(model.named_buffers)}, group, device)
         self.values, self.ranks = values, dist.get_process_group_ranks(group)

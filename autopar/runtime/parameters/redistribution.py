@@ -74,7 +74,7 @@ class ReshardStep:
 
     forward: str
     backward: str
-    group: Any
+    group: dist.ProcessGroup
     n: int
     index: int
     cut: Cut = Cut()

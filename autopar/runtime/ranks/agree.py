@@ -61,7 +61,7 @@ def mesh_group(mesh: DeviceMesh) -> Any:
     return groups_on(mesh).along(mesh, range(mesh.ndim))
 
 
-def share(group: Any, value: str | None, error: BaseException | None) -> str:
+def share(group: dist.ProcessGroup | None, value: str | None, error: BaseException | None) -> str:
     """Return the first rank's ``value`` on every rank of ``group``, or raise its ``error`` on every rank.
 
     The first rank may take any time: the others wait in the store, not in a collective.
@@ -81,7 +81,7 @@ def share(group: Any, value: str | None, error: BaseException | None) -> str:
     return str(answer["value"])
 
 
-def together(group: Any, error: BaseException | None) -> None:
+def together(group: dist.ProcessGroup | None, error: BaseException | None) -> None:
     """Raise on every rank of ``group`` if any rank has an error: its own, or that of the lowest rank with one."""
     if dist.get_world_size(group) == 1:
         if error is not None:
@@ -99,7 +99,9 @@ def together(group: Any, error: BaseException | None) -> None:
 
 
 @contextlib.contextmanager
-def everywhere(group: Any, told: Callable[[Exception], Exception] = lambda error: error) -> Iterator[None]:
+def everywhere(
+    group: dist.ProcessGroup | None, told: Callable[[Exception], Exception] = lambda error: error
+) -> Iterator[None]:
     """Raise an error of one rank of ``group`` on all of them at the end of this context, which every rank reaches.
 
     Args:
@@ -123,7 +125,7 @@ class Meeting:
     They report to each other before each step, and once at the end (:meth:`close`).
     """
 
-    def __init__(self, group: Any, device: torch.device | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
         self.group, self.open = group, True
         self.device = device or torch.device("cpu")
 
@@ -157,7 +159,9 @@ class SentValues(Meeting):
     Ranks ask for the same names in the same order, and meet before each.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor], group: Any, device: torch.device) -> None:
+    def __init__(
+        self, named: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
         """Initialize the object.
 
         Args:
@@ -209,7 +213,9 @@ class SentValues(Meeting):
 class FirstRankValues(SentValues):
     """The first rank's tensors by name, on every rank: models that were built without a common seed differ."""
 
-    def __init__(self, named: Mapping[str, torch.Tensor], group: Any, first: int, device: torch.device) -> None:
+    def __init__(
+        self, named: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, first: int, device: torch.device
+    ) -> None:
         super().__init__(named, group, device)
         self.first = first
 
@@ -222,12 +228,12 @@ class FirstRankValues(SentValues):
         return self.named[name]
 
 
-def seeded_alike(group: Any) -> bool:
+def seeded_alike(group: dist.ProcessGroup | None) -> bool:
     """Check that torch's generator has the same seed on this rank as on the first; a collective call."""
     return int(share(group, str(torch.initial_seed()), None)) == torch.initial_seed()
 
 
-def same_error(group: Any, problem: str | None, kind: type[AutoparError]) -> None:
+def same_error(group: dist.ProcessGroup | None, problem: str | None, kind: type[AutoparError]) -> None:
     """Call :func:`together` with a message."""
     together(group, kind(problem) if problem else None)
 

@@ -87,7 +87,7 @@ def check_one_device(model: torch.nn.Module, example: Mapping[str, Any]) -> None
         )
 
 
-def check_own_gpus(group: Any, device_type: str) -> None:
+def check_own_gpus(group: dist.ProcessGroup | None, device_type: str) -> None:
     """Refuse two ranks on one GPU, which NCCL would refuse with less detail, or wait for; a collective call.
 
     Raises:

@@ -75,7 +75,7 @@ def mesh_of_own(graph: Graph, stage: StagePlan, device_type: str, devices: Seque
     return groups.mesh(stage.mesh, devices)
 
 
-def group_of_own(group: Any, device: torch.device) -> Any:
+def group_of_own(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """Return a group of autopar's own with the ranks of ``group``, which all call it; ``group`` if impossible."""
     ranks = dist.get_process_group_ranks(group)
     groups = groups_for(device, ranks)

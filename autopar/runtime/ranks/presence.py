@@ -104,7 +104,9 @@ class Presence:
 
 
 @contextlib.contextmanager
-def alive(group: Any, what: str = "parallelize", abort: Callable[[], None] = lambda: None) -> Iterator[None]:
+def alive(
+    group: dist.ProcessGroup | None, what: str = "parallelize", abort: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Watch over what all ranks of a group do together, outside of a step.
 
     Within another such call of the same ranks it is part of that.

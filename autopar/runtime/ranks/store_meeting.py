@@ -50,11 +50,11 @@ def _place(ranks: tuple[int, ...]) -> tuple[dist.Store, int]:
     return _store(ranks), next(_numbers.setdefault(ranks, itertools.count()))
 
 
-def _ranks_of(group: Any) -> tuple[int, ...]:
+def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def meet(group: Any) -> None:
+def meet(group: dist.ProcessGroup | None) -> None:
     """Wait until every rank of the group is here.
 
     Raises:
@@ -127,7 +127,7 @@ def _gone(rank: int, how: str) -> str:
     return text if how.startswith((SILENT, WITHOUT_A_WORD)) else f"{text}: {ON_ALL_RANKS}"
 
 
-def from_all(group: Any, text: str) -> list[str]:
+def from_all(group: dist.ProcessGroup | None, text: str) -> list[str]:
     """Return the texts of all ranks of the group, in their order, on every one.
 
     Raises:
@@ -138,7 +138,7 @@ def from_all(group: Any, text: str) -> list[str]:
     return [said[rank] for rank in ranks]
 
 
-def from_first(group: Any, text: str | None) -> str:
+def from_first(group: dist.ProcessGroup | None, text: str | None) -> str:
     """Return the first rank's text on every rank of the group, however long the first rank takes to come here.
 
     Raises:

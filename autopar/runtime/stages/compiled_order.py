@@ -72,7 +72,7 @@ def collectives_of(graph: torch.fx.Graph, axes: Sequence[str], places: Places) -
     return tuple(collectives)
 
 
-def _along(group: Any, axes: Sequence[str], places: Places) -> str:
+def _along(group: dist.ProcessGroup, axes: Sequence[str], places: Places) -> str:
     """Return the axes of a mesh along which the ranks of a group differ: each rank names the group differently."""
     ranks = dist.get_process_group_ranks(group)
     if any(rank not in places for rank in ranks):

@@ -83,7 +83,9 @@ class Seeds:
 
     mode = "sharded"
 
-    def __init__(self, group: Any, first: int, device: torch.device, alike: bool | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, first: int, device: torch.device, alike: bool | None = None
+    ) -> None:
         """Initialize the object.
 
         Args:
@@ -252,7 +254,9 @@ class TorchSeeds(Seeds):
             torch.cuda.set_rng_state(state, self.device)
 
 
-def seeds_for(mode: str, group: Any, first: int, device: torch.device, alike: bool | None) -> Seeds:
+def seeds_for(
+    mode: str, group: dist.ProcessGroup | None, first: int, device: torch.device, alike: bool | None
+) -> Seeds:
     """Return the source of a module's seeds for one of :data:`MODES`."""
     return (TorchSeeds if mode == "torch" else Seeds)(group, first, device, alike)
 
