@@ -1,8 +1,4 @@
-"""Whether the result of a call may lie in the memory of what it reads: a property of the call, by schema.
-
-Operators say in their schema what their results alias. Those that torch composes of others need not (``einsum`` of one
-operand, ``dropout`` that is off, ``type_as``): such a call is made once, on tensors without values.
-"""
+"""Aliasing of a call's result with its inputs, by the operator's schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator may do on one mesh axis, as it follows from its rule."""
+"""The options of an operator on one mesh axis, as they follow from its rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.words.placements import INVARIANT, PENDING, REPLICATED, Placement, 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What one op does on one mesh axis: the factor cut (or ``I``, ``R``, ``P<group>``) and the placements."""
+    """One option of one op on one mesh axis: the factor cut (or ``I``, ``R``, ``P<group>``) and the placements."""
 
     name: str
     ins: tuple[Placement, ...]

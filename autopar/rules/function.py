@@ -1,13 +1,4 @@
-"""What a user's own forward and backward become: one operator that calls them, on every rank.
-
-A :class:`torch.autograd.Function` and a tensor hook are Python code that no rule knows. A graph names such a call
-``function.<qualified name>``; the first argument of the node is a :class:`Callee`, which holds the code, and the others
-are what it was called with. The operator is kept whole, values and gradients: on every rank the user's own code sees
-what it would see on one device. :func:`function_rule` says in one line of notation what may be cut.
-
-Whole gradients are more than whole values. Every rule of a torch operator may be run with a pending gradient (each rank
-has a term of the sum), since its backward is linear in the gradient; a user's backward may clip or normalize it.
-"""
+"""A user's own forward and backward as one operator, which calls them on every rank."""
 
 from __future__ import annotations
 
@@ -44,7 +35,7 @@ class ReadTensor:
 
     @property
     def table(self) -> dict[str, Any]:
-        """Where the module keeps it."""
+        """The dict of the module that holds it."""
         return self.module._parameters if self.key in self.module._parameters else self.module._buffers
 
 

@@ -1,10 +1,4 @@
-"""Which kernels run a plan's operators, as far as memory depends on it: those of a GPU, and fused ones.
-
-Trials of operators (:mod:`.saved_tensors`, :mod:`.working_memory`) run on the CPU. Where torch's kernel for GPUs keeps
-something else than the CPU's, :data:`OF_GPU` has a stand-in that keeps the same as it, and :func:`as_on_gpu` lets it
-run instead. What of a fused chain is never written to memory follows from the graph
-(:mod:`autopar.planner.intra_op.memory.fused_chains`).
-"""
+"""The kernels of a plan's operators as far as memory depends on them: those of a GPU, and fused ones."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ from hardware_profiles import Cluster, Device, is_gpu
 
 
 class Kernels(NamedTuple):
-    """What runs operators.
+    """The kernels that run a plan's operators.
 
     Attributes:
         gpu: torch's kernels for GPUs; else those for CPUs.
@@ -95,7 +89,7 @@ Older versions of torch compute an RMS norm in parts everywhere."""
 
 
 class as_on_gpu(TorchFunctionMode):
-    """In here operators on tensors without values keep what the kernels of GPUs keep."""
+    """Make operators on tensors without values save in this scope what GPU kernels save."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return OF_GPU.get(str(func), func)(*args, **(kwargs or {}))

@@ -61,10 +61,7 @@ class ShardSize:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """What one rank calls: ``fn(*args, **kwargs)`` with tensors at the :class:`In` positions.
-
-    ``distributed`` says that ``fn`` is a distributed lowering, with collectives inside.
-    """
+    """The call on one rank: ``fn(*args, **kwargs)`` with tensors at the :class:`In` positions."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]

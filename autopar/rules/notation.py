@@ -115,7 +115,7 @@ Parts = tuple[CallPart, CallPart, CallPart]
 
 @dataclass(frozen=True)
 class Lowering:
-    """What one rank calls instead of the operator where ``factors`` are cut.
+    """A replacement for the operator on one rank where ``factors`` are cut.
 
     Attributes:
         function: gets the operator's arguments and ``cut={factor: axis names}``. That of a random operator also gets
@@ -146,7 +146,7 @@ Localize = Callable[[Call, Mapping[str, int]], tuple[tuple[Any, ...], dict[str, 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one call can be cut.
+    """The cuts that one call allows.
 
     Attributes:
         sizes: global size of every factor.
@@ -257,7 +257,7 @@ class Rule:
 
     @cached_property
     def derived(self) -> dict[object, Any]:
-        """What others derive of the rule, by what they ask, such as its options: thousands of times in a search."""
+        """Results that others derive of the rule, by key, such as its options: a search asks thousands of times."""
         return {}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a device does for one operator, as cost models count it: sizes of products, bytes, what stays in one kernel."""
+"""The work of a device for one operator as cost models count it: product sizes, bytes, fusion of pointwise ones."""
 
 from __future__ import annotations
 

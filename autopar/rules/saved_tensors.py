@@ -1,16 +1,4 @@
-"""What autograd keeps of one call, and in whose memory its results lie: asked of the operator itself.
-
-A call is tried once, on tensors without values in the sizes, strides and dtypes of one rank, while torch is watched:
-``saved_tensors_hooks`` show every tensor that its autograd nodes keep, storages show which of them are inputs, outputs
-or memory of the call's own (the statistics of a norm, the log-sum-exp of attention, the mask of a dropout, copies that
-a product makes of what it cannot read as it lies). So there is no table of operators that could be wrong, composite
-operators and distributed lowerings are seen through, and being a view is found here and nowhere else.
-
-What is modelled is torch's kernels for the CPU. GPUs keep the same of nearly every operator, since what is saved is
-decided above the kernels; fused attention keeps its inputs, its output and the log-sum-exp of every query on both.
-Where their kernels keep something else, a stand-in for them is tried (:mod:`.kernels`). A user's own function is not
-run: the rule says what it keeps.
-"""
+"""The tensors that autograd saves of one call, and the aliasing of its results: found by calling the operator."""
 
 from __future__ import annotations
 
@@ -66,7 +54,7 @@ class LocalLayout(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Of its elements."""
+        """The bytes of its elements."""
         return prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
@@ -80,7 +68,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """What a call leaves behind.
+    """The tensors that a call saves.
 
     Attributes:
         ins: positions of the inputs whose memory autograd keeps.
@@ -96,7 +84,7 @@ class Saved:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything at all is kept."""
+        """Whether anything at all is saved."""
         return bool(self.ins or self.inside_bytes or any(kept for _, kept in self.memories))
 
 
@@ -320,7 +308,7 @@ def filled(
 
 
 class _Packed:
-    """What an autograd node holds in place of a tensor; it dies with the node, as of a result that nobody reads."""
+    """A stand-in that an autograd node saves in place of a tensor; it dies with the node."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -1,9 +1,4 @@
-"""What one call needs while it runs, forward and backward, beside what is there before and after it.
-
-As in :mod:`.saved_tensors`, the call of one rank is tried once on tensors without values, and here its backward too,
-while allocations are counted: gradients of its inputs (some are the gradient of an output again, in the same memory),
-and what its autograd nodes make on their way.
-"""
+"""The memory that one call needs while it runs, forward and backward, beyond what exists before and after it."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a call needs.
+    """The needs of one call.
 
     Attributes:
         forward_bytes: the most that its forward makes and has at once.
@@ -94,7 +89,7 @@ def _unknown(ins: Sequence[LocalLayout]) -> Needs:
 
 
 class _Root(torch.autograd.Function):
-    """Where the trial's backward begins: it makes the gradients of the outputs, which nobody else holds."""
+    """The start of the trial's backward: it makes the gradients of the outputs, which nobody else holds."""
 
     @staticmethod
     def forward(
@@ -118,7 +113,7 @@ class _Root(torch.autograd.Function):
 
 
 class _Leaf(torch.autograd.Function):
-    """Where it ends, for one input: it looks at the gradient."""
+    """The end of the trial's backward for one input: it reads the gradient."""
 
     @staticmethod
     def forward(ctx: Any, ends: dict[int, torch.Tensor], position: int, x: torch.Tensor) -> torch.Tensor:

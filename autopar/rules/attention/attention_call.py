@@ -32,7 +32,7 @@ Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class Draw(NamedTuple):
-    """How the dropout of a call is drawn.
+    """The dropout of one call: its probability, and the hashes that decide.
 
     Attributes:
         p: the probability to be dropped.
@@ -49,7 +49,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Going:
-    """How a call of attention goes on.
+    """The route of one call of attention round its ring.
 
     Attributes:
         ring: the axis that keys and values travel round; None where a rank has them all.

@@ -36,7 +36,7 @@ FEWEST_SCORES = 1024 * 1024
 
 
 class AttentionForm(NamedTuple):
-    """What of a call is no tensor."""
+    """The arguments of a call that are no tensors."""
 
     is_causal: bool
     scale: float
@@ -60,7 +60,7 @@ class AttentionForm(NamedTuple):
 
     @property
     def unscaled(self) -> float:
-        """What the sum of what was kept is multiplied with."""
+        """The factor by which the sum of what was kept is multiplied."""
         return 1 / self.keeps_share if self.keeps_share > 0 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Which calls of attention with dropout have kernels of their own, and calls of them (:mod:`.attention_triton`)."""
+"""Calls of attention with dropout that have kernels of their own (:mod:`.attention_triton`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which queries of a rank meet which keys, where attention's sequence is cut: calls of kernels as slices.
-
-A rank has some *stretches* of the sequence. Under a causal mask a stretch of queries sees the keys before it, its own
-diagonal, and nothing behind; what it does not see is in no pair, so no kernel is called for it.
-"""
+"""Pairs of a rank's queries and the keys that they meet, where attention's sequence is cut: kernel calls as slices."""
 
 from __future__ import annotations
 

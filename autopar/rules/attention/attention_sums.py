@@ -1,8 +1,4 @@
-"""What parts of an attention add up to, some places of the sequence at a time.
-
-A place is written the first time and added to after that: to fill memory with zeros only to add to them is two more
-passes over it, and on fresh memory they cost the most.
-"""
+"""Sums over parts of an attention, some positions of the sequence at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from autopar.rules.attention.attention_kernels import add_part
 
 
 class PlacesWithValues:
-    """Those along a dim that have a value so far."""
+    """The positions along a dim that have a value so far."""
 
     def __init__(self, *stretches: slice) -> None:
         self._stretches = list(stretches)

@@ -244,7 +244,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 class _Call:
-    """What all three kernels are told of one call.
+    """The arguments that all three kernels share in one call.
 
     Args:
         tensors: queries [b h q d], keys [b g k d], values [b g k e], mask [b h q k] or None, with strides of 0 where

@@ -1,4 +1,4 @@
-"""What an operator without a written rule computes."""
+"""Floating point operations of an operator without a written rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found of an operator, and the rule of a call that follows from it."""
+"""The result of trying an operator, and the rule of a call that follows from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Discovered:
-    """What was found of a small call, and holds for every call like it.
+    """A result for a small call, which holds for every call like it.
 
     Attributes:
         factors: dims that may be cut together.

@@ -1,9 +1,4 @@
-"""What was found of operators, kept in files for later processes.
-
-A file is of one operator's schema, torch's version and one small call. What it says is only a proposal: whoever reads
-it proves it again, so a file of an operator whose code has changed since costs time and nothing else. The folder is
-``$XDG_CACHE_HOME/autopar/rules``, or ``~/.cache/autopar/rules``; it may be deleted at any time.
-"""
+"""Files with what was discovered, for later processes."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _kinds(call: Call) -> Iterator[_Trial]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """How inputs are drawn."""
+    """A way to draw inputs."""
 
     call: Call
     double: bool

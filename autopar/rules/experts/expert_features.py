@@ -27,7 +27,7 @@ Dim = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Features:
-    """Where the features stand.
+    """The dims and factors of a block that carry its features.
 
     Attributes:
         size: of the smallest dim; others hold several parts of that size, one behind the other.

@@ -34,7 +34,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Body:
-    """What a block computes.
+    """The program of a block of experts.
 
     Attributes:
         roles: of the block's tensors, the expert of each row not counted.

@@ -19,7 +19,7 @@ from autopar.torch_private import group_of_axis
 
 
 class _Route:
-    """Which units go where along an axis.
+    """The destinations of units along an axis.
 
     Args:
         parts: p.

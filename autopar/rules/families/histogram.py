@@ -1,10 +1,4 @@
-"""How often numbers occur.
-
-``torch.histc`` counts integers on GPUs and not on CPUs, where it takes floating point numbers alone. Models that ask on
-which device they are write the one or the other; a model without memory, on the meta device, writes what a GPU takes.
-So a program has an operator of its own for integers, which counts them wherever it runs, and where types are checked
-and allocations counted without values.
-"""
+"""Counts of numbers: histograms and ``bincount``."""
 
 from __future__ import annotations
 

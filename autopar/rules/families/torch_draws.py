@@ -36,7 +36,7 @@ from autopar.words.graph import Graph, Node, Ref, RowsAt, Spec
 
 
 class WholeDraw(NamedTuple):
-    """What eager mode draws in one call: an in-place method of a new tensor.
+    """The draw of eager mode in one call: an in-place method of a new tensor.
 
     Attributes:
         method: its name, such as ``normal_``; ``randperm`` stands for ``torch.randperm``.
@@ -209,7 +209,7 @@ def draws_in_order(graph: Graph, device_type: str = "cpu") -> dict[int, WholeDra
 
 @dataclass(frozen=True, eq=False)
 class TorchDraws:
-    """What stands for the seed of a call, or of a microbatch of it.
+    """A stand-in for the seed of a call, or of a microbatch of it.
 
     Attributes:
         states: of the generator before each draw, by number of the node.

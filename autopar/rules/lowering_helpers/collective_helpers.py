@@ -1,7 +1,4 @@
-"""What distributed lowerings do across the axes that cut a factor: sums, maxima, means, parts of a whole, messages.
-
-Tensors here are one rank's piece, of type V (our S) on ``axes``. Axes are names of the ambient ``spmd_types`` mesh.
-"""
+"""Steps of distributed lowerings across the axes that cut a factor: sums, maxima, means, gathers, messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which piece of a dim this rank has, where axes cut it: its number, its length, its first element, its share of all.
-
-Tensors here are one rank's piece, of type V (our S) on ``axes``. Axes are names of the ambient ``spmd_types`` mesh.
-"""
+"""A rank's shard of a dim that axes cut: its number, length, first element, and share of the whole."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def in_trial() -> bool:
 
 
 class ToOther(NamedTuple):
-    """What :func:`~.collective_helpers.permuted` sends on an axis.
+    """A message of :func:`~.collective_helpers.permuted` on an axis.
 
     Attributes:
         beside: the call whose compute it runs beside, in its forward or its backward; None where that waits for it.
@@ -64,7 +64,7 @@ class Begun(NamedTuple):
 
 
 class Counted:
-    """What lowerings do while :func:`as_last_rank` is entered.
+    """The work of lowerings while :func:`as_last_rank` is entered.
 
     Args:
         flops_so_far: how many multiplications and additions were counted; None where nobody counts them.

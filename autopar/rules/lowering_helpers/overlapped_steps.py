@@ -1,15 +1,4 @@
-"""What is computed while the collectives of another operator are under way.
-
-Where routed experts stand beside a shared one, its products need nothing of what the routed ones give, and nothing that
-the routed ones need comes from it. So they run while rows travel: a part of them while rows go to their experts, the
-rest while these come back; in the backward, which goes through the program in reverse order, while gradients do. That
-is an order of operators, the same on every rank. It follows from the graph and the plan, so the program, the plan's
-price and the certificate each find it here.
-
-An operator can have others run beside it if its lowering comes in parts (:class:`~autopar.rules.notation.Lowering`).
-Those that do are the ones that come from the same tensor as it (the *source*, behind which the two ways part), in front
-of the next product behind it, make no collective, and are no functions of the user's.
-"""
+"""Operators that are computed while the collectives of another operator are pending."""
 
 from __future__ import annotations
 
@@ -31,7 +20,7 @@ ReshardPaths = Mapping[str, Sequence[tuple[State, State]]]
 
 
 class OverlappedStep(NamedTuple):
-    """What runs beside the collectives of an operator, by numbers of nodes in execution order.
+    """The operators that overlap the collectives of one operator, by numbers of nodes in execution order.
 
     Attributes:
         op: whose collectives they are.

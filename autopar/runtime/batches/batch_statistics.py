@@ -1,10 +1,4 @@
-"""What every microbatch has of its own, and not of the batch: statistics, and some random numbers.
-
-A batch norm in training normalizes by the mean and variance of what it is called with. In microbatches that is a part
-of the batch, as with gradient accumulation; no weights of the microbatches give what the whole batch would, and running
-statistics move once for each. A random operator of which it is not known where the rows of the batch are in what it
-draws (:mod:`autopar.capture.rows_of_draws`) draws for each microbatch anew. Who trains so hears of it, once.
-"""
+"""Notes about what each microbatch has of its own instead of the batch's: statistics, and some random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a module is called: the captured call's leaves, in whatever way the same call is spelled."""
+"""Calls of a module: the captured call's leaves, however the call is spelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the inputs of a call that have the rows of a batch have equally many."""
+"""A check that the inputs of a call that have the rows of a batch have equally many."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class RowsOfRanks:
 
 
 class LocalBatch(RowsOfRanks):
-    """How the batches of one module lie on its ranks, each of which has a part."""
+    """The batches of one module on its ranks, each of which has a part."""
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         """All ranks of the module call it.
@@ -174,7 +174,7 @@ class LocalBatch(RowsOfRanks):
 
 
 class TakesRows:
-    """What a parallel module tells of the rows that it is called with."""
+    """The rows that a parallel module is called with, for its samplers and loaders."""
 
     _autopar_local_batch: RowsOfRanks | None = None
 

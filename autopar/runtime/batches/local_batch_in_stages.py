@@ -35,7 +35,7 @@ def parts_on(meshes: Sequence[Mesh]) -> int:
 
 
 class RowsInStages(RowsOfRanks):
-    """How the batches of one pipeline lie on its ranks.
+    """The batches of one pipeline on its ranks.
 
     Attributes:
         ranks: how many have rows of their own.

@@ -1,13 +1,4 @@
-"""What a call gives back: plain, whole tensors in the caller's autograd graph.
-
-The loss, and all scalars, come whole out of the program. Another output beside a loss, such as logits, may be in
-pieces on the ranks; putting it together costs a collective that most callers do not want. So it is an :class:`Unread`
-tensor, put together when its values are first asked for. Its gradient is whole, the same on every rank; each rank takes
-its piece, which costs nothing.
-
-Reading is a collective, so all ranks must do it. That only one does (``if rank == 0: print(logits)``) must not hang:
-ranks first tell each other, through the process group's store, what they are about to do (:class:`CollectiveLog`).
-"""
+"""Results of a call: plain, whole tensors in the caller's autograd graph."""
 
 from __future__ import annotations
 
@@ -49,12 +40,7 @@ AT_EXCHANGE = "its next call, number "
 
 
 class CollectiveLog:
-    """What ranks do together, one thing after the other, so that a reader knows whether all read.
-
-    Every rank numbers the forwards, backwards and readings of one module, and writes the last one to the store. All
-    ranks do the same things in the same order: if another one does something else as its ``n``-th thing, it will not
-    come to the reading.
-    """
+    """The collective actions of the ranks, in order, so that a reader knows whether all read."""
 
     def __init__(self, ranks: Sequence[int], timeout_seconds: float | None = None) -> None:
         key = tuple(ranks)

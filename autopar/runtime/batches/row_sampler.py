@@ -144,7 +144,7 @@ class RowSampler(DistributedSampler[Any]):
 
 
 class Samplers:
-    """Those that a module has made, in their order; what was loaded before one is made is kept for it."""
+    """The samplers of one module in their order; a state loaded before one is made is kept for it."""
 
     def __init__(self) -> None:
         self.made: list[weakref.ref[RowSampler]] = []

@@ -1,21 +1,4 @@
-"""Whether all ranks were called with the same batch, and have the same parameters.
-
-Programs take their slices of a batch that every rank has whole. Who passes each rank's own rows, as with
-``DistributedSampler``, would lose the rest in silence; so ranks compare what they were called with, in the first three
-calls and then in the tenth, hundredth, thousandth and so on. A sample of each tensor is compared (:mod:`.samples`),
-integers by a checksum, floating point numbers by sums that bear rounding (they may come from a layer in front, on other
-devices). ``module.compare_every = 500``
-compares every so many calls instead, and 0 none.
-
-In the same calls ranks compare the parameters, or pieces of them, of which they hold copies. These began equal, and got
-equal gradients; so copies that differ were written by each rank on its own, such as with random numbers of another
-seed, and nothing would ever bring them together. On the CPU, and in the first call on any device, they are equal to the
-bit. Accelerators have operators that add in no fixed order, so that copies of what every rank computes for itself may
-come apart a little; there a difference beyond rounding is a warning.
-
-What is compared is computed on the device. On an accelerator the host does not wait for it but in the first three
-calls: later ones begin to copy it, and the next call, when it has long arrived, compares it.
-"""
+"""A check that all ranks were called with the same batch, and have the same parameters."""
 
 from __future__ import annotations
 

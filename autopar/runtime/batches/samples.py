@@ -36,7 +36,7 @@ Values = tuple[list[Sample], dict[Copy, tuple[int, Any]]]
 
 
 class Outline(NamedTuple):
-    """What the numbers of one rank are of.
+    """The description of one rank's numbers.
 
     Attributes:
         inputs: how messages and pins call each, its shape, and among which ranks it is the same.
@@ -50,7 +50,7 @@ class Outline(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Of the checksums (after that of the form itself), and of the sums."""
+        """The lengths of the checksums (after that of the form itself), and of the sums."""
         return 1 + len(self.near), sum(self.near) * (PARTS + 1)
 
     @property
@@ -73,7 +73,7 @@ class Outline(NamedTuple):
 
 
 class Seen:
-    """What one rank was called with: a sample of every input, and of every parameter that it holds."""
+    """The arguments of one rank: a sample of every input, and of every parameter that it holds."""
 
     def __init__(self, device_mesh: DeviceMesh | None = None) -> None:
         self.coordinate = tuple(device_mesh.get_coordinate() or ()) if device_mesh is not None else ()

@@ -1,4 +1,4 @@
-"""What is saved of a run, and loaded: on any mesh.
+"""Saves of a run, which load on any mesh.
 
 ========================== ============================================================================================
 :mod:`.full_state_dict`    whole state dicts, with the names and shapes of one device

@@ -18,7 +18,7 @@ READ_BYTES = 1 << 22
 
 
 class Sum(NamedTuple):
-    """What is known of a file's bytes: how many, and their CRC-32."""
+    """The size and CRC-32 of a file's bytes."""
 
     size: int
     crc: int

@@ -49,7 +49,7 @@ class Ownership:
 
     @property
     def proves(self) -> bool:
-        """Whether nobody else can be writing there."""
+        """Whether it is certain that nobody else writes there."""
         return self.file is not None
 
     def holds(self) -> bool:

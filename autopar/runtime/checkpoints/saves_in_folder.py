@@ -43,7 +43,7 @@ def name_of_step(step: int) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``checkpoint.json`` says.
+    """The content of ``checkpoint.json``.
 
     Attributes:
         ranks: how many have written.

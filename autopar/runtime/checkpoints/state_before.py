@@ -1,4 +1,4 @@
-"""What a run was before a load, so that a load that fails leaves it so."""
+"""The state of a run before a load, restored if the load fails."""
 
 from __future__ import annotations
 

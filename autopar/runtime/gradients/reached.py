@@ -1,9 +1,4 @@
-"""Which tensors the gradient of the loss reaches, where random numbers choose between the sides of branches.
-
-Within one program autograd knows it: nothing behind a side that was not taken is in its graph. Between the stages of a
-pipeline gradients are messages, which are always sent; so each stage works out which of them eager mode would not have.
-The conditions of branches follow from random numbers alone, and so from the seed, on every rank alike.
-"""
+"""The tensors that the loss's gradient reaches, where random numbers choose between the sides of branches."""
 
 from __future__ import annotations
 

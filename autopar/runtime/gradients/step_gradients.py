@@ -95,7 +95,7 @@ class _Parameters(torch.autograd.Function):
 
 
 class Gradients:
-    """Those of one module.
+    """The gradients of one module.
 
     Attributes:
         clean: nothing is left of an earlier backward.

@@ -1,9 +1,4 @@
-"""Which parameters took part in the calls of a step: others have no gradient, where a program makes zeros.
-
-An expert without rows is not run in eager mode, so its parameters' ``grad`` stays as it was (None, if it is fresh), and
-an optimizer with momentum or weight decay leaves them alone. A program computes all experts as one, and writes to
-buffers which of them had rows (:attr:`~autopar.words.graph.Graph.parts`), the same on all ranks of its mesh.
-"""
+"""The parameters that took part in the calls of a step: others have no gradient, where a program makes zeros."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ Buffers = Mapping[str, tuple[torch.Tensor, State]]
 
 
 class Took:
-    """What took part in one call: a copy of the buffers, which the next call overwrites.
+    """The parts of one call: a copy of the buffers, which the next call overwrites.
 
     Args:
         parts: of the program that was called.
@@ -86,7 +81,7 @@ class TakingPart:
 
 
 class InStep:
-    """What took part in the forwards of a step whose gradients are not handed over yet."""
+    """The parts of the forwards of a step whose gradients are not handed over yet."""
 
     def __init__(self) -> None:
         self._calls: dict[int, Took] = {}

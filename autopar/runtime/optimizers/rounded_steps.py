@@ -118,7 +118,7 @@ def _refuse_unknown(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
 
 
 class _Born(TorchFunctionMode):
-    """What is made like a parameter has the format of its moments."""
+    """A mode in which tensors made like a parameter have the format of its moments."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,8 +1,4 @@
-"""What a model's code writes on its parameters beside their values: ``weight._no_weight_decay = True``.
-
-Scripts choose groups of an optimizer by such marks (``getattr(p, "_no_weight_decay", False)``), so a parameter that
-stands for another has to bear them; without them the groups would be others, and nothing would say so.
-"""
+"""Attributes that a model's code sets on its parameters, such as ``weight._no_weight_decay = True``."""
 
 from __future__ import annotations
 

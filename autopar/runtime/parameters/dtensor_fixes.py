@@ -1,35 +1,4 @@
-"""Where torch's DTensor is wrong in silence, made right for all DTensors of the process, when a module is parallelized.
-
-Parameters of a parallel module, and their gradients, are DTensors, and training scripts compute with them out of
-habits that stem from plain tensors. Some of these habits give other numbers, or others on each rank, so that weights
-drift apart:
-
-* ``p.grad.norm().item()``, ``float(p.sum())``, ``if (p > 1).any():`` read this rank's part of a number that is still to
-  be reduced. They read the number: all ranks reduce it, as with every other operator of a DTensor. A rank that is alone
-  with it (``if rank == 0: print(p.grad.norm().item())``) would pair its collective with another one of the others, so
-  ranks of parallel modules tell each other first that they read. Of a pipeline it is the number of one stage.
-* ``GradScaler`` looks for infinite gradients, and reduces what was found by the placement of the first gradient alone:
-  where that is whole, an overflow in a piece of another one is seen by the rank that has the piece, which skips the
-  step alone. It is reduced over every axis along which one of the gradients is in pieces.
-* ``torch.stack([p.grad.norm() for p in ...]).sum()`` adds up parts of norms as if they were parts of sums. Norms are
-  put together first.
-* ``torch.isnan(p.grad).any().float()`` counts the ranks that have one. It is one or zero.
-* ``dist.all_reduce(p.grad)``, DDP by hand, runs on a copy, so that the division after it gives gradients that are too
-  small; ``dist.broadcast(p.data, 0)`` sends nothing. Collectives that are called with DTensors are refused.
-  torch's dispatcher does not look into lists of lists, so those of ``dist.reduce_scatter(out, [p.grad, ...])``, whose
-  missing memory the process group would read, are found where torch checks its lists.
-* ``p.amax()``, ``p.norm(inf)`` and ``p.sum(())`` name no dim and reduce over all. DTensor reduces over none, and the
-  gradient of such a maximum is NaN on each rank that does not have it.
-* ``f"{p.grad.norm():.4f}"`` and ``p.grad.norm().tolist()`` read the number, as ``item()`` does. Of ``p.numpy()`` and
-  ``p.tolist()`` torch says only that it does not support them, here the error says what does.
-* ``p.data_ptr()`` is 0 for all of them, so that scripts that tell tied parameters by their addresses take all
-  parameters for one. It is that of the local piece; empty pieces have no address, and get one of their own.
-* ``torch.save(pm.state_dict(), path)``, DDP's habit, writes DTensors, which no plain model loads: this rank's pieces,
-  without those of the others. What every rank has whole is written as the plain tensor that it is. Pieces of the
-  module are refused at once; others, such as those of an optimizer that each rank saves for itself, are warned of.
-* ``p.data = value`` changes nothing: the local tensor, which operators read, stays. It becomes the value's own, or
-  this rank's piece of it: ``vector_to_parameters`` assigns so.
-"""
+"""Repairs of torch's DTensor for the whole process, where it is silently wrong; made when a module is parallelized."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""When parameters are gathered: ahead of their use, in program order; for the backward in reverse order.
-
-The runtime's copy of a program has three more kinds of calls: ``fetch`` right before the first use of a unit,
-``release`` right after its last one, and a ``guard`` around every op that reads a parameter of lifetime ``use``. Inside
-a guard, autograd's saved tensors that lie in a gathered copy are kept as handles, so the copy can be freed after the
-forward; asking for one in the backward gathers it again.
-
-A segment that is recomputed has a fetch of every unit that it reads and no guards, since nothing of it is saved: when
-it runs again, its fetches gather again. The release of a unit last read in a segment follows after the segment.
-"""
+"""The order of parameter gathers: ahead of their use in program order, in reverse order for the backward."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from autopar.words.placements import State, whole_state
 
 
 class Placing:
-    """How one graph's parameters and buffers are placed and registered.
+    """The placement and registration of one graph's parameters and buffers.
 
     Args:
         home: where they are registered.

@@ -1,4 +1,4 @@
-"""What a repair of torch is: where it changes something, for which versions, and how it is undone (tests do)."""
+"""Repairs of torch: the place, the versions that need it, and the undoing (which tests do)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Repair:
 
     @property
     def is_needed(self) -> bool:
-        """Whether this version of torch is wrong without it."""
+        """Whether this version of torch needs it."""
         return self.until is None or TORCH < self.until
 
     def apply(self) -> None:

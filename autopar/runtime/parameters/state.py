@@ -291,7 +291,7 @@ class HeldParam:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Of the stored parameter, as :func:`version_of` has it."""
+        """The version of the stored parameter (:func:`version_of`)."""
         return version_of(self.param)
 
     def add(self, grad: torch.Tensor) -> None:
@@ -383,7 +383,7 @@ class Followed:
 
     @property
     def param(self) -> torch.Tensor:
-        """What is registered."""
+        """The registered tensor."""
         assert self.seen is not None
         return self.seen
 

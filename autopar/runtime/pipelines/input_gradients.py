@@ -20,7 +20,7 @@ from autopar.plans.stage_graphs import StageGraph
 
 
 class InputGradients:
-    """Those of one pipeline.
+    """The input gradients of one pipeline.
 
     Args:
         parts: the stages, of one microbatch; the model's inputs that want a gradient there are meant.

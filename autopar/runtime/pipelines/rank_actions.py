@@ -1,4 +1,4 @@
-"""What one rank of a pipeline does in a step: the actions of its row, messages, and what crosses all stages."""
+"""The actions of one rank in a pipeline's step: its row, messages, and exchanges of all stages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Span = tuple[str, str, float, float]
 
 @dataclass
 class Unfinished:
-    """Which work of a pipeline has begun and not ended; all that run over the same channels share one."""
+    """The unfinished work of a pipeline; all that run over the same channels share one."""
 
     work: Work | None = None
 

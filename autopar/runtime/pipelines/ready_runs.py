@@ -50,13 +50,13 @@ class Ready:
 
     @property
     def weights(self) -> list[float]:
-        """By what the loss of each microbatch counts in that of the batch."""
+        """The weights of each microbatch's loss in that of the batch."""
         share = self.run.share
         return [share if self.totals is None else self.totals.totals.weight(share)] * self.run.microbatches
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """Of the model's loss; float64 where it has none."""
+        """The dtype of the model's loss; float64 where it has none."""
         graph = self.captured.graph
         name = "float64" if graph.loss is None else graph.spec(graph.outputs[graph.loss]).dtype
         dtype: torch.dtype = getattr(torch, name)

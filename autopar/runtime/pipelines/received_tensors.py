@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 
 class Arrived:
-    """What is left of a tensor that arrived, when the stage's forward has read it.
+    """The rest of a tensor that arrived, after the stage's forward has read it.
 
     Attributes:
         edge: where its gradient arrives in the graph of autograd.

@@ -1,4 +1,4 @@
-"""Whether the rows of a schedule can be run, and its stages beside each other: whoever wrote them."""
+"""A check that the rows of any schedule can be run, and its stages next to each other."""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ from cost_models.schedules.actions import Action
 
 @dataclass
 class _Microbatch:
-    """What a backward needs of the forward. The tensors themselves live as long as autograd saved them, and no longer.
+    """The parts of a forward that its backward needs.
+
+    The tensors themselves live as long as autograd saves them.
 
     Attributes:
         arrived: by name, of tensors of earlier stages whose gradients these want, and of inputs that want one.

@@ -1,7 +1,4 @@
-"""What ranks tell the agent of their machine that has started them (:mod:`autopar.elastic`), as files in a folder.
-
-The agent makes a folder for each attempt and names it in the environment. A rank without such an agent tells nobody.
-"""
+"""Messages of ranks to the agent of their machine that started them (:mod:`autopar.elastic`), as files in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long collectives took, as the profiler of torch saw them."""
+"""Seconds of collectives, as torch's profiler saw them."""
 
 from __future__ import annotations
 

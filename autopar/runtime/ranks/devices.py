@@ -1,9 +1,4 @@
-"""Which device is this rank's: chosen before anything is put there, one for each rank, and one for model and batch.
-
-CUDA has a *current device* for each thread of Python, on which ``cuda`` without a number is, and with it what is made
-for a collective. Scripts often put a model on ``cuda:1`` and leave the current device at ``cuda:0``; all ranks would
-then meet on the first GPU of their machine. So where the model is says which device is current.
-"""
+"""The device of this rank: chosen before anything is put there, one for each rank, the same for model and batch."""
 
 from __future__ import annotations
 

@@ -1,20 +1,4 @@
-"""What a step that breaks on one rank says on the others, which wait for it in a collective.
-
-A rank on which a forward, a backward or a pipeline's step raises writes that to the process group's store. The others
-look there while a step of theirs takes long, from a thread of its own: they cannot look themselves, since they wait for
-the rank that failed. Where a step goes on for :data:`GRACE_SECONDS` after the news, the groups that autopar made are
-aborted, so that what waits ends with an error, and that error names the rank that failed first, where, and how. Nothing
-is written in a step that ends well, and nothing is read more often than once in :data:`QUIET_SECONDS`.
-
-A lost connection is never a rank's own failure. Where no rank failed in a step, one has ended outside of it: between
-steps, by an interrupt, by an error of the data, or because it has no more batches. It writes that as it ends. Of one
-that is killed the others on its machine see that its process is gone (:mod:`autopar.runtime.ranks.ended`); else those
-that lost it name the ranks of which nothing is heard.
-
-A rank that goes on after an error of its own (a batch is skipped) must not start its next step while others are still
-in the broken one: its collectives would pair with theirs, and give wrong numbers. So it first waits, in the store,
-until every rank has broken off the same step. That goes well where all fail alike and nobody had to be aborted.
-"""
+"""Failures of a step on one rank, as errors on the others, which wait for it in a collective."""
 
 from __future__ import annotations
 
@@ -56,7 +40,7 @@ _ENDED = "ended"
 
 
 class Failures:
-    """Those of one module's steps, on the ranks that run it together."""
+    """The failures of one module's steps, on the ranks that run it together."""
 
     def __init__(
         self, ranks: Sequence[int], abort: Callable[[], None] | None = None, stays_armed: bool = False

@@ -58,7 +58,7 @@ def blocks(mesh: Mesh, devices: Sequence[int], axes: Sequence[int]) -> list[tupl
 
 
 class Groups:
-    """Those of some ranks of one world, for one type of device.
+    """The groups of some ranks of one world, for one type of device.
 
     Attributes:
         ranks: all that make them, in ascending order: the whole world, or the ranks of a mesh that is a part of it.

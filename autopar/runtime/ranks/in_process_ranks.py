@@ -39,7 +39,7 @@ def along(x: torch.Tensor, shape: Sequence[int], src: State, dst: State, mesh: M
 
 @dataclass
 class WorldStep:
-    """What one training step of a program gives, joined from all ranks."""
+    """The result of one training step of a program, joined from all ranks."""
 
     outputs: list[Any]
     gradients: dict[str, torch.Tensor]

@@ -73,7 +73,7 @@ def silence_seconds() -> float:
 
 
 class Pulse:
-    """That of this rank in one world.
+    """The pulse of this rank in one world.
 
     Attributes:
         beat: seconds between two counts.

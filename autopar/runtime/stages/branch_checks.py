@@ -1,9 +1,4 @@
-"""Whether Python would have gone, in the calls of a program, the ways that the program follows.
-
-A program raises a flag where a branch on data has another answer than in the example. The flags of a call are the same
-on all ranks of its mesh. On the CPU they are read when the call is done; elsewhere they are copied to the host while it
-goes on, and read a fixed number of calls later, which is the same one on all ranks.
-"""
+"""Checks that traced branches still hold in the calls of a program."""
 
 from __future__ import annotations
 

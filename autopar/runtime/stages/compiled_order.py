@@ -104,7 +104,7 @@ def difference(orders: Sequence[tuple[int, Order]]) -> str:
 
 
 class OneOrder:
-    """Of one compiled program on the ranks of a mesh.
+    """The order of collectives of one compiled program on the ranks of a mesh.
 
     Args:
         heard: what is known of a rank that failed, for which it is in vain to wait; empty where nothing is.

@@ -74,7 +74,7 @@ class _Step:
 
 
 class Seeds:
-    """Where a parallel module takes its seeds from.
+    """The source of a parallel module's seeds.
 
     Attributes:
         mode: which of :data:`MODES` it is.
@@ -102,7 +102,7 @@ class Seeds:
 
     @property
     def alike(self) -> bool:
-        """Whether this rank's generator is seeded as the first rank's, as far as the last call knows."""
+        """Whether this rank's generator is seeded as the first rank's, as of the last call."""
         if self._at_last_call is not None:
             mine, of_first = self._at_last_call
             self._alike, self._at_last_call = int(of_first.item()) == mine, None
