@@ -50,7 +50,7 @@ from autopar.cli import start  # noqa: E402
 PACKAGES = ("autopar", "cost_models", "hardware_profiles")
 GENERATED = ("accuracy.md", "cli.md", "errors.md", "zoo.md")
 """Pages of the documentation that a command writes."""
-MODEL = '''
+MODEL = """
 import torch
 from train_gpt import BATCH, GPT, TOKENS, loss_of
 
@@ -62,7 +62,7 @@ class Model(GPT):
 
 def make():
     return Model(64), (torch.zeros(BATCH, TOKENS, dtype=torch.long),) * 2
-'''
+"""
 
 
 def part_of(module: str) -> str:
