@@ -11,6 +11,7 @@ steps. Writes `hardware_profiles/measured/prediction_local.json`: all numbers, w
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import os
@@ -121,7 +122,7 @@ def rank(name: str, texts: list[str], steps: int, patience: float) -> list[dict[
     runs = []
     for text in texts:
         plan = files.loads(text, captured.graph)
-        module = PipelineModule(model, captured, plan)
+        module = PipelineModule(copy.deepcopy(model), captured, plan)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
         batch = {k: v.repeat(plan.microbatches, *[1] * (v.dim() - 1)) for k, v in kwargs.items()}
         runs.append((module, optimizer, batch))

@@ -59,15 +59,14 @@ def main() -> list[float]:
     torch.manual_seed(0)
     data = batches()
     images, discs = data[0]  # the batch of a step
-    net = UNet()
     model = autopar.parallelize(
-        net, dist.get_world_size(), images, loss_fn=F.cross_entropy, targets=discs,
+        UNet(), dist.get_world_size(), images, loss_fn=F.cross_entropy, targets=discs,
         stages=3, schedule="1f1b", microbatches=MICROBATCHES,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = [model.train_step(*batch, optimizer=optimizer).item() for batch in data]
     if dist.get_rank() == 0:
-        graph = autopar.capture(net, images, loss_fn=F.cross_entropy, targets=discs).graph
+        graph = autopar.capture(UNet(), images, loss_fn=F.cross_entropy, targets=discs).graph
         for choice, stage in zip(model.plan.stages, cut(graph, model.plan.starts), strict=True):
             print(f"stage {stage.number} begins at {choice.first}, on rank {choice.devices[0]}")
             for stage_edge in stage.takes:

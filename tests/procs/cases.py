@@ -261,6 +261,10 @@ def build_fails_on_rank_1() -> dict[str, tuple[str, float]]:
     case = ZOO["mlp"]()
     found = {}
     last = len(list(case.model.parameters()))
+
+    def copied() -> nn.Module:
+        return copy.deepcopy(case.model)
+
     for name, file, where, calls in (
         ("first", stage, "lower", 1), ("on the way", registering, "as_dtensor", 3),
         ("last parameter", registering, "as_dtensor", last), ("after all", stage, "make_units", 1),
@@ -270,9 +274,9 @@ def build_fails_on_rank_1() -> dict[str, tuple[str, float]]:
         try:
             if file is not None:
                 with _raises_at(file, where, calls):
-                    autopar.parallelize(case.model, dist.get_world_size(), case.args, params={"*": "replicate"})
+                    autopar.parallelize(copied(), dist.get_world_size(), case.args, params={"*": "replicate"})
             else:
-                autopar.parallelize(copy.deepcopy(case.model).to("meta"), 2, case.args, init=_init_fails_on_rank_1)
+                autopar.parallelize(copied().to("meta"), 2, case.args, init=_init_fails_on_rank_1)
             found[name] = ("no error", 0.0)
         except Exception as error:
             found[name] = (f"{type(error).__name__}: {error}", time.monotonic() - start)
@@ -430,7 +434,7 @@ def bad_calls() -> dict[str, str]:
         "half": lambda: pm.half(),
         "uneven microbatches": lambda: pm.train_step(torch.ones(4, 4), torch.ones(6, 4)),
         "wrong microbatches": lambda: pm.train_step(torch.ones(4, 4), torch.ones(4, 4), microbatches=3),
-        "too few ranks": lambda: autopar.parallelize(model, 2, x),
+        "too few ranks": lambda: autopar.parallelize(torch.nn.Linear(4, 4), 2, x),
     }
     messages = {}
     for name, call in calls.items():

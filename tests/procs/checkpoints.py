@@ -154,9 +154,8 @@ def refused(folder: str) -> list[str]:
     run = Run("batch", folder)
     run.step()
     run.checkpoint.save(1)
-    other = nn.Sequential(nn.Linear(4, 4))
-    x = torch.ones(2, 4)
-    pm = autopar.parallelize(other, 2, x, loss_fn=lambda out: out.mean())
+    other, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    pm = autopar.parallelize(copy.deepcopy(other), 2, x, loss_fn=lambda out: out.mean())
     texts = [
         said(lambda: run.checkpoint.load(7)), said(lambda: autopar.Checkpoint(folder, pm).load()),
         said(lambda: autopar.Checkpoint(folder, run.model, count=3)),  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ communicator, which does one after the other; what makes groups is recorded, and
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import itertools
 import queue
@@ -204,8 +205,8 @@ def fails_at(place: Place) -> tuple[float, str]:
     config = Config("mlp", place.schedule, (ONE,) * dist.get_world_size(), 4)
     case = ZOO["mlp"](layers=2 * dist.get_world_size())
     captured = capture(case.model, *cut(case.batch, 4, 0))
+    beside = PipelineModule(copy.deepcopy(case.model), captured, make_plan(captured, config))
     pm = PipelineModule(case.model, captured, make_plan(captured, config))
-    beside = PipelineModule(case.model, captured, make_plan(captured, config))
     call = pm.evaluate if place.evaluate else pm.train_step
     for _ in range(place.step):
         pm.train_step(*case.batch[0], **case.batch[1])  # these go well

@@ -181,7 +181,8 @@ def gathers_in_a_step() -> tuple[int, list[str]]:
     options: dict[str, Any] = {"constraints": {"*": {"data": "b"}}, "params": {"*": "S0 use"}}
     with mock.patch.object(gathering, "UNIT_BYTES", 1):  # each by itself
         with no_dispatch_modes():
-            pm = autopar.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), (x,), **options)
+            on_cpus = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+            pm = autopar.parallelize(copy.deepcopy(model), on_cpus, (x,), **options)
             captured, plan = pm._autopar_captured, pm.plan
         with Accelerator() as accelerator:
             there: Any = ParallelModule(model, captured, plan, mesh)
@@ -294,6 +295,7 @@ def reduced_in(dtype: torch.dtype | None) -> tuple[set[torch.dtype], float, set[
     on_the_way: set[torch.dtype] = set()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).bfloat16()
+    eager = copy.deepcopy(model)
     rows = torch.randn(24, 64).bfloat16() * torch.logspace(-3, 3, 24).unsqueeze(1).bfloat16()
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("data",))
     pm = autopar.parallelize(
@@ -304,9 +306,9 @@ def reduced_in(dtype: torch.dtype | None) -> tuple[set[torch.dtype], float, set[
         pm(rows).backward()
     parts = []
     for part in rows.chunk(3):
-        model.zero_grad()
-        model(part).float().sum().backward()
-        parts += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        eager.zero_grad()
+        eager(part).float().sum().backward()
+        parts += [p.grad.clone() for p in eager.parameters() if p.grad is not None]
     exact = torch.stack(parts).double().sum(0)
     gradients = [pipelines.whole(p.grad) for p in pm.parameters()]
     worst = max(float(((g.double() - exact).abs() / exact.abs().max()).max()) for g in gradients)

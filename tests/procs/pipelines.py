@@ -363,7 +363,7 @@ def searched_from_a_script(recompute: tuple[str, ...]) -> tuple[list[float], str
     optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
     losses = [float(pm.train_step(*case.batch[0], optimizer=optimizer, **case.batch[1])) for _ in range(3)]
     try:
-        autopar.parallelize(case.model, 2, batch, stages=2, schedule="pipedream-2bw", microbatches=4)
+        autopar.parallelize(ZOO["gpt2"]().model, 2, batch, stages=2, schedule="pipedream-2bw", microbatches=4)
     except PlanError as error:
         return losses, pm.plan.schedule.name, str(error)
     raise AssertionError("2BW was planned")

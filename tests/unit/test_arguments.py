@@ -3,6 +3,7 @@ that names the argument."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def test_wrong_types(call: str, name: str) -> None:
         right = {**right, "cluster": "local-x2"} if "plan" in call else right
     for kind, wrong in WRONG.items():
         try:
-            fn(**{**right, name: wrong})
+            fn(**{**right, "model": Net(), name: wrong})
         except autopar.AutoparError as error:
             assert len(str(error)) > 20, (kind, error)
         except Exception as error:
@@ -139,7 +140,7 @@ def test_a_model_without_forward_is_told_how_to_get_one() -> None:
 
 def test_a_frozen_model_may_have_a_loss_without_gradient() -> None:
     model = nn.Linear(4, 4).requires_grad_(False)
-    pm = autopar.parallelize(model, 1, X, loss_fn=nn.functional.mse_loss, targets=X + 1)
+    pm = autopar.parallelize(copy.deepcopy(model), 1, X, loss_fn=nn.functional.mse_loss, targets=X + 1)
     assert torch.allclose(pm(X, X + 1), nn.functional.mse_loss(model(X), X + 1))
 
 

@@ -141,16 +141,16 @@ def train(model: nn.Module, twin: nn.Module, around: bool, steps: int = 2) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_around_a_call(kind: str) -> None:
-    model = Part(kind)
+    eager = Part(kind)
     with region():
-        pm = autopar.parallelize(model, 1, X)
-    train(pm, copy.deepcopy(model), True)
+        pm = autopar.parallelize(copy.deepcopy(eager), 1, X)
+    train(pm, eager, True)
 
 
 @pytest.mark.parametrize("kind", ["shared", "without", "einsum", "again"])
 def test_in_a_region_of_forward(kind: str) -> None:
-    model = Inside(kind)
-    train(autopar.parallelize(model, 1, X), copy.deepcopy(model), False)
+    eager = Inside(kind)
+    train(autopar.parallelize(copy.deepcopy(eager), 1, X), eager, False)
 
 
 def test_casts_are_operators_of_the_graph() -> None:
@@ -162,8 +162,8 @@ def test_casts_are_operators_of_the_graph() -> None:
 
 
 def test_each_autocast_around_the_call_has_a_program_over_the_same_parameters() -> None:
-    model = Part("shared")
-    pm, twin = autopar.parallelize(model, 1, X), copy.deepcopy(model)
+    twin = Part("shared")
+    pm = autopar.parallelize(copy.deepcopy(twin), 1, X)
     parameters = list(map(id, pm.parameters()))
     for around in (True, False, True):
         train(pm, twin, around, steps=1)
@@ -186,9 +186,9 @@ def test_another_autocast_is_refused_where_calls_are_not_followed() -> None:
 
 
 def test_a_step_within_autocast_has_its_backward_outside() -> None:
-    model = Part("without")
+    twin = Part("without")
     with region():
-        pm, twin = autopar.parallelize(model, 1, X), copy.deepcopy(model)
+        pm = autopar.parallelize(copy.deepcopy(twin), 1, X)
         pm.train_step(X)
         loss = twin(X)
     loss.backward()

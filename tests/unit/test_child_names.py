@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ def test_it_trains_as_in_eager_mode() -> None:
     model = NBeats().double()
     x = torch.randn(8, 4, dtype=torch.float64)
     try:
-        parallel = autopar.parallelize(model, 1, (x,))
+        parallel = autopar.parallelize(copy.deepcopy(model), 1, (x,))
         for module in (model, parallel):
             for _ in range(2):
                 module.zero_grad()

@@ -222,7 +222,8 @@ def test_explain() -> None:
 
 def test_a_plan_remembers_what_was_asked() -> None:
     """Pins and limit stand in the plan, are shown, and hold when explain solves again."""
-    plan_options = ("--pin", "layers.*.down:tensor=k", "--pin-param", "first.weight=S0, I use", "--memory-limit", "96KiB")
+    pins = ("--pin", "layers.*.down:tensor=k", "--pin-param", "first.weight=S0, I use")
+    plan_options = (*pins, "--memory-limit", "96KiB")
     places = ("--pin-input", "x=S0,R", "--pin-output", "0=I,I")
     autopar("plan", "net.py:make", *MESH, *plan_options, *places, "-o", "asked.json")
     document = json.loads(Path("asked.json").read_text())

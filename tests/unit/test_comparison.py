@@ -228,7 +228,7 @@ def test_parallelize_refuses_a_wrong_capture(monkeypatch):
     monkeypatch.setattr(api, "capture", lambda *a, **k: replace(captured, graph=wrong))
     try:
         with pytest.raises(CaptureError, match="differs is 'norm'"):
-            autopar.parallelize(model, 1, (X, Y))
+            autopar.parallelize(copy.deepcopy(model), 1, (X, Y))
         autopar.parallelize(model, 1, (X, Y), verify_capture=False)
     finally:
         torch.distributed.destroy_process_group()

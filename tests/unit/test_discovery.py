@@ -38,7 +38,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _spelled(option: Option) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return tuple("R" if p.is_replicated else p for p in option.ins), tuple("R" if p.is_replicated else p for p in option.outs)
+    ins, outs = (tuple("R" if p.is_replicated else p for p in side) for side in (option.ins, option.outs))
+    return ins, outs
 
 
 def _found_again(target: str, number: int) -> list[str] | None:

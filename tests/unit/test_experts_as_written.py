@@ -83,7 +83,7 @@ class GatesOfOthers(Layer):
 def test_gates_that_are_written_later_are_not_those_of_a_top_k() -> None:
     model = GatesOfOthers().double()
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
-    pm = autopar.parallelize(model, 1, (x, y))
+    pm = autopar.parallelize(copy.deepcopy(model), 1, (x, y))
     assert torch.allclose(pm(x, y), model(x, y), rtol=1e-12)
     assert torch.allclose(pm(2 * x, y), model(2 * x, y), rtol=1e-12)
 
@@ -168,7 +168,7 @@ def test_counts_that_are_not_of_the_rows_are_heard_of() -> None:
     """The branch is followed for all experts, which is right while counts and masks agree: else it is an error."""
     model = OtherCounts().double()
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
-    pm = autopar.parallelize(model, 1, (x, y))
+    pm = autopar.parallelize(copy.deepcopy(model), 1, (x, y))
     assert torch.allclose(pm(x, y), model(x, y), rtol=1e-12)
     with pytest.raises(RunError, match=r"test_experts_as_written.py:\d+"):
         pm(x + 1e3, y)
@@ -194,7 +194,7 @@ def test_an_expert_with_few_rows_is_heard_of() -> None:
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
     of_tokens = torch.arange(ROWS).view(4, -1) % 3  # none for the last expert
     many = x + 9 * F.one_hot(of_tokens, HIDDEN)
-    pm = autopar.parallelize(model, 1, (many, y))
+    pm = autopar.parallelize(copy.deepcopy(model), 1, (many, y))
     assert torch.allclose(pm(many.flip(0), y), model(many.flip(0), y), rtol=1e-12)
     of_tokens[0, 0] = EXPERTS - 1  # one row
     with pytest.raises(RunError, match=r"test_experts_as_written.py:\d+"):

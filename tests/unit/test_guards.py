@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import math
@@ -465,8 +466,9 @@ def same_as(pm, model):
 
 def test_a_change_is_an_error_of_the_next_call(alone):
     model = Scaled()
+    eager = copy.deepcopy(model)
     pm = autopar.parallelize(model, 1, X)
-    same_as(pm, model)
+    same_as(pm, eager)
     model.part.drop.p = 0.5
     with pytest.raises(RunError, match=r"'part\.drop\.p' is 0\.5, and was 0\.0"):
         pm(X)
@@ -481,7 +483,7 @@ def test_a_change_is_an_error_of_the_next_call(alone):
         pm(X)
     pm.part.mode = "plus"
     pm.notes = 3  # nobody reads it
-    same_as(pm, model)
+    same_as(pm, eager)
     del model
     gc.collect()
     pm.temperature = 1.0
@@ -490,11 +492,12 @@ def test_a_change_is_an_error_of_the_next_call(alone):
 
 
 def test_a_schedule_is_captured_again(alone):
-    model = Scaled()
-    pm = autopar.parallelize(model, 1, X, on_change="recapture")
+    original, model = Scaled(), Scaled()
+    model.load_state_dict(original.state_dict())
+    pm = autopar.parallelize(original, 1, X, on_change="recapture")
     optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
     for step in range(4):
-        pm.temperature = 1.0 / (step + 1)
+        pm.temperature = model.temperature = 1.0 / (step + 1)
         model.load_state_dict(autopar.full_state_dict(pm))
         same_as(pm, model)
         pm(X).backward()
@@ -510,7 +513,7 @@ def test_a_schedule_is_captured_again(alone):
     weights = [*pm.parameters()]
     pm.compile(backend="eager")
     for gate in (False, True, False):
-        pm.gate = gate
+        pm.gate = model.gate = gate
         same_as(pm, model)
         assert isinstance(pm._autopar_stage.run_program, torch._dynamo.OptimizedModule)
     assert all(a is b for a, b in zip(weights, pm.parameters(), strict=True))

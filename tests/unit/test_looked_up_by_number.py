@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_experts_by_their_names(kind: type[nn.Module]) -> None:
 
 def test_a_batch_that_hits_other_experts() -> None:
     model, x = Experts().eval(), torch.randn(16, 8)
-    pm: Any = autopar.parallelize(model, 1, (x,))
+    pm: Any = autopar.parallelize(copy.deepcopy(model), 1, (x,))
     with torch.no_grad():
         model.router.bias.copy_(torch.tensor([50.0, 0.0, 40.0, 0.0]))
         pm.router.bias.copy_(torch.tensor([50.0, 0.0, 40.0, 0.0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -49,7 +50,7 @@ class Masked(nn.Module):
 def test_lengths_in_numpy_are_those_of_the_call_or_refused(mask_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(0)
     model, first = Masked(mask_of), torch.tensor([5, 3, 2, 4])
-    module = parallelize(model, 1, (torch.randn(4, STEPS, 4), first))
+    module = parallelize(copy.deepcopy(model), 1, (torch.randn(4, STEPS, 4), first))
     x = torch.randn(4, STEPS, 4)
     torch.testing.assert_close(module(x, first), model(x, first))
     with pytest.raises(RunError, match=r"test_numbers_in_numpy.py:\d+ reads numbers or a mask (.|\n)* they are others"):

@@ -1,5 +1,7 @@
 """Integers that are given to a model are answered with those of the example, and checked, where nothing else helps."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -86,7 +88,7 @@ def test_a_mask_that_differs_is_an_error() -> None:
     torch.manual_seed(0)
     x, labels = torch.randn(4, 4), torch.tensor([0, -100, 2, 1])
     model = Selected()
-    pm = autopar.parallelize(model, 1, (x, labels))
+    pm = autopar.parallelize(copy.deepcopy(model), 1, (x, labels))
     assert float(pm(x, labels)) == pytest.approx(float(Selected.forward(model, x, labels)), rel=1e-6)
     with pytest.raises(RunError, match=r"(?s)reads numbers or a mask that depend on the batch.*ignore_index"):
         pm(x, labels.roll(1))

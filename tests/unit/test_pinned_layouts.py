@@ -203,7 +203,8 @@ def test_context_beside_data_takes_the_loss_of_each_ranks_places() -> None:
     found = priced(llama, 1, "dp=2,cp=2,m=1")
     (stage,) = found.plan.stages
     assert "loss over [batch vocabulary sequence]" in found.pinned.notes[0]
-    assert not any("S2" in src.text or "I" in dst.text for name, steps in stage.reshard_paths.items() if name.startswith("to_")
+    paths = stage.reshard_paths.items()
+    assert not any("S2" in src.text or "I" in dst.text for name, steps in paths if name.startswith("to_")
                    for src, dst in steps)  # fmt: skip
 
 

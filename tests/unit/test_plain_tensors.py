@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,7 @@ class Stranger(nn.Module):
 @pytest.mark.parametrize("make", [Plain, Teacher, ListedTwice])
 def test_as_in_eager(make: Callable[[], nn.Module]) -> None:
     model = make()
-    pm = autopar.parallelize(model, 1, X, loss_fn=loss_of)
+    pm = autopar.parallelize(copy.deepcopy(model), 1, X, loss_fn=loss_of)
     loss, reference = pm(X + 1), loss_of(model(X + 1))
     assert torch.allclose(loss, reference, rtol=1e-6)
     loss.backward()

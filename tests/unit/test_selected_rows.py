@@ -239,7 +239,7 @@ def test_a_branch_that_does_more_than_its_rows_is_checked(mix: Mix) -> None:
     """The first expert has no rows in the example: its branch is not entered. Others without are an error."""
     model = Experts(mix, 1).double()
     x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
-    pm = autopar.parallelize(model, 1, (x, y))
+    pm = autopar.parallelize(copy.deepcopy(model), 1, (x, y))
     assert torch.allclose(pm(x, y), model(x, y), rtol=1e-12)
     with pytest.raises(autopar.RunError, match="branches on data"):
         pm(x[:1, :1].expand_as(x), y)  # all rows go to one expert

@@ -6,6 +6,7 @@ given integers is refused and never guessed.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_the_structure_of_the_example(kind: type[nn.Module]) -> None:
 
 def test_another_structure_is_an_error() -> None:
     model, x = Listed(), torch.randn(7, 8)
-    pm: Any = autopar.parallelize(model, 1, (x, PARENTS))
+    pm: Any = autopar.parallelize(copy.deepcopy(model), 1, (x, PARENTS))
     assert float(pm(x, PARENTS)) == pytest.approx(float(model(x, PARENTS)), rel=1e-6)
     with pytest.raises(RunError, match=r"test_structure_in_data\.py"):
         pm(x, torch.tensor([1, 6, 6, 5, 5, 6, -1]))

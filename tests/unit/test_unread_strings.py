@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ def captures_of(factor: Callable[[Any, dict[str, Any]], float], batches: list[di
     """How often a module was captured again while it was called with these, with the numbers of eager mode."""
     torch.manual_seed(0)
     model = Model(factor)
-    module = parallelize(model, 1, (batch("first"),))
+    module = parallelize(copy.deepcopy(model), 1, (batch("first"),))
     for each in batches:
         torch.testing.assert_close(module(each), model(each))
     return int(module._autopar_programs.captures)

@@ -103,7 +103,8 @@ def test_the_search_finds_what_takes_one_apart(code: str) -> None:
 
 def test_a_placement_says_what_it_is() -> None:
     cut = Placement("S2*64")
-    assert (cut.kind, cut.dim, cut.unit) == ("S", 2, 64) and cut.is_shard and not cut.is_pending and not cut.is_replicated
+    assert (cut.kind, cut.dim, cut.unit) == ("S", 2, 64)
+    assert cut.is_shard and not cut.is_pending and not cut.is_replicated
     assert cut is shard(2, 64) and shard(3) is Placement("S3") and shard(3).unit == 1
     assert INVARIANT.dim is None and INVARIANT.is_replicated and REPLICATED.is_replicated and PENDING.is_pending
     assert [p.adjoint for p in (INVARIANT, REPLICATED, PENDING, cut)] == [INVARIANT, PENDING, INVARIANT, cut]

@@ -251,7 +251,8 @@ def test_a_copy_gathered_again_is_not_kept_and_gives_the_same_numbers() -> None:
     tanh = next(node.name for node in graph.nodes if "tanh" in node.target)
     for seed in range(200):
         plain = random_plan(graph, rules, pricer(CLUSTER, mesh), seed)
-        if any(a == State.of("S0") and b in (State.of("R"), State.of("I")) for a, b in plain.reshard_paths.get(tanh, ())):
+        path = plain.reshard_paths.get(tanh, ())
+        if any(a == State.of("S0") and b in (State.of("R"), State.of("I")) for a, b in path):
             break
     chosen = {
         i: strategy_named(graph, node, rules[i], plain.ops[node.name]) for i, node in graph.of_kind("op")
