@@ -47,7 +47,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import os
 import sys
 import types
@@ -82,6 +81,8 @@ if TYPE_CHECKING:
     from autopar.runtime.stages.cuda_graphs import GraphedStep
     from autopar.words.precision import Precision
 
+__version__ = "0.2.0"
+
 _WHERE = {
     "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api",
     "layouts": "autopar.api", "Plan": "autopar.plans.plan",
@@ -108,20 +109,20 @@ def _is_rank() -> bool:
 
 
 def _say_end() -> None:
-    """A rank that ends before it comes to ``parallelize`` would be waited for there."""
+    """Report a rank that ends before its ``parallelize``, where the others would wait for it."""
     if _is_rank():
         with contextlib.suppress(Exception):
             importlib.import_module("autopar.runtime.ranks.ended").say_unmet()
 
 
 def _say_at_exit(_: object = None) -> None:
-    """Have it said; not by a process that a rank has forked, such as a data loader's worker."""
+    """Register the report at exit, except in processes that a rank has forked, such as data loader workers."""
     if not _is_rank():
         Finalize(None, _say_end, exitpriority=0)
 
 
 def _separate_attempts() -> None:
-    """A rank of torchrun's sees what its own attempt has written in the store, from ``init_process_group`` on."""
+    """Separate the store entries of each attempt of torchrun, from ``init_process_group`` on."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
         importlib.import_module("autopar.runtime.ranks.attempts").separate_attempts()
         importlib.import_module("autopar.runtime.ranks.agent_messages").tell_of_refusal()
@@ -132,21 +133,23 @@ register_after_fork(_say_end, _say_at_exit)  # a started process forgets what wa
 
 
 class _Package(types.ModuleType):
-    """Loads names when they are first asked for: the command line starts without torch.
+    """A package that loads its names on first use, so that the command line starts without torch.
 
     ``capture`` is a function here although a package has this name too: importing that does not change what
     ``autopar.capture`` is.
     """
 
-    capture = property(lambda self: _load("capture"), lambda self, module: None)
+    capture = property(lambda _: _load("capture"), lambda _, module: None)
+
+    def __dir__(self) -> list[str]:
+        own = (name for name in vars(self) if name.startswith("__"))
+        return sorted({*own, *__all__, "elastic", "errors"})
 
     def __getattr__(self, name: str) -> Any:
         if name in _WHERE:
             return _load(name)
         if name == "elastic":
             return importlib.import_module("autopar.elastic")
-        if name == "__version__":
-            return importlib.metadata.version("autopar")
         raise AttributeError(f"module 'autopar' has no attribute '{name}'")
 
 

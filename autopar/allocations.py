@@ -1,4 +1,4 @@
-"""How many bytes live: a dispatch mode that notes the storage of every tensor that an operator makes."""
+"""Live bytes: a dispatch mode that tracks the storage of every tensor that an operator makes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ELSEWHERE: contextvars.ContextVar[bool] = contextvars.ContextVar("elsewhere", d
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
-    """What operators make in here lies in other memory than that which is counted, such as the host's."""
+    """Exclude tensors made in this scope from the count: they are in other memory, such as the host's."""
     token = _ELSEWHERE.set(True)
     try:
         yield
@@ -26,17 +26,16 @@ def elsewhere() -> Iterator[None]:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of storages that operators make, and of those given to :meth:`note`, while they live.
+    """Counter of the live bytes of storages that operators make, and of those given to :meth:`note`.
 
-    A storage's end is heard of and not looked for, so that counting takes as long for a step of any length.
+    Weak references report the end of a storage, so counting takes as long for a step of any length.
 
     Args:
-        emptied: addresses of the storages that have given up their memory for now and do not count; the same object
-            all the time.
+        emptied: addresses of storages that have given up their memory for now and do not count; always the same object.
 
     Attributes:
         peak_bytes: the most that lived at once.
-        at: phase of the step and operator where that was.
+        at: phase of the step and operator of that peak.
     """
 
     def __init__(self, emptied: Collection[int] = ()) -> None:
@@ -49,13 +48,13 @@ class Allocations(TorchDispatchMode):
         self.phase, self.at, self.peak_bytes = "", "", 0
 
     def ignore(self, x: torch.Tensor) -> None:
-        """Count the storage of a tensor no longer; it has to outlive this mode."""
+        """Stop counting the storage of a tensor, which must outlive this mode."""
         address = x.untyped_storage()._cdata
         self.ignored.add(address)
         self._forget(address)
 
     def note(self, x: torch.Tensor) -> None:
-        """Count the storage of a tensor; of one that only wraps others (a collective under way), theirs."""
+        """Count the storage of a tensor; of a wrapper of others (a pending collective), theirs."""
         if is_traceable_wrapper_subclass(x):
             for name in x.__tensor_flatten__()[0]:
                 inner = getattr(x, name)

@@ -1,15 +1,15 @@
-"""A job that goes on when ranks die: ``python -m autopar.elastic --nproc-per-node 4 train.py``, as torchrun is called.
+"""A job that continues when ranks die: ``python -m autopar.elastic --nproc-per-node 4 train.py``, as with torchrun.
 
-The agent is torchrun's own, with all of its options. It watches the ranks of its machine, and starts all of them again
-when one fails; agents of several machines meet in torchrun's rendezvous. What is added here:
+The agent is torchrun's own, with all of its options. It watches the ranks of its machine, and restarts all of them when
+one fails; agents of several machines meet in torchrun's rendezvous. autopar adds:
 
-* A device whose rank was killed, or had to be, is left out: the job goes on with the others (4 -> 3), for which
-  ``parallelize`` makes a new plan. Where the model has no plan for so many ranks, the next smaller number is tried.
-* A device that was left out, or a machine that has come (again), is used from the next checkpoint on, so that no step
-  is lost for it.
+* A device whose rank was killed is left out: the job continues with the others (4 -> 3), for which ``parallelize``
+  makes a new plan. If the model has no plan for so many ranks, the next smaller number is tried.
+* A device that was left out, or a machine that joins (again), is used from the next checkpoint on, so that no step is
+  lost for it.
 
-What the script does: nothing of its own, except that it begins where its last checkpoint ended
-(:class:`autopar.Checkpoint`), and calls :func:`saved` if it saves in another way. docs/elastic.md has the pattern.
+The script only has to start from its last checkpoint (:class:`autopar.Checkpoint`), and to call :func:`saved` if it
+saves in another way. docs/elastic.md has the pattern.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ _TRY = "import torch; print(torch.ones(2, device=torch.accelerator.current_accel
 
 
 def saved(step: int) -> None:
-    """Say that a checkpoint is whole, from which the script would go on: devices that have come back are used from here
-    on. :class:`autopar.Checkpoint` says it by itself; every rank calls it.
+    """Announce a complete checkpoint from which the script could restart; every rank calls it.
+
+    Devices that have come back are used from here on. :class:`autopar.Checkpoint` calls it by itself.
 
     Args:
-        step: the number of steps done.
+        step: the number of finished steps.
     """
     tell_agent(SAVED, str(step))
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torchrun's agent of one machine, which goes on with the devices that are left.
+    """torchrun's agent of one machine, which continues with the remaining devices.
 
     Attributes:
-        devices: how many the machine had at first.
-        lost: those that are left out, by number.
-        used: that of each rank here, in the order of local ranks.
-        refused: numbers of devices of this machine on which the script had no plan.
-        folder: what the ranks of this attempt tell.
+        devices: initial number of devices of the machine.
+        lost: numbers of devices that are left out.
+        used: device of each rank here, in the order of local ranks.
+        refused: counts of devices of this machine for which the script had no plan.
+        folder: messages of the ranks of this attempt.
     """
 
     def __init__(self, spec: Any, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +99,7 @@ class ElasticAgent(LocalElasticAgent):
         return result
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other machines; again where one of them has gone meanwhile, which torchrun's agent does not bear."""
+        """Meet the other machines, again if one of them leaves meanwhile, which torchrun's agent does not handle."""
         for left in reversed(range(MEETINGS)):
             try:
                 super()._rendezvous(worker_group)
@@ -123,8 +124,7 @@ class ElasticAgent(LocalElasticAgent):
     # -- failures
 
     def _killed(self) -> set[int]:
-        """Local ranks that a signal has ended. If any rank has ended badly, those that are stopped are ended, too:
-        they would not hear that they are to end."""
+        """Return the local ranks that a signal ended; after a failure end stopped ranks, which cannot react, too."""
         context: Any = self._pcontext
         processes = {rank: handler.proc for rank, handler in getattr(context, "subprocess_handlers", {}).items()}
         ended = {rank: process.poll() for rank, process in processes.items()}
@@ -156,7 +156,7 @@ class ElasticAgent(LocalElasticAgent):
             _say(f"{_named(gone)} left out, whose rank was killed; goes on with {len(self.used)} of {self.devices}")
 
     def _after_refusal(self, group: WorkerGroup, why: str) -> None:
-        """The script has no plan for so many ranks: one fewer."""
+        """Try one rank fewer, because the script has no plan for so many."""
         if group.group_rank != (group.group_world_size or 1) - 1:
             return  # the last machine gives one up
         self.refused.add(len(self.used))
@@ -169,7 +169,7 @@ class ElasticAgent(LocalElasticAgent):
         _say(f"no plan for {group.workers[0].world_size} ranks ({why.splitlines()[0]}); tries {len(self.used)} here")
 
     def _choose(self) -> bool:
-        """Take as many devices as there are, and as the script has not refused; False if that is none."""
+        """Take as many devices as exist and the script has not refused; return False if that is none."""
         there = [device for device in range(self.devices) if device not in self.lost]
         number = next((n for n in range(len(there), 0, -1) if n not in self.refused), 0)
         if number:
@@ -179,7 +179,7 @@ class ElasticAgent(LocalElasticAgent):
     # -- devices that come back
 
     def _waiting(self) -> int:
-        """For how many machines, or devices here, the ranks are to be started anew: none before a checkpoint."""
+        """Return the number of machines or devices to restart for: none before a checkpoint."""
         step = heard(self.folder, SAVED)
         if step is None:
             return 0
@@ -205,11 +205,7 @@ class ElasticAgent(LocalElasticAgent):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """``python -m autopar.elastic``: what torchrun does, with this agent.
-
-    Args:
-        arguments: those of torchrun; by default of the command line.
-    """
+    """Run ``python -m autopar.elastic``: torchrun with this agent; ``arguments`` default to the command line."""
     parser = torchrun.get_args_parser()
     parser.prog = "python -m autopar.elastic"
     parser.set_defaults(max_restarts=RESTARTS)
@@ -226,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _visible_devices(number: int) -> list[str] | None:
-    """How CUDA calls the devices of this machine's ranks; None where ranks have none of their own."""
+    """Return CUDA's names of this machine's devices; None where ranks have none of their own."""
     import torch
 
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -235,7 +231,7 @@ def _visible_devices(number: int) -> list[str] | None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process was stopped, as SIGSTOP does."""
+    """Return True if a process was stopped, as by SIGSTOP."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return fields[0] == "T"

@@ -1,7 +1,7 @@
-"""When Python does not look for garbage in cycles.
+"""Control of Python's cyclic garbage collector.
 
-Imports, traces and plans make millions of objects that stay, or that nothing in a cycle holds. The collector walks
-through them again and again, and through all of torch with them.
+Imports, traces and plans make millions of objects that stay, or that are in no cycle. The collector would walk through
+them, and through all of torch, again and again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No search for garbage inside; also a decorator. Those around it decide when one stands in another."""
+    """Disable the cyclic garbage collector in this scope; also a decorator. The outermost scope decides."""
     before = gc.isenabled()
     gc.disable()
     try:

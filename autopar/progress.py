@@ -1,6 +1,6 @@
-"""What long work tells whoever waits for it: the module that is traced, the layout that is planned.
+"""Progress of long work: the module being traced, the layout being planned.
 
-Nothing is told where nobody listens; what comes often, ten times a second at most.
+Nothing is computed without a listener; frequent messages are limited to ten per second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECONDS = 0.1
 
 
 class _Listener:
-    """Who listens, and when it heard something last."""
+    """A listener, and the time of its last message."""
 
     def __init__(self, say: Say) -> None:
         self.say, self.last, self.best = say, 0.0, ""
@@ -28,7 +28,7 @@ _LISTENER: ContextVar[_Listener | None] = ContextVar("listener", default=None)
 
 @contextlib.contextmanager
 def heard(say: Say) -> Iterator[None]:
-    """What is told in here, ``say`` hears."""
+    """Send messages from this scope to ``say``."""
     token = _LISTENER.set(_Listener(say))
     try:
         yield
@@ -37,18 +37,14 @@ def heard(say: Say) -> Iterator[None]:
 
 
 def is_heard() -> bool:
-    """Whether anybody listens."""
+    """Return True if there is a listener."""
     return _LISTENER.get() is not None
 
 
 def tell(text: Callable[[], str], *, often: bool = True) -> None:
-    """Tell something, if somebody listens.
+    """Send a message to the listener, if there is one, followed by the best result so far (:func:`note_best`).
 
-    Args:
-        text: makes it; called only then.
-        often: it comes often, and may be left out where something was heard within :data:`SECONDS`.
-
-    What is the best so far (:func:`note_best`) is told with it.
+    ``text`` makes the message. An ``often`` one is dropped within :data:`SECONDS` of the last message.
     """
     listener = _LISTENER.get()
     if listener is None:
@@ -60,7 +56,7 @@ def tell(text: Callable[[], str], *, often: bool = True) -> None:
 
 
 def note_best(text: str) -> None:
-    """Note what is the best so far of what is looked for: it ends all that is told from now on. Nothing ends it."""
+    """Set the best result so far, which ends all messages from now on; an empty text clears it."""
     listener = _LISTENER.get()
     if listener is not None:
         listener.best = f"; best so far {text}" if text else ""

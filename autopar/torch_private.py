@@ -1,7 +1,7 @@
-"""Every private name of torch and spmd-types that autopar uses, in one place (a test sees to it).
+"""Every private name of torch and spmd-types that autopar uses, in one place, which a test enforces.
 
-A private name may be gone in the next release. When torch changes, this file is what has to be looked at: each name
-says what it is used for, so that another way can be found. What takes long to import is imported when first asked for.
+A private name may disappear in the next release. When torch changes, this is the file to check: each name says what it
+is used for, so that a replacement can be found. Slow imports happen on first use.
 """
 
 from __future__ import annotations
@@ -177,11 +177,11 @@ class FlexNames(NamedTuple):
     """Names that ``torch.nn.attention.flex_attention`` looks up in its module when it runs.
 
     Attributes:
-        operator: the higher-order operator, called with what torch has checked.
-        refuses_devices: raises an error for devices that have no kernel, on which nothing runs here.
-        runs_uncompiled: whether the operator is called as it is; else torch compiles a function around it.
-        same_score: the ``score_mod`` where none was given.
-        turned_blocks: which blocks of queries see a block of keys, from which blocks of keys one of queries sees.
+        operator: the higher-order operator, called with checked arguments.
+        refuses_devices: raises an error for devices without a kernel, on which nothing runs here.
+        runs_uncompiled: True if the operator is called directly; else torch compiles a function around it.
+        same_score: the default ``score_mod``.
+        turned_blocks: transposes a block mask: from blocks of keys per query to blocks of queries per key.
     """
 
     operator: str = "flex_attention_hop"
@@ -200,14 +200,16 @@ VARLEN_OPERATOR = ("torch_attn", "_varlen_attn")
 
 
 def compiled_functions_run_as_they_are() -> contextlib.AbstractContextManager[Any]:
-    """In here what a model calls as ``torch.compile(function)`` is the function, while a trace goes on."""
+    """Make ``torch.compile(function)`` return the function itself during a trace."""
     config: Any = importlib.import_module("torch._dynamo.config")
     return mock.patch.object(config, "error_on_nested_fx_trace", False)
 
 
 def scripted_functions_run_in_python() -> contextlib.AbstractContextManager[Any]:
-    """In here what a model calls as ``torch.jit.script(function)``, or traced, is the Python function: its compiled
-    code keeps from a trace which of its results require a gradient."""
+    """Make ``torch.jit.script`` and ``trace`` run the Python function in this scope.
+
+    Compiled code hides from a trace which of its results require a gradient.
+    """
     compiled: Any = torch.jit.ScriptFunction.__call__
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,8 +219,7 @@ def scripted_functions_run_in_python() -> contextlib.AbstractContextManager[Any]
 
 
 def plainly(operator: OpOverload) -> Callable[..., Any] | None:
-    """An operator as torch writes it in plainer ones, such as ``tanh_backward`` in products; None for one that it does
-    not."""
+    """Return torch's decomposition of an operator, such as ``tanh_backward`` in products; None without one."""
     written: Mapping[Any, Callable[..., Any]] = importlib.import_module("torch._decomp").decomposition_table
     return written.get(operator)
 
@@ -229,10 +230,10 @@ data_of_tensors: Any = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.
 
 @dataclass(frozen=True)
 class Replaceable:
-    """A private function of torch that is replaced, for a while or for good; its module is imported when needed.
+    """A private function of torch that can be replaced; its module is imported when needed.
 
     Attributes:
-        module: where it is.
+        module: its module.
         path: its name there, through attributes where it has dots.
     """
 
@@ -240,17 +241,17 @@ class Replaceable:
     path: str
 
     def get(self) -> Any:
-        """The function as it is now."""
+        """Return the current function."""
         owner, name = self._place()
         return getattr(owner, name)
 
     def set(self, value: Any) -> None:
-        """Another function from now on."""
+        """Replace the function from now on."""
         owner, name = self._place()
         setattr(owner, name, value)
 
     def replaced(self, value: Any) -> contextlib.AbstractContextManager[Any]:
-        """Another function inside."""
+        """Replace the function in this scope."""
         owner, name = self._place()
         return mock.patch.object(owner, name, value)
 
@@ -280,8 +281,10 @@ EXPORT_BUFFER_HOOK = Replaceable("torch.export._trace", "register_buffer_assignm
 
 
 def module_at(model: torch.nn.Module, path: str) -> torch.nn.Module:
-    """The module under a name, also where the name of a child is that of a method (``parameters``): ``get_submodule``
-    asks for an attribute, and finds the method."""
+    """Return the module under a name, also if a child is named like a method (``parameters``).
+
+    ``get_submodule`` looks up an attribute, and finds the method.
+    """
     for name in path.split(".") if path else ():
         child = model._modules[name]
         assert child is not None
@@ -291,7 +294,7 @@ def module_at(model: torch.nn.Module, path: str) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def modules_found_by_name() -> Iterator[None]:
-    """Torch's tracing finds them as :func:`module_at` does."""
+    """Make torch's tracing look up modules by :func:`module_at`."""
 
     def get_submodule(accessor: Any, name: str) -> torch.nn.Module:
         if name not in accessor.memo:
@@ -304,14 +307,11 @@ def modules_found_by_name() -> Iterator[None]:
 
 @contextlib.contextmanager
 def some_rows(may_be_taken: Callable[[str], bool]) -> Iterator[None]:
-    """A number of rows that depends on data is more than none, where Python asks: ``if rows.numel() == 0``.
+    """Assume a data-dependent number of rows to be positive where Python asks: ``if rows.numel() == 0``.
 
-    Args:
-        may_be_taken: whether the branch that is asked for right now may be entered also where there are none; it is
-            given torch's name of the number (``u0``), as it stands in the shapes of the traced program.
-
-    Whether there are any is asked before they are used; what a program makes of all rows and a mask
-    (:mod:`autopar.capture.graph.selected_rows`) is right for none, too.
+    ``may_be_taken`` gets torch's name of the number (``u0``), as it appears in shapes of the traced program, and
+    returns True if the requested branch may also be entered without rows. The question comes before the rows are used;
+    a program on all rows and a mask (:mod:`autopar.capture.graph.selected_rows`) is right for none, too.
     """
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
@@ -413,7 +413,7 @@ AOT_COMPILE = Replaceable("torch._dynamo.backends.common", "aot_module_simplifie
 
 
 def backend_named(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The backend that options of ``torch.compile`` name, as something that is called, and the other options."""
+    """Return the backend that options of ``torch.compile`` name as a callable, and the other options."""
     others = dict(options)
     backend = others.pop("backend", None) or "inductor"
     if backend == "inductor":
@@ -430,18 +430,18 @@ def backend_named(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def fake_store() -> Any:
-    """The store of a process group that sends nothing: worlds of one process."""
+    """Return the store of a process group that sends nothing, for worlds of one process."""
     return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
 
 
 def group_names() -> Mapping[str, dist.ProcessGroup]:
-    """All process groups by the names that collectives call them by in a graph."""
+    """Return all process groups by their names in graphs."""
     names = dist.distributed_c10d._world.pg_names
     return {name: group for group, name in names.items()}
 
 
 def has_other_groups(device_mesh: Any, along_axes: Sequence[dist.ProcessGroup]) -> None:
-    """Give a mesh other process groups along its axes, in the place of those that were ended."""
+    """Give a mesh new process groups along its axes in place of destroyed ones."""
     device_mesh._dim_group_names = [group.group_name for group in along_axes]
     device_mesh._pg_registry.update({group.group_name: group for group in along_axes})
 
@@ -451,7 +451,7 @@ assert_async = torch._assert_async
 
 
 def reached(node: Any) -> bool:
-    """Whether the backward that runs now comes to a node of autograd; False for None."""
+    """Return True if the running backward reaches a node of autograd; False for None."""
     if node is None:
         return False
     try:
@@ -465,22 +465,21 @@ _attempt = ""
 
 
 def uses_store_of_agent() -> bool:
-    """Whether the store through which ranks find each other is torchrun's, and outlives them."""
+    """Return True if the rendezvous store is torchrun's, which outlives the ranks."""
     return importlib.import_module("torch.distributed.rendezvous")._torchelastic_use_agent_store()  # type: ignore[no-any-return]
 
 
 def name_attempt(name: str) -> None:
-    """What the ranks of the next world call their attempt: :func:`default_store` has only what they write."""
+    """Set the prefix of the next world's attempt: :func:`default_store` has only its entries."""
     global _attempt
     _attempt = name
 
 
 def default_store() -> dist.Store:
-    """The part of the store through which the ranks of this world found each other in which autopar tells failures.
+    """Return the part of the rendezvous store in which autopar reports failures, by a connection of its own.
 
-    By a connection of its own: torch's serves one request at a time, and a rank that makes a group waits in one for
-    minutes, while nobody could tell it why. So no request of autopar's waits in the store: it is asked first whether
-    what it gives is there.
+    Torch's connection serves one request at a time, and a rank that makes a group waits in one for minutes, while
+    nobody could tell it why. No request of autopar's blocks in the store: it first asks if the key exists.
 
     Raises:
         DistError: there is no world, or it is being ended while a thread asks.
@@ -509,10 +508,10 @@ def _connected(of_torch: Any) -> dist.Store:
 
 
 def caller_that_loads() -> Any:
-    """The iterator of the ``DataLoader`` for which rows are drawn now; None where something else draws them.
+    """Return the iterator of the ``DataLoader`` that draws rows now; None if something else draws them.
 
-    Its ``_num_yielded`` counts the batches that the loop has been given, ``_num_workers`` says whether it asks for rows
-    ahead, and ``_index_sampler`` has the size of batches.
+    Its ``_num_yielded`` counts the batches given to the loop, a positive ``_num_workers`` means that rows are drawn
+    ahead, and ``_index_sampler`` has the batch size.
     """
     kind = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
     frame: Any = sys._getframe(2)
@@ -526,12 +525,12 @@ def caller_that_loads() -> Any:
 
 
 def default_timeout_seconds() -> float:
-    """After how long a collective of the default process group gives up."""
+    """Return the time-out of a collective of the default process group."""
     return dist.distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
 
 
 def timeout_of_world() -> datetime.timedelta:
-    """The time-out that the default process group was made with; groups made later get torch's own unless told."""
+    """Return the time-out of the default process group; groups made later get torch's own by default."""
     world: Any = dist.distributed_c10d._get_default_group()
     for device in world._device_types:
         options = getattr(world._get_backend(device), "options", None)
@@ -541,10 +540,9 @@ def timeout_of_world() -> datetime.timedelta:
 
 
 def options_of_compiler(compiler: Any) -> dict[str, Any]:
-    """The options of ``torch.compile`` of which something came that :func:`callers_compiler` gave.
+    """Return the ``torch.compile`` options (``backend``, ``dynamic``, ``fullgraph``) of a compiler.
 
-    Returns:
-        ``backend``, which has the mode and the options in it, ``dynamic`` and ``fullgraph``.
+    ``compiler`` is a result of :func:`callers_compiler`; ``backend`` includes mode and options.
     """
     fullgraph = False
     while hasattr(compiler, "_torchdynamo_orig_backend"):
@@ -560,10 +558,10 @@ all_gather_single: Any = getattr(functional_collectives, "all_gather_single", No
 
 
 def _call_by_new_names() -> None:
-    """Let spmd-types call two collectives by the names that torch 2.13 has given them.
+    """Let spmd-types call two collectives by their new names in torch 2.13.
 
-    By the old ones each call is a ``FutureWarning`` in the user's terminal, about code that is not theirs. Others see
-    torch's module as it is: spmd-types gets a copy.
+    The old names raise a ``FutureWarning`` per call in the user's terminal, about code that is not theirs. spmd-types
+    gets a patched copy of torch's module; everyone else sees the original.
     """
     torchs = functional_collectives
     renamed = types.ModuleType(torchs.__name__)

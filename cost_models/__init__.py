@@ -1,13 +1,13 @@
-"""Numbers in, seconds and bytes out. Floor 1: imports `hardware_profiles` only; no torch, no model.
+"""Costs: seconds and bytes from numbers. Floor 1: imports `hardware_profiles` only; no torch, no model.
 
 ======================= ===============================================================================================
-:mod:`.costs`           what the planner asks for prices; :mod:`.data_sheet_costs` and :mod:`.measured` answer it, and
-                        importing them makes them known (the one that is imported last is asked first)
+:mod:`.costs`           the interface that the planner asks for prices; :mod:`.data_sheet_costs` and :mod:`.measured`
+                        implement it and register on import (the last one imported is asked first)
 :mod:`.operator_cost`   seconds of an operator from a data sheet
-:mod:`.collective_cost` seconds of a collective; :mod:`.mesh_links`: which links it crosses; :mod:`.reshard_paths`: a
-                        transfer's; :mod:`.parameter_overlap`: what a step waits for of those of parameters
-:mod:`.optimizer_bytes` bytes that an optimizer keeps
-:mod:`.fitting`         measurements as the few numbers of a curve
+:mod:`.collective_cost` seconds of a collective; :mod:`.mesh_links`: the links it crosses; :mod:`.reshard_paths`: the
+                        links of a transfer; :mod:`.parameter_overlap`: exposed collectives of parameters
+:mod:`.optimizer_bytes` bytes of optimizer state
+:mod:`.fitting`         curves fitted to measurements
 :mod:`.schedules`       schedules and their simulation; :mod:`.staging`: stages on unequal groups of devices
 ======================= ===============================================================================================
 """

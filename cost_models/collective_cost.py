@@ -10,7 +10,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 
 @dataclass(frozen=True, eq=False)
 class AxisCost:
-    """What collectives cost on one axis. Look the axis up once, then call `seconds` as often as needed.
+    """The cost of collectives on one axis. Look the axis up once, then call `seconds` as often as needed.
 
     `terms[kind]` is (latency_seconds, seconds_per_byte, sharpness), bytes in the nccl-tests convention:
 
@@ -19,7 +19,7 @@ class AxisCost:
         broadcast       the buffer                      send_recv       the message, to the next rank
 
     seconds = (latency^p + (bytes * seconds_per_byte)^p)^(1/p) with p = sharpness (1: plain alpha + beta B).
-    `others[kind]` has terms of the other algorithms that the library chooses from: it takes the fastest for a size.
+    `others[kind]` has terms of the library's other algorithms; it takes the fastest for a size.
     `bottleneck` names the link that limits large all-reduces, for people.
     """
 
@@ -31,11 +31,11 @@ class AxisCost:
 
     @property
     def latency_seconds(self) -> float:
-        """The time of an all-reduce of nothing."""
+        """Seconds of an all-reduce of no bytes."""
         return self.seconds("all_reduce", 0.0)
 
     def seconds(self, kind: str, n_bytes: float) -> float:
-        """The time of one collective; 0 on an axis of size 1. Raises ValueError for an unknown kind."""
+        """Return the seconds of one collective; 0 on an axis of size 1. Unknown kinds raise ValueError."""
         try:
             first = self.terms[kind]
         except KeyError:
@@ -48,7 +48,7 @@ class AxisCost:
         return min(_seconds(*terms, n_bytes) for terms in (first, *others))
 
     def times(self, factor: float) -> AxisCost:
-        """The axis whose collectives take so many times as long."""
+        """Return the axis with collectives that take ``factor`` times as long."""
         def longer(terms: tuple[float, float, float]) -> tuple[float, float, float]:
             latency, per_byte, sharpness = terms
             return factor * latency, factor * per_byte, sharpness
@@ -66,7 +66,7 @@ def _seconds(latency: float, per_byte: float, sharpness: float, n_bytes: float) 
 
 
 def abstract_terms(size: int, alpha: float, beta: float, constants: Mapping[str, float]) -> dict:
-    """Alpa's formulas (alpa/shard_parallel LogicalDeviceMesh) as terms, n = size:
+    """Return Alpa's formulas (alpa/shard_parallel LogicalDeviceMesh) as terms, n = size.
 
         all_reduce   alpha + beta 2(n-1)/n B + c    reduce_scatter  alpha + beta (n-1)/n B + c
         all_gather   alpha + beta (n-1)/n B + c     all_to_all      alpha + beta (n-1)/n^2 (n b) (n/2) + c

@@ -1,15 +1,15 @@
-"""Where seconds come from: what a cost source answers, and which one prices a cluster.
+"""The interface of cost sources, and the choice of the one that prices a cluster.
 
 The planner, the simulator of pipelines and the check of plans ask a :class:`Costs` for four things and know nothing
 else of hardware:
 
     op            an operator on one device: forward and backward, the backward in halves
-    collective    on every axis of a mesh; a copy where a tensor changes its cut without one
+    collective    on every axis of a mesh; a copy where a tensor is resharded without one
     transfer      a message from one device to another
-    once a step   what the executor, the sums of gradients and the optimizer take beside operators
+    once a step   executor, gradient accumulation and optimizer, in addition to operators
 
 :mod:`cost_models.data_sheet_costs` answers from data sheets, :mod:`cost_models.measured` from a profile of ``autopar
-profile``. Another source is a class with these methods and a function, marked with :func:`cost_source`, that gives it
+profile``. Another source is a class with these methods and a function, marked with :func:`cost_source`, that returns it
 for the clusters that it knows; nobody else asks which source it is.
 """
 
@@ -24,7 +24,7 @@ from hardware_profiles import Cluster, Device
 
 
 class OpWork(NamedTuple):
-    """What one device does for one operator.
+    """The work of one device for one operator.
 
     Attributes:
         kind: of the cost model, one of ``OP_KINDS``.
@@ -84,7 +84,7 @@ class OpSeconds(NamedTuple):
 
 
 class StageWork(NamedTuple):
-    """What a stage does beside operators.
+    """The work of a stage in addition to operators.
 
     Attributes:
         summed: ``(additions, bytes)`` of each tensor whose gradient arrives over several ways and is added up.
@@ -105,7 +105,7 @@ class StageWork(NamedTuple):
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one microbatch on one stage (``step``: of a step) beside operators.
+    """Seconds of one microbatch on one stage (``step``: of a step) in addition to operators.
 
     Attributes:
         forward, backward: of a microbatch, the backward whole.
@@ -126,8 +126,10 @@ class Axis(Protocol):
     """The collectives along one axis of a mesh."""
 
     def seconds(self, kind: str, n_bytes: float) -> float:
-        """The time of one collective, its bytes as :class:`cost_models.collective_cost.AxisCost` counts them; 0 on an
-        axis of size 1. Raises ValueError for an unknown kind."""
+        """Return the seconds of one collective; 0 on an axis of size 1. Unknown kinds raise ValueError.
+
+        Bytes are counted as in :class:`cost_models.collective_cost.AxisCost`.
+        """
         ...
 
 
@@ -158,25 +160,26 @@ class Costs(Protocol):
     def __hash__(self) -> int: ...
 
     def op(self, device: Device, work: OpWork) -> OpSeconds:
-        """One operator on one device."""
+        """Return the seconds of one operator on one device."""
         ...
 
     def copy(self, device: Device, n_bytes: float, dtype: str) -> float:
-        """Reading and writing ``n_bytes`` in all, where a tensor changes its cut without a collective."""
+        """Return the seconds of reading and writing ``n_bytes`` in all, where a reshard needs no collective."""
         ...
 
     def axes(self, shape: Mapping[str, int], devices: Sequence[int]) -> Mapping[str, Axis]:
-        """The axes of a mesh of ``{name: size}`` on ``devices``, in row-major order. Raises ValueError if they do not
-        fit."""
+        """Return the axes of a mesh of ``{name: size}`` on ``devices``, in row-major order.
+
+        A mesh that does not fit the devices raises ValueError.
+        """
         ...
 
     def transfer(self, source: int, target: int, n_bytes: float) -> float:
-        """One message between two devices."""
+        """Return the seconds of one message between two devices."""
         ...
 
     def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
-        """What a stage takes beside operators; None for a source that knows nothing of it, which then need not ask
-        what ``work`` is."""
+        """Return the seconds of a stage in addition to operators; None for a source that knows nothing of it."""
         ...
 
 
@@ -186,9 +189,9 @@ _CHOOSERS: list[Chooser] = []
 
 
 def cost_source(chooser: Chooser) -> Chooser:
-    """Mark a function that gives the costs of the clusters that it knows, and None for others.
+    """Register a function that returns the costs of the clusters that it knows, and None for others.
 
-    The one that was marked last is asked first.
+    The last one registered is asked first.
     """
     _CHOOSERS.append(chooser)
     costs_of.cache_clear()
@@ -197,7 +200,7 @@ def cost_source(chooser: Chooser) -> Chooser:
 
 @lru_cache(maxsize=256)
 def costs_of(cluster: Cluster) -> Costs:
-    """The costs of a cluster: the one place where a source is chosen."""
+    """Return the costs of a cluster: the one place where a source is chosen."""
     for chooser in reversed(_CHOOSERS):
         costs = chooser(cluster)
         if costs is not None:

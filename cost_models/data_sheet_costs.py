@@ -2,8 +2,8 @@
 
 Backward of an operator: every differentiable factor of a contraction costs one more contraction of the same size, and
 attention 2.5 forwards (recomputed scores, four products), by the curve of the backward where there is one. Everything
-else moves the bytes that its backward reads and writes; on devices that have no curve for that, those of the forward
-once more.
+else moves the bytes that its backward reads and writes; on devices without a curve for that, those of the forward once
+more.
 
 The software that trains on the cluster multiplies all seconds by its factor.
 """
@@ -38,10 +38,9 @@ ADD_PASSES = 3
 
 @dataclass(frozen=True, eq=False)
 class Roofline:
-    """What the numbers of a cluster's devices and links give (:class:`cost_models.costs.Costs`).
+    """Costs by the numbers of a cluster's devices and links (:class:`cost_models.costs.Costs`).
 
-    Attributes:
-        trainer: the software that trains; None for the cluster's own.
+    ``trainer`` is the software that trains; None for the cluster's own.
     """
 
     cluster: Cluster
@@ -53,26 +52,26 @@ class Roofline:
 
     @cached_property
     def software(self) -> Software:
-        """What trains on the cluster."""
+        """The software that trains on the cluster."""
         return self.cluster.software if self.trainer is None else self.trainer
 
     @property
     def bucket_bytes(self) -> float:
-        """Prices of an abstract mesh are those of the papers that they come from, without buckets."""
+        """Bucket size; none for an abstract mesh, whose prices are those of the papers that they come from."""
         return 0.0 if self.cluster.abstract else BUCKET_BYTES
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """Nothing was measured."""
+        """Empty: nothing was measured."""
         return {}
 
     @property
     def fuses(self) -> bool:
-        """As the software does."""
+        """True if the software fuses memory-bound operators."""
         return self.software.fused
 
     def op(self, device: Device, work: OpWork) -> OpSeconds:
-        """By the roofline of the device."""
+        """Return the seconds of an operator by the roofline of the device."""
         factor, device = self.software.factor, self._as_launched(device)
         if work.scores_bytes and _knows_backwards(device):
             return self._unfused_attention(device, work)
@@ -99,8 +98,7 @@ class Roofline:
         return OpSeconds(forward, total, weights)
 
     def _unfused_attention(self, device: Device, work: OpWork) -> OpSeconds:
-        """Of attention whose scores are written out in float32: products outside the tensor cores, and passes over the
-        scores."""
+        """Return the seconds of attention with scores in memory: products in float32, and passes over the scores."""
         products = op_seconds(device, "matmul", work.flops, 0.0, "float32", work.gemm)
 
         def passes(times: int) -> float:
@@ -112,7 +110,7 @@ class Roofline:
         return OpSeconds(forward, forward + self.software.factor * (2 * products + passes(SCORES_PASSES_BACK)))
 
     def _moving_backward(self, device: Device, kind: str, work: OpWork, forward: float) -> float:
-        """Seconds of the backward of an operator that is bound by memory."""
+        """Return the seconds of the backward of a memory-bound operator."""
         if kind == "none" or not _knows_backwards(device):
             return forward
         if not work.backward_bytes:
@@ -122,7 +120,7 @@ class Roofline:
         )
 
     def _as_launched(self, device: Device) -> Device:
-        """The device, with launches of the software's host where it is known, and kernels are launched ahead."""
+        """Return the device with the launch seconds of the software's host, where known and launched ahead."""
         seconds = self.software.launch_seconds
         if seconds is None or device.kernel_seconds is None:
             return device
@@ -137,25 +135,26 @@ class Roofline:
         return replace(self.cluster.slowest(range(self.cluster.n_devices)), launch_seconds=0.0, kernel_seconds=0.0)
 
     def copy(self, device: Device, n_bytes: float, dtype: str) -> float:
-        """By the device's memory bandwidth."""
+        """Return the seconds of a copy by the device's memory bandwidth."""
         return self.software.factor * op_seconds(self._as_launched(device), "copy", 0.0, n_bytes, dtype)
 
     def axes(self, shape: Mapping[str, int], devices: Sequence[int]) -> Mapping[str, AxisCost]:
-        """By the links that the collectives cross."""
+        """Return the axes of a mesh with the links that its collectives cross."""
         axes = mesh_axes(self.cluster, shape, devices)
         factor = self.software.factor
         return axes if factor == 1.0 else {name: axis.times(factor) for name, axis in axes.items()}
 
     def transfer(self, source: int, target: int, n_bytes: float) -> float:
-        """By the links of the route."""
+        """Return the seconds of a message by the links of its route."""
         if (source, target) not in self._wires:
             self._wires[source, target] = self.axes({"pair": 2}, [source, target])["pair"]
         return self._wires[source, target].seconds("send_recv", n_bytes)
 
     def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
-        """The optimizer's step, additions of gradients that arrive over several ways, and those of weights to the
-        gradients of earlier microbatches, and casts of weights to narrow copies, by the bytes that they move on the
-        slowest device; None on devices of which nothing but the four curves is known."""
+        """Return the seconds of the optimizer, of gradient accumulation and of casts of weights.
+
+        They follow from the bytes moved on the slowest device; None on devices of which only the four curves are known.
+        """
         device = self._without_launches
         if self.cluster.abstract or not _knows_backwards(device):
             return None
@@ -173,7 +172,7 @@ class Roofline:
 
 
 def _knows_backwards(device: Device) -> bool:
-    """Whether the device has curves for backwards."""
+    """Return True if the device has curves for backwards."""
     return "pointwise_backward" in device.efficiency
 
 

@@ -1,7 +1,7 @@
-"""Measurements -> the few numbers of a curve.
+"""Curves of few numbers, fitted to measurements.
 
-Least weighted absolute logarithmic error: small and large sizes count alike, and a bad row does little harm.
-Used by the scripts that distil the built-in profiles; the same functions serve anyone who measures a cluster.
+The loss is the weighted absolute logarithmic error: small and large sizes count alike, and a bad row does little harm.
+Used by the scripts that distil the built-in profiles, and for measuring a cluster.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAST_SHARPNESS = 0.3
 
 
 def search(loss: Callable[[np.ndarray], float], start: Sequence[float], rounds: int = 400) -> np.ndarray:
-    """A local minimum of `loss` near `start`, by trying steps along random orthogonal directions.
+    """Return a local minimum of `loss` near `start`, by trying steps along random orthogonal directions.
 
     The step grows after a round that helped and shrinks after one that did not. Deterministic: the seed is
     fixed.
@@ -60,7 +60,7 @@ def fit_collective(
     with_base: bool = True,
     source: str = "",
 ) -> tuple[CollectiveCurve, float]:
-    """The curve of one collective on one kind of link, and its median absolute log error.
+    """Fit the curve of one collective on one kind of link; also return its median absolute log error.
 
     All arrays have one entry per measurement: `n` ranks in the ring, dependent `steps`, `wire_seconds` the
     time of the wire bytes at the data-sheet bandwidth, measured `seconds`, `weights`, and latency spent
@@ -106,10 +106,11 @@ def gemm_seconds(
     launch_seconds: float,
     cast_bytes: float = 0.0,
 ) -> np.ndarray:
-    """`op_seconds` of matrix products for shapes [row, (m, n, k)] at once -> seconds [row].
+    """Return `op_seconds` of matrix products for shapes [row, (m, n, k)] at once -> seconds [row].
 
     `cast_bytes` are moved for each of the m k elements of the first factor before the product, which is then read in a
-    narrower type."""
+    narrower type.
+    """
     m, n, k = shapes.T.astype(float)
     tiles = (m + curve.half_m) * (n + curve.half_n) + curve.half_mn
     compute = 2 * tiles * (k + curve.half_k) / (peak_flops * curve.fraction)
@@ -127,7 +128,7 @@ def fit_gemm(
     source: str = "",
     casts: bool = False,
 ) -> tuple[EfficiencyCurve, float, float]:
-    """The efficiency curve of matrix products, its median absolute log error, and the bytes of a cast.
+    """Fit the efficiency curve of matrix products; also return its median absolute log error, and the cast's bytes.
 
     shapes [row, (m, n, k)], seconds [row]; rates are numbers, or one per row where several devices share a
     curve; `memory_bytes_per_second` is what memory really gives. The model is `gemm_seconds`; the launch time

@@ -1,4 +1,4 @@
-"""Prices from measurements: ops at sizes that were measured, corrected formulas elsewhere, transfers in between."""
+"""Costs from measurements: ops at measured sizes, corrected formulas elsewhere, interpolated transfers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SINGULAR = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class MeasuredCosts:
-    """What a profile says of a cluster, and where it says nothing, formulas (:class:`cost_models.costs.Costs`).
+    """Costs by a profile, and by formulas where it has no entry (:class:`cost_models.costs.Costs`).
 
     Attributes:
         formulas: the same cluster by its data sheets.
@@ -37,16 +37,16 @@ class MeasuredCosts:
 
     @property
     def bucket_bytes(self) -> float:
-        """As the formulas have it."""
+        """Bucket size of the formulas."""
         return self.formulas.bucket_bytes
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """When, where and how the profile was made."""
+        """Date, machine and method of the measurement."""
         return self.measured.provenance
 
     def op(self, device: Device, work: OpWork) -> OpSeconds:
-        """As it was measured; one that was not, as the formulas say, corrected by what was measured of its kind."""
+        """Return the measured seconds of an operator, or the formulas' corrected by its kind."""
         key = work.key()
         measured = self.measured.ops.get(key) if key is not None else None
         if measured is not None:
@@ -68,11 +68,11 @@ class MeasuredCosts:
         return OpSeconds(forward, total, weights)
 
     def copy(self, device: Device, n_bytes: float, dtype: str) -> float:
-        """Profiles measure operators of the model; copies between them go by formula."""
+        """Return the formulas' seconds of a copy; profiles measure operators of the model only."""
         return self.formulas.copy(device, n_bytes, dtype)
 
     def axes(self, shape: Mapping[str, int], devices: Sequence[int]) -> Mapping[str, AxisCost | MeasuredAxis]:
-        """As measured between two devices; more devices cost more as the formulas say."""
+        """Return the axes as measured between two devices, scaled by the formulas for more."""
         plain = self.formulas.axes(shape, devices)
         if self.formulas.cluster.n_devices < 2:
             return plain
@@ -80,13 +80,13 @@ class MeasuredCosts:
         return {name: MeasuredAxis(axis, self.measured, pair) for name, axis in plain.items()}
 
     def transfer(self, source: int, target: int, n_bytes: float) -> float:
-        """As measured between two devices."""
+        """Return the measured seconds of a message."""
         if (source, target) not in self._wires:
             self._wires[source, target] = self.axes({"pair": 2}, (source, target))["pair"]
         return self._wires[source, target].seconds("send_recv", n_bytes)
 
     def stage(self, work: Callable[[], StageWork]) -> StageSeconds | None:
-        """The executor's own work.
+        """Return the executor's own seconds.
 
         * forward: handling of one microbatch;
         * backward: the same; gradients that arrive over several ways are added up, and weight gradients to those of
@@ -117,7 +117,7 @@ class MeasuredCosts:
 
 @cost_source
 def of_profile(cluster: Cluster) -> MeasuredCosts | None:
-    """A cluster that came from a profile file is priced by it."""
+    """Return measured costs for a cluster that came from a profile file."""
     if cluster.measured is None:
         return None
     return MeasuredCosts(Roofline(cluster, software_named(OWN)), cluster.measured)  # measured with its software
@@ -125,11 +125,11 @@ def of_profile(cluster: Cluster) -> MeasuredCosts | None:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredAxis:
-    """An axis whose collectives were measured between two devices; more devices cost more as the formulas say.
+    """An axis whose collectives were measured between two devices; formulas scale them to more devices.
 
     Attributes:
         formula: the axis by formula.
-        measured: whose transfers these are.
+        measured: the tables with these transfers.
         pair: the same links with two devices, by formula.
     """
 
@@ -138,7 +138,7 @@ class MeasuredAxis:
     pair: AxisCost
 
     def seconds(self, kind: str, n_bytes: float) -> float:
-        """The time of one collective; 0 on an axis of size 1. Raises ValueError for an unknown kind."""
+        """Return the seconds of one collective; 0 on an axis of size 1. Unknown kinds raise ValueError."""
         plain = self.formula.seconds(kind, n_bytes)
         points = self.measured.transfers.get(kind)
         if self.formula.size == 1 or points is None:
@@ -151,7 +151,7 @@ class MeasuredAxis:
 
 
 def between(points: Points, n_bytes: float) -> float:
-    """Seconds at a size: on the line between its neighbours, beyond the last one by the last slope."""
+    """Return the seconds at a size, interpolated linearly; beyond the last point by the last slope."""
     if n_bytes <= points[0][0] or len(points) == 1:
         return points[0][1]
     i = min(max(bisect_left(points, (n_bytes, 0.0)), 1), len(points) - 1)
@@ -162,7 +162,7 @@ def between(points: Points, n_bytes: float) -> float:
 def corrected(
     measured: Measured, kind: str, forward_seconds: float, backward_seconds: float, differentiable: bool
 ) -> tuple[float, float]:
-    """Forward and backward seconds of an op that was not measured, from what the formulas say."""
+    """Return corrected forward and backward seconds of an op that was not measured."""
     rule = measured.corrections.get(kind) or measured.corrections[OTHER]
     (base, factor), (back_base, back_factor) = rule.forward, rule.backward
     backward = back_base + back_factor * backward_seconds if differentiable else 0.0
@@ -170,8 +170,10 @@ def corrected(
 
 
 def fit_correction(computed: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
-    """``(seconds, factor)``, both >= 0, of the line through measured over computed seconds with the least squares of
-    relative errors."""
+    """Return ``(seconds, factor)``, both >= 0, of the line from computed to measured seconds.
+
+    It has the least squares of relative errors.
+    """
     rows = [(c / m, 1 / m) for c, m in zip(computed, measured, strict=True) if m > 0]  # factor * c/m + base * 1/m = 1
     if not rows:
         return 0.0, 1.0

@@ -1,4 +1,4 @@
-"""A mesh laid over a cluster: for each axis, which links its collectives cross and how they share them.
+"""A mesh on a cluster: for each axis, the links that its collectives cross, and how they share them.
 
 Traffic of one group of n ranks, of which m sit in a node, per byte that a rank sends in a ring (v = (n-1)/n B
 for all_gather and reduce_scatter, twice that for all_reduce, B for broadcast):
@@ -37,11 +37,10 @@ Loads = dict[str, dict[Edge, list[float]]]  # pattern -> edge -> [load per byte,
 
 
 def mesh_axes(cluster: Cluster, shape: Mapping[str, int], devices: Sequence[int] | None = None) -> dict[str, AxisCost]:
-    """The cost of collectives on every axis of a mesh.
+    """Return the cost of collectives on every axis of a mesh.
 
-    `shape` maps axis names to sizes, row-major: the last axis joins neighbouring ranks. `devices` lists the
-    ranks of a submesh in order; by default the first ones of the cluster. Raises ValueError when they do not
-    fit.
+    `shape` maps axis names to sizes, row-major: the last axis joins neighbouring ranks. `devices` lists the ranks of a
+    submesh in order; by default the first ones of the cluster. A mesh that does not fit raises ValueError.
     """
     for name, size in shape.items():
         if not isinstance(size, int) or size < 1:
@@ -73,11 +72,11 @@ def mesh_axes(cluster: Cluster, shape: Mapping[str, int], devices: Sequence[int]
 def link_bytes(
     cluster: Cluster, shape: Mapping[str, int], devices: Sequence[int], traffic: Mapping[tuple[str, str], float]
 ) -> dict[Edge, float]:
-    """The bytes that collectives on a mesh put on every link, all groups of an axis at once; nothing for a cluster that
-    states axes and no links. Of a large mesh only some nodes are followed (see `_followed_nodes`).
+    """Return the bytes that collectives on a mesh put on every link, all groups of an axis at once.
 
-    `traffic` has the bytes of all buffers of an axis and a kind of collective, `("tensor", "all_reduce")`, each as
-    `AxisCost.seconds` counts them.
+    Empty for a cluster that states axes and no links. Of a large mesh only some nodes are followed (see
+    `_followed_nodes`). `traffic` has the bytes of all buffers of an axis and a kind of collective, `("tensor",
+    "all_reduce")`, each as `AxisCost.seconds` counts them.
     """
     carried: dict[Edge, float] = defaultdict(float)
     if cluster.abstract:
@@ -97,13 +96,13 @@ def link_bytes(
 
 
 def _ring_volume(kind: str, size: int) -> float:
-    """What a rank of a ring sends per byte of the collective's size; the loads of other patterns are per byte."""
+    """Return the bytes a rank of a ring sends per byte of the collective; other patterns count per byte."""
     times = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(kind)
     return 1.0 if times is None else times * (size - 1) / size
 
 
 def _abstract_axes(cluster: Cluster, shape: Mapping[str, int]) -> dict[str, AxisCost]:
-    """Axes of an abstract mesh by name, or by position when all sizes agree in order."""
+    """Return axes of an abstract mesh by name, or by position when all sizes agree in order."""
     by_name = {axis.name: axis for axis in cluster.abstract}
     if [axis.size for axis in cluster.abstract] == list(shape.values()):
         pairs = dict(zip(shape, cluster.abstract, strict=True))
@@ -125,7 +124,7 @@ def _abstract_axes(cluster: Cluster, shape: Mapping[str, int]) -> dict[str, Axis
 
 
 def _axis(cluster: Cluster, name: str, groups: np.ndarray, reshard_paths: dict) -> AxisCost:
-    """groups [group, member] of ranks -> the cost of the axis."""
+    """Return the cost of an axis whose groups of ranks are [group, member]."""
     size = groups.shape[1]
     if size == 1:
         return AxisCost(name, 1, dict.fromkeys(KINDS, (0.0, 0.0, 1.0)), "")
@@ -151,7 +150,7 @@ _Crossed = tuple[Link, float, float, bool]
 
 
 def _besides_trees(cluster: Cluster, crossed: Sequence[_Crossed]) -> list[str]:
-    """The algorithms of an all_reduce beside trees that the links between machines have."""
+    """Return the algorithms of an all_reduce, in addition to trees, that the links between machines have."""
     far = [link for link, _, _, is_far in crossed if is_far]
     ring = any(cluster.curves[link.curve]["all_reduce"].ring_step_seconds for link in far)
     return [*(["ring"] if ring else []), *(["sums"] if far and all(link.sums for link in far) else [])]
@@ -161,11 +160,10 @@ def _terms(
     cluster: Cluster, kind: str, crossed: Sequence[_Crossed], counts: tuple[tuple[int, int], int], size: int,
     algorithm: str,
 ) -> tuple[tuple[float, float, float], str]:  # fmt: skip
-    """The terms of a collective by one algorithm, and the link that limits it.
+    """Return the terms of a collective by one algorithm, and the link that limits it.
 
-    Args:
-        counts: dependent steps inside machines and between them, and the hops inside machines of a ring over several.
-        algorithm: of an all_reduce ``tree``, ``ring`` or ``sums`` (by the switches); else empty.
+    `counts` are dependent steps inside machines and between them, and the steps inside machines of a ring over several.
+    `algorithm` of an all_reduce is ``tree``, ``ring`` or ``sums`` (by the switches); else empty.
     """
     (inside, between), hops = counts
     per_byte, of_far, sharpness, limiting = 0.0, 0.0, 1.0, ""
@@ -205,10 +203,10 @@ def _terms(
 def _alike(
     cluster: Cluster, crossed: Mapping[Edge, list[float]], loads: Loads
 ) -> list[tuple[Link, float, float, bool]]:
-    """The links that a pattern crosses, with load and ring, and whether a step counts per node; equal ones once.
+    """Return the distinct links that a pattern crosses, with load and ring.
 
-    The step of a link that only rings between nodes cross counts per node, others per member. A mesh crosses
-    thousands of links, of which few differ: what the slowest of them takes is asked of one of each kind.
+    The step of a link that only rings between nodes cross counts per node, others per member. A mesh crosses thousands
+    of links, of which few differ: the slowest is found among one of each kind.
     """
     succ, inside, between = cluster.graph._succ, loads["inside"], loads["between"]
     links: dict[tuple[int, float, float, bool], Link] = {}
@@ -219,10 +217,10 @@ def _alike(
 
 
 def steps_of(kind: str, members: int, nodes: int) -> tuple[int, int]:
-    """Dependent steps inside a node and between nodes.
+    """Return the dependent steps inside a node and between nodes.
 
-    Rings inside, but all_reduce and broadcast of more than RING_MEMBERS add a tree's depth only, as between
-    nodes: the library then takes trees for small messages.
+    Rings inside, but all_reduce and broadcast of more than RING_MEMBERS add a tree's depth only, as between nodes: the
+    library then takes trees for small messages.
     """
     depth = math.ceil(math.log2(nodes)) if nodes > 1 else 0
     tree_members = members
@@ -238,7 +236,7 @@ def steps_of(kind: str, members: int, nodes: int) -> tuple[int, int]:
 
 
 def _loads(cluster: Cluster, groups: np.ndarray, reshard_paths: dict) -> tuple[Loads, int, int]:
-    """Loads of every pattern, the most members of a group in one node, the most nodes of a group."""
+    """Return loads of every pattern, the most members of a group in one node, the most nodes of a group."""
     loads: Loads = {key: {} for key in ("ring", "all_to_all", "send_recv", "inside", "between")}
     followed = _followed_nodes(cluster, groups)
     most_members = most_nodes = 1
@@ -274,10 +272,10 @@ def _loads(cluster: Cluster, groups: np.ndarray, reshard_paths: dict) -> tuple[L
 
 
 def _followed_nodes(cluster: Cluster, groups: np.ndarray) -> set[int] | None:
-    """All nodes (None), or for a large mesh some of every make: nodes of one make carry the same loads.
+    """Return the nodes to follow: all (None), or of a large mesh some of every make.
 
-    The make is the devices of a node. Links that many nodes share beyond their own uplinks (an oversubscribed
-    tree) are then only loaded by the followed nodes: an underestimate that small meshes do not have.
+    Nodes of one make (devices of the node) carry the same loads. Links that many nodes share beyond their own uplinks
+    (an oversubscribed tree) are then only loaded by the followed nodes: an underestimate that small meshes do not have.
     """
     if groups.size <= MAX_HOPS:
         return None
@@ -294,8 +292,10 @@ def _followed_nodes(cluster: Cluster, groups: np.ndarray) -> set[int] | None:
 
 
 def _inside_hops(cluster: Cluster, local: list[int]) -> list[tuple[int, int, float]]:
-    """(from, to, part of v) for the ring inside a node. A member with direct links spreads v over them, where these
-    alone join all members; bridges between pairs do not."""
+    """Return (from, to, part of v) for the ring inside a node.
+
+    A member with direct links spreads v over them, where these alone join all members; bridges between pairs do not.
+    """
     places = {rank: place for place, rank in enumerate(local)}
     peers = [sorted((p for p in cluster.graph.succ[r] if p in places), key=places.__getitem__) for r in local]
     if not all(peers) or not nx.is_connected(cluster.graph.subgraph(local).to_undirected(as_view=True)):

@@ -1,4 +1,4 @@
-"""The time of one op on one device: a roofline with efficiency curves.
+"""Seconds of one op on one device: a roofline with efficiency curves.
 
     work    = max(flops / (peak * efficiency(size)), flops / sustained rate, bytes / (memory bandwidth * fraction))
     seconds = max(launch, kernel + work)    where the host launches ahead of the device (GPUs)
@@ -48,7 +48,7 @@ TFLOP/s at 400 W and 252.9 at 300 W (ml-engineering's table of accelerators), gi
 
 
 def peak_flops(device: Device, dtype: str) -> float:
-    """The data-sheet rate of a dtype in flop/s, or of the dtype that stands in for it (others: float32)."""
+    """Return the data-sheet rate of a dtype in flop/s, or of the dtype that stands in for it (others: float32)."""
     rates = device.peak_flops
     for narrow in ("float8", "float4"):  # float8_e4m3fn, float8_e5m2: one rate
         if dtype.startswith(narrow):
@@ -60,9 +60,9 @@ def peak_flops(device: Device, dtype: str) -> float:
 
 
 def sustained_fraction(device: Device) -> float:
-    """The part of the peak of its tensor cores that a device keeps up within its power limit; 1 where that is not said.
+    """Return the part of its tensor cores' peak that a device keeps up within its power limit; 1 if unknown.
 
-        fraction = SUSTAINED * (watts / 16-bit peak / SUSTAINED_WATTS) ^ SUSTAINED_POWER        at most 1
+    fraction = SUSTAINED * (watts / 16-bit peak / SUSTAINED_WATTS) ^ SUSTAINED_POWER        at most 1
     """
     peak = max(device.peak_flops.get("bfloat16", 0.0), device.peak_flops.get("float16", 0.0))
     if device.power_watts is None or not peak:
@@ -71,7 +71,7 @@ def sustained_fraction(device: Device) -> float:
 
 
 class _Rate(NamedTuple):
-    """What the seconds of a kind of op follow from: seconds per flop by the curve and by power, per byte, halves."""
+    """The rate of a kind of op: seconds per flop by the curve and by power, per byte, half sizes."""
 
     per_flop: float
     least_per_flop: float
@@ -125,10 +125,11 @@ def op_seconds(
     backward: bool = False,
     joins: bool = False,
 ) -> float:
-    """The time of one op in seconds.
+    """Return the seconds of one op.
 
     Args:
-        kind: one of KINDS (``none`` is free: views, scalars).
+        device: the device.
+        kind: one of KINDS (``none`` is free: views, scalars); others raise ValueError.
         flops: a multiply-add counts as two.
         n_bytes: all that is read and written.
         dtype: the type multiplied (``bfloat16``, ...).
@@ -136,12 +137,9 @@ def op_seconds(
             or (queries, keys that a query sees, size of a head).
         row: elements of a row that is normalized or summed; 0 where that does not matter.
         aligned: the inner sizes of a product are multiples of 16 bytes.
-        backward: by the curve of the backward, where there is one.
+        backward: use the curve of the backward, where there is one.
         joins: it runs in the kernel of an op before it. Its launch counts all the same: most kernels written by hand
             join fewer ops than this takes for one.
-
-    Raises:
-        ValueError: an unknown kind.
     """
     rate = _rates(device, kind, dtype, backward)
     if kind == "none":

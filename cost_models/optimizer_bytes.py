@@ -1,4 +1,4 @@
-"""Bytes that an optimizer keeps for a parameter."""
+"""Bytes of optimizer state."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STEP_BYTES = 4
 
 
 def optimizer_state_bytes(optimizer: str, n_elements: int, element_bytes: int, n_tensors: int = 1) -> int:
-    """Optimizer state in bytes of `n_tensors` parameters with `n_elements` elements in all.
+    """Return the optimizer state in bytes of `n_tensors` parameters with `n_elements` elements in all.
 
-    torch.optim keeps its state in the dtype of the parameter (`element_bytes` each), under a policy in
-    that of its moments. Raises ValueError for an unknown optimizer.
+    torch.optim keeps its state in the dtype of the parameter (`element_bytes` each), under a policy in that of its
+    moments. An unknown optimizer raises ValueError.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer '{optimizer}', known: {', '.join(OPTIMIZERS)}")

@@ -1,4 +1,4 @@
-"""Collectives of parameters beside computing: how many of their seconds a training step still waits for.
+"""Overlap of parameter collectives with compute: the seconds of them that remain exposed in a step.
 
 A parameter is gathered ahead of its use, and its gradient is reduced while the backward goes on to earlier layers. So
 what a pass takes is the longer of what it computes and of the collectives that run beside it, in four groups:
@@ -27,15 +27,14 @@ and MI250; collectives of large models take 5 to 15% of the multiprocessors. The
 
 
 class Shares(NamedTuple):
-    """Fractions of a pass beside which collectives may run: gathers of parameters beside a forward, reductions of
-    gradients beside a backward. 0 where they are waited for."""
+    """Fractions of a pass that collectives can overlap: parameter gathers, and gradient reductions (backward only)."""
 
     gathers: float
     reductions: float
 
     @property
     def backward(self) -> float:
-        """Of a backward, which may have both."""
+        """Fraction of a backward, which may have both."""
         return self.reductions or self.gathers
 
 
@@ -44,15 +43,17 @@ HIDES_ALL = Shares(1.0, 1.0)
 
 
 def shares_of(cluster: Cluster) -> Shares:
-    """Return how far collectives of parameters run beside computing: as the software says, and not at all where
-    collectives use the cores that compute, or where the cluster states no compute."""
+    """Return how far collectives of parameters overlap compute: as the software does.
+
+    Not at all where collectives use the computing cores, or where the cluster states no compute.
+    """
     if not cluster.overlap or cluster.abstract:
         return HIDES_NOTHING
     return Shares(cluster.software.hides_gathers, cluster.software.hides_reductions)
 
 
 class ParameterSeconds(NamedTuple):
-    """Seconds that collectives of parameters take by themselves.
+    """Seconds of parameter collectives by themselves.
 
     Attributes:
         gathers: once a step, in the forward of the first microbatch.
@@ -67,47 +68,41 @@ class ParameterSeconds(NamedTuple):
     backward_each: float = 0.0
 
     def of_step(self, microbatches: int) -> float:
-        """Seconds of a whole step."""
+        """Return the seconds of a whole step."""
         return self.gathers + self.reductions + microbatches * (self.forward_each + self.backward_each)
 
     def passes(self, microbatches: int) -> tuple[tuple[bool, int, float], ...]:
-        """``(whether it is a backward, times a step, seconds)`` of the four kinds of passes."""
+        """Return ``(is backward, times per step, seconds)`` of the four kinds of passes."""
         return (
             (False, 1, self.gathers + self.forward_each), (False, microbatches - 1, self.forward_each),
             (True, 1, self.reductions + self.backward_each), (True, microbatches - 1, self.backward_each),
         )  # fmt: skip
 
     def plus(self, more: ParameterSeconds, times: float = 1) -> ParameterSeconds:
-        """These and ``times`` more."""
+        """Return the sum with ``times`` more."""
         return ParameterSeconds(*[a + times * b for a, b in zip(self, more, strict=True)])
 
 
 class Computing(NamedTuple):
-    """Seconds that one device computes of a microbatch: its forward and its backward, without collectives and without
-    what is computed a second time."""
+    """Compute seconds of a microbatch on one device, forward and backward, without recomputation."""
 
     forward: float
     backward: float
 
     def side(self, backward: bool, shares: Shares) -> float:
-        """Seconds of a pass beside which collectives may run."""
+        """Return the seconds of a pass that collectives can overlap."""
         return self.backward * shares.backward if backward else self.forward * shares.gathers
 
 
 def hidden_seconds(collectives: float, computing: float) -> float:
-    """Return the seconds that a pass takes less than its computing and its collectives one after the other."""
+    """Return the seconds by which a pass is shorter than its compute and collectives in sequence."""
     return (1 - SLOWDOWN) * min(collectives, computing)
 
 
 def exposed(
     parameters: ParameterSeconds, may_hide: ParameterSeconds, computing: Computing, shares: Shares
 ) -> ParameterSeconds:
-    """Return what of the collectives of parameters a step still takes.
-
-    Args:
-        parameters: what they take by themselves.
-        may_hide: the part of it beside which anything may be computed.
-    """
+    """Return the exposed seconds of parameter collectives in a step; ``may_hide`` is the part that can overlap."""
     forward, backward = computing.side(False, shares), computing.side(True, shares)
     forward_each = hidden_seconds(may_hide.forward_each, forward)
     backward_each = hidden_seconds(may_hide.backward_each, backward)
@@ -118,8 +113,10 @@ def exposed(
 
 
 def tensor_exposed(cluster: Cluster) -> float:
-    """Return the fraction that a step waits for of collectives of tensor parallelism: of those that run in parts beside
-    the products that they belong to, what both lose together."""
+    """Return the exposed fraction of tensor-parallel collectives.
+
+    They run in parts next to the products that they belong to; exposed is what both lose together.
+    """
     if not cluster.overlap or cluster.abstract:
         return 1.0
     return 1 - (1 - SLOWDOWN) * cluster.software.hides_tensor

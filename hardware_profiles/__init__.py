@@ -1,15 +1,15 @@
-"""What a cluster can do, as data: devices, links, curves. Floor 0: imports nothing of the project.
+"""Hardware as data: devices, links, curves, clusters. Floor 0: imports nothing of the project.
 
 ===================== =================================================================================================
-:mod:`.model`         the nouns; :mod:`.abstract`: meshes without devices
+:mod:`.model`         devices, links, clusters; :mod:`.abstract`: meshes without devices
 :mod:`.load`          names become devices, links and curves; :mod:`.clusters`: files become clusters
 :mod:`.composed`      clusters of a few words (so many GPUs, so many to a machine)
-:mod:`.software`      what trains on a cluster, one record for each trainer; :mod:`.published_errors`: how far its
-                      published runs were from their prices
-:mod:`.usable_memory` what a process may fill of a device's memory
-:mod:`.profile_file`  files of what was measured; :mod:`.measurements`: the same as values
-:mod:`.product_names` which of the devices a GPU is, by the name that its driver gives
-:mod:`.strict`        one strict reader of files; :mod:`.reader`: of their tables; :mod:`.errors`: what it raises
+:mod:`.software`      training software on a cluster, one record each; :mod:`.published_errors`: deviations of
+                      predictions from published runs
+:mod:`.usable_memory` memory of a device that a process can use
+:mod:`.profile_file`  files of measurements; :mod:`.measurements`: the same as values
+:mod:`.product_names` the device of a GPU's driver name
+:mod:`.strict`        one strict reader of files; :mod:`.reader`: of their tables; :mod:`.errors`: its errors
 ===================== =================================================================================================
 """
 

@@ -22,10 +22,10 @@ def abstract_cluster(
     constants: Mapping[str, float] | None = None,
     memory_bytes: float = HUGE_BYTES,
 ) -> Cluster:
-    """A mesh that is nothing but prices.
+    """Return a mesh that has prices and no devices.
 
     `shape` maps axis names to sizes; `alpha` and `beta` (per byte) hold one number per axis, or one for all.
-    `constants` replaces Alpa's constant of the collectives that it names. Raises ProfileError.
+    `constants` replaces Alpa's constant of the collectives that it names. Wrong values raise ProfileError.
     """
 
     def listed(value: Sequence[float] | float) -> list[float]:
@@ -43,7 +43,7 @@ def abstract_cluster(
 
 
 def read_abstract(table: Table, name: str, description: str) -> Cluster:
-    """The [abstract] table of a cluster file; failures go to the table's list."""
+    """Read the [abstract] table of a cluster file; failures go to the table's list."""
     shape_table = table.table("shape")
     shape = {axis: shape_table.integer(axis) for axis in shape_table.data}
     columns = {}

@@ -1,4 +1,4 @@
-"""Cluster files and names -> Cluster. The file format is described in README.md."""
+"""Clusters from files and names. The file format is described in README.md."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ MOST_WIRES = 8 * MOST_DEVICES
 
 
 def list_clusters() -> list[str]:
-    """The built-in clusters. Most also take a suffix `-xN`: N nodes, or N local processes."""
+    """Return the built-in clusters. Most also take a suffix `-xN`: N nodes, or N local processes."""
     return sorted(path.stem for path in CLUSTERS.glob("*.toml"))
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A cluster by built-in name (`dgx-h100`, `dgx-h100-x8`, `local-x4`) or from a .toml or .json file.
+    """Load a cluster by built-in name (`dgx-h100`, `dgx-h100-x8`, `local-x4`) or from a .toml or .json file.
 
     `dgx-h100-4of8-x2` is two machines of which four GPUs each are used, `dgx-h100-x2+dgx-a100` three machines of two
-    kinds on one fabric. ``mixed.toml@0-3,6`` are five of the devices of a cluster, numbered anew from 0.
+    kinds on one fabric. ``mixed.toml@0-3,6`` are five of the devices of a cluster, renumbered from 0. ``dgx-h100 as
+    megatron-2023`` is a cluster on which that software trains (:mod:`hardware_profiles.software`). The same name
+    returns the same object.
 
-    ``dgx-h100 as megatron-2023`` is a cluster on which that software trains (:mod:`hardware_profiles.software`).
-
-    The same name gives the same object. Raises ProfileError with every failure found.
+    Raises:
+        ProfileError: the name or the file is wrong; it lists every failure found.
     """
     if len(str(name_or_path)) > LONGEST_NAME:
         raise UnknownClusterError(f"unknown cluster '{shortened(str(name_or_path))}': no name or path is so long")
@@ -79,8 +80,7 @@ _SUBSET = re.compile(r"(?P<cluster>.+)@(?P<ranks>\d+(-\d+)?(,\d+(-\d+)?)*)")
 
 
 def split_subset(name: str) -> tuple[str, tuple[int, ...]]:
-    """The cluster that a name begins with, and the ranks of it that the name ends with: ``("mixed.toml", (0, 1, 6))``
-    for ``mixed.toml@0-1,6``; no ranks where the name means all devices."""
+    """Split ``mixed.toml@0-1,6`` into the cluster's name and the ranks ``(0, 1, 6)``; no ranks mean all."""
     match = _SUBSET.fullmatch(name)
     if match is None:
         return name, ()
@@ -100,7 +100,7 @@ def split_subset(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:
-    """A profile file: the cluster that it names, by another name, with what was measured."""
+    """Return the cluster that a profile file names, renamed, with the measurements."""
     failures = ProfileErrors(str(path))
     root = Table(dict(document), "", failures)
     name = root.text("cluster")
@@ -117,7 +117,7 @@ def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:
 def cluster_from(
     gpu: str, n_devices: int, per_node: int | None = None, *, inside: str = "", between: str = ""
 ) -> Cluster:
-    """A cluster of one kind of device, with the links that such machines usually have.
+    """Return a cluster of one kind of device, with the links that such machines usually have.
 
     Args:
         gpu: a device of data/devices.toml, in any spelling (``h100-sxm-80gb``, ``T4-16GB``).
@@ -152,7 +152,7 @@ def _builtin_cluster(name: str) -> Cluster:
 
 
 def _builtin_document(name: str) -> dict[str, Any]:
-    """The document of one kind of machines: `dgx-h100`, `dgx-h100-x8`, `dgx-h100-4of8-x2` (4 of the 8 GPUs of each)."""
+    """Return the document of one kind of machines: `dgx-h100`, `dgx-h100-x8`, `dgx-h100-4of8-x2`."""
     stem, some, copies = name, None, None
     if stem not in list_clusters() and (match := _PART.fullmatch(name)):
         try:
@@ -188,7 +188,7 @@ def _builtin_document(name: str) -> dict[str, Any]:
 
 
 class _Builder:
-    """Collects devices and edges while a cluster document is read."""
+    """A collector of devices and edges while a cluster document is read."""
 
     def __init__(
         self, failures: ProfileErrors, devices: Mapping[str, Device], links: Mapping[str, Link], curves: Mapping
@@ -200,7 +200,7 @@ class _Builder:
         self.n_nodes = 0
 
     def link(self, table: Table, key: str, default: Link | None = None) -> Link | None:
-        """A link by name or as an inline table; `default` when the key is absent (None makes it required)."""
+        """Return a link by name or from an inline table; `default` if the key is absent (None: required)."""
         if default is not None and not table.has(key):
             table.asked.add(key)
             return default
@@ -221,7 +221,7 @@ class _Builder:
 
 
 def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool) -> None:
-    """One [[node]] table: `count` machines of one make. A machine that stands `alone` needs no uplink."""
+    """Read one [[node]] table: `count` machines of one make. A machine that is `alone` needs no uplink."""
     failures, path = builder.failures, table.path
     name, count = table.text("name", "node"), table.integer("count", 1)
     if table.has("devices"):
@@ -317,8 +317,10 @@ _InnerLinks = list[tuple[int, int, Link | None, Link | None]]
 
 
 def _torus_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks:
-    """The links of ``torus = { shape = [4, 4, 4], link = "ici-v5p" }``: each device to its neighbours along every
-    axis, rings closed where an axis has more than two."""
+    """Add the links of ``torus = { shape = [4, 4, 4], link = "ici-v5p" }`` between neighbours along every axis.
+
+    Rings are closed where an axis has more than two devices.
+    """
     if not table.has("torus"):
         return []
     inner = table.table("torus")
@@ -341,7 +343,7 @@ def _torus_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks
 
 
 def _pair_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks:
-    """The links of ``pairs = { link = "xgmi3", of = 8 }``: between all devices of each group of that many."""
+    """Add the links of ``pairs = { link = "xgmi3", of = 8 }`` between all devices of each such group."""
     if not table.has("pairs"):
         return []
     inner = table.table("pairs")
@@ -359,7 +361,7 @@ def _pair_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks:
 
 
 def _share(device: Device, part: float) -> Device:
-    """The device when it gets only `part` of a core's time."""
+    """Return the device when it gets only `part` of a core's time."""
     return dataclasses.replace(
         device,
         memory_bytes=device.memory_bytes * part,
@@ -370,13 +372,13 @@ def _share(device: Device, part: float) -> Device:
 
 
 def _share_link(link: Link, part: float, crowded_curve: str) -> Link:
-    """A link that is worked by cores, when each process gets only `part` of a core's time."""
+    """Return a link that cores operate, when each process gets only `part` of a core's time."""
     bandwidth = link.bandwidth_bytes_per_second * part
     return dataclasses.replace(link, bandwidth_bytes_per_second=bandwidth, curve=crowded_curve or link.curve)
 
 
 def build_cluster(document: Mapping[str, Any], where: str, default_name: str = "cluster") -> Cluster:
-    """A cluster from a document already read. `where` stands in errors. Raises ProfileError."""
+    """Build a cluster from a document; `where` names it in errors, which are raised as one ProfileError."""
     failures = ProfileErrors(where)
     root = Table(dict(document), "", failures)
     root.text("suffix", "")

@@ -32,7 +32,7 @@ INFINIBAND = {"edr": 100.0, "hdr": 200.0, "ndr": 400.0, "xdr": 800.0}
 
 
 def document_named(name: str) -> dict[str, Any] | None:
-    """The document of a cluster that a name composes (``64xA100-SXM-80GB/8/nvlink3/4x200gbps``), or None."""
+    """Return the document of a composed cluster name (``64xA100-SXM-80GB/8/nvlink3/4x200gbps``), or None."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -41,11 +41,7 @@ def document_named(name: str) -> dict[str, Any] | None:
 
 
 def name_of(gpu: str, n_devices: int, per_node: int | None, inside: str, between: str) -> str:
-    """The name that composes a cluster, of the words of :func:`hardware_profiles.cluster_from`.
-
-    Raises:
-        ProfileError: a word or number makes no sense.
-    """
+    """Return the name that composes a cluster from the arguments of :func:`hardware_profiles.cluster_from`."""
     device, where = device_of(gpu), f"{n_devices}x{gpu}"
     for number, what in ((n_devices, "devices"), (1 if per_node is None else per_node, "devices in a machine")):
         if not 1 <= number <= MOST_DEVICES:
@@ -60,11 +56,7 @@ def name_of(gpu: str, n_devices: int, per_node: int | None, inside: str, between
 
 
 def device_of(gpu: str) -> Device:
-    """A device by its name in any spelling: ``a100-sxm-80gb``, ``T4-16GB``, ``H100``.
-
-    Raises:
-        ProfileError: no device or several have the name.
-    """
+    """Return a device by its name in any spelling: ``a100-sxm-80gb``, ``T4-16GB``, ``H100``."""
     known = {name.lower(): name for name in builtin_devices()}
     text = gpu.strip().lower().replace(" ", "-")
     found = known.get(text) or known.get(re.sub(r"-\d+gb$", "", text))
@@ -72,7 +64,7 @@ def device_of(gpu: str) -> Device:
 
 
 def _usual_machine(device: Device, n_devices: int) -> int:
-    """How many of a device stand in one machine: its domain, 8 where it has none; fewer where there are fewer.
+    """Return the devices per machine: the domain, 8 without one; fewer where there are fewer.
 
     Domains that do not divide the devices are filled equally: 128 of an NVL72 are two times 64.
     """
@@ -86,7 +78,7 @@ def _usual_machine(device: Device, n_devices: int) -> int:
 
 
 def _document(device: Device, n: int, per_node: int, inside: str, between: str, where: str) -> dict[str, Any]:
-    """The document of a cluster, as :func:`hardware_profiles.build_cluster` reads it, of the parts of its name."""
+    """Return the document of a cluster, as :func:`hardware_profiles.build_cluster` reads it."""
     if not 1 <= n <= MOST_DEVICES or n % per_node:
         raise ProfileError(where, [f"{n} devices do not fill machines of {per_node}: give a multiple, {MOST_DEVICES:,} "
                                    "at most"])  # fmt: skip
@@ -100,7 +92,7 @@ def _document(device: Device, n: int, per_node: int, inside: str, between: str, 
 
 
 def _link_named(device: Device, inside: str, where: str) -> str:
-    """The name of the link in a machine, of its name or of words as published tables have them (``PCIe Gen3``)."""
+    """Return the name of the link in a machine, from its name or published words (``PCIe Gen3``)."""
     text = inside.strip().lower()
     if not text:
         return device.link or device.host_link or "pcie4"
@@ -118,7 +110,7 @@ def _link_named(device: Device, inside: str, where: str) -> str:
 
 
 def _wiring(device: Device, per_node: int, link: str) -> dict[str, Any]:
-    """The keys of a node: its switches, pairs or torus."""
+    """Return the keys of a node: its switches, pairs or torus."""
     if link.startswith("pcie") or device.domain == 2:
         host = link if link.startswith("pcie") else device.host_link
         levels = [(2, host), (4, f"{host}-socket"), (8, f"{host}-host")]
@@ -134,7 +126,7 @@ def _wiring(device: Device, per_node: int, link: str) -> dict[str, Any]:
 
 
 def _torus(n: int, axes: int) -> list[int]:
-    """Sizes as equal as can be that make ``n``."""
+    """Return sizes, as equal as possible, with the product ``n``."""
     sizes = []
     for left in range(axes, 0, -1):
         size = next(s for s in range(max(1, round(n ** (1 / left))), 0, -1) if n % s == 0)
@@ -144,7 +136,7 @@ def _torus(n: int, axes: int) -> list[int]:
 
 
 def _network_named(between: str, per_node: int, where: str) -> str:
-    """The name of the network of a machine: a link for each device, or ``4x200gbps``, ``1x50gbps-ethernet``.
+    """Return the name of a machine's network: a link per device, or ``4x200gbps``, ``1x50gbps-ethernet``.
 
     Words: ``4x HDR``, ``400Gb/s per node``, ``RoCE 1600Gb/s per node``, ``EFA``, ``50Gb/s Ethernet``, each with the
     rate of the whole machine. Of ``10-50Gb/s`` the larger is meant.
@@ -172,7 +164,7 @@ def _network_named(between: str, per_node: int, where: str) -> str:
 
 
 def _uplink(network: str, per_node: int) -> dict[str, Any]:
-    """The way out of a machine, of the name of its network."""
+    """Return the uplink of a machine from the name of its network."""
     match = _ADAPTERS.fullmatch(network)
     if match is None:
         return {"link": network, "devices": 1}

@@ -1,4 +1,4 @@
-"""The one error that reading a hardware profile raises."""
+"""The error of reading a hardware profile."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ MOST_TOLD = 20
 
 
 class ProfileError(ValueError):
-    """A hardware profile that cannot be used. Lists every failure found, not only the first one.
+    """An unusable hardware profile, with every failure found.
 
-    `failures` holds one line per failure: the key path in the file, what stands there, what to do.
+    `failures` holds one line per failure: the key path in the file, the value there, what to do.
     """
 
     def __init__(self, where: str, failures: Sequence[str]):
@@ -25,7 +25,7 @@ class ProfileError(ValueError):
 
 
 class UnknownClusterError(ProfileError):
-    """A name that no cluster has: there is no profile to find failures in."""
+    """An unknown name of a cluster: there is no profile to find failures in."""
 
     def __init__(self, failure: str):
         ValueError.__init__(self, failure)

@@ -1,4 +1,4 @@
-"""Names and files -> devices, links, curves. The built-in data lies in `data/`, one TOML file per noun."""
+"""Devices, links and curves by name. The built-in data is in `data/`, one TOML file per noun."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ DATA = Path(__file__).parent / "data"
 
 
 class Efficiency(NamedTuple):
-    """What devices with the same cores have in common: curves by name, and the least seconds of a kernel (None where
-    the processor that launches computes)."""
+    """Properties common to devices with the same cores: curves by name, and the minimum seconds of a kernel.
+
+    The minimum is None where the processor that launches computes.
+    """
 
     curves: Mapping[str, EfficiencyCurve]
     kernel_seconds: float | None
@@ -27,7 +29,7 @@ class Efficiency(NamedTuple):
 
 @functools.cache
 def efficiency_families() -> dict[str, Efficiency]:
-    """The families of data/efficiency.toml by name."""
+    """Return the families of data/efficiency.toml by name."""
     failures = ProfileErrors("data/efficiency.toml")
     root = Table(read_document(DATA / "efficiency.toml"), "", failures)
     families = {name: read_efficiency(root.table(name)) for name in root.data}
@@ -36,7 +38,7 @@ def efficiency_families() -> dict[str, Efficiency]:
 
 
 def read_efficiency(table: Table) -> Efficiency:
-    """One table of curves by name; those of OP_KINDS are required, others of CURVES and `kernel_seconds` optional."""
+    """Read one table of curves by name; OP_KINDS are required, other CURVES and `kernel_seconds` optional."""
     curves = {}
     for name in (*OP_KINDS, *(n for n in CURVES if n not in OP_KINDS and table.has(n))):
         inner = table.table(name)
@@ -60,7 +62,7 @@ def read_efficiency(table: Table) -> Efficiency:
 
 
 def read_device(name: str, table: Table) -> Device:
-    """One device table. `efficiency` is the name of a family or a table of curves."""
+    """Read one device table. `efficiency` is the name of a family or a table of curves."""
     failures = table.failures
     family = table.take(
         "efficiency", expected="the name of a family of data/efficiency.toml, or a table of curves"
@@ -97,7 +99,7 @@ def read_device(name: str, table: Table) -> Device:
 
 
 def read_link(name: str, table: Table, known_curves: Mapping[str, object]) -> Link:
-    """One link table."""
+    """Read one link table."""
     sources = table.texts("sources", {})
     link = Link(
         name,
@@ -115,7 +117,7 @@ def read_link(name: str, table: Table, known_curves: Mapping[str, object]) -> Li
 
 
 def read_curves(table: Table) -> dict[str, CollectiveCurve]:
-    """The curves of a kind of link. `broadcast` and `send_recv` default to that of all_gather."""
+    """Read the curves of a kind of link. `broadcast` and `send_recv` default to that of all_gather."""
     curves = {}
     for kind in COLLECTIVES:
         if kind in ("broadcast", "send_recv") and not table.has(kind):
@@ -145,7 +147,7 @@ def read_curves(table: Table) -> dict[str, CollectiveCurve]:
 
 @functools.cache
 def builtin_curves() -> dict[str, dict[str, CollectiveCurve]]:
-    """Curve name -> collective -> curve: data/collectives.toml plus those measured on the local machine."""
+    """Return data/collectives.toml and the local machine's curves: name -> collective -> curve."""
     curves: dict[str, dict[str, CollectiveCurve]] = {}
     for path in [DATA / "collectives.toml", *sorted((DATA.parent / "measured").glob("curves_*.toml"))]:
         failures = ProfileErrors(path.name)
@@ -157,7 +159,7 @@ def builtin_curves() -> dict[str, dict[str, CollectiveCurve]]:
 
 @functools.cache
 def builtin_links() -> dict[str, Link]:
-    """Link name -> link, from data/links.toml."""
+    """Return the links of data/links.toml by name."""
     failures = ProfileErrors("data/links.toml")
     root = Table(read_document(DATA / "links.toml"), "", failures)
     links = {name: read_link(name, root.table(name), builtin_curves()) for name in root.data}
@@ -167,7 +169,7 @@ def builtin_links() -> dict[str, Link]:
 
 @functools.cache
 def builtin_devices() -> dict[str, Device]:
-    """Device name -> device: data/devices.toml plus the measured local core."""
+    """Return the devices of data/devices.toml and the measured local core, by name."""
     devices: dict[str, Device] = {}
     for path in [DATA / "devices.toml", *sorted((DATA.parent / "measured").glob("devices_*.toml"))]:
         failures = ProfileErrors(path.name)
@@ -178,13 +180,16 @@ def builtin_devices() -> dict[str, Device]:
 
 
 def list_devices() -> list[str]:
-    """The names that `load_device` knows."""
+    """Return the names that `load_device` knows."""
     return sorted(builtin_devices())
 
 
 def load_device(name: str) -> Device:
-    """A built-in device by name. Raises ProfileError naming the closest one, or what a file must say, when there is
-    none."""
+    """Return a built-in device by name.
+
+    Raises:
+        ProfileError: there is none; it names the closest one, or what a file must say.
+    """
     devices = builtin_devices()
     if name not in devices:
         raise ProfileError("devices", [unknown_device(name, devices)])

@@ -1,4 +1,4 @@
-"""What was measured on a cluster, beside what its data sheets say: a profile file is a cluster with these tables.
+"""Measurements on a cluster, in addition to its data sheets: a profile file is a cluster with these tables.
 
 `autopar profile` writes such a file; wherever a cluster's name can stand, its path can:
 
@@ -50,7 +50,7 @@ class MeasuredOp:
 
 @dataclass(frozen=True)
 class Correction:
-    """From computed to measured seconds of a kind of op: ``seconds + factor * computed``, one pair a direction."""
+    """A line from computed to measured seconds of a kind of op: ``seconds + factor * computed`` per direction."""
 
     forward: tuple[float, float]
     backward: tuple[float, float]
@@ -58,7 +58,7 @@ class Correction:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds of a pipeline's executor beside the ops, each action of a microbatch once.
+    """Seconds of a pipeline's executor in addition to the ops, each action of a microbatch once.
 
     Attributes:
         forward_seconds, backward_seconds: of an action F or B.
@@ -78,7 +78,7 @@ class Overheads:
 
 @dataclass(frozen=True)
 class OptimizerSeconds:
-    """One step of an optimizer: for every parameter tensor, and for every byte of parameters."""
+    """Seconds of one optimizer step: per parameter tensor, and per byte of parameters."""
 
     tensor_seconds: float
     byte_seconds: float
@@ -108,9 +108,9 @@ class Measured:
 
 
 def op_key(target: str, args: Any, kwargs: Mapping[str, Any], tensor: Callable[[Any], str | None]) -> str:
-    """What an op is measured and looked up by: its name, its tensors and its other arguments.
+    """Return the key of an op's measurements: its name, its tensors and its other arguments.
 
-    ``tensor`` gives the text of a value that is (or stands for) a tensor, None for anything else. A tensor's text is
+    ``tensor`` returns the text of a value that is (or represents) a tensor, None for anything else. A tensor's text is
     ``float32[4 8]``, with a star where a gradient flows to it.
     """
 
@@ -127,7 +127,7 @@ def op_key(target: str, args: Any, kwargs: Mapping[str, Any], tensor: Callable[[
 
 
 def tensor_text(dtype: str, shape: Any, grad: bool) -> str:
-    """A tensor in an :func:`op_key`."""
+    """Return a tensor's text in an :func:`op_key`."""
     return f"{dtype}[{' '.join(map(str, shape))}]" + ("*" if grad else "")
 
 

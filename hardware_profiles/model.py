@@ -1,7 +1,7 @@
-"""The nouns of a hardware profile: devices, links, collective curves, clusters. Plain numbers in SI units.
+"""The records of a hardware profile: devices, links, collective curves, clusters. Plain numbers in SI units.
 
-Nothing here computes a price: `cost_models` does. Everything is frozen. Objects compare by identity, so that
-they can key caches in constant time; load a profile once and pass it around.
+Nothing here computes a price: `cost_models` does. Everything is frozen. Objects compare by identity, so that they can
+key caches in constant time; load a profile once and pass it around.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CollectiveCurve:
-    """How one collective behaves over one kind of link, for n ranks (or nodes) in a ring.
+    """One collective's behaviour over one kind of link, for n ranks (or nodes) in a ring.
 
     latency(n) = base_seconds + steps(n) * step_seconds
     rate(n)    = link bandwidth * fraction * (1 - ramp / n)
@@ -160,12 +160,11 @@ class AbstractAxis:
 class Cluster:
     """Devices by rank and the directed graph that joins them.
 
-    Graph nodes: the ranks 0..n-1 (int) and switches (str). Every edge carries a `link` (Link) for its
-    direction. `node_of[rank]` says which machine a rank sits in; collectives go around inside a machine
-    before they leave it. `curves[link.curve][collective]` prices traffic. `overlap` is False where
-    collectives use the computing cores. `abstract` lists the axes of an abstract mesh; the graph then has no
-    edges and compute is free. `measured` holds the tables of a profile file, where the cluster came from one.
-    `software` is what trains on it.
+    Graph nodes: the ranks 0..n-1 (int) and switches (str). Every edge carries a `link` (Link) for its direction.
+    `node_of[rank]` is the machine of a rank; collectives go around inside a machine before they leave it.
+    `curves[link.curve][collective]` prices traffic. `overlap` is False where collectives use the computing cores.
+    `abstract` lists the axes of an abstract mesh; the graph then has no edges and compute is free. `measured` holds the
+    tables of a profile file, where the cluster came from one. `software` is what trains on it.
     """
 
     name: str
@@ -181,19 +180,21 @@ class Cluster:
 
     @property
     def n_devices(self) -> int:
+        """Number of devices."""
         return len(self.devices)
 
     @property
     def n_nodes(self) -> int:
+        """Number of machines."""
         return len(set(self.node_of))
 
     @property
     def is_profile(self) -> bool:
-        """Whether this is a profile file: a cluster on which operators were measured."""
+        """True for a profile file: a cluster on which operators were measured."""
         return self.measured is not None
 
     def device(self, rank: int) -> Device:
-        """The device of a global rank. Raises ValueError for a rank that the cluster does not have."""
+        """Return the device of a global rank; ValueError for a rank that the cluster does not have."""
         if not 0 <= rank < len(self.devices):
             raise ValueError(
                 f"cluster {self.name}: no rank {rank}, it has ranks 0 to {len(self.devices) - 1}"
@@ -201,12 +202,13 @@ class Cluster:
         return self.devices[rank]
 
     def only(self, ranks: Iterable[int]) -> Cluster:
-        """Some of the devices with the links between them, as a cluster of its own: its rank 0 is the first of
-        ``ranks``, and :func:`~hardware_profiles.load_cluster` finds it by its name.
+        """Return some of the devices with the links between them, as a cluster of its own.
+
+        Its rank 0 is the first of ``ranks``, and :func:`~hardware_profiles.load_cluster` finds it by its name.
 
         Raises:
-            ProfileError: no rank, one that the cluster does not have or that is named twice, an abstract mesh, or
-                devices that reach each other only through others.
+            ProfileError: no rank, one that the cluster does not have or that is named twice, an abstract mesh, or devices that
+                reach each other only through others.
         """
         kept = tuple(ranks)
         name = f"{self.name}{subset_suffix(kept)}"
@@ -227,12 +229,14 @@ class Cluster:
         )  # fmt: skip
 
     def slowest(self, ranks: Iterable[int]) -> Device:
-        """Of some ranks' devices the one with the lowest peak rate, then with the lowest memory bandwidth: where all
-        do the same, they wait for it."""
+        """Return the slowest of some ranks' devices, for which the others wait when all do the same.
+
+        It has the lowest peak rate, then the lowest memory bandwidth.
+        """
         return min(map(self.device, ranks), key=speed_of)
 
     def describe(self) -> str:
-        """A few lines for people: devices, machines, links."""
+        """Return a few lines for people: devices, machines, links."""
         kinds: dict[str, int] = {}
         for device in self.devices:
             kinds[device.name] = kinds.get(device.name, 0) + 1
@@ -265,12 +269,12 @@ class Cluster:
 
 
 def speed_of(device: Device) -> tuple[float, float]:
-    """By what devices are faster or slower: the highest peak rate, then the memory bandwidth."""
+    """Return a sort key of a device's speed: the highest peak rate, then the memory bandwidth."""
     return max(device.peak_flops.values()), device.memory_bytes_per_second
 
 
 def subset_suffix(ranks: Iterable[int]) -> str:
-    """The end of the name of a cluster of some devices of another: ``@0-3,6``."""
+    """Return the end of the name of a cluster of some devices of another: ``@0-3,6``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -1,10 +1,10 @@
-"""Which profile a GPU is, by the name that its driver gives it (``torch.cuda.get_device_name``) and its memory.
+"""The profile of a GPU, by its driver name (``torch.cuda.get_device_name``) and its memory.
 
 Names of products begin alike and mean other chips: L4, L40 and L40S; B200 and GB200; H200 and GH200; an H100 on SXM, on
-PCIe and as NVL. So a name is read in whole words, every one of which must be accounted for: those that a product needs,
-and those that it may have. Of several products that fit, the one that needs the most words is meant. A name with a word
-that nobody accounts for is no product of the table, however much of it looks familiar. And what a name leaves open, or
-what an operator changed, the memory tells: a device with other memory than the profile's is not that device.
+PCIe and as NVL. So a name is read in whole words, every one of which must be accounted for: those that a product
+requires, and those that it may have. Of several products that fit, the one that requires the most words is meant. A
+name with an unaccounted word is no product of the table, however familiar the rest looks. The memory decides what a
+name leaves open, or an operator changed: a device with other memory than the profile's is not that device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAKERS = frozenset({"nvidia", "tesla", "geforce", "graphics", "device", "amd", "
 
 
 class Product(NamedTuple):
-    """A profile's device, the words that its name must have, and those that it may have beside them."""
+    """A profile's device, the words that its name must have, and those that it may have in addition."""
 
     device: str
     needs: str
@@ -79,24 +79,19 @@ PRODUCTS = (
 
 
 class Named(NamedTuple):
-    """What a name says: the device of the profiles, or None and the reason why it is none of them."""
+    """The meaning of a name: a device of the profiles, or None with the reason."""
 
     device: str | None
     reason: str = ""
 
 
 def words_of(name: str) -> frozenset[str]:
-    """The words of a product's name, without its maker's."""
+    """Return the words of a product's name, without its maker's."""
     return frozenset(re.findall(r"[a-z0-9]+", name.lower())) - MAKERS
 
 
 def device_named(name: str, memory_bytes: float | None = None) -> Named:
-    """The profile of a GPU.
-
-    Args:
-        name: as the driver gives it, such as ``NVIDIA H100 80GB HBM3``.
-        memory_bytes: all of its memory, as the driver gives it; None where it is not known.
-    """
+    """Return the profile of a GPU by the driver's ``name`` (``NVIDIA H100 80GB HBM3``) and all of its memory."""
     words = words_of(name)
     if "mig" in words:
         return Named(None, f"'{name}' is a slice (MIG) of a GPU: profiles are of whole ones")
@@ -114,7 +109,7 @@ def device_named(name: str, memory_bytes: float | None = None) -> Named:
 
 
 def _nearest(words: frozenset[str]) -> str:
-    """What tells it from the product with most words in common, to be said behind a name."""
+    """Return the difference to the product with most words in common, as the end of a message."""
     common = {p: len(words & {*p.needs.split(), *p.may.split()}) for p in PRODUCTS if words & {p.needs.split()[0]}}
     if not common:
         return ""

@@ -1,4 +1,4 @@
-"""Reading a profile file, strictly: whatever is unknown, missing, negative or not finite is told."""
+"""A strict reader of profile files: everything unknown, missing, negative or not finite is reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .strict import shortened
 
 
 def read_measured(root: Table) -> Measured:
-    """The tables of a profile document; `root` is its top level, whose version is checked here."""
+    """Read the tables of a profile document; `root` is its top level, whose version is checked here."""
     failures = root.failures
     version = root.take(KEY)
     if version != VERSION or isinstance(version, bool):
@@ -103,7 +103,7 @@ def _pair(table: Table, key: str) -> tuple[float, float]:
 
 
 def _points(table: Table, key: str) -> Points:
-    """``[[bytes, seconds], ...]``, sizes rising."""
+    """Read ``[[bytes, seconds], ...]``, sizes rising."""
     where = f"{table.path}.{key}" if table.path else key
     value = table.take(key, expected="a list of [bytes, seconds]")
     good = isinstance(value, list) and value and all(isinstance(p, list) and len(p) == 2 for p in value)
@@ -122,7 +122,7 @@ def _is_time(value: Any) -> bool:
 
 
 def is_measured(document: Mapping[str, Any]) -> bool:
-    """Whether a document is a profile and not a plain cluster."""
+    """Return True if a document is a profile and not a plain cluster."""
     return KEY in document
 
 

@@ -1,4 +1,4 @@
-"""How far prices were from published runs, by software and device: the band that a prediction is shown with.
+"""Errors of predictions against published runs, by software and device: the band shown with a prediction.
 
 ``data/errors.toml`` is written by ``benchmarks/accuracy.py --errors`` from the same rows as docs/accuracy.md.
 """
@@ -21,14 +21,13 @@ ANY = "any"
 
 @dataclass(frozen=True)
 class ErrorBand:
-    """Errors of prices against published runs, as fractions of what was measured, without their sign.
+    """Errors of prices against published runs, as unsigned fractions of the measured value.
 
     Attributes:
         software, device: of the runs; the device is ``any`` where those on one device are too few.
-        rows: runs whose seconds were compared; 0 where only memory was.
-        seconds_median: half of the runs were nearer; ``seconds_90``: nine of ten were.
-        memory_rows: runs whose memory was compared.
-        memory_median: half of the runs were nearer; ``memory_90``: nine of ten were.
+        rows: runs with compared seconds; 0 where only memory was compared.
+        seconds_median, seconds_90: median and 90th percentile of the errors.
+        memory_rows, memory_median, memory_90: the same of memory.
     """
 
     software: str
@@ -43,7 +42,7 @@ class ErrorBand:
 
 @functools.cache
 def error_bands() -> Mapping[tuple[str, str], ErrorBand]:
-    """Return all bands by software and device; none where the table was never written."""
+    """Return all bands by software and device; none if the table was never written."""
     if not is_there(_FILE):
         return {}
     failures = ProfileErrors("data/errors.toml")
@@ -72,8 +71,7 @@ def _read(software: str, device: str, table: Table) -> ErrorBand:
 
 
 def error_band(cluster: Cluster) -> ErrorBand | None:
-    """Return the band of a cluster's software on its slowest device, that of the software on any device where there is
-    no nearer one, or None where no run of that software was compared."""
+    """Return the band of a cluster's software on its slowest device, or on any device; None without runs."""
     if cluster.abstract:
         return None
     bands, software = error_bands(), cluster.software.name

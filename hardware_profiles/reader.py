@@ -1,4 +1,4 @@
-"""Strict reading of TOML and JSON tables: every failure is collected, then raised together."""
+"""A strict reader of TOML and JSON tables: all failures are collected, then raised together."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SMALLEST, LARGEST = 1e-30, 1e30
 
 
 def is_beyond(value: float) -> bool:
-    """Whether a finite number is so large or small that no price can be computed with it."""
+    """Return True if a finite number is so large or small that no price can be computed with it."""
     return value != 0 and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The table in a `.toml` or `.json` file. Raises ProfileError when it cannot be read or parsed."""
+    """Return the table in a `.toml` or `.json` file; ProfileError if it cannot be read or parsed."""
     try:
         text = read_text(path)
         document = parse_json(text) if path.suffix == ".json" else parse_toml(text)
@@ -40,7 +40,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def closest(word: str, words: Iterable[str]) -> str:
-    """A hint for a mistyped word: the known ones that it begins, else the nearest one, else all of them."""
+    """Return a hint for a mistyped word: the known ones that it begins, else the nearest one, else all of them."""
     words, word = sorted(words), word[:200]
     begun = [name for name in words if word and name.lower().startswith(word.lower())]
     if 1 < len(begun) < len(words):
@@ -57,18 +57,19 @@ class ProfileErrors:
         self.lines: list[str] = []
 
     def add(self, path: str, problem: str) -> None:
-        """One failure. Raises all of them once there are more than are told."""
+        """Add one failure; raise all of them when there are too many to list."""
         self.lines.append(f"{shortened(path, 200)}: {problem}")
         if len(self.lines) > MOST_TOLD:
             self.raise_if_any()
 
     def raise_if_any(self) -> None:
+        """Raise all failures as one ProfileError."""
         if self.lines:
             raise ProfileError(self.where, self.lines)
 
 
 class Table:
-    """One table being read. Asking for a key marks it as known; `close` reports keys nobody asked for.
+    """One table being read. Asking for a key marks it as known; `close` reports the other keys.
 
     A wrong value adds a failure and returns a harmless stand-in, so that reading goes on to the next key.
     """
@@ -85,10 +86,11 @@ class Table:
         return f"{self.path}.{key}" if self.path else key
 
     def has(self, key: str) -> bool:
+        """Return True if the key is present."""
         return key in self.data
 
     def take(self, key: str, default: Any = REQUIRED, expected: str = "a value") -> Any:
-        """The raw value of `key`; a missing one without default is a failure and gives None."""
+        """Return the raw value of `key`; a missing one without default is a failure and gives None."""
         self.asked.add(key)
         if key in self.data:
             return self.data[key]
@@ -98,7 +100,7 @@ class Table:
         return default
 
     def number(self, key: str, default: Any = REQUIRED, *, positive: bool = False) -> float:
-        """A finite or infinite number >= 0 (> 0 when `positive`), as a float."""
+        """Return a finite or infinite number >= 0 (> 0 when `positive`), as a float."""
         value = self.take(key, default, "a number")
         if value is None:
             return 1.0
@@ -117,7 +119,7 @@ class Table:
         return float(value)
 
     def integer(self, key: str, default: Any = REQUIRED, *, low: int = 1) -> int:
-        """A whole number from `low` to a million: counts of devices, nodes and ports."""
+        """Return a whole number from `low` to a million: counts of devices, nodes and ports."""
         value = self.take(key, default, "a whole number")
         if value is None:
             return low
@@ -130,7 +132,7 @@ class Table:
         return value
 
     def text(self, key: str, default: Any = REQUIRED) -> str:
-        """A string that is not empty unless the default is."""
+        """Return a string that is not empty unless the default is."""
         value = self.take(key, default, "a string")
         if value is None:
             return ""
@@ -140,6 +142,7 @@ class Table:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
+        """Return a boolean."""
         value = self.take(key, default)
         if not isinstance(value, bool):
             self.failures.add(self._at(key), f"got {_show(value)}, expected true or false")
@@ -147,12 +150,12 @@ class Table:
         return value
 
     def table(self, key: str, default: Any = REQUIRED) -> Table:
-        """A sub-table."""
+        """Return a sub-table."""
         value = self.take(key, default, "a table")
         return Table({} if value is None else value, self._at(key), self.failures)
 
     def tables(self, key: str, default: Any = REQUIRED) -> list[Table]:
-        """A list of tables (`[[key]]` in TOML)."""
+        """Return a list of tables (`[[key]]` in TOML)."""
         value = self.take(key, default, f"at least one [[{key}]] table")
         if value is None:
             return []
@@ -162,12 +165,12 @@ class Table:
         return [Table(item, f"{self._at(key)}[{i}]", self.failures) for i, item in enumerate(value)]
 
     def numbers(self, key: str, default: Any = REQUIRED, *, positive: bool = False) -> dict[str, float]:
-        """A table whose values are all numbers."""
+        """Return a table whose values are all numbers."""
         inner = self.table(key, default)
         return {name: inner.number(name, positive=positive) for name in inner.data}
 
     def texts(self, key: str, default: Any = REQUIRED) -> dict[str, str]:
-        """A table whose values are all strings."""
+        """Return a table whose values are all strings."""
         inner = self.table(key, default)
         return {name: inner.text(name) for name in inner.data}
 
@@ -184,7 +187,7 @@ def _show(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: its beginning, where it is long."""
+    """Return the beginning of a value, for a message."""
     if isinstance(value, (str, list, dict)) and len(value) > 60:  # whose whole text may be long in the making
         value = value[:60] if not isinstance(value, dict) else dict(islice(value.items(), 20))
     return shortened(repr(value))

@@ -1,7 +1,7 @@
-"""What trains on a cluster: the software's share of a step's time and memory, one record for each trainer.
+"""Training software on a cluster: its effect on a step's time and memory, one record for each trainer.
 
 ``load_cluster("dgx-h100 as megatron-2023")`` is the cluster as that trainer uses it; without ``as`` it is autopar's own
-runtime. The records stand in ``data/software.toml``, which says where each number comes from.
+runtime. The records are in ``data/software.toml``, with the source of each number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FILE = Path(__file__).parent / "data" / "software.toml"
 
 @dataclass(frozen=True)
 class Software:
-    """How one trainer runs a plan.
+    """One trainer's execution of a plan.
 
     Attributes:
         factor: seconds of a measured step over those of the device's own rates; fitted once for a trainer.
@@ -69,7 +69,7 @@ class Software:
 
 @functools.cache
 def software() -> dict[str, Software]:
-    """All records by name, from data/software.toml."""
+    """Return all records by name, from data/software.toml."""
     failures = ProfileErrors("data/software.toml")
     root = Table(read_document(_FILE), "", failures)
     records = {name: _read(name, root.table(name)) for name in root.data}
@@ -95,18 +95,13 @@ def _read(name: str, table: Table) -> Software:
 
 
 def software_named(name: str) -> Software:
-    """One record.
-
-    Raises:
-        ProfileError: there is none of that name.
-    """
+    """Return one record, or raise a ProfileError with the known names."""
     if name not in software():
         raise ProfileError("software", [f"unknown software '{name}': {closest(name, software())}"])
     return software()[name]
 
 
 def split_software(name: str) -> tuple[str, str | None]:
-    """The cluster that a name begins with, and the software that it ends with: ``("dgx-h100", "megatron-2023")`` for
-    ``dgx-h100 as megatron-2023``."""
+    """Split ``dgx-h100 as megatron-2023`` into ``("dgx-h100", "megatron-2023")``."""
     cluster, said, trainer = name.rpartition(AS)
     return (cluster, trainer) if said else (name, None)

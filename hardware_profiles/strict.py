@@ -1,8 +1,8 @@
-"""One strict reader for every file that autopar is given: plans, profiles, configs, traces.
+"""A strict reader for every file that autopar is given: plans, profiles, configs, traces.
 
-A file that somebody else wrote may be anything: a pipe that never ends, a terabyte, a thousand nested lists, a number
-that is none, a key that stands twice. Each of these is refused here, once, with one sentence that says what and what to
-do; callers put the file's name before it and raise it as an error of their own.
+A file from somebody else may be anything: a pipe that never ends, a terabyte, a thousand nested lists, an invalid
+number, a repeated key. Each of these is refused here, with one sentence that says what and what to do; callers put the
+file's name in front of it and raise it as an error of their own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LARGEST_WHOLE = 2**63 - 1
 
 
 class Unreadable(ValueError):
-    """A file that is not read; the text says why and what to do, without the file's name."""
+    """An error for a file that is not read: the reason and what to do, without the file's name."""
 
 
 def is_there(path: Path) -> bool:
-    """Whether a path is that of a file; of a name that is too long, or holds a NUL, there is none."""
+    """Return True if a path is that of a file; a name that is too long or has a NUL has none."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -45,11 +45,7 @@ def is_there(path: Path) -> bool:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a regular file in UTF-8.
-
-    Raises:
-        Unreadable: there is none, it is a folder, pipe or device, too large, or no UTF-8.
-    """
+    """Return the text of a regular UTF-8 file, or raise Unreadable."""
     path = Path(path)
     try:
         status = path.stat()
@@ -70,24 +66,16 @@ def read_text(path: str | Path) -> str:
 
 
 def read_beginning(path: Path, n_bytes: int) -> bytes:
-    """Return up to so many bytes of a file that need not be text, to tell its kind.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return up to so many bytes of a file that need not be text, to tell its kind; may raise OSError."""
     with path.open("rb") as file:
         return file.read(n_bytes)
 
 
 def parse_json(text: str, repeated: list[str] | None = None) -> Any:
-    """What a JSON text holds.
+    """Return the value of a JSON text, or raise Unreadable.
 
-    Args:
-        repeated: takes the keys that stand twice in one object, of which all but the last are lost; without it they
-            are an error.
-
-    Raises:
-        Unreadable: no JSON, a number that is not finite, a repeated key, nested too deep, or too many values.
+    ``repeated`` collects repeated keys of one object, of which all but the last are lost; without it they are an error.
+    So are numbers that are not finite, and too deep or too many values.
     """
     twice: list[str] = [] if repeated is None else repeated
 
@@ -131,11 +119,10 @@ def parse_json(text: str, repeated: list[str] | None = None) -> Any:
 
 
 def parse_count(digits: str) -> int:
-    """A whole number from text: of a file's line or of the command line.
+    """Parse a whole number of a file or of the command line, or raise Unreadable.
 
-    Raises:
-        Unreadable: it is none of the digits 0 to 9 alone (int() also takes others, and str.isdigit() even ones that
-            int() refuses), or larger than any count.
+    Only the digits 0 to 9 are allowed (int() also takes others, and str.isdigit() even ones that int() refuses), and no
+    number larger than any count.
     """
     if not digits.isascii() or not digits.isdigit():
         raise Unreadable(f"'{shortened(digits)}' is no whole number")
@@ -145,16 +132,12 @@ def parse_count(digits: str) -> int:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """A text for a message: its beginning, where it is long."""
+    """Return the beginning of a text, for a message."""
     return text if len(text) <= most else f"{text[: most - 3]}... ({len(text):,} characters)"
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML text holds; infinite numbers are part of that language.
-
-    Raises:
-        Unreadable: no TOML (a repeated key is none), nested too deep, or too many values.
-    """
+    """Return the value of a TOML text, in which infinite numbers are allowed, or raise Unreadable."""
     try:
         value = tomllib.loads(text)
     except RecursionError as error:
@@ -165,7 +148,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _bounded(value: Any) -> Any:
-    """``value``, unless it is nested too deep or holds too much."""
+    """Return ``value``, unless it is nested too deep or holds too much."""
     level, depth, count = [value], 0, 0
     while level:
         count += len(level)

@@ -1,4 +1,4 @@
-"""What a process may allocate of a device's memory, and what its context takes of it."""
+"""Memory of a device that a process can allocate, and the part that its context takes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ context, communication, the allocator's gaps and what is not counted."""
 
 
 class Budget(NamedTuple):
-    """What a plan may fill of a device, and what the rest is for; in bytes.
+    """The memory limit of a plan on a device, and the use of the rest, in bytes.
 
     Attributes:
-        usable_bytes: that the driver gives; of a device that is not known, that its data sheet names.
-        reserved_bytes: of the process's context and libraries, and what its software takes for communication.
-        margin: the larger of the allocator's gaps and of the count's own error, as a share of what is counted. They do
-            not add up: an allocator that runs out of memory gives its unused blocks back before it fails.
-        limit_bytes: what the counted peak of a step may be at most.
-        is_known: whether the driver's number is known; else the limit is a fixed share of the data sheet's.
+        usable_bytes: what the driver reports; of an unknown device the data sheet's number.
+        reserved_bytes: of the process's context and libraries, and the software's communication buffers.
+        margin: the larger of the allocator's fragmentation and the count's own error, as a share of the counted bytes. They
+            do not add up: an allocator that runs out of memory releases its unused blocks before it fails.
+        limit_bytes: upper limit of the counted peak of a step.
+        is_known: True if the driver's number is known; else the limit is a fixed share of the data sheet's.
     """
 
     usable_bytes: float
@@ -45,7 +45,7 @@ class Budget(NamedTuple):
 
 @functools.cache
 def usable_memory() -> dict[str, float]:
-    """Bytes by the name of the device, from data/usable_memory.toml."""
+    """Return bytes by the name of the device, from data/usable_memory.toml."""
     failures = ProfileErrors("data/usable_memory.toml")
     root = Table(read_document(_FILE), "", failures)
     usable = {}
@@ -59,10 +59,9 @@ def usable_memory() -> dict[str, float]:
 
 
 def budget_of(cluster: Cluster, device: Device) -> Budget:
-    """What a plan may fill of one device of a cluster under the cluster's software.
+    """Return the memory budget of one device of a cluster under the cluster's software.
 
-    Raises:
-        ProfileError: the software reserves more than the device has.
+    Software that reserves more than the device has raises ProfileError.
     """
     software, usable = cluster.software, usable_memory().get(device.name)
     if usable is None:
@@ -82,6 +81,5 @@ def budget_of(cluster: Cluster, device: Device) -> Budget:
 
 
 def is_gpu(device: Device) -> bool:
-    """Whether a device is one of the accelerators whose memory a driver gives, and whose kernels are torch's for
-    GPUs."""
+    """Return True for an accelerator whose memory a driver reports and whose kernels are torch's for GPUs."""
     return device.name in usable_memory()

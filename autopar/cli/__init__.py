@@ -18,7 +18,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import io
 import signal
 import sys
@@ -26,6 +25,7 @@ from typing import Annotated
 
 import typer
 
+from autopar import __version__
 from autopar.cli import (
     check,
     explain,
@@ -53,7 +53,6 @@ app = typer.Typer(
     "Start with: autopar plan gpt.py:make --cluster dgx-h100 -o plan.json, then: autopar show plan.json --trust",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -61,7 +60,7 @@ app = typer.Typer(
 
 def _version(request: bool) -> None:
     if request:
-        typer.echo(f"autopar {importlib.metadata.version('autopar')}")
+        typer.echo(f"autopar {__version__}")
         raise typer.Exit
 
 
@@ -84,9 +83,9 @@ for name, command in (
 
 
 def main() -> None:
-    """The commands, called from Python: errors that a user can cause are one paragraph and exit code 2.
+    """Run a command of the command line; errors that a user can cause are one paragraph and exit code 2.
 
-    SIGTERM ends a command as Ctrl-C does: a search with the best plan that it found so far.
+    SIGTERM ends a command as Ctrl-C does: a search returns the best plan that it found so far.
     """
     try:
         with terminated_as_interrupted() as was_terminated:
@@ -102,11 +101,11 @@ def main() -> None:
 
 
 def start() -> None:
-    """Entry point of the shell: :func:`main` in a process of its own.
+    """Run :func:`main` as the entry point of the shell.
 
-    A third of the processor's time of a small plan went into walks through all of torch in search of garbage, at its
-    end, too, when everything goes anyway. Commands that end by themselves make none of these; those that compute for as
-    long as they are asked to may make more garbage than there is memory.
+    The cyclic garbage collector took a third of the processor time of a small plan, so it is off for commands that end
+    by themselves, and the final collection at exit is skipped. Long-running commands may make more garbage than fits in
+    memory.
     """
     if sys.argv[1:2] not in (["profile"], ["run"], ["verify"]):
         gc.disable()

@@ -88,7 +88,7 @@ def check(
 
 
 def _state_bytes(price: Price) -> int:
-    """Bytes of parameters, gradients and the optimizer's state."""
+    """Return the bytes of parameters, gradients and optimizer state."""
     return price.parameter_bytes + price.gradient_bytes + price.optimizer_bytes
 
 

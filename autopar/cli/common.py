@@ -1,4 +1,4 @@
-"""What the commands share: consoles, progress, words on the command line, loading models and plans.
+"""Helpers shared by the commands: option types, progress, errors, loading of models and plans.
 
 Nothing heavy is imported at the top: ``autopar --help`` must not wait for torch.
 """
@@ -43,7 +43,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 
 
 def within(low: float, high: float = MOST_COUNTED) -> Callable[[typer.CallbackParam, Any], Any]:
-    """The callback of an option whose number is one of a range; it refuses others, and what is no number, as nan is."""
+    """Return an option callback that refuses numbers outside of a range, and nan."""
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
         if value is not None and not low <= value <= high:
@@ -59,7 +59,7 @@ def _plain(number: float) -> str:
 
 
 def seconds_within(param: typer.CallbackParam, value: Any) -> Any:
-    """The callback of an option that says a time; what waits counts it in milliseconds of 32 bits."""
+    """Refuse a number of seconds that a 32-bit count of milliseconds cannot hold."""
     return within(0.001, MOST_SECONDS)(param, value)
 
 
@@ -99,15 +99,15 @@ Trust = Annotated[
 
 
 class UsageError(AutoparError):
-    """A word on the command line cannot be understood."""
+    """A command line that cannot be understood."""
 
 
 class UntrustedModelError(ModelError):
-    """A plan file names code that nobody said may run."""
+    """A plan file that names Python code which the user has not allowed to run."""
 
 
 def print_json(value: Any) -> None:
-    """JSON on standard output; infinite numbers become null."""
+    """Print a value as JSON on standard output; infinite numbers become null."""
 
     def plain(v: Any) -> Any:
         if dataclasses.is_dataclass(v) and not isinstance(v, type):
@@ -125,8 +125,10 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on standard error while something takes its time, or a line now and then where that is no terminal.
-    What it gives is told how far that is."""
+    """Show progress on standard error: a spinner on a terminal, a line now and then elsewhere.
+
+    Yields a function that takes the current state as text.
+    """
     console = err()
     start = time.perf_counter()
     if not console.is_terminal:
@@ -141,7 +143,7 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def _lines(console: Console, what: str, start: float) -> Callable[[str], None]:
-    """How far something has come, as lines for a log: the first after some seconds, then ever more seldom."""
+    """Return a function that logs progress: first after some seconds, then at growing intervals."""
     after = start + FIRST_LINE_SECONDS
 
     def say(text: str) -> None:
@@ -160,21 +162,13 @@ at least, so that a search of an hour writes some sixty lines."""
 
 
 def print_error(error: BaseException) -> None:
-    """One red paragraph."""
+    """Print an error as one red paragraph."""
     said = re.sub(r"\S{400,}", lambda word: shortened(word[0], 200), str(error))  # what was given may be of any length
     err().print(styled("[bold red]error:[/bold red] [red]{}[/red]", said), soft_wrap=True)
 
 
 def where_to_run(request: str, processes: int) -> tuple[str, str]:
-    """On what processes of this machine run, and how that is said.
-
-    Args:
-        asked: ``cpu``, ``cuda`` or ``auto``.
-        processes: of them on this machine.
-
-    Raises:
-        UsageError: there are not as many GPUs, or far too many processes.
-    """
+    """Return the device type (``cpu`` or ``cuda``) for so many local processes, and a description for people."""
     import torch
 
     if request not in ("cpu", "cuda", "auto"):
@@ -194,11 +188,7 @@ def where_to_run(request: str, processes: int) -> tuple[str, str]:
 
 
 def check_ranks_here(n: int) -> None:
-    """Refuse more ranks than one machine can run.
-
-    Raises:
-        UsageError: with both numbers.
-    """
+    """Refuse more ranks than one machine can run."""
     if n > MOST_RANKS_HERE:
         raise UsageError(
             f"{n:,} ranks are to run on this machine, at most {MOST_RANKS_HERE} do; take a mesh or a plan of fewer "
@@ -207,7 +197,7 @@ def check_ranks_here(n: int) -> None:
 
 
 def moved(loaded: Loaded, device: str) -> Loaded:
-    """A model and its example inputs on a device."""
+    """Return the model and its example inputs on a device."""
     import torch
 
     from autopar.torch_private import pytree
@@ -224,12 +214,10 @@ def load_and_capture(
     parts: int | None = None, input_gradients: bool = False, precision: Precision | None = None,
     by_default: bool = False,
 ) -> tuple[Loaded, Captured]:  # fmt: skip
-    """The model that ``spec`` names, and its graph; of one microbatch, if its example inputs are that of ``parts``.
+    """Load the model that ``spec`` names and capture its graph.
 
-    Args:
-        input_gradients: all inputs that can want gradients do, where the model runs with such inputs.
-        precision: the policy to capture it for.
-        by_default: without one, that of the frontend which loads the model.
+    With ``parts`` the graph is that of one microbatch. ``input_gradients`` makes all floating-point inputs require
+    gradients where the model runs with such inputs. Without ``precision``, ``by_default`` takes the frontend's policy.
     """
     with progress(f"loading {spec}"):
         from dataclasses import replace
@@ -268,11 +256,7 @@ def load_and_capture(
 
 
 def check_values(loaded: Loaded, name: str) -> None:
-    """Refuse a model or example inputs without values, where they are really run.
-
-    Raises:
-        UsageError: a parameter, a buffer or an input is on the meta device.
-    """
+    """Refuse a model or example inputs on the meta device, which have no values to run with."""
     from autopar.torch_private import pytree
 
     named = {f"'{k}'": t for k, t in loaded.model.state_dict().items()}
@@ -284,14 +268,14 @@ def check_values(loaded: Loaded, name: str) -> None:
 
 
 def cluster_from(cluster: str, folder: Path) -> str:
-    """A cluster as a file in ``folder`` names it: a profile by its path from there, others by their name."""
+    """Return the cluster as a plan file in ``folder`` names it: profile files by relative path, others by name."""
     from autopar.plans.clusters import in_file
 
     return in_file(cluster, lambda path: Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix())
 
 
 def open_plan(path: Path) -> Document:
-    """A plan file, its form checked."""
+    """Read a plan file and check its form."""
     from autopar.planfile import open_
 
     return open_(path)
@@ -300,15 +284,10 @@ def open_plan(path: Path) -> Document:
 def model_of(
     document: Document, path: Path, model: str | None = None, device: str = "meta", *, trust: bool
 ) -> tuple[Loaded, Captured]:
-    """The model that a plan file is for, the one given or the one that the file names, captured as one microbatch.
+    """Load and capture the model of a plan file: ``model`` if it is given, else the one that the file names.
 
-    Args:
-        trust: a Python file that only the plan names is imported. A plan may come from anyone, and its model would run
-            with all rights of the user who looks at it.
-
-    Raises:
-        UntrustedModelError: the file names a Python file, and nobody said that it may be imported.
-        ModelError: the file names none, or it cannot be loaded.
+    The graph is that of one microbatch. A Python file that only the plan file names is imported only with ``trust``: a
+    plan may come from anyone, and its model would run with all rights of the user who looks at it.
     """
     from autopar.frontends import runs_code
     from autopar.rules.experts.expert_load import with_load
@@ -336,11 +315,7 @@ def model_of(
 
 
 def bound(document: Document, captured: Captured) -> tuple[Plan, Cluster]:
-    """The plan of a file for a captured model, with the cluster that prices it.
-
-    Raises:
-        MeshError: the cluster has not all devices of the plan.
-    """
+    """Return the plan of a file for a captured model, and the cluster that prices it."""
     from autopar.planfile import bind
     from autopar.plans.device_groups import check_within
 
@@ -352,7 +327,7 @@ def bound(document: Document, captured: Captured) -> tuple[Plan, Cluster]:
 
 
 def what_if(captured: Captured, plan: Plan, cluster: Cluster) -> Replanner:
-    """The plan to be asked "what if", and to be simulated."""
+    """Return the replanner of a plan, which re-solves and simulates it."""
     from autopar.planner.inter_op.replan import Replanner
     from autopar.planner.planning import wishes_of
 
@@ -360,14 +335,14 @@ def what_if(captured: Captured, plan: Plan, cluster: Cluster) -> Replanner:
 
 
 def opened(path: Path, model: str | None = None, *, trust: bool) -> tuple[Captured, Replanner]:
-    """A plan file with its model, to be asked "what if"."""
+    """Return the captured model of a plan file, and the replanner of its plan."""
     document = open_plan(path)
     _, captured = model_of(document, path, model, trust=trust)
     return captured, what_if(captured, *bound(document, captured))
 
 
 def optimizer_of(name: str, params: list[Any], lr: float) -> Any:
-    """The optimizer that a plan names."""
+    """Return the torch optimizer that a plan names."""
     import torch
 
     classes = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
@@ -380,7 +355,7 @@ def optimizer_of(name: str, params: list[Any], lr: float) -> Any:
 
 
 def show_solution(solution: Solution | None) -> str:
-    """What is known of how good a plan is: ``highs: within gap, gap 0.35%: no plan is faster by more than that``."""
+    """Return the proof of a plan in words: ``highs: within gap, gap 0.35%: no plan is faster by more than that``."""
     if solution is None:
         return "no proof of optimality: the plan was edited by hand, and priced anew"
     gap = (
@@ -392,7 +367,7 @@ def show_solution(solution: Solution | None) -> str:
 
 
 def show_pins(pins: Pins) -> str:
-    """What the user asked for: ``layers.*.up: tensor=n; at most 70.00 GiB per device``; empty for nothing."""
+    """Return the user's constraints in words: ``layers.*.up: tensor=n; at most 70.00 GiB per device``."""
     from autopar.plans.plan_options import pin_words
 
     return "; ".join(pin_words(pins))

@@ -123,7 +123,7 @@ def _explain_op(
 def _instead(
     request: Replanner, in_stage: dict[int, list[int]], wanted: dict[str, str], limit: float | None
 ) -> dict[str, Any]:
-    """The stages with the ops and their copies cut as wanted solved again, and the step simulated with them."""
+    """Re-solve the stages of the ops, and of their copies, with the requested cut, and simulate the step."""
     stages = list(request.plan.stages)
     whole, ops = request.graph, 0
     for number, numbers in in_stage.items():
@@ -177,11 +177,7 @@ def _print_instead(best: dict[str, Any]) -> None:
 
 
 def found_ops(graph: Graph, op: str) -> list[int]:
-    """Numbers of the ops that are named.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the numbers of the ops that match a pattern; refuse a pattern without a match."""
     from autopar.errors import closest
     from autopar.report.why import find_ops
     from autopar.words.labels import op_labels
@@ -194,7 +190,7 @@ def found_ops(graph: Graph, op: str) -> list[int]:
 
 
 def priced_ops(graph: Graph, plan: StagePlan, priced: Pricer, numbers: list[int]) -> list[dict[str, Any]]:
-    """Every way to cut each op; ops of equal blocks with the same cut once."""
+    """Return the price of every strategy of each op; ops of equal blocks with the same strategy appear once."""
     from autopar.planner.intra_op.building.hidden_seconds import hidden_in
     from autopar.report.why import alternatives
     from autopar.rules.registry import rules_of
@@ -210,7 +206,7 @@ def priced_ops(graph: Graph, plan: StagePlan, priced: Pricer, numbers: list[int]
 
 
 def as_facts(graph: Graph, result: dict[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
-    """One op for JSON."""
+    """Return one op as values for JSON."""
     from autopar.rules.registry import rules_of
 
     node = graph.nodes[result["number"]]
@@ -224,11 +220,7 @@ def as_facts(graph: Graph, result: dict[str, Any], labels: Mapping[str, str]) ->
 def print_ops(
     graph: Graph, plan: StagePlan, results: list[dict[str, Any]], labels: Mapping[str, str], top: int, where: str = ""
 ) -> None:
-    """One table for each op.
-
-    Args:
-        where: what is said behind the op's name.
-    """
+    """Print one table for each op; ``where`` follows the op's name."""
     from autopar.report.tables import alternatives_table
     from autopar.report.why import possible
     from autopar.rules.registry import rules_of
@@ -263,7 +255,7 @@ def print_ops(
 
 
 def _distinct(graph: Graph, plan: StagePlan, numbers: list[int]) -> list[tuple[int, int]]:
-    """``(op, copies)``: ops of equal blocks with the same cut once."""
+    """Return ``(op, copies)``: ops of equal blocks with the same strategy once."""
     from autopar.planner.intra_op.building.fold import fold
 
     rep = fold(graph).representative
@@ -274,7 +266,7 @@ def _distinct(graph: Graph, plan: StagePlan, numbers: list[int]) -> list[tuple[i
 
 
 def copies_able(graph: Graph, numbers: list[int], wanted: dict[str, str]) -> list[int]:
-    """Those of the ops that have the factors (all, if none has), and their copies in equal blocks."""
+    """Return those ops that have the factors (all, if none has), and their copies in equal blocks."""
     from autopar.planner.intra_op.building.fold import fold
     from autopar.rules.option_names import option_written
     from autopar.rules.registry import rules_of
@@ -292,7 +284,7 @@ def copies_able(graph: Graph, numbers: list[int], wanted: dict[str, str]) -> lis
 
 
 def wishing(options: Options, patterns: list[str], wanted: dict[str, str], limit: float | None) -> Options:
-    """Options with one more wish, which overrides what was asked for before."""
+    """Return the options with one more constraint, which overrides earlier ones."""
     constraints: dict[str, dict[str, str]] = {p: dict(axes) for p, axes in (options.constraints or {}).items()}
     for pattern in patterns:  # later patterns override
         constraints[pattern] = {**constraints.pop(pattern, {}), **wanted}

@@ -1,4 +1,4 @@
-"""``autopar explain`` of the cut at which a stage begins."""
+"""``autopar explain`` for the cut at which a stage begins."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def explain_cut(captured: Captured, request: Replanner, stage: str, as_json: bool) -> None:
-    """Why a stage begins where it does.
-
-    Args:
-        stage: its number, as it was given.
-    """
+    """Explain why the stage with this number begins at its block."""
     number = _number(request.plan, stage)
     plan, timeline = request.simulated()
     facts = facts_of(captured, plan, timeline, request.cluster)
@@ -54,7 +50,7 @@ def explain_cut(captured: Captured, request: Replanner, stage: str, as_json: boo
 
 
 def _moved(captured: Captured, request: Replanner, number: int, by: int) -> dict[str, Any]:
-    """The step with the cut one block earlier or later, or why that cannot be."""
+    """Return the step with the cut moved by so many blocks, or the reason why it cannot be moved."""
     from autopar.errors import AutoparError
     from autopar.words.labels import op_labels
 

@@ -1,4 +1,4 @@
-"""``autopar fits``: whether a layout fits the devices' memory, by how much, how sure that is, and what would do."""
+"""``autopar fits``: check a layout against the devices' memory, and list near layouts that fit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def fits(
 
 
 def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[PricedLayout]:
-    """Price layouts that need less than one that does not fit, the nearest first; those that fit."""
+    """Price layouts near one that does not fit, the nearest first, and return those that fit."""
     fitting = []
     for text in smaller(found.layout.text)[:MOST_TRIED]:
         try:
@@ -107,7 +107,7 @@ def nearby(layouts: PricedLayouts, cluster: str, found: PricedLayout) -> list[Pr
 
 
 def smaller(text: str) -> list[str]:
-    """Return layouts that need less memory: one thing changed at first, then several."""
+    """Return layouts that need less memory: with one change first, then with several."""
     parts = (part.partition("=")[::2] for part in text.split(","))
     words = {word.strip(): value.strip() for word, value in parts}
     ways: list[dict[str, str | None]] = []
@@ -134,13 +134,13 @@ def smaller(text: str) -> list[str]:
 
 
 def _changed(words: dict[str, str], way: dict[str, str | None]) -> str:
-    """Words with some of them changed; None leaves one out."""
+    """Return the words of a layout with some of them changed; None leaves a word out."""
     merged = {**words, **way}
     return ",".join(word if not value else f"{word}={value}" for word, value in merged.items() if value is not None)
 
 
 def answer(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayout]) -> list[str]:
-    """Return the answer as lines for people."""
+    """Return the answer as lines of text."""
     layout, pinned = found.layout, found.pinned
     over = found.memory_bytes - found.limit_bytes
     side = f"{show_bytes(over)} too much" if over > 0 else f"{show_bytes(-over)} left"
@@ -167,7 +167,7 @@ def answer(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayou
 
 
 def certainty(found: PricedLayout, band: ErrorBand | None) -> str:
-    """Return how sure the answer is, by published runs."""
+    """Return the certainty of the answer according to published runs."""
     if band is None or band.memory_90 is None:
         return "how far that may be off is not known: no published run of this software gives its memory"
     what = f"{band.memory_rows} published runs of {band.software}"
@@ -180,7 +180,7 @@ def certainty(found: PricedLayout, band: ErrorBand | None) -> str:
 
 
 def _facts(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayout]) -> dict[str, Any]:
-    """Return the answer as values."""
+    """Return the answer as values for JSON."""
     return {
         "like": found.layout.text, "fits": found.fits, "runs": found.pinned.runs, "memory_bytes": found.memory_bytes,
         "limit_bytes": found.limit_bytes, "over_bytes": found.memory_bytes - found.limit_bytes,

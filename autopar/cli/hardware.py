@@ -1,4 +1,4 @@
-"""``autopar devices`` and ``autopar clusters``: what the hardware profiles know."""
+"""``autopar devices`` and ``autopar clusters``: the built-in hardware profiles."""
 
 from __future__ import annotations
 

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 
 def parsed(like: Sequence[str]) -> list[Layout | AutoparError]:
-    """Read the layouts of ``--like``; an error stands for one that cannot be read, where there are several.
+    """Parse the layouts of ``--like``.
 
-    Raises:
-        PlanError: the only one cannot be read.
+    Of several, one that cannot be parsed is replaced by its error; a single one raises it.
     """
     from autopar.planner.layouts.layout_words import parse_layout
 
@@ -44,7 +43,7 @@ def priced(
     loaded: Loaded, captured: Captured, cluster: str, request: PlanRequest, like: Sequence[str],
     layouts: Sequence[Layout | AutoparError],
 ) -> list[Priced]:  # fmt: skip
-    """Price the layouts of ``--like``; one that cannot be has an error, and the others go on."""
+    """Price the layouts of ``--like``; one that cannot be priced has an error, and the others go on."""
     from autopar.planner.layouts.pricing import PricedLayouts
     from autopar.planner.planning import options_of
 
@@ -71,7 +70,7 @@ class Priced:
     error: str = ""
 
     def row(self, hardware: Cluster) -> LayoutRow | None:
-        """Return what the table says of it."""
+        """Return the row of the layout in the table."""
         from autopar.report.layouts import layout_row
 
         if self.found is None:
@@ -81,7 +80,7 @@ class Priced:
         )
 
     def misfit(self) -> str:
-        """Return by how much it does not fit; nothing where it does."""
+        """Return the excess of memory in words; empty if the layout fits."""
         if self.found is None or self.found.fits:
             return ""
         over = self.found.memory_bytes - self.found.limit_bytes
@@ -91,11 +90,7 @@ class Priced:
         )
 
     def facts(self, hardware: Cluster, plan: Any) -> dict[str, Any]:
-        """Return what ``--json`` says of it.
-
-        Args:
-            plan: the plan file's document.
-        """
+        """Return the layout as values for JSON; ``plan`` is the document of its plan file."""
         row = self.row(hardware)
         if row is None or self.found is None:
             return {"like": self.text, "error": self.error}
@@ -110,13 +105,7 @@ class Priced:
 def show(
     outcome: Outcome, hardware: Cluster, top: int, likes: Sequence[Priced], path: Path | None, like_path: Path | None
 ) -> None:
-    """Print the best layouts, and those that were asked for beside them.
-
-    Args:
-        top: how many of the best layouts are shown.
-        path: of the plan file that was written.
-        like_path: of the plan file of the one layout in ``likes``.
-    """
+    """Print the best ``top`` layouts next to the requested ones; ``path`` and ``like_path`` are the files written."""
     pinned = [row for like in likes if (row := like.row(hardware)) is not None]
     if top > 1 or likes:
         table(rows_of_layouts(outcome, hardware, top, pinned))
@@ -144,7 +133,7 @@ def show(
 def rows_of_layouts(
     outcome: Outcome, hardware: Cluster, top: int, pinned: Sequence[LayoutRow]
 ) -> list[LayoutRow]:
-    """Return rows of the best layouts planned exactly, and of those that were asked for, the fastest first."""
+    """Return the rows of the best and of the requested layouts, the fastest first."""
     from autopar.report.layouts import layout_row, with_front
 
     best = sorted(outcome.others, key=lambda found: found.plan.seconds)[:top]
@@ -154,7 +143,7 @@ def rows_of_layouts(
 
 
 def table(rows: list[LayoutRow]) -> None:
-    """Layouts side by side; ``*`` marks those that no faster one beats in memory."""
+    """Return layouts as a table; ``*`` marks those that no faster one beats in memory."""
     from rich.table import Table
 
     console = out()

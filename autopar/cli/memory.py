@@ -1,4 +1,4 @@
-"""``autopar memory``: what fills the devices of a plan, when, and by which tensors."""
+"""``autopar memory``: the contents of the devices' memory at the peak, by category and tensor."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def memory(
 
 
 def _written(file: OutputFile, plan: Plan, memory: DeviceMemory) -> str:
-    """Write the snapshot, and say what is in it."""
+    """Write the snapshot and print its contents."""
     from autopar.report.memory_snapshot import pickled
     from autopar.report.memory_snapshot import snapshot as snapshot_of
 

@@ -1,7 +1,8 @@
 """Files that commands write: never over a file of another kind without ``--force``, and through no link.
 
-A name on the command line is easily one too many: ``-o models.py`` for ``-o plan.json``, a plan for its page. What is
-there is written over where it is what the command writes anyway, so that a plan can be made again under its name.
+A name on the command line is easily one too many: ``-o models.py`` for ``-o plan.json``, a plan for its page. An
+existing file is overwritten without ``--force`` only if it is of the kind that the command writes, so a plan can be
+made anew.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Force = Annotated[bool, typer.Option("--force", help="Write the output even over
 
 @dataclass(frozen=True)
 class OutputKind:
-    """What a command writes.
+    """A kind of file that a command writes.
 
     Attributes:
         name: with its article, for messages.
-        recognizes: whether a text is of this kind; a plan that was edited, and has a mistake, still is one.
-        is_binary: no text, but bytes, which ``recognizes`` gets as characters.
+        recognizes: returns True for a text of this kind; a plan with a mistake from an edit is still one.
+        is_binary: the file is not text; ``recognizes`` gets its bytes as characters.
     """
 
     name: str
@@ -52,8 +53,8 @@ class OutputFile:
     """A file that a command will write.
 
     Attributes:
-        option: which names it, for messages.
-        force: whatever is there is written over; a link is replaced by the file.
+        option: the command-line option that names it, for messages.
+        force: overwrite any existing file; a link is replaced by the file.
     """
 
     path: Path
@@ -62,11 +63,7 @@ class OutputFile:
     force: bool = False
 
     def check(self) -> None:
-        """Refuse a path that could not be written, or must not be, before anything takes its time.
-
-        Raises:
-            UsageError: there is no such folder; it is a folder, a link, or a file of another kind.
-        """
+        """Refuse a path that cannot or must not be written, before the command spends time."""
         said = f"{self.option} is {self.path}"
         try:
             has_folder = self.path.parent.is_dir()
@@ -92,7 +89,7 @@ class OutputFile:
             )
 
     def _is_of_kind(self) -> bool:
-        """Whether the file that is there is of this kind; an empty one may become anything."""
+        """Return True if the existing file is of this kind, or empty."""
         try:
             binary = read_beginning(self.path, LARGEST_FILE_BYTES) if self.kind.is_binary else None
             text = read_text(self.path) if binary is None else binary.decode("latin-1")
@@ -101,19 +98,11 @@ class OutputFile:
         return not text or bool(self.kind.recognizes(text))
 
     def write(self, text: str) -> None:
-        """Write the file; what is there by now is checked once more.
-
-        Raises:
-            UsageError: it cannot be written, or must not be.
-        """
+        """Write the file after checking the path once more."""
         self.write_bytes(text.encode())
 
     def write_bytes(self, content: bytes) -> None:
-        """Write the file as :meth:`write` does.
-
-        Raises:
-            UsageError: it cannot be written, or must not be.
-        """
+        """Write bytes as :meth:`write` writes text."""
         self.check()
         try:
             if self.force and self.path.is_symlink():

@@ -1,4 +1,4 @@
-"""``autopar plan``: from a model and a cluster to a plan file."""
+"""``autopar plan``: make a plan file from a model and a cluster."""
 
 from __future__ import annotations
 
@@ -186,18 +186,14 @@ def plan(
 
 
 def _as_outcome(found: PricedLayout) -> Outcome:
-    """A layout that was priced, as what a search gives."""
+    """Return a priced layout in the form of a search's outcome."""
     from autopar.planner.planning import Outcome
 
     return Outcome(found.plan, found.captured, found.timeline)
 
 
 def _check_written(like: layouts.Priced, path: Path) -> None:
-    """Refuse to write the plan of a layout that has none, or one that the module as it is cannot run.
-
-    Raises:
-        PlanError: with what is missing.
-    """
+    """Refuse to write the plan file of a layout that has no plan, or whose plan this model cannot run."""
     from autopar.errors import PlanError
 
     if like.found is None:
@@ -212,10 +208,7 @@ def _check_written(like: layouts.Priced, path: Path) -> None:
 def _check_kept(said: dict[str, Any], graph: Graph) -> None:
     """Refuse a parameter that ``--keep-replicated`` and ``--pin-param`` both name.
 
-    Later patterns override earlier ones, and which of two options came later is not known here.
-
-    Raises:
-        UsageError: with the parameter and both patterns.
+    Later patterns override earlier ones, and the order of the two options is not known here.
     """
     whole = said["keep_replicated"] or []
     pinned = [text.partition("=")[::2] for text in said["pin_param"] or []]
@@ -234,7 +227,7 @@ def _check_kept(said: dict[str, Any], graph: Graph) -> None:
 
 
 def _noted(outcome: Outcome, loaded: Loaded, policy_note: str) -> Outcome:
-    """With what the reader of the plan should know of the model's loss and of its precision."""
+    """Add notes about the model's loss and its precision to the plan."""
     from autopar.capture.graph.marked_products import none_narrow
     from autopar.comparison.parts_of_loss import with_notes
 
@@ -246,11 +239,9 @@ def _noted(outcome: Outcome, loaded: Loaded, policy_note: str) -> Outcome:
 def _file(
     outcome: Outcome, loaded: Loaded, captured: Captured, cluster: str, folder: Path
 ) -> tuple[Plan, Graph, dict[str, Any]]:
-    """What a plan file in ``folder`` has: the plan, with the path of the cluster's file from there, the graph that
-    it is for, and how the model is found again.
+    """Return the contents of a plan file in ``folder``: plan, graph, and the specification of the model.
 
-    Args:
-        captured: of the whole batch; where the plan is for a microbatch, the model's batch is cut again.
+    ``captured`` is the graph of the whole batch; for a plan of a microbatch the file says how the batch is divided.
     """
     if outcome.captured is not captured:
         loaded = replace(loaded, parts=outcome.plan.microbatches)
@@ -258,7 +249,7 @@ def _file(
 
 
 def _policy_of(precision: Precision) -> str:
-    """What a policy that nobody asked for is, for a note in the plan."""
+    """Return a note about a precision policy that was chosen by default."""
     return (
         f"precision {precision}, as the config is in {precision.params}: it computes so, on {precision.master} masters "
         f"with {precision.moments} moments, and adds gradients up in {precision.reduce}; --precision bf16-true for the "
@@ -267,7 +258,7 @@ def _policy_of(precision: Precision) -> str:
 
 
 def _arguments(said: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of :func:`autopar.plan` that the options say; what was not said is not there."""
+    """Return the arguments of :func:`autopar.plan` that the options give; options without a value are absent."""
     given: dict[str, Any] = {}
     for option in PLAN_OPTIONS:
         for flag in option.flags:
@@ -282,7 +273,7 @@ def _arguments(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_flags(command: Any) -> Any:
-    """The command with an option for every flag of every wish, before its own last ones."""
+    """Add a command-line option for every flag of every plan option, before the command's own last ones."""
     signature = inspect.signature(command, eval_str=True)
     arguments = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     flags = []
@@ -303,7 +294,7 @@ plan = uncollected()(_with_flags(plan))  # an eighth of the time of a large plan
 
 
 def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -> None:
-    """A few lines about a plan; of several stages, tables."""
+    """Print a few lines about a plan of one stage, or tables of several stages."""
     from autopar.cli.stages import describe
     from autopar.report.coverage import coverage, line
 

@@ -131,11 +131,7 @@ def profile(
 
 
 def on_device_of(cluster: str, hardware: Cluster, request: str, count: int) -> str:
-    """``cpu`` or ``cuda``: what is measured, for a cluster whose devices it has to be.
-
-    Raises:
-        UsageError: what the cluster has is not here.
-    """
+    """Return ``cpu`` or ``cuda`` for the measurement; refuse a cluster whose devices are not in this machine."""
     from autopar.plans.detection import record_here
     from hardware_profiles import device_named, list_devices
 
@@ -164,7 +160,7 @@ def _line(pair: list[float]) -> str:
 
 
 def summary(document: dict[str, Any]) -> dict[str, Any]:
-    """What a profile holds, in numbers."""
+    """Return the contents of a profile as numbers."""
     kinds: dict[str, Any] = {}
     for op in document["ops"].values():
         row = kinds.setdefault(op["kind"], {"ops": 0, "forward_seconds": 0.0, "backward_seconds": 0.0})

@@ -74,11 +74,9 @@ def _layouts(
     spec: str, folder: Path | None, document: Document, plan: Plan, timeline: Timeline, captured: Captured,
     cluster: Cluster, top: int,
 ) -> list[LayoutRow]:  # fmt: skip
-    """The best layouts of a new search, under the plan's own wishes but for its mesh, stages and microbatches, and the
-    plan itself.
+    """Search for the best layouts under the plan's own constraints, and return them with the plan's.
 
-    Raises:
-        UsageError: the model cannot be trained in stages or microbatches, so there are no layouts.
+    The plan's mesh, stages and microbatches do not constrain the search.
     """
     from dataclasses import replace
 
@@ -107,7 +105,7 @@ def _layouts(
 
 
 def _same(a: LayoutRow, b: LayoutRow) -> bool:
-    """Whether two rows are of one plan, as far as can be seen."""
+    """Return True if two rows appear to be of one plan."""
     return abs(a.seconds / b.seconds - 1) < 1e-9 and a.memory_bytes == b.memory_bytes
 
 

@@ -126,7 +126,7 @@ def _check_update(update: Path, cluster: str, path: Path) -> None:
 
 
 def _groups(graph: Any, plan: Plan, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Predicted and measured seconds by kind, and bytes, of the first rank of every group of devices."""
+    """Return predicted and measured seconds by kind, and bytes, of the first rank of every group of devices."""
     from autopar.profiling.by_kind import predicted
 
     rows = []
@@ -141,7 +141,7 @@ def _groups(graph: Any, plan: Plan, ranks: list[dict[str, Any]]) -> list[dict[st
 
 
 def _update(update: Path, groups: list[dict[str, Any]]) -> None:
-    """Write the profile anew, with what all groups measured together."""
+    """Rewrite the profile with the measurements of all groups together."""
     from collections import Counter
 
     from autopar.profiling.document import dumps
@@ -161,7 +161,7 @@ def _update(update: Path, groups: list[dict[str, Any]]) -> None:
 
 
 def _check_memory(plan: Plan) -> None:
-    """Refuse what this machine cannot hold: its processes would fill it one after the other, and be ended."""
+    """Refuse a plan whose ranks do not fit into this machine's memory together."""
     needed = sum(
         bytes_together([plan.stages[s].price for s in group]) * len({d for s in group for d in plan.stages[s].devices})
         for group in plan.schedule.stages_of_rank
@@ -176,11 +176,10 @@ def _check_memory(plan: Plan) -> None:
 
 
 def train(path: str, model: str | None, steps: int, lr: float, device: str = "cpu") -> dict[str, Any]:
-    """What one rank does: losses and seconds of every step, and the spans of the last; of one more step each the
-    seconds by kind of operator, and the most memory.
+    """Train on one rank: return losses, seconds of every step, spans of the last step, seconds by kind, peak memory.
 
-    Args:
-        device: ``cpu`` or ``cuda``, where each rank takes its own GPU.
+    Seconds by kind of operator and the peak memory come from one more step each. ``device`` is ``cpu`` or ``cuda``,
+    where each rank takes its own GPU.
     """
     import time
 
@@ -255,7 +254,7 @@ def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
 
 
 def _table(groups: list[dict[str, Any]]) -> Any:
-    """Predicted beside measured: kinds of operators that take a hundredth of a step or more, and memory."""
+    """Return predicted next to measured values: operator kinds of at least 1% of the step, and memory."""
     from rich.table import Table
 
     table = Table("group", "what", header_style="bold")

@@ -1,4 +1,4 @@
-"""``autopar show`` and ``autopar diff``: what plans say."""
+"""``autopar show`` and ``autopar diff``: plan files as tables, and their differences."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def show(
 
 
 def _print_code(graphs: list[Graph], plan: Plan, stage: int | None, as_json: bool) -> None:
-    """The programs of the stages, or of one of them."""
+    """Print the programs of all stages, or of one of them."""
     from autopar.lower.emit import lower
 
     numbers = range(len(graphs)) if stage is None else [stage]
@@ -108,7 +108,7 @@ def _print_code(graphs: list[Graph], plan: Plan, stage: int | None, as_json: boo
 def _show_stage(
     path: Path, document: Document, graph: Graph, plan: Plan, number: int, cluster: Cluster, every: bool, as_json: bool
 ) -> None:
-    """The ops, parameters and memory of a stage."""
+    """Print the ops, parameters and memory of a stage."""
     from autopar.planner.intra_op.building.price import pricer
     from autopar.report import recomputed, rows, tables
     from autopar.report.coverage import coverage, line
@@ -230,7 +230,7 @@ def diff(
 
 
 def _beginning(path: Path) -> str:
-    """The text of a file; none where it cannot be read, which is said when it is read for what it should be."""
+    """Return the text of a file; empty if it cannot be read, which is reported when it is parsed."""
     try:
         return read_text(path)
     except (OSError, Unreadable):

@@ -37,11 +37,7 @@ def simulate(
 
 
 def check_trace(path: Path | None) -> None:
-    """Refuse a trace file that could not be written, before anything takes its time.
-
-    Raises:
-        UsageError: there is no such folder, the file is no trace, or a link.
-    """
+    """Refuse a trace path that cannot be written, before the command spends time."""
     from autopar.report import trace as traces
 
     if path is not None and os.path.islink(path):

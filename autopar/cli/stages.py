@@ -1,4 +1,4 @@
-"""Plans in stages as tables: stages, memory, the schedule as a grid, and why the cut is where it is."""
+"""Plans of several stages as tables: stages, memory, the schedule as a grid, and the reasons for the cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDEST = 400
 
 
 def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
-    """What there is to say of a plan in stages, as values."""
+    """Return the facts about a plan of several stages as values."""
     from autopar.plans.stage_graphs import cut
     from autopar.report.axes_in_words import axis_shares
     from autopar.report.coverage import coverage
@@ -41,7 +41,7 @@ def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
 def describe(
     captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster, as_json: bool, more: dict[str, Any]
 ) -> None:
-    """Tables of the stages and their memory, the schedule as a grid, what limits the step."""
+    """Print tables of the stages and their memory, the schedule as a grid, and the limits of the step."""
     from cost_models.schedules import grid
 
     facts = facts_of(captured, plan, timeline, cluster)
@@ -82,7 +82,7 @@ def describe(
 
 
 def times_table(stages: list[dict[str, Any]]) -> Any:
-    """Where stages are, and what a microbatch takes there."""
+    """Return a table of the stages' places and seconds of a microbatch."""
     from rich.table import Table
 
     table = Table("stage", "begins at", "devices", "mesh", header_style="bold")
@@ -98,7 +98,7 @@ def times_table(stages: list[dict[str, Any]]) -> Any:
 
 
 def memory_table(stages: list[dict[str, Any]]) -> Any:
-    """What fills the memory of one device of each stage."""
+    """Return a table of the memory of one device of each stage."""
     from rich.table import Table
 
     parts = ("parameter", "gradient", "optimizer", "gathered")
@@ -116,13 +116,13 @@ def memory_table(stages: list[dict[str, Any]]) -> Any:
 
 
 def show_devices(devices: list[int]) -> str:
-    """``0..3``, or ``0,2,5`` where they are no range."""
+    """Return device numbers as ``0..3``, or as ``0,2,5`` where they are no range."""
     whole = len(devices) > 2 and devices == list(range(devices[0], devices[-1] + 1))
     return f"{devices[0]}..{devices[-1]}" if whole else ",".join(map(str, devices))
 
 
 def why(facts: dict[str, Any]) -> list[str]:
-    """Where the seconds of a step go, who is slowest, and whether memory is short: what decides the cut."""
+    """Return lines about the reasons for the cut: the parts of a step, the slowest group, the fullest memory."""
     from autopar.report.stages import fullest, share_filled
 
     step, stages = facts["step"], facts["stages"]

@@ -1,4 +1,4 @@
-"""Commands that are ended: by SIGTERM as by Ctrl-C, and never in silence by the code of a model."""
+"""Ways in which a command ends early: SIGTERM acts like Ctrl-C, and a model's code cannot end it in silence."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from autopar.errors import ModelError
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[Callable[[], bool]]:
-    """In here SIGTERM, by which a scheduler of jobs ends a command, does what Ctrl-C does.
+    """Make SIGTERM, by which a job scheduler ends a command, act like Ctrl-C in this scope.
 
-    Ranks that torchrun started are left alone: they wait for each other, and torchrun ends them all.
-
-    Returns:
-        Whether the signal has come.
+    Yields a function that says if the signal has come. Ranks of torchrun are left alone: they wait for each other, and
+    torchrun ends them all.
     """
     came: list[int] = []
 
@@ -41,7 +39,7 @@ def terminated_as_interrupted() -> Iterator[Callable[[], bool]]:
 
 
 def to_its_end(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command that a model's code cannot end: ``sys.exit(0)`` in a forward would look as if all had been done."""
+    """Wrap a command so that ``sys.exit(0)`` in a model's code is an error and does not look like success."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:

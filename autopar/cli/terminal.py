@@ -1,4 +1,4 @@
-"""Consoles on which no text from a file, a model or an error can steer the terminal."""
+"""Consoles on which text from a file, a model or an error cannot send control codes to the terminal."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ _HOLE = "\ue000"
 
 
 class Terminal(Console):
-    """A console that writes control characters in texts out, ``\\x1b`` for the escape character, and takes square
-    brackets for what they are: styles are given by :func:`styled`."""
+    """A console that prints control characters as escapes (``\\x1b``) and square brackets literally.
+
+    Styles are given by :func:`styled`.
+    """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of what is shown; only those that rich itself makes control the terminal."""
+        """Yield the segments; only those that rich itself makes control the terminal."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def styled(template: str, *values: object) -> Text:
-    """``template`` in rich's markup, its ``{}`` filled with texts in which nothing is markup:
-    ``styled("[bold]{}[/bold]", model)``."""
+    """Fill the ``{}`` of a template in rich's markup with texts that are not markup.
+
+    Example: ``styled("[bold]{}[/bold]", model)``.
+    """
     marked = Text.from_markup(template.replace("{}", _HOLE))
     holes = [i for i, c in enumerate(marked.plain) if c == _HOLE]
     result, rest = Text(), iter(values)
@@ -42,12 +46,12 @@ def styled(template: str, *values: object) -> Text:
 
 
 def out() -> Console:
-    """Standard output, for tables."""
+    """Return the console of standard output, for tables."""
     return Terminal(width=None if sys.stdout.isatty() else WIDE, highlight=False, markup=False, soft_wrap=False)
 
 
 def err() -> Console:
-    """Standard error, for progress and errors."""
+    """Return the console of standard error, for progress and errors."""
     return Terminal(file=sys.stderr, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False)
 
 

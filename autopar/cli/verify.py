@@ -1,4 +1,4 @@
-"""``autopar verify``: the same numbers as one device."""
+"""``autopar verify``: compare plans with one device."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def verify(
 
 
 def _report(differences: Sequence[Difference], where: str, as_json: bool) -> None:
-    """Print the rows; the exit code is 1 if rounding does not explain a difference."""
+    """Print the rows; exit with code 1 if rounding does not explain a difference."""
     rows: list[dict[str, Any]] = [{**asdict(d), "worst": d.worst, "ok": d.fine} for d in differences]
     if as_json:
         print_json(rows)
@@ -125,7 +125,7 @@ def _report(differences: Sequence[Difference], where: str, as_json: bool) -> Non
 
 
 def _in_stages(model: str, batch: int | None, seq: int | None, document: Document) -> list[Difference]:
-    """The row of a plan of several stages."""
+    """Return the row of a plan of several stages."""
     from autopar.capture.microbatches import first_part
     from autopar.comparison.program_vs_eager import verify_pipeline
     from autopar.planfile import bind
@@ -157,7 +157,7 @@ def _in_processes(
     model: str, batch: int | None, seq: int | None, mesh: Any, cluster: Any, loaded: Any, captured: Any,
     given: Plan | None, random_plans: int, seed: int, device: str,
 ) -> list[Difference]:  # fmt: skip
-    """The given or the best plan, then random ones, all on the same processes."""
+    """Verify the given or the best plan, then random ones, all on the same processes."""
     import torch
 
     from autopar.comparison import program_vs_eager as v
@@ -226,10 +226,9 @@ def _rank(
     device: str,
     precision: Precision | None,
 ) -> list[dict[str, Any]]:
-    """Two steps of SGD under each plan on one rank, in double precision; whole tensors come back from rank 0.
+    """Train two steps of SGD under each plan on one rank in double precision; rank 0 returns the whole tensors.
 
-    Args:
-        state, inputs: weights and ``(args, kwargs)``, as a factory may draw others in every process.
+    ``state`` and ``inputs`` are passed because a factory may draw other values in every process.
     """
     import torch
 
@@ -302,7 +301,7 @@ def _print(rows: list[dict[str, Any]], where: str) -> None:
 
 
 def _verdict(row: dict[str, Any]) -> Any:
-    """The last column: whether a difference is rounding, of the precision or magnified by the model itself."""
+    """Return the last column: same, rounding (of the precision, or magnified by the model), or the limit exceeded."""
     if not row["ok"]:
         return styled("[red]more than {}[/red]", f"{row['limit']:.0e}")
     return styled("[green]same[/green]" if row["worst"] <= row["limit"] else "[yellow]rounding[/yellow]")

@@ -1,4 +1,4 @@
-"""Where models come from: what a frontend gives, and by which prefix it is known.
+"""Sources of models, each known by the prefix of its specs.
 
 ``hf:path/to/config.json`` is read by the frontend of the prefix ``hf:`` (:mod:`.hugging_face`); a spec without a prefix
 is ``path.py:factory``, read by :mod:`.models`, which asks all frontends.
@@ -21,10 +21,11 @@ from autopar.words.precision import Precision
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with its example inputs, and the words with which a plan file names it.
+    """A model with its example inputs, and its name in a plan file.
 
-    ``parts``: into how many microbatches the example batch was cut before it was captured; None for not at all.
-    ``precision``: the policy that the model is planned for where none is asked for; None for its own formats alone.
+    Attributes:
+        parts: number of microbatches into which the example batch is divided before the capture; None for no division.
+        precision: the default policy of the frontend; None for the model's own formats.
     """
 
     model: torch.nn.Module
@@ -37,7 +38,7 @@ class Loaded:
     precision: Precision | None = None
 
     def named(self, folder: Path) -> dict[str, Any]:
-        """For a plan file in ``folder``: the spec with its path relative to that folder."""
+        """Return the entry of a plan file in ``folder``: the spec with its path relative to that folder."""
         prefix, path, factory = split_spec(self.spec)
         relative = os.path.relpath(Path(path).resolve(), folder.resolve())
         named: dict[str, Any] = {"spec": prefix + Path(relative).as_posix() + (f":{factory}" if factory else "")}
@@ -57,7 +58,7 @@ class Frontend:
     """One source of models.
 
     Attributes:
-        form: how its specs look, for messages: ``hf:PATH.json``.
+        form: form of its specs, for messages: ``hf:PATH.json``.
         load: makes the model.
     """
 
@@ -80,12 +81,12 @@ def frontend(form: str) -> Callable[[Load], Load]:
 
 
 def forms() -> str:
-    """How specs look, for messages."""
+    """Return the forms of specs, for messages."""
     return " or ".join(["PATH.py:factory", *(frontend.form for frontend in FRONTENDS.values())])
 
 
 def split_spec(spec: str) -> tuple[str, str, str]:
-    """``(prefix, path, factory)`` of a spec."""
+    """Return ``(prefix, path, factory)`` of a spec."""
     for prefix in FRONTENDS:
         if spec.startswith(prefix):
             path = spec.removeprefix(prefix)
@@ -102,12 +103,12 @@ def split_spec(spec: str) -> tuple[str, str, str]:
 
 
 def runs_code(spec: str) -> bool:
-    """Whether loading the model runs a file of its own: frontends only read one."""
+    """Return True if loading the model executes a Python file; frontends only read one."""
     return not split_spec(spec)[0]
 
 
 def cause_in(error: BaseException, file: Path) -> str:
-    """``ValueError: text (file.py:3)``, with the last line of the user's file that was running."""
+    """Return ``ValueError: text (file.py:3)``, with the last line of the user's file that was running."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename or file).name}:{error.lineno})"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == file.name]

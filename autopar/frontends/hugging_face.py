@@ -36,6 +36,7 @@ KINDS = (
 
 @frontend("hf:PATH.json")
 def from_config(spec: str, file: Path, batch: int | None, seq: int | None, device: str) -> Loaded:
+    """Make the model of a Hugging Face config, and its example inputs."""
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(f"model '{spec}' needs the package transformers; install it with: pip install transformers")
     try:
@@ -102,8 +103,7 @@ def from_config(spec: str, file: Path, batch: int | None, seq: int | None, devic
 
 
 def _without_code(value: Any) -> Any:
-    """A config without what transformers would fetch and run: classes (``auto_map``) and kernels (``org/name``) from
-    a hub."""
+    """Return a config without what transformers would download and run: ``auto_map`` classes, hub kernels."""
     if isinstance(value, dict):
         return {
             key: _without_code(item) for key, item in value.items()
@@ -114,7 +114,7 @@ def _without_code(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _few_modules(spec: str) -> Iterator[None]:
-    """Refuse a config that makes more modules than are captured, before they fill the memory."""
+    """Refuse a config with more modules than can be captured, before they fill the memory."""
     count = 0
 
     def counted(module: torch.nn.Module, name: str, submodule: torch.nn.Module) -> None:
@@ -148,7 +148,7 @@ def _suggest(transformers: Any, kind: str) -> str:
 def _hf_inputs(
     spec: str, name: str, config: Any, batch: int, seq: int | None, dtype: torch.dtype, device: str
 ) -> tuple[dict[str, torch.Tensor], int | None]:
-    """``(kwargs, sequence length)``: example inputs of a transformers model by the ending of its class name."""
+    """Return ``(kwargs, sequence length)``: example inputs of a transformers model by its class name's ending."""
     vocabulary = int(getattr(config, "vocab_size", 2) or 2)
 
     def ids(*shape: int, high: int = vocabulary) -> torch.Tensor:

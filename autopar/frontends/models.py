@@ -33,15 +33,10 @@ from hardware_profiles.strict import MOST_COUNTED, is_there
 def load_model(
     spec: str, batch: int | None = None, seq: int | None = None, *, folder: Path | None = None, device: str = "meta"
 ) -> Loaded:
-    """The model that ``spec`` names.
+    """Load the model that ``spec`` names, with its example inputs.
 
-    Args:
-        batch, seq: for a Hugging Face config; a factory makes its own inputs.
-        folder: where relative paths start; the current one by default.
-        device: for a Hugging Face config: ``meta`` allocates nothing.
-
-    Raises:
-        ModelError: the file or the factory is missing, or does not give a model and inputs.
+    ``batch`` and ``seq`` are for a Hugging Face config, and so is ``device``, of which ``meta`` allocates nothing.
+    Relative paths start in ``folder``, by default the current one. A model that cannot be loaded raises a ModelError.
     """
     prefix, path, factory = split_spec(spec)
     file = (folder or Path()) / path

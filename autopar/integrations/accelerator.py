@@ -30,11 +30,11 @@ STATE = "autopar_state.pt"
 class Accelerator(accelerate.Accelerator):
     """accelerate's Accelerator on several ranks; models are parallelized at their first call in training.
 
+    The other arguments are accelerate's.
+
     Args:
         parallel: options of :func:`autopar.parallelize` for every model, such as ``{"constraints": ...}``; ``mesh`` is
             the number of ranks by default.
-
-    The others are accelerate's.
     """
 
     def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -45,7 +45,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """A model that is parallelized when it is first called in training."""
+        """Return a model that is parallelized when it is first called in training."""
         if isinstance(model, ParallelOnFirstCall):
             if model not in self._models:
                 self._models.append(model)
@@ -65,25 +65,26 @@ class Accelerator(accelerate.Accelerator):
         return self.autocast() if self.native_amp else contextlib.nullcontext()
 
     def unwrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """The model as it is, if it was prepared here: it has the attributes and methods of the model."""
+        """Return a model that was prepared here unchanged: it has the attributes and methods of the model."""
         return model if isinstance(model, ParallelOnFirstCall) else super().unwrap_model(model, *args, **kwargs)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
-        """Whole tensors by the model's names, on every rank; all ranks call it."""
+        """Return whole tensors by the model's names, on every rank; all ranks call it."""
         if isinstance(model, ParallelOnFirstCall) and model.is_parallel:
             return full_state_dict(model.now, all_ranks=True)  # type: ignore[arg-type]
         return model.state_dict()
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """As accelerate's, by the first rank; all ranks call it where there are tensors in pieces."""
+        """Save an object as accelerate does, on the first rank; all ranks call it if it has sharded tensors."""
         if safe_serialization:
             super().save(obj, f, safe_serialization=True)
         else:
             save(obj, f)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """Models, optimizers, schedulers, registered objects and random states, by which dropout goes on, too, in one
-        file that any number of ranks loads; all ranks call it.
+        """Save models, optimizers, schedulers, registered objects and random states in one file.
+
+        Any number of ranks can load it. All ranks call it.
 
         Raises:
             AutoparError: no folder is given.
@@ -104,7 +105,7 @@ class Accelerator(accelerate.Accelerator):
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """What :meth:`save_state` wrote, before the first call or later; all ranks call it.
+        """Load the file of :meth:`save_state`, before the first call or later; all ranks call it.
 
         Raises:
             AutoparError: no folder is given.

@@ -30,18 +30,12 @@ _NO_STAGES = (
 
 
 class ParallelOnFirstCall(AsModel):
-    """Stands for a model, with its names, and from its first call in training on for its parallel module.
+    """A stand-in for a model that becomes its parallel module at the first call in training.
 
-    Calls in eval mode or without gradients that come earlier run the model itself, whole, on every rank.
-
-    Args:
-        model: with its values.
-        optimizers: gives those that may hold the model's parameters.
-        options: of :func:`autopar.parallelize`; ``mesh`` is the number of ranks unless it is given.
-        around: what each call runs under, such as autocast.
-
-    Raises:
-        AutoparError: the options ask for a pipeline.
+    Earlier calls in eval mode or without gradients run the model itself, whole, on every rank. ``optimizers`` returns
+    those that may hold the model's parameters, ``options`` are those of :func:`autopar.parallelize`, whose ``mesh``
+    defaults to the number of ranks, and ``around`` is the context of each call, such as autocast. Pipelines are
+    refused.
     """
 
     def __init__(
@@ -60,6 +54,7 @@ class ParallelOnFirstCall(AsModel):
         self.is_parallel = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the parallel module, or the model itself before the first call in training."""
         if not self.is_parallel and self.now.training and torch.is_grad_enabled():
             self._spread(args, kwargs)
         with self._around():
@@ -92,33 +87,40 @@ class ParallelOnFirstCall(AsModel):
     # -- as the model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """A copy, such as an average of the weights begins with, is one of the model as it is now."""
+        """Return a copy of the model as it is now, with which an average of the weights begins."""
         return copy.deepcopy(self.now, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.now.__reduce_ex__(protocol)
 
     def train(self, mode: bool = True) -> ParallelOnFirstCall:
+        """Set the mode of the model and of the parallel module."""
         self.training = mode
         self.now.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict of the current module."""
         return self.now.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict into the current module."""
         return self.now.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Return the current module's parameters by name."""
         return self.now.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the current module's buffers by name."""
         return self.now.named_buffers(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:  # type: ignore[override]
+        """Return the current module's submodules by name."""
         return self.now.named_modules(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the current module."""
         self.now.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
@@ -131,7 +133,7 @@ class ParallelOnFirstCall(AsModel):
 
 
 def _without_cache(model: torch.nn.Module) -> None:
-    """Have models of transformers not return keys and values for later tokens, which training has no use for."""
+    """Disable the cache of keys and values in transformers' models, which training does not use."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
@@ -139,8 +141,10 @@ def _without_cache(model: torch.nn.Module) -> None:
 
 
 def _without_input_gradients(model: torch.nn.Module) -> None:
-    """Take away the hooks with which transformers has embeddings want gradients where activations are checkpointed:
-    reentrant checkpoints need that, and a program has none."""
+    """Remove transformers' hooks that make embeddings require gradients for reentrant checkpoints.
+
+    A program has no reentrant checkpoints.
+    """
     for module in model.modules():
         hooked: Any = module
         if getattr(hooked, "_require_grads_hooks", None):

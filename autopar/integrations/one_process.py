@@ -1,8 +1,8 @@
 """accelerate's view of the processes: one, whatever torchrun has started.
 
 accelerate would wrap models in DistributedDataParallel and give each rank other batches. A parallel module is called
-with the whole batch on every rank, as on one device, so its state says one process. Which of the ranks this is stays
-known: the first writes files and logs.
+with the whole batch on every rank, as on one device, so its state describes one process. The rank's number is kept: the
+first writes files and logs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OTHER_SYSTEMS = tuple(name for name in _SAID_BY_LAUNCHERS if name.startswith("A
 
 @contextlib.contextmanager
 def without_launcher() -> Iterator[None]:
-    """The environment without what torchrun says of the ranks."""
+    """Hide torchrun's environment variables about the ranks in this scope."""
     before = {name: os.environ.pop(name) for name in _SAID_BY_LAUNCHERS if name in os.environ}
     try:
         yield
@@ -32,19 +32,12 @@ def without_launcher() -> Iterator[None]:
 
 
 def world_size() -> int:
-    """Of all processes, by torchrun's word."""
+    """Return the number of processes that torchrun has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def as_one_process(*, cpu: bool = False) -> PartialState:
-    """accelerate's state of one process, made anew if it was of several.
-
-    Args:
-        cpu: whether an accelerator that is there stays unused.
-
-    Raises:
-        AutoparError: the launcher asks for another way to parallelize, such as FSDP.
-    """
+    """Return accelerate's state of one process, made anew if it was of several; ``cpu`` ignores accelerators."""
     for name in _OTHER_SYSTEMS:
         if os.environ.get(name, "false").lower() in ("1", "true"):
             raise AutoparError(
@@ -60,7 +53,7 @@ def as_one_process(*, cpu: bool = False) -> PartialState:
 
 
 def tell_ranks(state: PartialState) -> None:
-    """Have a state of one process know which of the ranks this is, and its device."""
+    """Set the number and the device of this rank in a state of one process."""
     state.process_index = int(os.environ.get("RANK", "0"))
     state.local_process_index = int(os.environ.get("LOCAL_RANK", "0"))
     if state.device.type not in ("cpu", "mps"):

@@ -1,6 +1,6 @@
 """``Trainer``: that of transformers, whose model is a parallel module.
 
->>> from autopar.integrations import Trainer             # in the place of: from transformers import Trainer
+>>> from autopar.integrations import Trainer             # in place of: from transformers import Trainer
 >>> Trainer(model=model, args=args, train_dataset=rows).train()
 
 The trainer sees one process, so ``per_device_train_batch_size`` is that of the whole batch. Checkpoints are those of a
@@ -31,12 +31,12 @@ _DEVICES = "_setup_devices"
 class Trainer(transformers.Trainer):
     """transformers' Trainer on several ranks.
 
+    The other arguments are those of ``transformers.Trainer``. After ``train()`` the model that was passed has the
+    trained weights, on every rank.
+
     Args:
         parallel: options of :func:`autopar.parallelize`, such as ``{"constraints": ...}``; ``mesh`` is the number of
             ranks by default.
-
-    The others are those of ``transformers.Trainer``. After ``train()`` the model that was passed has the trained
-    weights, on every rank.
     """
 
     optimizer: Any
@@ -57,6 +57,7 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
+        """Make transformers' accelerator with models that are parallelized at their first call."""
         def make(**kwargs: Any) -> Accelerator:
             return Accelerator(parallel=self._parallel, **kwargs)
 
@@ -67,14 +68,13 @@ class Trainer(transformers.Trainer):
 
     @property
     def _prepared(self) -> ParallelOnFirstCall | None:
-        """The model on the ranks, once it is there."""
+        """The parallel module, once it exists."""
         wrapped = getattr(self, "model_wrapped", None)
         return wrapped if isinstance(wrapped, ParallelOnFirstCall) and wrapped.is_parallel else None
 
     @property
     def model(self) -> Any:
-        """While it is trained, the model as callbacks and overridden methods mean it, with its weights of now: on the
-        ranks. Before and after that, and while files are written, the one that was passed."""
+        """The parallel module during training, for callbacks and overridden methods; otherwise the passed model."""
         shows = self._shows_prepared if self._shows_prepared is not None else getattr(self, "is_in_train", False)
         prepared = self._prepared if shows else None
         return self._given if prepared is None else prepared
@@ -86,7 +86,7 @@ class Trainer(transformers.Trainer):
 
     @property
     def callback_handler(self) -> Any:
-        """Gives callbacks the model of now: transformers keeps the one that there was when the trainer was made."""
+        """The handler of callbacks, which are given the current model."""
         self._handler.model = self.model
         return self._handler
 
@@ -96,7 +96,7 @@ class Trainer(transformers.Trainer):
 
     @contextlib.contextmanager
     def _showing(self, prepared: bool) -> Iterator[None]:
-        """``self.model`` is what is on the ranks, or what was passed."""
+        """Make ``self.model`` the parallel module, or the passed model, in this scope."""
         before, self._shows_prepared = self._shows_prepared, prepared
         try:
             yield
@@ -104,22 +104,24 @@ class Trainer(transformers.Trainer):
             self._shows_prepared = before
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train the model; see ``transformers.Trainer.train``."""
         result = super().train(*args, **kwargs)
         self._to_model()
         return result
 
     def _to_model(self) -> None:
-        """The model that was passed gets the trained weights."""
+        """Copy the trained weights to the passed model."""
         if self._prepared is not None:
             state = full_state_dict(self._prepared.now, all_ranks=True)  # type: ignore[arg-type]
             self._given.load_state_dict(state, strict=False)  # its buffers that are not saved are not there
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the model; see ``transformers.Trainer.evaluation_loop``."""
         with self._showing(prepared=True):
             return super().evaluation_loop(*args, **kwargs)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """As transformers counts them, of the model that was passed: nothing is gathered for it."""
+        """Count operations as transformers does, on the passed model: nothing is gathered for it."""
         with self._showing(prepared=False):
             return int(super().floating_point_ops(inputs))
 
@@ -133,7 +135,7 @@ class Trainer(transformers.Trainer):
     # -- files
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """``save_pretrained`` by the first rank; all ranks call it."""
+        """Write the model with ``save_pretrained`` on the first rank; all ranks call it."""
         prepared = self._prepared
         state = full_state_dict(prepared.now) if prepared is not None else None  # type: ignore[arg-type]
         if self.args.should_save:
@@ -158,7 +160,7 @@ def _wait() -> None:
 
 
 def arguments_of_one_process(arguments: Any) -> None:
-    """Have training arguments, which may have asked torchrun already, say one process."""
+    """Make training arguments, which may have read torchrun's variables already, describe one process."""
     if arguments.distributed_state is not None and arguments.distributed_state.num_processes > 1:
         AcceleratorState._reset_state(reset_partial_state=True)
     arguments.__dict__.pop(_DEVICES, None)

@@ -1,4 +1,4 @@
-"""All that is wrong with one file, reported together."""
+"""A collector that reports all mistakes of one file together."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ MOST_OF_LINE, MOST_OF_VALUE = 1000, 120
 
 
 class FileErrors:
-    """What is wrong with a file, or with a part of it, whose paths then begin with that of the part."""
+    """The mistakes of a file, or of a part of it, whose paths then begin with that of the part."""
 
     def __init__(self, where: str, part: str = "", lines: dict[str, None] | None = None) -> None:
         self.where, self.part = where, part
         self.lines = {} if lines is None else lines
 
     def within(self, part: str) -> FileErrors:
-        """Failures of a part of the file, kept with those of the whole."""
+        """Return a collector for a part of the file; its failures are kept with those of the whole."""
         return FileErrors(self.where, f"{self.part}{part}.", self.lines)
 
     def add(self, path: str, problem: str) -> None:
-        """One failure: the JSON path, what is there, what to do."""
+        """Add one failure: the JSON path, what is there, what to do."""
         self.say(f"{self.part}{path}: {problem}")
 
     def say(self, line: str) -> None:
-        """One failure in words of its own. Raises all of them once there are more than are told."""
+        """Add one failure as a full sentence; raise all of them when there are too many to list."""
         self.lines.setdefault(line)
         if len(self.lines) > MOST_TOLD:
             self.raise_if_any()
 
     def unknown(self, path: str, key: str, known_keys: Any) -> None:
-        """A key that means nothing."""
+        """Add a failure for an unknown key."""
         self.add(path, f"unknown key; {closest(key, known_keys)}")
 
     def type(self, path: str, value: Any, kind: type) -> bool:
-        """Whether a value has the type; if not, that is a failure."""
+        """Return True if a value has the type; else add a failure."""
         fine = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
         if not fine:
             self.add(path, f"got {_json(value)}; expected {TYPES[kind]}")
@@ -58,7 +58,7 @@ class FileErrors:
         return fine
 
     def count(self, path: str, value: Any, most: int = MOST_COUNTED) -> bool:
-        """Whether a value is a whole number of at least 1, and no larger than anything that is counted."""
+        """Return True if a value is a whole number from 1 to ``most``; else add a failure."""
         if not self.type(path, value, int):
             return False
         if value < 1:
@@ -68,13 +68,13 @@ class FileErrors:
         return bool(1 <= value <= most)
 
     def texts(self, path: str, value: Any) -> bool:
-        """Whether a value is a list of strings."""
+        """Return True if a value is a list of strings; else add a failure."""
         return self.type(path, value, list) and all(
             [self.type(f"{path}[{k}]", item, str) for k, item in enumerate(value)]
         )
 
     def raise_if_any(self) -> None:
-        """Raise all of them as one PlanError."""
+        """Raise all failures as one PlanError."""
         if self.lines:
             count = "1 problem" if len(self.lines) == 1 else f"{len(self.lines)} problems"
             if len(self.lines) > MOST_TOLD:
@@ -84,7 +84,7 @@ class FileErrors:
 
 
 def _json(value: Any) -> str:
-    """A value in a message: its beginning, where it is long."""
+    """Return a value for a message, shortened."""
     if isinstance(value, (str, list, dict)) and len(value) > MOST_OF_LINE:  # which would take long to write out
         value = value[:MOST_OF_LINE] if not isinstance(value, dict) else dict(islice(value.items(), MOST_OF_LINE))
     return shortened(json.dumps(value), MOST_OF_VALUE)

@@ -40,12 +40,12 @@ STAGE_REQUIRED = ("first", "mesh", "ops", "params", "outputs")
 
 @dataclass(frozen=True)
 class Document:
-    """What a plan file says by itself, without the model: the parsed JSON, with the right keys and types.
+    """A parsed plan file with the right keys and types, without the model.
 
     Attributes:
-        schedule: it comes to an end and has as many stages as the file.
+        schedule: it completes and has as many stages as the file.
         meshes: of the stages.
-        folder: where the file lies; relative paths in it start there.
+        folder: of the file; relative paths in it start there.
     """
 
     raw: Mapping[str, Any]
@@ -61,47 +61,33 @@ class Document:
 
     @property
     def microbatches(self) -> int:
-        """Of a step."""
+        """Microbatches of a step."""
         return self.schedule.n_microbatches
 
     @property
     def precision(self) -> Precision | None:
-        """The policy for which the model is to be captured."""
+        """The precision policy for the capture."""
         return parse_precision((self.raw.get("pins") or {}).get("precision"))
 
     @property
     def expert_load(self) -> dict[str, Load]:
-        """How rows spread over routed experts, for prices."""
+        """The distribution of rows over routed experts, for prices."""
         return parse_load((self.raw.get("pins") or {}).get("expert_load"), f"{self.where}: pins.expert_load")
 
     def cluster(self) -> Cluster:
-        """The cluster that the file names; a file of one's own is looked up beside the plan, then from here.
-
-        Raises:
-            ClusterError: there is none, or it is malformed.
-        """
+        """Return the cluster that the file names; its own files are looked up in its folder first."""
         return cluster_named(str(self.raw["cluster"]), self.folder)
 
 
 def cluster_named(name: str, folder: Path) -> Cluster:
-    """The cluster that a plan file in a folder names; a file of one's own is looked up there, then from here.
-
-    Raises:
-        ClusterError: there is none, or it is malformed.
-    """
+    """Return the cluster that a plan file in a folder names; see :meth:`Document.cluster`."""
     return get_cluster(in_file(name, lambda path: str(folder / path if is_there(folder / path) else path)))
 
 
 def parse(text: str, where: str = "plan", folder: Path | None = None) -> Document:
-    """Check the form of a plan file; one of the previous version is read as it would be written now.
+    """Check the form of a plan file and return it; one of the previous version is converted.
 
-    Args:
-        where: for messages.
-        folder: where the file lies; relative paths in it start there.
-
-    Raises:
-        PlanError: no JSON, another version, unknown or missing keys, wrong types, a schedule that is none: all
-            failures at once.
+    ``where`` names the file in messages; all failures are raised at once as a PlanError.
     """
     twice: list[str] = []
     try:
@@ -165,7 +151,7 @@ def _check_keys(raw: Mapping[str, Any], kinds: Mapping[str, type], required: Any
 
 
 def _schedule(lines: list[str], n_stages: int, where: str) -> Schedule:
-    """The schedule of a file; the rows of one stage, whose microbatches follow each other, may be left out."""
+    """Return the schedule of a file; the rows of a single stage may be absent."""
     try:
         head = lines[0].split() if len(lines) == 1 else []
         if head[:4] == ["schedule", "none", "stages", "1"] and head[4:5] == ["microbatches"]:
@@ -184,7 +170,7 @@ def _schedule(lines: list[str], n_stages: int, where: str) -> Schedule:
 
 
 def _check_stage(raw: Mapping[str, Any], bad: FileErrors) -> Mesh:
-    """The mesh of a stage, whose form is checked."""
+    """Check the form of a stage and return its mesh."""
     _check_keys(raw, STAGE_KEYS, STAGE_REQUIRED, bad)
     mesh = Mesh()
     if isinstance(raw.get("mesh"), str):
@@ -225,7 +211,7 @@ def _check_stage(raw: Mapping[str, Any], bad: FileErrors) -> Mesh:
 
 
 def _check_memory(at: str, name: str, entries: Any, bad: FileErrors) -> None:
-    """What one decision about memory is made for."""
+    """Check what one decision about memory is made for."""
     named = [key for key, record in DECISIONS.items() if record.of]
     if name not in named:
         bad.unknown(at, name, named)
@@ -267,7 +253,7 @@ def _check_param(at: str, entry: Any, bad: FileErrors) -> None:
 
 
 def _check_numbers(section: str, cls: Any, value: Mapping[str, Any] | None, bad: FileErrors) -> None:
-    """The fields of a dataclass of plain values."""
+    """Check the fields of a dataclass of plain values."""
     if value is None:
         return
     types = {f.name: {"int": int, "float": float, "str": str, "bool": bool}[str(f.type)] for f in fields(cls)}

@@ -1,4 +1,4 @@
-"""From one decision for each name to few patterns, as a person would write them."""
+"""Compression of one decision per name into few patterns, as a person would write them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ V = TypeVar("V", bound=Hashable)
 
 
 def _template(name: str) -> str:
-    """``layers.3.mlp:add.1`` -> ``layers.*.mlp:add.1``: every number in the module path becomes ``*``."""
+    """Return ``layers.*.mlp:add.1`` for ``layers.3.mlp:add.1``: every number in the module path becomes ``*``."""
     path, colon, op = name.partition(":")
     parts = ("*" if part.isdigit() else _literal(part) for part in path.split("."))
     return ".".join(parts) + colon + _literal(op)
@@ -23,8 +23,10 @@ def _literal(text: str) -> str:
 
 
 def compress(every: Sequence[str], value: Callable[[str], V], needed: set[str] | None = None) -> list[tuple[str, V]]:
-    """Patterns with values, later ones overriding: names in ``needed`` (None for all) are matched, and every name
-    that is matched gets its value."""
+    """Return patterns with values, later ones overriding earlier ones, that give every needed name its value.
+
+    All names in ``needed`` (None for all) are matched, and every name that is matched gets its value.
+    """
     needed = set(every) if needed is None else needed
     groups: dict[str, list[str]] = {}
     by_end: dict[str, list[str]] = {}

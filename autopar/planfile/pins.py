@@ -1,6 +1,6 @@
-"""The pins of a plan file: what the user asked for. They decide nothing here, and are for solving again.
+"""The pins of a plan file: the user's constraints, kept for solving the plan again.
 
-Which there are says :mod:`autopar.plans.plan_options`; here stands how each form of them is checked, read and written.
+:mod:`autopar.plans.plan_options` lists them; this module checks, reads and writes each form of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hardware_profiles.strict import LARGEST_WHOLE, Unreadable, parse_count
 
 @dataclass(frozen=True)
 class Model:
-    """What pins are about: patterns, axes and names must be there.
+    """The model that pins are about: patterns, axes and names must exist in it.
 
     Attributes:
         mesh: for the placements of inputs, outputs and parameters.
@@ -45,12 +45,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Form:
-    """How a pin is written.
+    """The written form of a pin.
 
     Attributes:
-        check: the form alone, without the model.
-        read: its value, from a text of the right form.
-        write: the inverse.
+        check: checks the form alone, without the model.
+        read: returns the value of a text of the right form.
+        write: the inverse of ``read``.
     """
 
     check: Callable[[str, Any, FileErrors], object]
@@ -199,14 +199,14 @@ def check(raw: Mapping[str, Any], bad: FileErrors) -> None:
 
 
 def read(raw: Mapping[str, Any], model: Model) -> Pins:
-    """The pins of a file whose form is right; what does not fit the model becomes a failure."""
+    """Return the pins of a file whose form is right; what does not fit the model becomes a failure."""
     return Pins(
         **{pin.name: FORMS[pin.form].read(f"pins.{pin.name}", raw[pin.name], model) for pin in PINS if pin.name in raw}
     )
 
 
 def write(pins: Pins) -> dict[str, Any]:
-    """What was asked for; nothing stands for nothing. Patterns keep their order, in which later ones override."""
+    """Return the pins as JSON values; patterns keep their order, in which later ones override earlier ones."""
     return {pin.name: FORMS[pin.form].write(value) for pin in PINS if (value := getattr(pins, pin.name))}
 
 

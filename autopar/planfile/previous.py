@@ -22,16 +22,12 @@ APART = {"recompute": RECOMPUTE.name, "gather_again": GATHER_AGAIN.name, "make_a
 
 
 def is_one(raw: Any) -> bool:
-    """Whether a parsed file is a plan of version 1."""
+    """Return True for a parsed plan file of version 1."""
     return isinstance(raw, dict) and (raw.get("autopar_plan") == 1 or "autopar_pipeline" in raw)
 
 
 def converted(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The same decisions as a file of today has them; keys that no file of version 1 has are kept, to be refused.
-
-    Raises:
-        PlanError: the file has not even the form of its version.
-    """
+    """Return the same decisions in today's form; keys that version 1 never had are kept, to be refused."""
     piped = "autopar_pipeline" in raw
     if piped and raw["autopar_pipeline"] != 1:
         raise PlanError(
@@ -59,7 +55,7 @@ def converted(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def with_one_table(stage: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage's entry whose decisions about memory stand in one table."""
+    """Return a stage's entry with its decisions about memory in one table."""
     apart = {name: stage[key] for key, name in APART.items() if key in stage}
     table = stage.get("memory", {})
     if not isinstance(table, dict) or set(table) & set(apart):

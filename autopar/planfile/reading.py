@@ -1,4 +1,4 @@
-"""Text and graph -> plan."""
+"""From the text of a plan file and a graph to a plan."""
 
 from __future__ import annotations
 
@@ -32,16 +32,12 @@ def load(path: str | Path, graph: Graph, cluster: Cluster | None = None) -> Plan
 
 
 def open_(path: str | Path) -> Document:
-    """A plan file, its form checked."""
+    """Read a plan file and check its form."""
     return parse(read(path), str(path), Path(path).parent)
 
 
 def read(path: str | Path) -> str:
-    """The text of a plan file.
-
-    Raises:
-        PlanError: the file cannot be read.
-    """
+    """Return the text of a plan file."""
     try:
         return read_text(path)
     except Unreadable as error:
@@ -66,7 +62,7 @@ def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str
 
 
 def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Plan:
-    """The plan of a parsed file for the model with this graph; see :func:`loads`."""
+    """Return the plan of a parsed file for the model with this graph; see :func:`loads`."""
     raw, where, schedule, meshes = document.raw, document.where, document.schedule, document.meshes
     bad = FileErrors(where)
     if raw["fingerprint"] != graph.fingerprint:
@@ -123,7 +119,7 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
 
 
 def _step_seconds(plan: Plan, graphs: Sequence[StageGraph], hardware: Callable[[], Cluster]) -> float:
-    """Of a step, simulated."""
+    """Return the simulated seconds of a step."""
     if len(graphs) == 1:
         return plan.stages[0].price.seconds
     timing, once = timing_of(graphs, plan.stages, plan.schedule, hardware())
@@ -131,7 +127,7 @@ def _step_seconds(plan: Plan, graphs: Sequence[StageGraph], hardware: Callable[[
 
 
 def _check_cuts(document: Document, graphs: Sequence[StageGraph]) -> None:
-    """Refuse stages that begin elsewhere than where their decisions were made for."""
+    """Refuse stages that do not begin where their decisions were made for."""
     for entry, stage in zip(document.raw["stages"], graphs, strict=True):
         where = f"{document.where}, stages[{stage.number}]"
         if entry["first"] not in ("", first_op(stage.graph)) and stage.number == 0:
@@ -147,7 +143,7 @@ def _check_cuts(document: Document, graphs: Sequence[StageGraph]) -> None:
 
 
 def _pins(document: Document, graph: Graph, bad: FileErrors) -> Pins:
-    """What the user asked for; placements are for the mesh that was asked for, or that of the first stage."""
+    """Return the pins; placements are for the requested mesh, or for that of the first stage."""
     raw, meshes = document.raw.get("pins") or {}, document.meshes
     given = Mesh.parse(raw["mesh"]) if "mesh" in raw else None
     axes = dict.fromkeys(axis for mesh in (*meshes, *([given] if given else [])) for axis in mesh.names)

@@ -1,4 +1,4 @@
-"""From the decisions of a file to the plan of a stage: priced as the file says, or anew where it was edited."""
+"""The plan of a stage from the decisions of a file: priced as the file says, or anew where it was edited."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ from hardware_profiles import Cluster
 
 @dataclass(frozen=True)
 class Setting:
-    """For what a stage is priced.
-
-    Attributes:
-        cluster: gives the hardware; called only when a price is needed.
-    """
+    """The circumstances for which a stage is priced; ``cluster`` is called only when a price is needed."""
 
     cluster: Callable[[], Cluster]
     cluster_name: str
@@ -44,14 +40,7 @@ class Setting:
 
 
 def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tuple[StagePlan, bool]:
-    """The plan of the decisions, as the file has it if nothing was edited, else completed and priced anew; and whether
-    that was done.
-
-    Raises:
-        PlanError: routes do not lead where tensors are wanted; or, raised as it is found, a tensor cannot be brought
-            to where it is wanted.
-        ClusterError, MeshError: a price is needed, and there is no such cluster, or it is too small.
-    """
+    """Return the plan of the decisions, and True if it was priced anew because the file was edited."""
     raw, graph, bad = reader.raw, reader.graph, reader.bad
     chosen, buffers = demand(graph, reader.rules, reader.mesh, decided.ops)
     buffers.update(decided.buffers)
@@ -97,7 +86,7 @@ def stage_plan(reader: StageReader, decided: Decisions, setting: Setting) -> tup
 def _priced(
     reader: StageReader, plan: StagePlan, decided: Decisions, kept: Mapping[str, ReshardPath], priced: Pricer
 ) -> StagePlan:
-    """The plan completed; routes that the file has and that still lead to where they must are kept."""
+    """Complete the plan and price it; reshard paths of the file that still connect are kept."""
     graph, rules = reader.graph, reader.rules
     try:
         done = complete(
@@ -140,7 +129,7 @@ def _priced(
 
 
 def _routes_seconds(graph: Graph, priced: Pricer, reshard_paths: Mapping[str, Sequence[Any]]) -> float:
-    """Of the steps of these routes, forward and backward."""
+    """Return the seconds of reshard paths, forward and backward."""
     refs = {
         reshard_key(graph, Ref(i, k)): Ref(i, k)
         for i, node in enumerate(graph.nodes) for k, spec in enumerate(node.outs) if spec is not None
@@ -153,7 +142,7 @@ def _routes_seconds(graph: Graph, priced: Pricer, reshard_paths: Mapping[str, Se
 
 
 def _misfit(made_as: State, goals: Mapping[State, None], reshard_path: ReshardPath) -> str:
-    """Why a route does not bring a tensor from where it is made to where it is wanted; empty if it does."""
+    """Return the reason why a reshard path does not bring a tensor where it is needed; empty if it does."""
     if reshard_path and reshard_path[0][0] != made_as:
         return f"begins at {reshard_path[0][0].text}, the tensor is made as {made_as.text}; remove the entry"
     reached = {made_as, *(b for _, b in reshard_path)}

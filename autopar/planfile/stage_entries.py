@@ -1,4 +1,4 @@
-"""The entries of a stage in a plan file meet the nodes of the stage's graph."""
+"""The entries of a stage in a plan file, matched to the nodes of the stage's graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ReshardPath = tuple[tuple[State, State], ...]
 
 @dataclass
 class Decisions:
-    """What a file decides of a stage, by node of its graph."""
+    """The decisions of a file about a stage, by node of its graph."""
 
     ops: dict[int, Strategy]
     params: dict[int, ParamChoice]
@@ -45,12 +45,7 @@ class Decisions:
 
 @dataclass
 class StageReader:
-    """Reads the sections of one stage; whatever does not fit the graph becomes a failure.
-
-    Args:
-        raw: the stage's entry, of the right form.
-        bad: takes the failures.
-    """
+    """A reader of the sections of one stage; what does not fit the graph becomes a failure in ``bad``."""
 
     raw: Mapping[str, Any]
     mesh: Mesh
@@ -64,7 +59,7 @@ class StageReader:
         self.axes = {name: a for a, (name, _) in enumerate(self.mesh)}
 
     def decisions(self) -> Decisions:
-        """All that the entry decides."""
+        """Return all decisions of the entry."""
         return Decisions(
             self.ops(), self.params(), self.places("buffers", "buffer"), self.places("inputs", "input"),
             self.outputs(), self.reshard_paths(), self.memory(),
@@ -73,7 +68,7 @@ class StageReader:
     # -- ops
 
     def ops(self) -> dict[int, Strategy]:
-        """Strategies of the ops that the file names, and of those that are whole because it does not."""
+        """Return the strategies of the ops that the file names, and of those replicated by default."""
         ops = [(i, node) for i, node in enumerate(self.graph.nodes) if node.kind == "op"]
         last: dict[int, tuple[str, dict[str, str]]] = {}  # the entry that counts for each op
         for pattern, entry in self.raw["ops"].items():
@@ -103,7 +98,7 @@ class StageReader:
         return decided
 
     def options(self, i: int, entry: Mapping[str, str] | None = None) -> dict[str, Option]:
-        """The options of an op on one axis, by name; of those in blocks the ones that an entry names."""
+        """Return the options of an op on one axis by name; block options only if an entry names them."""
         rule = self.rules[i]
         assert rule is not None
         if i not in self._options_of:
@@ -112,7 +107,7 @@ class StageReader:
         return options_of(self.graph, self.graph.nodes[i], rule, blocks) if blocks else self._options_of[i]
 
     def _named(self, path: str, i: int, entry: Mapping[str, str]) -> Strategy | None:
-        """The strategy that an entry names for an op."""
+        """Return the strategy that an entry names for an op."""
         options, fine = self.options(i, entry), True
         picked = [options[WHOLE]] * len(self.mesh)
         for axis, factor in entry.items():
@@ -130,7 +125,7 @@ class StageReader:
         self.bad.add(path, f"{node.where} has no factor '{factor}'{why}; it offers {offers} (rule: {rule})")
 
     def _divides(self, path: str, i: int, strategy: Strategy) -> bool:
-        """Whether an op can be cut so; if not, that is a failure."""
+        """Return True if an op can be sharded so; else add a failure."""
         node, rule = self.graph.nodes[i], self.rules[i]
         assert rule is not None
         cut: dict[str, list[tuple[int, int]]] = {}
@@ -166,7 +161,7 @@ class StageReader:
         return read_state(path, text, self.mesh, shape, kinds, self.bad)
 
     def _matched(self, section: str, every: Mapping[str, int]) -> dict[str, tuple[str, Any]]:
-        """``{name: (path in the file, entry)}`` of the last entry that matches each name."""
+        """Return ``{name: (path in the file, entry)}`` of the last entry that matches each name."""
         matched: dict[str, tuple[str, Any]] = {}
         for pattern, entry in self.raw.get(section, {}).items():
             path = f"{section}[{json.dumps(pattern)}]"
@@ -179,7 +174,7 @@ class StageReader:
         return matched
 
     def params(self) -> dict[int, ParamChoice]:
-        """How every parameter is kept."""
+        """Return the storage and use of every parameter."""
         nodes = {node.target: i for i, node in self.graph.of_kind("param")}
         matched = self._matched("params", nodes)
         missing = [name for name in nodes if name not in matched]
@@ -205,7 +200,7 @@ class StageReader:
         return result
 
     def places(self, section: str, kind: str) -> dict[str, State]:
-        """Placements of buffers or inputs by name."""
+        """Return placements of buffers or inputs by name."""
         nodes = {node.target: i for i, node in self.graph.of_kind(kind)}
         result = {}
         for name, (path, text) in self._matched(section, nodes).items():
@@ -216,7 +211,7 @@ class StageReader:
         return result
 
     def outputs(self) -> dict[int, State]:
-        """Placements of outputs by position."""
+        """Return placements of outputs by position."""
         given = self.raw["outputs"]
         if len(given) != len(self.graph.outputs):
             self.bad.add("outputs", f"has {len(given)} entries, the model has {len(self.graph.outputs)} outputs")
@@ -233,7 +228,7 @@ class StageReader:
         return result
 
     def reshard_paths(self) -> dict[str, ReshardPath]:
-        """The routes that the file gives, by key of ``StagePlan.routes``."""
+        """Return the reshard paths of the file, by tensor key."""
         keys = reshard_keys(self.graph)
         every = {name: k for k, name in enumerate(keys)}
         result = {}
@@ -266,14 +261,14 @@ class StageReader:
         return result
 
     def memory(self) -> Memory:
-        """What is decided about memory."""
+        """Return the decisions about memory."""
         return in_order({
             name: self.segments(name) if DECISIONS[name].of == SEGMENTS else self.tensors(name)
             for name in self.raw.get("memory") or ()
         })  # fmt: skip
 
     def segments(self, decision: str) -> Recompute:
-        """The segments for which a decision is made, their operators by node name."""
+        """Return the segments of a decision, their operators by node name."""
         at = f"memory: {decision}"
         named = {label: name for name, label in self.labels.items()}
         names = {*named.values()}
@@ -293,7 +288,7 @@ class StageReader:
         return result
 
     def tensors(self, decision: str) -> tuple[str, ...]:
-        """The tensors for which a decision is made, by the plan's own keys."""
+        """Return the tensors of a decision, by the plan's own keys."""
         keys, again = reshard_keys(self.graph), []
         for k, name in enumerate(self.raw["memory"][decision]):
             if name not in keys:

@@ -1,4 +1,4 @@
-"""Placements in a plan file, for tensors that the model has."""
+"""Placements in a plan file, for tensors of the model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from autopar.words.shards import fits
 def read_state(
     path: str, text: str, mesh: Mesh, shape: Sequence[int], kinds: str, bad: FileErrors
 ) -> State | None:
-    """The state that a text names for a tensor of this shape; None, and a failure, if it cannot be.
+    """Return the state that a text names for a tensor of this shape; None, and a failure, if it cannot be.
 
-    Args:
-        kinds: first letters of the placements that are possible.
+    ``kinds`` are the allowed first letters of placements.
     """
     try:
         state = State.parse(text, mesh, f"{bad.part}{path}")

@@ -1,4 +1,4 @@
-"""Plan -> text."""
+"""From a plan to the text of its file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
 
 
 def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
-    """The entry of a stage."""
+    """Return the entry of a stage."""
     keys = reshard_keys(graph)
     labels = op_labels(graph)
     named = {key: name for name, key in keys.items()}
@@ -111,7 +111,7 @@ def save(path: str | Path, plan: Plan, graph: Graph, model: Mapping[str, Any] | 
 
 
 def _format(document: Mapping[str, Any], indent: str = "", lists: Collection[str] = LISTS) -> str:
-    """JSON with one line for every entry of a section, and of these lists."""
+    """Return JSON with one line for every entry of a section, and of these lists."""
     lines = []
     more = indent + "  "
     for key, value in document.items():
@@ -130,7 +130,7 @@ def _format(document: Mapping[str, Any], indent: str = "", lists: Collection[str
 
 
 def _price(plan: StagePlan) -> dict[str, Any]:
-    """The price; what only recomputing has is left out without it, and working memory where it was not counted."""
+    """Return the price; fields of recomputation and working memory are absent where they are zero."""
     price = asdict(plan.price)
     for optional in ("again_bytes", "working_bytes"):
         if not price[optional]:
@@ -139,7 +139,7 @@ def _price(plan: StagePlan) -> dict[str, Any]:
 
 
 def _ops(plan: StagePlan, graph: Graph) -> dict[str, dict[str, str]]:
-    """Entries for the ops that are cut, and for those that neither follow demand nor are whole."""
+    """Return the entries of sharded ops, and of those that are neither replicated nor follow their readers."""
     rules = rules_of(graph)
     labels = op_labels(graph)
     whole = whole_state(plan.mesh, True)
@@ -169,7 +169,7 @@ def _ops(plan: StagePlan, graph: Graph) -> dict[str, dict[str, str]]:
 
 
 def reshard_keys(graph: Graph) -> dict[str, str]:
-    """``{name in the file: key in StagePlan.routes}`` of every tensor; ops go by their label."""
+    """Return ``{name in the file: key in StagePlan.reshard_paths}`` of every tensor; ops go by their label."""
     labels = op_labels(graph)
     keys = {}
     for i, node in enumerate(graph.nodes):
@@ -181,7 +181,7 @@ def reshard_keys(graph: Graph) -> dict[str, str]:
 
 
 def decisions(plan: StagePlan) -> str:
-    """Checksum of everything that is decided, routes apart."""
+    """Return the checksum of all decisions but reshard paths."""
     others = [e for e in plan.memory.items() if e[0] not in (RECOMPUTE.name, GATHER_AGAIN.name, MAKE_AGAIN.name)]
     return digest(
         plan.fingerprint, plan.mesh, sorted(plan.ops.items()),
@@ -192,7 +192,7 @@ def decisions(plan: StagePlan) -> str:
 
 
 def rest(plan: StagePlan, cluster: str, pins: Pins) -> str:
-    """Checksum of what else decides the price, of the price, and of the wishes under which it was proven best."""
+    """Return the checksum of the price, of its other inputs, and of the constraints for which it was proven best."""
     return digest(
         cluster, plan.devices, plan.optimizer, plan.microbatches, plan.in_flight, sorted(plan.reshard_paths.items()),
         _price(plan), asdict(plan.solution) if plan.solution else None, pin_section.write(pins),
@@ -200,10 +200,10 @@ def rest(plan: StagePlan, cluster: str, pins: Pins) -> str:
 
 
 def step_checksum(plan: Plan) -> str:
-    """Checksum of what decides the seconds of a step beside the stages, and of these seconds."""
+    """Return the checksum of the step's seconds and of what decides them in addition to the stages."""
     return digest([(s.first, s.devices) for s in plan.stages], plan.schedule.text(), float(plan.seconds))
 
 
 def digest(*values: Any) -> str:
-    """Some letters that differ where the values do."""
+    """Return some letters that differ where the values differ."""
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]

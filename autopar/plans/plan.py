@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from autopar.errors import PlanError
 from autopar.plans.device_groups import check_places
 from autopar.plans.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE, Memory
+from autopar.plans.plan_table import plan_html, plan_line, plan_text
 from autopar.plans.prices import Moment, Price, StagePeaks, bytes_together
 from autopar.plans.transfer import Side
 from autopar.words.graph import Graph, Ref, Spec
@@ -232,7 +233,7 @@ class StageEdge:
         return Side(made_as, maker.mesh, maker.devices), Side(wanted, reader.mesh, reader.devices)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Decisions for one model.
 
@@ -370,11 +371,14 @@ class Plan:
         """:meth:`of_graphs` for a plan of one stage."""
         return self.of_graphs(fingerprint, [fingerprint])
 
-    def _repr_html_(self) -> str:
-        """What notebooks show."""
-        from autopar.plans.plan_table import plan_table
+    def __repr__(self) -> str:
+        return f"<Plan: {plan_line(self)}>"
 
-        return plan_table(self)
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
     def validate(self) -> Plan:
         """Itself.

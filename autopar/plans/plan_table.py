@@ -1,52 +1,71 @@
-"""A plan in a notebook: its numbers, and a row for every stage. Everything in it is escaped."""
+"""The table of a plan, as text for ``print(plan)`` and as HTML for a notebook, in which everything is escaped."""
 
 from __future__ import annotations
 
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 from autopar.words.texts import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
 
 MOST_ROWS = 16
 """Stages that are shown; of more, the first ones and how many follow."""
 CATEGORIES = ("parameter", "gradient", "optimizer", "gathered", "activation")
+COLUMNS = ("stage", "mesh", "compute", "collectives", "once a step", *CATEGORIES, "memory")
 
 
-def plan_table(plan: Any) -> str:
-    """The HTML of a plan: seconds, memory, schedule, and stages with what they cost and hold.
-
-    Args:
-        plan: an :class:`autopar.plans.plan.Plan`, which shows itself by this.
-    """
-    head = (
-        f"{show_seconds(plan.seconds)} a step on {plan.n_devices} device{'s' if plan.n_devices != 1 else ''} of "
-        f"{plan.cluster}, {show_bytes(plan.memory_bytes)} a device"
-    )
-    several = ""
-    if len(plan.stages) > 1:
-        several = f"schedule {plan.schedule.name}, {plan.schedule.n_ranks} groups of devices, "
-    many = "es" if plan.microbatches != 1 else ""
-    below = f"{several}{plan.microbatches} microbatch{many}, optimizer {plan.optimizer}"
-    columns = ("stage", "mesh", "compute", "collectives", "once a step", *CATEGORIES, "memory")
-    rows = []
-    for number, stage in enumerate(plan.stages[:MOST_ROWS]):
-        price = stage.price
-        cells = (
-            str(number), stage.mesh.shown() or "one device", show_seconds(price.compute_seconds),
-            show_seconds(price.activation_seconds), show_seconds(price.exposed_seconds + price.optimizer_seconds),
-            *(show_bytes(getattr(price, f"{category}_bytes")) for category in CATEGORIES),
-            show_bytes(price.memory_bytes),
-        )  # fmt: skip
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    if len(plan.stages) > MOST_ROWS:
-        rest = len(plan.stages) - MOST_ROWS
-        rows.append(f'<tr><td colspan="{len(columns)}">and {rest} more stage{"s" if rest > 1 else ""}</td></tr>')
-    heads = "".join(f'<th scope="col">{column}</th>' for column in columns)
+def plan_line(plan: Plan) -> str:
+    """Return the plan in one line: seconds, devices, memory."""
     return (
-        f"<div><p><b>{escape(head)}</b><br>{escape(below)}</p>"
+        f"{show_seconds(plan.seconds)} a step on {plan.n_devices} device{'s' if plan.n_devices != 1 else ''}"
+        f"{f' of {plan.cluster}' if plan.cluster else ''}, {show_bytes(plan.memory_bytes)} a device"
+    )
+
+
+def plan_text(plan: Plan) -> str:
+    """Return the plan as lines of text, with the same table as in a notebook."""
+    rows = [COLUMNS, *_rows(plan)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(COLUMNS))]
+    table = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    notes = [f"note: {note}" for note in plan.notes]
+    return "\n".join([plan_line(plan), _below(plan), *table, *filter(None, [_rest(plan)]), *notes])
+
+
+def plan_html(plan: Plan) -> str:
+    """Return the plan as HTML, as a notebook shows it."""
+    rows = ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in _rows(plan)]
+    if rest := _rest(plan):
+        rows.append(f'<tr><td colspan="{len(COLUMNS)}">{rest}</td></tr>')
+    heads = "".join(f'<th scope="col">{column}</th>' for column in COLUMNS)
+    return (
+        f"<div><p><b>{escape(plan_line(plan))}</b><br>{escape(_below(plan))}</p>"
         f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
         f"<p>autopar report draws all of it from the plan's file.</p></div>"
     )
 
 
-__all__ = ["plan_table"]
+def _below(plan: Plan) -> str:
+    several = f"schedule {plan.schedule.name}, {plan.schedule.n_ranks} groups of devices, "
+    many = "es" if plan.microbatches != 1 else ""
+    head = several if len(plan.stages) > 1 else ""
+    return f"{head}{plan.microbatches} microbatch{many}, optimizer {plan.optimizer}"
+
+
+def _rest(plan: Plan) -> str:
+    rest = len(plan.stages) - MOST_ROWS
+    return f"and {rest} more stage{'s' if rest > 1 else ''}" if rest > 0 else ""
+
+
+def _rows(plan: Plan) -> list[tuple[str, ...]]:
+    rows = []
+    for number, stage in enumerate(plan.stages[:MOST_ROWS]):
+        price = stage.price
+        rows.append((
+            str(number), stage.mesh.shown() or "one device", show_seconds(price.compute_seconds),
+            show_seconds(price.activation_seconds), show_seconds(price.exposed_seconds + price.optimizer_seconds),
+            *(show_bytes(getattr(price, f"{category}_bytes")) for category in CATEGORIES),
+            show_bytes(price.memory_bytes),
+        ))  # fmt: skip
+    return rows

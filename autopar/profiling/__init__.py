@@ -1,16 +1,14 @@
-"""Profile-then-plan: measure a model's local ops, the transfers and the executor on this machine, as a cluster file.
+"""Measurement of a model's local ops, of transfers and of the executor on this machine, as a cluster file.
 
 ================================= =====================================================================================
-:mod:`.ops`                       which local ops can strategies produce; with what inputs they are measured
+:mod:`.ops`                       the local ops that strategies can produce, and the inputs to measure them with
 :mod:`.measure`                   their seconds, in the order and the circumstances of a running program
-:mod:`.transfers_and_collectives` what is not an op: transfers, collectives, gradients that add up, optimizers, the
-                                  executor itself
-:mod:`.clock`                     seconds that a device works: of a thread, or between two events of a stream
-:mod:`.quiet`                     what else the machine does meanwhile
+:mod:`.transfers_and_collectives` transfers, collectives, gradient accumulation, optimizers, the executor itself
+:mod:`.clock`                     seconds of a device: of a thread, or between two events of a stream
+:mod:`.quiet`                     load of the machine by other processes
 :mod:`.document`                  all of it as a profile file
-:mod:`.by_kind`                   a step that runs: seconds by kind of operator, and its most memory, beside the plan's
+:mod:`.by_kind`                   seconds by kind of operator and peak memory of a real step, next to the plan's
 :mod:`.update`                    a profile corrected by such a step
+:mod:`.measured_load`             distribution of a batch over routed experts
 ================================= =====================================================================================
-
-And :mod:`.measured_load`: what a model's routers do with a batch.
 """

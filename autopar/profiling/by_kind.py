@@ -1,4 +1,4 @@
-"""Seconds by kind of operator: as the plan predicts them and as the profiler measures them on the device."""
+"""Seconds by kind of operator: predicted by the plan, and measured on the device by torch's profiler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = (
 
 
 def kind_of(operator: str) -> str:
-    """The kind of an operator by its name, such as ``aten.linear.default`` or ``aten::addmm``."""
+    """Return the kind of an operator by its name, such as ``aten.linear.default`` or ``aten::addmm``."""
     name = operator.replace("aten.", "").replace("aten::", "")
     for kind, parts in KINDS:
         if any(part in name for part in parts):
@@ -45,8 +45,10 @@ def kind_of(operator: str) -> str:
 
 
 def predicted(graph: Graph, plan: Plan) -> list[dict[str, float]]:
-    """Seconds of a step's operators by kind, as the plan's cost source prices them, forward and backward, on a rank of
-    each group; collectives as one kind of their own."""
+    """Return a step's seconds by kind as the plan prices them, on a rank of each group.
+
+    Forward and backward are added; collectives are one kind of their own.
+    """
     cluster, groups = get_cluster(plan.cluster), []
     graphs = [part.graph for part in cut(graph, plan.starts)]
     for of_group in plan.schedule.stages_of_rank:
@@ -66,10 +68,9 @@ def predicted(graph: Graph, plan: Plan) -> list[dict[str, float]]:
 
 
 def measured(step: Callable[[], Any], device: str, times: int = 1) -> tuple[dict[str, float], list[list[Any]]]:
-    """Seconds of a step's operators by kind, on the device (on processors: of the operators themselves).
+    """Return a step's seconds by kind on the device, and its twenty longest operators.
 
-    Returns:
-        Seconds by kind, and the twenty operators that took longest as ``[name, seconds, calls]`` of one step.
+    The operators are ``[name, seconds, calls]`` of one step. On CPUs the seconds are those of the operators themselves.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to the terminal that it starts and stops
     from torch.profiler import ProfilerActivity, profile
@@ -95,12 +96,10 @@ def measured(step: Callable[[], Any], device: str, times: int = 1) -> tuple[dict
 def peak_bytes(
     step: Callable[[], Any], held: Iterable[torch.Tensor], batch: Any, device: str
 ) -> int:  # fmt: skip
-    """The most bytes that live on this rank during a step: as an accelerator's allocator counts them, on processors as
-    operators make them.
+    """Return the peak bytes on this rank during a step.
 
-    Args:
-        held: parameters and the optimizer's state.
-        batch: the caller's, which does not count on processors.
+    On an accelerator its allocator counts; on CPUs operators' allocations are counted, without ``batch``, which is the
+    caller's. ``held`` are parameters and optimizer state.
     """
     if device != "cpu":
         torch.accelerator.reset_peak_memory_stats()
@@ -119,7 +118,7 @@ def peak_bytes(
 
 
 def _counts(event: Any, on_gpu: bool) -> bool:
-    """Whether an event is an operator or a kernel that no operator launched: each second is counted once."""
+    """Return True for an operator, or a kernel that no operator launched: each second is counted once."""
     name = event.key
     if on_gpu:  # kernels of aten operators are counted with the operator; the rest (Triton, graphs) stands alone
         return event.device_type == torch.autograd.DeviceType.CPU
@@ -127,7 +126,7 @@ def _counts(event: Any, on_gpu: bool) -> bool:
 
 
 def beside(mine: dict[str, float], plans: dict[str, float]) -> str:
-    """Both by kind in milliseconds, largest first: ``matmul 12.1 (plan 10.9)``."""
+    """Return measured next to predicted milliseconds, largest first: ``matmul 12.1 (plan 10.9)``."""
     kinds = sorted({*mine, *plans}, key=lambda k: -mine.get(k, 0.0))
     return ", ".join(f"{k} {1e3 * mine.get(k, 0.0):.2f} (plan {1e3 * plans.get(k, 0.0):.2f})" for k in kinds[:8])
 

@@ -1,4 +1,4 @@
-"""Seconds that a device works, for measuring ops there: a processor's thread, or an accelerator's stream."""
+"""Seconds of work on a device: of a CPU thread, or of an accelerator's stream."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ AHEAD_BYTES = 2**26
 
 
 class Clock:
-    """Measures what a rank does on its device.
+    """A clock for the device of a rank.
 
-    On a processor the seconds of an op are those that the calling thread has worked. On an accelerator they are those
-    between two events of the current stream around it, with other work queued before, so that the device waits for
-    nobody: in a step the host is ahead, or the step takes as long as the host, which no op alone tells.
+    On a CPU the seconds of an op are those that the calling thread has worked. On an accelerator they are those between
+    two events of the current stream around it, with other work queued before, so that the device waits for nobody: in a
+    step the host is ahead, or the step takes as long as the host, which no op alone shows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Clock:
             self.times_ahead = max(1, round(AHEAD_SECONDS / max(seconds, 1e-7)))
 
     def work(self) -> Lap:
-        """Of what is called from now on, on the device."""
+        """Start a measurement of work on the device; the returned function ends it."""
         if self.module is None:
             start = time.thread_time()
             return lambda: time.thread_time() - start
@@ -51,7 +51,7 @@ class Clock:
         return worked
 
     def wall(self) -> Lap:
-        """Until all that is called from now on has happened, messages of other ranks included."""
+        """Start a measurement of elapsed time, messages of other ranks included; the returned function ends it."""
         self._done()
         start = time.perf_counter()
 
@@ -62,7 +62,7 @@ class Clock:
         return passed
 
     def free(self) -> None:
-        """Give back the memory that the allocator keeps and nobody uses."""
+        """Release the allocator's unused memory."""
         if self.module is not None:
             self.module.empty_cache()
 

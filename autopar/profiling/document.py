@@ -34,15 +34,14 @@ MOST_BYTES = 2e9
 
 @dataclass(frozen=True)
 class ProfilingOptions:
-    """How to measure.
+    """Options of a measurement.
 
     Attributes:
         seconds: for everything once the processes run, within a fifth.
         processes: that measure at the same time.
-        meshes: whose cuts are measured, beside whole ops.
+        meshes: whose strategies are measured, in addition to unsharded ops.
         device: ``cpu``, or ``cuda``, where each process takes its own GPU.
-        partial: what each rank writes after every round (with the rank's number at the end of the name), and goes on
-            from where it is there: a measurement that was interrupted.
+        partial: file (plus the rank's number) of each rank's rounds, from which an interrupted measurement resumes.
     """
 
     seconds: float = 60.0
@@ -56,11 +55,10 @@ class ProfilingOptions:
 
 
 def profile(graph: Graph, cluster: Cluster, name: str, model: str, request: ProfilingOptions) -> dict[str, Any]:
-    """The document of a profile of ``graph`` on this machine.
+    """Measure ``graph`` on this machine and return the profile's document.
 
-    Args:
-        name: by which the profile finds the cluster, a name or a file beside it.
-        model: what was profiled, in words.
+    ``name`` is the cluster as the profile names it (a name, or a file next to it); ``model`` describes what was
+    profiled.
     """
     passes = passes_of(graph, cluster, request.meshes, request.most_ops, request.most_bytes)
     before = os.getloadavg()[0]
@@ -103,11 +101,9 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, request: Prof
 def measure_rank(
     passes: Passes, seconds: float, cluster: Cluster, device_type: str, interrupted: Path | None = None
 ) -> dict[str, Any]:
-    """What one rank does.
+    """Measure on one rank, on the current device of type ``device_type``.
 
-    Args:
-        device_type: ``cpu`` or ``cuda``; it measures on its current one.
-        interrupted: ``partial`` of :class:`ProfilingOptions`.
+    ``interrupted`` is ``partial`` of :class:`ProfilingOptions`.
     """
     import torch.distributed as dist
 
@@ -155,10 +151,9 @@ def measure_rank(
 
 
 class Resumed:
-    """The rounds that a rank has measured of every pass, in a file beside the profile, so that a measurement that was
-    interrupted goes on.
+    """The rounds that a rank has measured of every pass, in a file, so that an interrupted measurement resumes.
 
-    A file of another model, other sizes or another torch is written over.
+    A file of another model, other sizes or another torch is overwritten.
     """
 
     def __init__(self, partial: Path | None, rank: int, passes: Passes) -> None:
@@ -176,7 +171,7 @@ class Resumed:
             return  # written while it was interrupted
 
     def before(self, number: int) -> list[Any]:
-        """The rounds of a pass that all ranks have, as :func:`~autopar.profiling.measure.measure_pass` has them."""
+        """Return the rounds of a pass that all ranks have."""
         import torch.distributed as dist
 
         from autopar.profiling.measure import Taken
@@ -203,7 +198,7 @@ class Resumed:
 
 
 def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
-    """Lines from computed to measured seconds, by kind of op."""
+    """Return lines from computed to measured seconds, by kind of op."""
     lines: dict[str, Any] = {}
     for kind in [*sorted({op.kind for op in ops.values()}), OTHER]:
         of_kind = [(op.seconds, seconds[key]) for key, op in ops.items() if kind in (op.kind, OTHER)]
@@ -216,8 +211,10 @@ def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, 
 
 
 def _overheads(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The executor's own seconds, from tiny models of two depths: what is left at no depth, and what halves cost an
-    op."""
+    """Return the executor's own seconds, from tiny models of two depths.
+
+    The intercept is the cost of an action, the slope that of an op in a split backward.
+    """
     if "spans" not in ranks[0]["around"]:
         return dict.fromkeys(("forward_seconds", "backward_seconds", "input_seconds", "weight_seconds",
                               "input_op_seconds", "weight_op_seconds", "step_seconds"), 0.0)  # fmt: skip
@@ -253,7 +250,7 @@ def _mean_points(rows: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]
 
 
 def processor(device: torch.device = PROCESSOR) -> str:
-    """The name of a device."""
+    """Return the name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -264,7 +261,7 @@ def processor(device: torch.device = PROCESSOR) -> str:
 
 
 def dumps(document: Mapping[str, Any]) -> str:
-    """The text of a profile: seconds with four digits, an op a line; the same document gives the same bytes."""
+    """Return the text of a profile, an op per line; the same document gives the same bytes."""
     rounded = _rounded(document)
     lines = []
     for key, value in rounded.items():

@@ -2,13 +2,13 @@
 
 A round runs a sequence of ops as a stage runs a microbatch: every op once forward, its outputs kept; then every op once
 backward, last first, each with its autograd graph. Inputs were just written, as by the op before; parameters were last
-read a round ago; outputs are fresh memory. What is measured is the call from Python, as an emitted program makes it.
-Seconds are those that the calling thread has worked, so what else the machine does counts only as far as it takes
-caches and bandwidth; on a GPU, those of its stream (:mod:`.clock`). Of a backward, the price of entering autograd's
-engine (once a microbatch in a program) is taken off. All processes measure at the same time, since they share memory
-and its bandwidth when they train, each from another place of the sequence on, since then too they run different ops.
+read a round ago; outputs are fresh memory. The measured interval is the call from Python, as an emitted program makes
+it. Seconds are those that the calling thread has worked, so other load counts only by its use of caches and bandwidth;
+on a GPU, those of its stream (:mod:`.clock`). The price of entering autograd's engine (once per microbatch in a
+program) is subtracted from a backward. All processes measure at the same time, since they share memory and its
+bandwidth when they train, and each starts at another place of the sequence, since then too they run different ops.
 
-Every third round runs the backward in two halves, first of everything that earlier ops made, then of parameters.
+Every third round runs the backward in two halves: first the gradients of activations, then those of parameters.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class Taken:
     weights: list[float] = field(default_factory=list)
 
     def add(self, another: Taken) -> None:
-        """Count what was measured in another round too."""
+        """Add the measurements of another round."""
         for mine, more in ((self.forward, another.forward), (self.backward, another.backward),
                           (self.inputs, another.inputs), (self.weights, another.weights)):  # fmt: skip
             mine.extend(more)
 
     def medians(self) -> tuple[float, float, float, float]:
-        """Of forward, backward, and its halves; 0 for what is not there."""
+        """Return the medians of forward, backward, and its halves; 0 without measurements."""
         rows = (self.forward, self.backward, self.inputs, self.weights)
         forward, backward, inputs, weights = (median(row) if row else 0.0 for row in rows)
         return forward, backward, inputs, weights
 
 
 class _Live:
-    """An op in a round: its tensors, and what its forward made."""
+    """An op in a round: its tensors, and the results of its forward."""
 
     def __init__(
         self, op: LocalOp, params: dict[int, torch.Tensor], sources: dict[TensorArgument, torch.Tensor], clock: Clock
@@ -73,7 +73,7 @@ class _Live:
         self.leaves: list[torch.Tensor] = []
 
     def forward(self) -> float:
-        """Seconds of the forward."""
+        """Return the seconds of the forward."""
         op, values, seed = self.op, [], torch.tensor(7, device=self.clock.device)
         self.leaves = []
         for i, tensor in enumerate(op.ins):
@@ -106,7 +106,7 @@ class _Live:
         return seconds
 
     def runs(self, failed: dict[str, str]) -> bool:
-        """Whether the op runs on values that are made up."""
+        """Return True if the op runs on generated values."""
         try:
             self.forward()
             if self.roots:
@@ -118,11 +118,11 @@ class _Live:
         return True
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of the outputs that have any, just written."""
+        """Return freshly written gradients of the outputs that have any."""
         return [torch.full_like(x, 1e-3) for x in self.roots]
 
     def backward(self) -> float:
-        """Seconds of the whole backward, with the memory that it gives back."""
+        """Return the seconds of the whole backward, including freeing its memory."""
         roots, grads = self.roots, self.gradients()
         self.roots, self.kept = [], None
         worked = self.clock.work()
@@ -135,7 +135,7 @@ class _Live:
         return seconds
 
     def half(self, wanted: Sequence[torch.Tensor]) -> float:
-        """Seconds of the gradients of some inputs alone."""
+        """Return the seconds of the gradients of some inputs alone."""
         grads = self.gradients()
         worked = self.clock.work()
         gradients = torch.autograd.grad(self.roots, list(wanted), grads, retain_graph=True, allow_unused=True)
@@ -149,14 +149,11 @@ def measure_pass(
     ops: Sequence[LocalOp], seconds: float, failed: dict[str, str], clock: Clock, before: Sequence[Round] = (),
     note: Callable[[Sequence[Round]], None] | None = None,
 ) -> tuple[dict[str, Taken], float]:  # fmt: skip
-    """Measure a sequence of ops on this rank, together with all other ranks, for about so many seconds. Also the
-    processors that others kept busy in the busiest round that counts.
+    """Measure a sequence of ops on all ranks at once for about so many seconds.
 
-    Args:
-        failed: gets why an op does not run alone, by its key.
-        clock: of the device that is measured.
-        before: rounds that were measured earlier, of a measurement that was interrupted.
-        note: is given all rounds after each one.
+    Also return the CPUs that others kept busy in the busiest round that counts. ``failed`` gets the reasons why ops do
+    not run alone, by key; ``before`` are rounds of an interrupted measurement; ``note`` is given all rounds after each
+    one.
     """
     began = CpuWatch()
     sources = {t: values_of(t).to(clock.device) for op in ops for t in op.ins}
@@ -189,7 +186,7 @@ def _running(
     ops: Sequence[LocalOp], sources: dict[TensorArgument, torch.Tensor], failed: dict[str, str], clock: Clock,
     seconds: float,
 ) -> list[_Live]:  # fmt: skip
-    """The ops that run on values that are made up, each tried once, for at most half of the time."""
+    """Return the ops that run on generated values, each tried once, for at most half of the time."""
     lives: list[_Live] = []
     tried: set[str] = set()
     began = time.perf_counter()
@@ -209,7 +206,7 @@ def _running(
 def _round_that_fits(
     lives: list[_Live], entry: float, split: bool, pieces: int, failed: dict[str, str], clock: Clock
 ) -> tuple[dict[str, Taken], int]:
-    """A round, of the sequence in so many pieces that what its ops keep fits into the device's memory; also how many.
+    """Run a round, divided into so many parts that each fits into the device's memory; also return that number.
 
     An op that does not fit even alone is left out from then on.
     """
@@ -233,7 +230,7 @@ def _round_that_fits(
 
 
 def _turned(lives: list[_Live]) -> list[_Live]:
-    """The sequence from this rank's own place on: while ranks train, their neighbours do other ops than they do."""
+    """Return the sequence rotated to this rank's start: while ranks train, they run different ops at a time."""
     if not dist.is_initialized():
         return lives
     share = sum(sum(live.op.seconds) for live in lives) * dist.get_rank() / dist.get_world_size()
@@ -264,7 +261,7 @@ def _round(lives: Sequence[_Live], taken: dict[str, Taken], entry: float, *, spl
 
 
 def engine_seconds(clock: Clock) -> float:
-    """Entering autograd for a backward of almost nothing."""
+    """Return the seconds of entering autograd for a backward of almost nothing."""
     times = []
     for _ in range(200):
         x = torch.zeros(1, requires_grad=True, device=clock.device)
@@ -276,7 +273,7 @@ def engine_seconds(clock: Clock) -> float:
 
 
 def view_seconds(clock: Clock) -> float:
-    """One more node in the backward: what a view costs there."""
+    """Return the seconds of one more node, such as a view, in the backward."""
     times: dict[int, list[float]] = {1: [], 65: []}
     for n in [1, 65] * 50:
         y = x = torch.zeros(1, requires_grad=True, device=clock.device)

@@ -1,4 +1,4 @@
-"""The load of routed experts, measured: what a model's routers do with a batch."""
+"""The load of routed experts, measured on a batch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ from autopar.words.load_shares import Load
 
 
 def with_measured_load(request: PlanRequest, captured: Captured, model: torch.nn.Module, example: Any) -> PlanRequest:
-    """What is asked, with the load of each operator of routed experts, where it is to be measured.
+    """Return the request with the measured load of each operator of routed experts, where it is to be measured.
 
-    Args:
-        example: what was captured, with its values: ``(args, kwargs)``, or ``(args, kwargs, targets)``.
-
-    Raises:
-        PlanError: the model or the batch has no values.
+    ``example`` is the captured batch with its values: ``(args, kwargs)``, or ``(args, kwargs, targets)``.
     """
     if not request.measure_load:
         return request
@@ -39,12 +35,9 @@ def with_measured_load(request: PlanRequest, captured: Captured, model: torch.nn
 def measured_load(
     captured: Captured, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], targets: Any = ()
 ) -> dict[str, Load]:
-    """The share of rows that each routed expert gets of a batch, by the name of the operator.
+    """Return the share of rows that each routed expert gets of a batch, by operator.
 
-    The graph runs once, forward; rows of no expert count for none. Operators to which nothing is routed are left out.
-
-    Raises:
-        PlanError: the model or the batch has no values, or no routed experts.
+    The graph runs forward once; rows without an expert count for none, and operators without routed rows are absent.
     """
     routed = {node.name for node in captured.graph.nodes if node.target in ROUTED}
     if not routed:
@@ -65,24 +58,21 @@ def measured_load(
 
 
 class _Forward(Sides):
-    """Runs the graph without its backward."""
+    """An interpreter of the graph's forward."""
 
     def _gradients(self, outputs: Any, params: Any, inputs: Any) -> Any:
         return {}
 
 
 class _Routed(torch.fx.Interpreter):
-    """Runs a program of one device, and notes the share of rows that each expert has.
-
-    Args:
-        into: by the names of operators.
-    """
+    """An interpreter of a one-device program that notes each expert's share of rows in ``into``, by operator."""
 
     def __init__(self, module: torch.fx.GraphModule, graph: Graph, into: dict[str, Load]) -> None:
         super().__init__(module)
         self.source, self.into = graph, into
 
     def run_node(self, n: torch.fx.Node) -> Any:
+        """Run a node, and note the rows of its experts."""
         name = (n.meta.get("autopar") or {}).get("node")
         node = self.source.nodes[self.source.index[name]] if name is not None else None
         if node is not None and n.op == "call_function" and node.target in ROUTED:

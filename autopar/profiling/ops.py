@@ -1,4 +1,4 @@
-"""The distinct local ops that the strategies of a model can produce, each with what it takes to run it alone."""
+"""The distinct local ops that the strategies of a model can produce, each with the inputs to run it alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorArgument:
     Attributes:
         grad: a gradient flows to it.
         param: it is a parameter, so its gradient is one of weights.
-        high: integers below this (and at least 0); 1 where nothing is known of them.
+        high: exclusive upper bound of integers (from 0); 1 where nothing is known of them.
     """
 
     shape: tuple[int, ...]
@@ -41,21 +41,21 @@ class TensorArgument:
 
     @property
     def n_bytes(self) -> int:
-        """Of its values."""
+        """Bytes of its values."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class LocalOp:
-    """What one rank calls.
+    """One call on one rank.
 
     Attributes:
-        key: by which a profile knows it.
+        key: its name in a profile.
         fn: the callable, or the name of torch's operator (which cannot be sent to a process); args and kwargs hold
             :class:`~autopar.rules.operator_call.In` for tensors.
         kind: of the cost model.
         seconds: forward and backward by formula.
-        out_bytes: of what it makes.
+        out_bytes: of its results.
     """
 
     key: str
@@ -69,24 +69,25 @@ class LocalOp:
 
     @property
     def n_bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all its tensors."""
         return self.out_bytes + sum(t.n_bytes for t in self.ins)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Sequences of ops, each in the order of the model: the first is the model on one device, the next ones have ops
-    as strategies cut them. ``left_out`` says what was not taken."""
+    """Sequences of ops in model order: the first is the model on one device, the others have sharded ops.
+
+    ``left_out`` lists what was not taken.
+    """
 
     passes: tuple[tuple[LocalOp, ...], ...]
     left_out: tuple[str, ...]
 
 
 def passes_of(graph: Graph, cluster: Cluster, meshes: Sequence[Mesh], most_ops: int, most_bytes: float) -> Passes:
-    """All local ops of a model on one device and on ``meshes``, up to ``most_ops`` distinct ones.
+    """Return all local ops of a model on one device and on ``meshes``, up to ``most_ops`` distinct ones.
 
-    Args:
-        most_bytes: what a pass may hold; repeated ops beyond are measured less often.
+    ``most_bytes`` limits the memory of a pass; repeated ops beyond are measured less often.
     """
     rules = rules_of(graph)
     one = Mesh.of(data=1)
@@ -130,7 +131,7 @@ def passes_of(graph: Graph, cluster: Cluster, meshes: Sequence[Mesh], most_ops: 
 
 
 def _within(ops: Sequence[LocalOp], most_bytes: float) -> Iterator[LocalOp]:
-    """Every distinct op, and its repetitions as far as they fit."""
+    """Return every distinct op, and as many repetitions as fit."""
     seen: set[str] = set()
     left = most_bytes - sum(op.n_bytes for op in {op.key: op for op in ops}.values())
     for op in ops:
@@ -169,7 +170,7 @@ def _local_op(
 
 
 def values_of(tensor: TensorArgument) -> torch.Tensor:
-    """Values to measure with: floats between 0.1 and 1 (no op slows down there), integers below ``high``."""
+    """Return values to measure with: floats from 0.1 to 1 (no op is slow there), integers below ``high``."""
     dtype = getattr(torch, tensor.dtype)
     if tensor.dtype == "bool":
         return torch.ones(tensor.shape, dtype=dtype)

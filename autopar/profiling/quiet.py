@@ -1,4 +1,4 @@
-"""What else the machine does while something is measured: seconds of other processes, from the kernel's counters."""
+"""Load of the machine during a measurement: seconds of other processes, from the kernel's counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = TypeVar("Row")
 
 
 def busy_seconds() -> float | None:
-    """Seconds that all processors have worked for anybody (or were taken away), None where nothing tells."""
+    """Return the seconds that all CPUs have worked (or were taken away); None without a counter."""
     try:
         fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
     except OSError:
@@ -31,13 +31,13 @@ def busy_seconds() -> float | None:
 
 
 class CpuWatch:
-    """Counts what others do from its start on. Every rank makes one, and asks it, at the same points."""
+    """Counter of other processes' work since its start; every rank makes and asks one at the same points."""
 
     def __init__(self) -> None:
         self.began, self.own, self.busy = time.perf_counter(), time.process_time(), busy_seconds()
 
     def others(self) -> tuple[float, float]:
-        """``(processors, seconds)``: that others kept busy on average, and since the start; the same on all ranks."""
+        """Return ``(processors, seconds)`` that others kept busy on average, and since the start; same on all ranks."""
         values = torch.tensor([time.process_time() - self.own, 0.0], dtype=torch.float64)
         spent = time.perf_counter() - self.began
         now = busy_seconds()
@@ -52,7 +52,7 @@ class CpuWatch:
 
 
 def until_quiet(most_seconds: float) -> float:
-    """Wait until others leave the machine alone, at most so long; returns the seconds waited. All ranks wait."""
+    """Wait until the machine is quiet, at most so long, on all ranks; return the seconds waited."""
     began = time.perf_counter()
     while True:
         watch = CpuWatch()
@@ -66,7 +66,7 @@ def until_quiet(most_seconds: float) -> float:
 
 
 def quietest(rows: Sequence[Row], others: Callable[[Row], float], least: int) -> list[Row]:
-    """The rows measured while the machine was quiet; the ``least`` quietest where there are fewer."""
+    """Return the rows measured while the machine was quiet; the ``least`` quietest where there are fewer."""
     ordered = sorted(rows, key=others)
     return [row for i, row in enumerate(ordered) if i < least or others(row) <= QUIET]
 

@@ -1,5 +1,4 @@
-"""What a step does beside ops, measured on a few ranks at once: transfers, collectives, gradients that add up, the
-optimizer, and the pipeline's executor itself on a model of almost no work."""
+"""Costs of a step in addition to ops, measured on a few ranks: transfers, collectives, optimizer, executor."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def accumulate_points(clock: Clock, *, in_place: bool) -> list[list[float]]:
-    """``[bytes, seconds]`` of adding a fresh gradient to one that was last touched long ago, or of making their sum
-    anew."""
+    """Return ``[bytes, seconds]`` of accumulating a gradient in place, or of computing the sum anew."""
     points = []
     for n_bytes in ADDED:
         n = n_bytes // 4
@@ -59,7 +57,7 @@ def accumulate_points(clock: Clock, *, in_place: bool) -> list[list[float]]:
 
 
 def send_points(clock: Clock) -> list[list[float]]:
-    """``[bytes, seconds]`` of one message between two ranks, there and back, as a pipeline sends it."""
+    """Return ``[bytes, seconds]`` of one message between two ranks, there and back, as a pipeline sends it."""
     rank, repeats = dist.get_rank(), 20
     pairs = [(0, 1), (1, 0)]
     groups = groups_for(clock.device)
@@ -92,7 +90,7 @@ def send_points(clock: Clock) -> list[list[float]]:
 
 
 def collective_points(clock: Clock) -> dict[str, list[list[float]]]:
-    """``[bytes, seconds]`` of each collective among all ranks, until the last has it."""
+    """Return ``[bytes, seconds]`` of each collective among all ranks, until the last has it."""
     world = dist.get_world_size()
     points: dict[str, list[list[float]]] = {}
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
@@ -120,7 +118,7 @@ def collective_points(clock: Clock) -> dict[str, list[list[float]]]:
 
 
 def optimizer_seconds(clock: Clock) -> dict[str, tuple[float, float]]:
-    """``(seconds per tensor, seconds per byte)`` of a step and ``zero_grad`` on stored parameters."""
+    """Return ``(seconds per tensor, seconds per byte)`` of a step and ``zero_grad`` on stored parameters."""
     meshes = [
         DeviceMesh(clock.device.type, torch.tensor([r]), mesh_dim_names=("data",)) for r in range(dist.get_world_size())
     ]  # fmt: skip
@@ -156,14 +154,15 @@ class _Tiny(torch.nn.Module):
         self.layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
         return self.layers(x).square().mean()
 
 
 def executor_spans(cluster: Cluster, layers: int, schedule: str, device: torch.device) -> dict[str, float]:
-    """Seconds of the actions of a tiny model in two stages, and of a step beside its actions: lower quartiles, since
-    whatever else the machine does only adds. Seconds are the host's, on every device.
+    """Return the host's seconds of the actions of a tiny two-stage pipeline, and of a step in addition to them.
 
-    The forward is that of the first stage and everything else of the last: these wait for nobody's tensors.
+    They are lower quartiles, since other load only adds. The forward is that of the first stage and everything else of
+    the last: these wait for nobody's tensors.
     """
     torch.manual_seed(0)
     model, x, count = _Tiny(2 * layers), torch.ones(2, 4), 4

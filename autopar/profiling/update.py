@@ -1,4 +1,4 @@
-"""A profile corrected by a step that was run with it: what kinds of operators and collectives really took."""
+"""A profile corrected by the measured seconds of a step that was run with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FARTHEST = 5.0
 
 
 def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-    """Measured over predicted seconds, of the kinds that are large enough to say."""
+    """Return measured over predicted seconds, of the kinds that are large enough to tell."""
     whole = sum(predicted.values())
     return {
         kind: min(FARTHEST, max(1 / FARTHEST, measured[kind] / seconds))
@@ -29,13 +29,9 @@ def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dic
 def updated(
     profile: Mapping[str, Any], predicted: Mapping[str, float], measured: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The document of a profile with its operators, corrections and collectives as much slower or faster as a step
-    measured their kinds.
+    """Return a profile's document with its seconds scaled by the measured over the predicted ones of each kind.
 
-    Args:
-        profile: a document as :func:`autopar.profiling.document.profile` makes it.
-        predicted: seconds by kind (:func:`autopar.profiling.by_kind.predicted`), priced with this profile.
-        measured: the same of a step that was run.
+    ``predicted`` (:func:`autopar.profiling.by_kind.predicted`) is priced with this profile.
     """
     document: dict[str, Any] = copy.deepcopy(dict(profile))
     factors = ratios(predicted, measured)

@@ -1,4 +1,4 @@
-"""What a plan says, as rows of plain numbers and words, and how they are printed.
+"""Reports about plans: rows of plain values, and their tables and pages.
 
 =================== ===================================================================================================
 :mod:`.rows`        operators, collectives, parameters and memory of one mesh; :mod:`.stages`: stages, and where a

@@ -1,4 +1,4 @@
-"""What each axis of a plan's meshes cuts, in words: the batch, the sequence, features, experts.
+"""Descriptions of what each mesh axis shards: the batch, the sequence, features, experts.
 
 Names of axes are only names: a search gives them in order, and the axis ``data`` of one plan may cut what ``tensor``
 cuts in another.
@@ -57,7 +57,7 @@ def axis_shares(graph: Graph, plan: Plan) -> dict[str, dict[str, float]]:
 
 
 def _cut(cuts: OperatorCuts, i: int, rule: Rule, option: str) -> str:
-    """What an option cuts."""
+    """Return what an option shards."""
     factor = factor_and_block(option)[0]
     if factor not in rule.sizes:
         return NOTHING

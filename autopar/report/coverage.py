@@ -1,4 +1,4 @@
-"""How much of a plan's compute was priced from measurements, and how much by corrected formulas."""
+"""Shares of a plan's compute that were priced from measurements and by corrected formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hardware_profiles import Cluster
 
 
 def shares(graph: Graph, plan: StagePlan, priced: Pricer) -> tuple[float, float]:
-    """``(measured, computed)`` seconds of a microbatch's ops, forward and backward."""
+    """Return ``(measured, computed)`` seconds of a microbatch's ops, forward and backward."""
     measured = computed = 0.0
     for node, rule in zip(graph.nodes, rules_of(graph), strict=True):
         if node.kind == "op" and rule is not None:
@@ -30,7 +30,7 @@ def shares(graph: Graph, plan: StagePlan, priced: Pricer) -> tuple[float, float]
 def coverage(
     graphs: Sequence[Graph], plans: Sequence[StagePlan], cluster: Cluster
 ) -> dict[str, float | str] | None:
-    """What was measured of a plan, all its stages; None where the cost source only computes."""
+    """Return the measured share of a plan's price, over all stages; None if the cost source only computes."""
     said = costs_of(cluster).provenance
     if not said:
         return None
@@ -46,7 +46,7 @@ def coverage(
 
 
 def line(facts: dict[str, float | str]) -> str:
-    """That in words."""
+    """Return the coverage as a line of text."""
     measured, computed = float(facts["measured_seconds"]), float(facts["computed_seconds"])
     share = measured / (measured + computed) if measured + computed else 0.0
     return (

@@ -1,7 +1,7 @@
-"""What ``parallelize`` has decided, in five lines or six, said once by the first rank.
+"""The log message of ``parallelize`` about its plan, written once by the first rank.
 
-The logger is ``autopar``, at level INFO: ``logging.getLogger("autopar").setLevel(logging.WARNING)`` is quiet. A program
-that has set up logging gets the lines as it gets others'; else they go to the standard error stream.
+The logger is ``autopar``, at level INFO: ``logging.getLogger("autopar").setLevel(logging.WARNING)`` silences it.
+Without logging configured by the program, the lines go to standard error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN = 3
 
 
 def say(plan: Plan, graph: Graph, random: str = "sharded") -> None:
-    """Log :func:`decided`, if anybody wants it."""
+    """Log :func:`decided` if the logger is enabled."""
     if LOGGER.level == logging.NOTSET and not LOGGER.hasHandlers():
         LOGGER.setLevel(logging.INFO)
         LOGGER.addHandler(logging.StreamHandler())
@@ -31,12 +31,10 @@ def say(plan: Plan, graph: Graph, random: str = "sharded") -> None:
 
 
 def decided(plan: Plan, graph: Graph, random: str = "sharded") -> list[str]:
-    """Five lines: time and memory, the mesh, how operators are cut, parameters, and those that every rank has whole;
-    and one more of random numbers, where the model draws some.
+    """Return five lines: time and memory, mesh, operators, sharded parameters, replicated parameters.
 
-    Args:
-        graph: of the whole model, for the sizes of its parameters.
-        random: who draws random numbers, as for :func:`autopar.parallelize`.
+    A sixth line is about random numbers, where the model draws some. ``graph`` is of the whole model, for the sizes of
+    its parameters; ``random`` is the argument of :func:`autopar.parallelize`.
     """
     meshes = {stage.mesh.shown(): stage for stage in plan.stages}
     stages = f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)}"
@@ -52,7 +50,7 @@ def decided(plan: Plan, graph: Graph, random: str = "sharded") -> list[str]:
 
 
 def _random_numbers(graph: Graph, random: str) -> list[str]:
-    """The last line."""
+    """Return the line about random numbers."""
     n = sum(rule is not None and rule.random for rule in rules_of(graph))
     if not n:
         return []
@@ -83,7 +81,7 @@ def _cuts(plan: Plan) -> str:
 
 
 def _parameters(plan: Plan, graph: Graph) -> tuple[str, str]:
-    """The fourth and the fifth line."""
+    """Return the two lines about parameters."""
     shapes: dict[str, tuple[int, ...]] = {}
     for _, node in graph.of_kind("param"):
         spec = node.outs[0]

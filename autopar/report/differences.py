@@ -1,4 +1,4 @@
-"""In what two plans for one model differ, decision by decision."""
+"""Differences of two plans for one model, decision by decision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = tuple[str, Any, Any]
 
 
 def entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Row]:
-    """``(path, value in a, value in b)`` of every leaf in which two parsed plan files differ; None where missing."""
+    """Return ``(path, value in a, value in b)`` of every leaf in which two parsed plan files differ."""
     rows: list[Row] = []
 
     def walk(path: str, x: Any, y: Any) -> None:
@@ -43,8 +43,7 @@ def entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Row]:
 
 
 def differences(graph: Graph, a: Replanner, b: Replanner) -> list[Row]:
-    """Rows ``(what, in a, in b)``: what was asked for, stages, cuts, meshes, schedule, operators, parameters, routes,
-    times and memory."""
+    """Return rows ``(what, in a, in b)`` of all decisions that differ: stages, meshes, ops, parameters, prices."""
     x, y = a.plan, b.plan
     rows: list[Row] = [
         ("cluster", x.cluster, y.cluster), ("optimizer", x.optimizer, y.optimizer),
@@ -65,7 +64,7 @@ def differences(graph: Graph, a: Replanner, b: Replanner) -> list[Row]:
 
 
 def _cuts(graph: Graph, a: Replanner, b: Replanner) -> list[Row]:
-    """Where stages begin, and how many blocks that is from where they begin in the other plan."""
+    """Return rows of the stages' first ops, with the number of blocks between the two plans' cuts."""
     rows: list[Row] = []
     most = max(len(a.plan.stages), len(b.plan.stages))
     if most == 1:
@@ -98,12 +97,12 @@ def _stage(number: int, x: StagePlan | None, y: StagePlan | None) -> list[Row]:
 
 
 def _decided(name: str, stage: StagePlan) -> list[str] | None:
-    """What a stage decides about memory in one way; None for nothing."""
+    """Return a stage's decision of one kind about memory in words; None for nothing."""
     return [entry if isinstance(entry, str) else " to ".join(entry) for entry in stage.memory.get(name, ())] or None
 
 
 def _decisions(graph: Graph, x: Plan, y: Plan) -> list[Row]:
-    """How operators are cut and parameters kept, by pattern; of what several stages hold, the first one's."""
+    """Return rows of op and parameter decisions by pattern; of several equal entries the first stage's."""
     labels = op_labels(graph)
     rows: list[Row] = []
     ops = {labels[n.name]: n.name for n in graph.nodes if n.kind == "op" and n.hot}
@@ -157,7 +156,7 @@ def _param_texts(plan: Plan) -> dict[str, str]:
 
 
 def _prices(a: Replanner, b: Replanner) -> list[Row]:
-    """Predicted times of a step and of each stage's microbatch, and the memory of a device of each stage."""
+    """Return rows of predicted times of the step and the stages, and of memory."""
     left, right = (_price(r) for r in (a, b))
     return [(key, left.get(key), right.get(key)) for key in {**left, **right}]
 

@@ -1,4 +1,4 @@
-"""Layouts side by side: what a step takes, what of it is idle, memory, tokens a second, model-flops utilisation."""
+"""Layouts next to each other: seconds, bubble, memory, tokens per second, model-flops utilization."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class LayoutRow:
     """One layout.
 
     Attributes:
-        bubble: idle share of all groups.
+        bubble: idle share of all groups of devices.
         memory_bytes: of the fullest device.
-        tokens_per_second: elements of the largest integer input of a step, or rows where there is none.
-        utilisation: of the devices' peak, by the model's own contractions: recomputation does not count.
+        tokens_per_second: elements of the largest integer input of a step; rows of the batch where there is none.
+        utilisation: share of the devices' peak used by the model's own contractions, without recomputation.
         on_front: no other row is faster with as little memory.
     """
 
@@ -40,11 +40,7 @@ class LayoutRow:
 
 
 def layout_row(what: str, plan: Plan, timeline: Timeline, graph: Graph, cluster: Cluster) -> LayoutRow:
-    """The row of a plan.
-
-    Args:
-        graph: of one microbatch.
-    """
+    """Return the row of a plan; ``graph`` is of one microbatch."""
     m = plan.microbatches
     devices = sorted({d for stage in plan.stages for d in stage.devices})
     flops = m * model_flops(graph)
@@ -56,12 +52,12 @@ def layout_row(what: str, plan: Plan, timeline: Timeline, graph: Graph, cluster:
 
 
 def model_flops(graph: Graph) -> float:
-    """Floating-point operations of the contractions of a step's microbatch, forward and backward."""
+    """Return the floating-point operations of a microbatch's contractions, forward and backward."""
     return sum(_flops(graph).values())
 
 
 def flops_by_dtype(graph: Graph) -> dict[str, float]:
-    """The share of each dtype in them."""
+    """Return the share of each dtype in the contractions' operations."""
     by_dtype = _flops(graph)
     total = sum(by_dtype.values())
     return {dtype: flops / total for dtype, flops in by_dtype.items()} if total else {"float32": 1.0}
@@ -78,7 +74,7 @@ def _flops(graph: Graph) -> Mapping[str, float]:
 
 
 def tokens_of(graph: Graph) -> int:
-    """Tokens of a batch: elements of its largest integer input; its rows, where no input is of integers."""
+    """Return the tokens of a batch: elements of its largest integer input, or rows where there is none."""
     whole, rows = 0, 1
     for _, node in graph.of_kind("input"):
         if node.out.shape:
@@ -89,7 +85,7 @@ def tokens_of(graph: Graph) -> int:
 
 
 def with_front(rows: Sequence[LayoutRow]) -> list[LayoutRow]:
-    """The rows, fastest first, with those marked that no other beats in both time and memory."""
+    """Return the rows, fastest first, with those marked that no other row beats in both time and memory."""
     marked: list[LayoutRow] = []
     least = float("inf")
     for row in sorted(rows, key=lambda r: (r.seconds, r.memory_bytes)):

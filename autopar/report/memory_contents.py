@@ -1,4 +1,4 @@
-"""What fills a device at the fullest moment of a step: by category, by tensor, and the moment in one sentence."""
+"""Contents of a device's memory at the peak of a step, by category and by tensor."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from hardware_profiles import Budget, Cluster, budget_of
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of the devices of one group: one of their stages is at its fullest, of others there is what they keep.
+    """The memory of the devices of one group: one of their stages is at its peak, the others keep what they hold.
 
     Attributes:
         group: number of the group of devices.
         stages: numbers of the stages on it.
-        running: the one of them that is at its fullest.
+        running: the stage that is at its peak.
         contents: of each stage.
-        limit_bytes: what the counted peak may be.
-        budget: what the rest of the device is for; of the smallest device.
+        limit_bytes: upper limit of the counted peak.
+        budget: division of the smallest device's memory.
     """
 
     group: int
@@ -48,7 +48,7 @@ class DeviceMemory:
 
     @cached_property
     def held(self) -> list[tuple[int, HeldMemory]]:
-        """What is there, with the stage that it is of."""
+        """Everything held, with its stage."""
         held = []
         for number, stage in zip(self.stages, self.contents, strict=True):
             of_stage = stage.at_fullest() if number == self.running else [
@@ -64,11 +64,11 @@ class DeviceMemory:
 
     @property
     def n_bytes(self) -> int:
-        """All that is counted."""
+        """All counted bytes."""
         return sum(self.categories.values())
 
     def moment(self) -> str:
-        """Return the fullest moment in a few words."""
+        """Return the moment of the peak in a few words."""
         stage = self.contents[self.stages.index(self.running)]
         fullest = stage.fullest
         if fullest.moment is None:
@@ -82,7 +82,7 @@ class DeviceMemory:
         return words
 
     def tensors(self, n: int) -> list[dict[str, Any]]:
-        """Return the largest tensors, those of one operator or parameter in one category together."""
+        """Return the ``n`` largest tensors; those of one operator or parameter in one category count together."""
         sums: dict[tuple[int, str, int | None], list[int]] = {}
         for number, each in self.held:
             entry = sums.setdefault((number, each.category, each.node), [0, 0])
@@ -98,7 +98,7 @@ class DeviceMemory:
         return [row for _, row in sorted(rows, key=lambda sized: -sized[0])[:n]]
 
     def row(self) -> dict[str, Any]:
-        """Return everything as plain numbers and words."""
+        """Return everything as plain values."""
         return {
             "group": self.group, "stages": list(self.stages), "fullest_stage": self.running, "moment": self.moment(),
             "categories": self.categories, "bytes": self.n_bytes, "limit_bytes": self.limit_bytes,
@@ -115,11 +115,7 @@ def _name(graph: Graph, node: int | None) -> str:
 
 
 def memory_of_devices(graph: Graph, plan: Plan, cluster: Cluster) -> list[DeviceMemory]:
-    """Return the memory of a device of every group.
-
-    Args:
-        graph: of the whole model, at the size of a microbatch.
-    """
+    """Return the memory of a device of every group; ``graph`` is of the whole model, one microbatch."""
     graphs = [part.graph for part in cut(graph, plan.starts)]
     of_stages = [
         StageContents(part, stage, pricer(cluster, stage.mesh, stage.devices))
@@ -139,7 +135,7 @@ def memory_of_devices(graph: Graph, plan: Plan, cluster: Cluster) -> list[Device
 
 
 def sentence(devices: Sequence[DeviceMemory]) -> str:
-    """Return where and when the memory of a plan is at its fullest, in one sentence."""
+    """Return one sentence about where and when the memory of a plan peaks."""
     full = max(devices, key=lambda device: device.n_bytes / device.limit_bytes)
     where = f"group {full.group} of {len(devices)}" if len(devices) > 1 else "every device"
     if len(full.stages) > 1:
@@ -151,7 +147,7 @@ def sentence(devices: Sequence[DeviceMemory]) -> str:
 
 
 def limit_words(device: DeviceMemory, request: float | None) -> str:
-    """Return where the limit of a device comes from."""
+    """Return the source of a device's memory limit in words."""
     budget = device.budget
     if request is not None:
         return f"The limit of {show_bytes(request)} was asked for; the device has {show_bytes(budget.usable_bytes)}."

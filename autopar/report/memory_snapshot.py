@@ -1,8 +1,8 @@
-"""A step's memory as a snapshot of torch's allocator, which https://pytorch.org/memory_viz shows.
+"""A step's memory as a snapshot of torch's allocator, for https://pytorch.org/memory_viz.
 
-The form is that of ``torch.cuda.memory._snapshot()``: a dict with ``segments`` and ``device_traces``, pickled. Events
-stand in the order of the step; their times count events, not microseconds. Every block has the operator that it belongs
-to as its one stack frame.
+The format is that of ``torch.cuda.memory._snapshot()``: a dict with ``segments`` and ``device_traces``, pickled. Events
+are in the order of the step; their times count events, not microseconds. The stack of a block is the one operator that
+it belongs to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 512
 
 
 class _Device:
-    """The events of one device: blocks are taken from those of the same size that were freed, or behind all others."""
+    """Events of one device; a new block reuses a freed one of the same size, else is appended."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -37,6 +37,7 @@ class _Device:
         self.most = 0
 
     def alloc(self, n_bytes: int, frames: list[dict[str, Any]]) -> int:
+        """Record an allocation and return its address."""
         size = -(-n_bytes // BLOCK) * BLOCK
         if self.freed[size]:
             address = self.freed[size].pop()
@@ -49,6 +50,7 @@ class _Device:
         return address
 
     def free(self, address: int) -> None:
+        """Record that a block is freed."""
         n_bytes, frames = self.blocks.pop(address)
         for action in ("free_requested", "free_completed"):
             self._event(action, address, n_bytes, frames)
@@ -62,7 +64,7 @@ class _Device:
         })  # fmt: skip
 
     def segment(self) -> dict[str, Any]:
-        """Return all addresses as one segment, in the state of the end."""
+        """Return all addresses as one segment, in their final state."""
         blocks, at = [], BASE_ADDRESS
         for address in sorted(self.blocks):
             n_bytes, frames = self.blocks[address]
@@ -86,7 +88,7 @@ def _block(address: int, size: int, requested: int, state: str, frames: list[dic
 
 
 class _Stage:
-    """One stage on the device: its microbatches, of which the first backward makes the gradients of parameters."""
+    """One stage on the device, with its microbatches; the first backward allocates the gradients of parameters."""
 
     def __init__(self, contents: StageContents, device: _Device) -> None:
         self.contents, self.device = contents, device
@@ -97,21 +99,24 @@ class _Stage:
         self.accumulates = False
 
     def frames(self, node: int | None, kind: str) -> list[dict[str, Any]]:
+        """Return the stack frames of a block."""
         known = self.contents.graph.nodes[node] if node is not None else None
         name = kind if known is None else f"{kind} of {self.labels.get(known.name, known.target)}"
         return [{"name": name, "filename": known.module if known is not None else "", "line": 0}]
 
     def begin(self) -> None:
+        """Allocate everything that is stored between steps."""
         for held in self.contents.stored():
             self.device.alloc(held.n_bytes, self.frames(held.node, held.category))
 
     def moments(self, accumulates: bool) -> StepMoments:
+        """Return the moments of a pass."""
         if accumulates not in self.variants:
             self.variants[accumulates] = self.contents.moments(accumulates)
         return self.variants[accumulates]
 
     def run(self, microbatch: int, backward: bool) -> None:
-        """The forward of a microbatch, or its backward."""
+        """Record the forward of a microbatch, or its backward."""
         if backward:
             moments = self.moments(self.accumulates)
             first, end = moments.n, (1 + SLOTS) * moments.n + 1
@@ -143,17 +148,16 @@ class _Stage:
                     self.device.free(address)
 
     def step(self) -> None:
-        """The optimizer's step."""
+        """Record the optimizer's step."""
         peaks = self.contents.peaks
         if peaks.optimizer_bytes:
             self.device.free(self.device.alloc(peaks.optimizer_bytes, self.frames(None, "the optimizer's step")))
 
 
 def snapshot(plan: Plan, memory: DeviceMemory) -> tuple[dict[str, Any], int, int]:
-    """Return the snapshot of a device over a step, its highest number of bytes, and how many actions of the step it
-    shows.
+    """Return the snapshot of a device over a step, its peak bytes, and the number of actions shown.
 
-    What waits in buffers between stages is not shown; of a backward in two halves all is freed in the first.
+    Buffers of transfers between stages are not shown; of a split backward everything is freed in the first half.
     """
     device = _Device()
     stages = {n: _Stage(contents, device) for n, contents in zip(memory.stages, memory.contents, strict=True)}

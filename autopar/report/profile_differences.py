@@ -1,4 +1,4 @@
-"""In what two profiles differ: operators by kind, those that differ most, collectives, the optimizer."""
+"""Differences of two profiles: operators by kind, the largest ones, collectives, the optimizer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ MATTERS = 0.005
 
 
 def profile_differences(a: Cluster, b: Cluster) -> tuple[list[tuple[Any, ...]], list[str]]:
-    """Rows ``(what, seconds in a, seconds in b)``, and notes on what only one has and where they were measured.
-
-    Args:
-        a, b: profiles.
-    """
+    """Return rows ``(what, seconds in a, seconds in b)``, and notes about what only one profile has."""
     first, second = a.measured, b.measured
     assert isinstance(first, Measured) and isinstance(second, Measured), "both are profiles"
     both = [key for key in first.ops if key in second.ops]

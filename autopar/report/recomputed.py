@@ -1,8 +1,8 @@
-"""What a plan recomputes, or lets wait elsewhere, in words:
-``model.layers 0-11 selective (mlp: mul; mlp.act_fn: silu), 12-31 none``.
+"""A plan's recomputation and other memory decisions in words.
 
-Modules with a number in their path are blocks. A block is *full* if all of its operators but those at its end that keep
-nothing run again, *selective* if some do; blocks of which the same runs again share an entry.
+Example: ``model.layers 0-11 selective (mlp: mul; mlp.act_fn: silu), 12-31 none``. Modules with a number in their path
+are blocks. A block is *full* if all of its operators but those at its end that keep nothing are recomputed, *selective*
+if some are; blocks with the same recomputed operators share an entry.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from autopar.words.graph import Graph
 
 
 def runs_again(graph: Graph, plan: StagePlan) -> list[str]:
-    """An entry for each group of blocks, and for what stands outside of blocks; empty if nothing is recomputed."""
+    """Return an entry for each group of blocks, and for what is outside of blocks; empty without recomputation."""
     segment_of = segment_numbers(graph, plan.recompute)
     rules = rules_of(graph)
     return _by_block(graph, segment_of, lambda i: keeps(graph, rules, i)) if segment_of else []
 
 
 def waits(graph: Graph, plan: StagePlan) -> dict[str, list[str]]:
-    """The same for each decision about tensors, by the operators that make these."""
+    """Return such entries for each decision about tensors, by the operators that make them."""
     said = {}
     for record in about_tensors():
         if keys := plan.memory.get(record.name):
@@ -34,10 +34,9 @@ def waits(graph: Graph, plan: StagePlan) -> dict[str, list[str]]:
 
 
 def _by_block(graph: Graph, chosen: Collection[int], counts: Callable[[int], bool]) -> list[str]:
-    """An entry for each group of blocks in which the same operators are chosen.
+    """Return an entry for each group of blocks in which the same operators are chosen.
 
-    Args:
-        counts: whether a block is not chosen as a whole where this operator of it is not.
+    A block counts as chosen as a whole without the operators for which ``counts`` is False.
     """
     blocks: dict[str, dict[int, dict[str, dict[str, None]]]] = {}  # path, number, module inside: operators
     partly: set[tuple[str, int]] = set()
@@ -67,7 +66,7 @@ def _by_block(graph: Graph, chosen: Collection[int], counts: Callable[[int], boo
 
 
 def _place(module: str) -> tuple[str, int | None, str]:
-    """``("model.layers", 3, "mlp.act_fn")``; no number for a module outside of numbered ones."""
+    """Return ``("model.layers", 3, "mlp.act_fn")`` of a module path; the number is None outside of blocks."""
     parts = module.split(".")
     for k, part in enumerate(parts):
         if part.isdigit():

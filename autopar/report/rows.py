@@ -1,4 +1,4 @@
-"""A plan as rows: ops with cuts and collectives, parameters, memory. Plain values, ready for a table or for JSON."""
+"""Rows of a plan: ops with strategies and collectives, parameters, memory; plain values for tables or JSON."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class OpRow:
 
     Attributes:
         label: name of the op, with ``*`` for the number of the block.
-        rule: the factors of its tensors; ``none`` if the op has no rule, with ``(discovered)`` if nobody wrote it.
-        cuts: axis -> factor, for the axes that cut one.
+        rule: the factors of its tensors; ``none`` without a rule, marked ``(discovered)`` if nobody wrote it.
+        cuts: axis -> factor, for the axes that shard one.
         steps: ``from -> to`` of every reshard of its outputs.
-        collectives: those inside the op, and those of the steps, with the bytes of one rank's buffer.
-        compute_seconds, collective_seconds: forward and backward, for one copy; without what is hidden.
-        hidden_seconds: of its collectives that pass while ``beside``, other operators, are computed.
+        collectives: those inside the op and of the reshards, with the bytes of one rank's buffer.
+        compute_seconds, collective_seconds: forward and backward of one copy, without overlapped ones.
+        hidden_seconds: of its collectives that overlap the operators in ``beside``.
     """
 
     label: str
@@ -62,13 +62,13 @@ class OpRow:
 
     @property
     def moves(self) -> bool:
-        """Whether it costs anything: views do not."""
+        """True unless it is a view, which costs nothing."""
         return bool(self.compute_seconds or self.collectives or self.steps)
 
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Ops in execution order that ``count`` equal blocks share; ``name`` is what their modules have in common."""
+    """Ops in execution order that ``count`` equal blocks share; ``name`` is their common module path."""
 
     name: str
     count: int
@@ -77,7 +77,7 @@ class BlockRows:
 
 @dataclass(frozen=True)
 class ParamRow:
-    """Parameters that are kept alike; bytes and seconds are for all of them, on one rank."""
+    """Parameters with the same decision; bytes and seconds are for all of them, on one rank."""
 
     name: str
     count: int
@@ -92,7 +92,7 @@ class ParamRow:
 
 
 def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequence[Any], label: str) -> OpRow:
-    """The row of node ``i``."""
+    """Return the row of node ``i``."""
     node, rule = graph.nodes[i], rules[i]
     strategy = strategy_in_plan(graph, node, rule, plan.ops[node.name], plan.mesh)
     compute, inside = priced.op(graph, node, rule, strategy)
@@ -123,7 +123,7 @@ def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequenc
 
 
 def rule_text(node: Node, rule: Rule) -> str:
-    """A rule as reports show it, with where it comes from unless it was written, and a narrow product's format."""
+    """Return a rule as reports show it, with its origin unless it was written, and a narrow product's format."""
     source = source_of_rule(node, rule)
     text = source if source == "none" else str(rule) if source == "written" else f"{rule} (discovered)"
     return text if node.narrow is None else f"{text} (in {node.narrow.format})"
@@ -134,7 +134,7 @@ def _collective(kind: str, axis: str, backward: bool, n_bytes: int) -> Collectiv
 
 
 def step_rows(plan: StagePlan, spec: Any, grad: bool, a: State, b: State) -> list[Collective]:
-    """The collectives of one reshard step, forward and backward."""
+    """Return the collectives of one reshard step, forward and backward."""
     axis = next(k for k in range(len(a)) if a[k] != b[k])
     name, size = plan.mesh[axis]
     if size == 1:
@@ -149,11 +149,7 @@ def step_rows(plan: StagePlan, spec: Any, grad: bool, a: State, b: State) -> lis
 
 
 def block_rows(graph: Graph, plan: StagePlan, priced: Pricer, *, every: bool = False) -> list[BlockRows]:
-    """The ops of a plan, equal blocks once.
-
-    Args:
-        every: also the ops that do not depend on a parameter (positions, masks).
-    """
+    """Return the ops of a plan, equal blocks once; ``every`` adds ops that depend on no parameter."""
     rules, labels = rules_of(graph), op_labels(graph)
     ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
     result: list[BlockRows] = []
@@ -199,7 +195,7 @@ def block_rows(graph: Graph, plan: StagePlan, priced: Pricer, *, every: bool = F
 
 
 def _arrival(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> OpRow | None:
-    """The row of an input, buffer or parameter with reshards; None for any other node."""
+    """Return the row of a resharded input, buffer or parameter; None for any other node."""
     node = graph.nodes[i]
     reshard_path = plan.reshard_paths.get(reshard_key(graph, Ref(i)), ()) if node.kind != "op" else ()
     if not reshard_path:
@@ -225,7 +221,7 @@ def _alike(graph: Graph, plan: StagePlan, a: Sequence[int], b: Sequence[int]) ->
 
 
 def _common(graph: Graph, block: Sequence[int]) -> str:
-    """The module path that most ops of a block lie in: ``layers.0``."""
+    """Return the module path that most ops of a block are in: ``layers.0``."""
     paths = [graph.nodes[i].module.split(".") for i in block if graph.nodes[i].module]
     best = ""
     for depth in range(1, max(map(len, paths), default=0) + 1):
@@ -241,14 +237,14 @@ def _common(graph: Graph, block: Sequence[int]) -> str:
 
 
 def _within(label: str, block: str) -> str:
-    """A label without the part that the whole block shares."""
+    """Return a label without the part that the whole block shares."""
     if block and label.startswith(block) and label[len(block) : len(block) + 1] in (".", ":"):
         return label[len(block) :].lstrip(".")
     return label
 
 
 def param_rows(graph: Graph, plan: StagePlan, priced: Pricer) -> list[ParamRow]:
-    """The parameters of a plan; those of equal name (but for numbers), shape and choice share a row."""
+    """Return the parameters of a plan; those of equal name (but for numbers), shape and decision share a row."""
     nodes = {node.target: node for _, node in graph.of_kind("param")}
     kinds = {name: (node.out.shape, node.out.dtype, node.needs_grad, plan.params[name]) for name, node in nodes.items()}
     groups: dict[str, list[str]] = {}
@@ -280,7 +276,7 @@ def param_rows(graph: Graph, plan: StagePlan, priced: Pricer) -> list[ParamRow]:
 
 
 def totals(p: Price) -> dict[str, Any]:
-    """Seconds and bytes of a step on one rank."""
+    """Return seconds and bytes of a step on one rank."""
     return {
         "seconds": {
             "compute": p.compute_seconds, "activation collectives": p.activation_seconds,
@@ -296,7 +292,7 @@ def totals(p: Price) -> dict[str, Any]:
 
 
 def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str, int]:
-    """``{"all_reduce over tensor": 48}``: how many collectives of each kind a step makes, parameters included."""
+    """Return the number of collectives of a step by kind: ``{"all_reduce over tensor": 48}``."""
     rules, labels = rules_of(graph), op_labels(graph)
     counts: dict[str, int] = {}
 
@@ -327,20 +323,20 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
 
 
 def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
-    """What these segments' second forwards, and second gathers, take in a step; the rows of ops are without it."""
+    """Return the seconds per step of recomputed forwards and gathers, which the rows of ops do not include."""
     rules, chosen = rules_of(graph), _chosen(graph, plan)
     again = sum(seconds_again(graph, rules, priced, chosen, plan.reshard_paths, _again(graph, plan, chosen, priced)))
     return plan.microbatches * again - sum(waited_seconds(graph, plan, priced).values())
 
 
 def waited_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> dict[str, float]:
-    """By decision about tensors, what a step waits for them to leave and to come back; the rows are without it, too."""
+    """Return the seconds per step of offloading and the like, by decision, which the rows do not include."""
     waited = waiting_seconds(priced, _again(graph, plan, _chosen(graph, plan), priced))
     return {name: plan.microbatches * seconds for name, seconds in waited.items()}
 
 
 def _again(graph: Graph, plan: StagePlan, chosen: Mapping[int, Strategy], priced: Pricer) -> Ledger:
-    """The ledger of a plan that does something again in the backward; an empty one for others."""
+    """Return the ledger of a plan that recomputes in the backward; an empty one for others."""
     if not plan.memory:
         return Ledger((), ())
     rules = rules_of(graph)
@@ -348,7 +344,7 @@ def _again(graph: Graph, plan: StagePlan, chosen: Mapping[int, Strategy], priced
 
 
 def _chosen(graph: Graph, plan: StagePlan) -> dict[int, Strategy]:
-    """The strategies of a plan that does something again; nothing for others, which need none."""
+    """Return the strategies of a plan that recomputes; nothing for others, which need none."""
     rules = rules_of(graph)
     return {
         i: strategy_in_plan(graph, node, rules[i], plan.ops[node.name], plan.mesh)  # type: ignore[arg-type]

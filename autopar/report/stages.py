@@ -1,4 +1,4 @@
-"""A plan in stages as rows: stages with times and memory, and where the seconds of a step go."""
+"""Plans of several stages as rows, and the parts of a step's seconds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from hardware_profiles import Cluster
 
 
 def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -> list[dict[str, Any]]:
-    """One row a stage: seconds of one microbatch, and the bytes of a device.
+    """Return one row per stage: seconds of one microbatch, and bytes of a device.
 
-    ``limit_bytes`` is what the stage may fill: the limit that was asked for, or what a plan may fill of the device,
-    less what other stages of its group hold. ``device_bytes`` is what all of these hold together,
-    ``device_limit_bytes`` what they may.
+    ``limit_bytes`` is the stage's limit: the requested one, or that of the device less what other stages of its group
+    hold. ``device_bytes`` is the sum of all stages of the group, ``device_limit_bytes`` the limit of that.
     """
     labels, t = op_labels(graph), timeline.times
     group = plan.schedule.rank_of_stage
@@ -47,11 +46,11 @@ def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -
 
 
 def step_anatomy(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """Where the seconds of a step go; the four parts add up to it.
+    """Return the four parts of a step's seconds, which add up to it.
 
-    ``even_seconds`` would be enough if all groups computed equally long; ``uneven_seconds`` more does the one that
-    computes longest; ``waiting_seconds`` it waits for others and for transfers; ``once_seconds`` are what a step has
-    beside its microbatches: the optimizer, and what is waited for of gradients and gathers.
+    ``even_seconds`` would be enough if all groups computed equally long; ``uneven_seconds`` is what the slowest group
+    computes more; ``waiting_seconds`` it waits for others and for transfers; ``once_seconds`` are the optimizer and the
+    exposed collectives of parameters.
     """
     busy = timeline.busy_seconds
     mean, longest = sum(busy) / len(busy), max(busy)
@@ -64,12 +63,12 @@ def step_anatomy(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def fullest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first stage of the group whose devices fill most of what they may."""
+    """Return the first stage of the group whose devices are the fullest relative to their limit."""
     return max(rows, key=share_filled)
 
 
 def share_filled(row: dict[str, Any]) -> float:
-    """Of what the devices of a stage may fill, how much all of their stages do."""
+    """Return the used fraction of the memory limit of a stage's devices."""
     return float(row["device_bytes"] / row["device_limit_bytes"])
 
 

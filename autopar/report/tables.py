@@ -20,11 +20,7 @@ SHORT = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter
 
 
 def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Show, every: bool = False) -> Table:
-    """One block: every op with its cut, placements, collectives, bytes and seconds.
-
-    Args:
-        every: also the ops that move nothing (views).
-    """
+    """Return a block as a table of its ops; ``every`` includes views."""
     title = block.name or "outside of blocks"
     table = Table(title=f"{title} (x {block.count})" if block.count > 1 else title, title_justify="left",
                   header_style="bold", title_style="bold")  # fmt: skip
@@ -58,7 +54,7 @@ def block_table(block: BlockRows, mesh: Mesh, show_bytes: Show, show_seconds: Sh
 
 
 def collectives_text(collectives: Sequence[Collective]) -> str:
-    """``all-reduce tensor data (b)``: axes joined, equal ones counted; f is the forward, b the backward."""
+    """Return ``all-reduce tensor data (b)``: equal collectives counted; f is the forward, b the backward."""
     kinds: dict[tuple[str, str], dict[str, int]] = {}
     for c in collectives:
         axes = kinds.setdefault((c["kind"], c["pass"]), {})
@@ -71,7 +67,7 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
 
 
 def param_table(rows: Sequence[ParamRow], show_bytes: Show, show_seconds: Show) -> Table:
-    """Parameters with where they are stored and used."""
+    """Return a table of parameters with their stored and used placements."""
     table = Table(title="parameters", title_justify="left", header_style="bold", title_style="bold")
     table.add_column("name", overflow="fold")
     for name in ("shape", "stored", "used", "lifetime", "collectives"):
@@ -88,7 +84,7 @@ def param_table(rows: Sequence[ParamRow], show_bytes: Show, show_seconds: Show) 
 
 
 def totals_table(totals: Mapping[str, Mapping[str, float]], show_bytes: Show, show_seconds: Show) -> Table:
-    """Memory anatomy and time of a step side by side."""
+    """Return memory and time of a step next to each other."""
     table = Table(title="one step on one rank", title_justify="left", header_style="bold", title_style="bold")
     for name in ("memory", "bytes", "time", "seconds"):
         table.add_column(name, justify="right" if name in ("bytes", "seconds") else "left")
@@ -100,7 +96,7 @@ def totals_table(totals: Mapping[str, Mapping[str, float]], show_bytes: Show, sh
 
 
 def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show, show_seconds: Show) -> Table:
-    """Strategies of one op, the chosen one marked."""
+    """Return the strategies of one op, the chosen one marked."""
     table = Table("", *(f"{axis}={size}" for axis, size in mesh), header_style="bold")
     for name in ("compute", "reshard", "parameters", "sum", "state"):
         table.add_column(name, justify="right")
@@ -114,7 +110,7 @@ def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show
 
 
 def file_tables(raw: Mapping[str, Any]) -> list[Table]:
-    """What a plan file says without its model: ops and parameters by pattern."""
+    """Return ops and parameters by pattern of a plan file, without its model."""
     axes = [part.split("=")[0] for part in raw["mesh"].split(",")]
     ops = Table("ops", *axes, title="ops by pattern (later lines override)", title_justify="left", header_style="bold",
                 title_style="bold")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Timelines as Chrome trace events, which Perfetto (ui.perfetto.dev) opens: predicted and measured in one file.
+"""Timelines as Chrome trace events for Perfetto (ui.perfetto.dev): predicted and measured in one file.
 
 Each group of devices is a thread of the process ``predicted`` or ``measured``; the transfers between groups have
 threads of their own. The format is that of the "Trace Event Format" document of the Chromium project (``X`` events,
@@ -22,7 +22,7 @@ Span = tuple[str, str, float, float]
 
 
 def predicted(timeline: Timeline) -> list[Event]:
-    """Events of a simulation: compute, transfers and bubbles."""
+    """Return the events of a simulation: compute, transfers and bubbles."""
     events: list[Event] = []
     for rank, row in enumerate(timeline.schedule.rows):
         spans: list[Span] = []
@@ -45,7 +45,7 @@ def predicted(timeline: Timeline) -> list[Event]:
 
 
 def measured(ranks: Sequence[Sequence[Span]]) -> list[Event]:
-    """Events of a step that was run, one sequence of spans for each rank, on one clock."""
+    """Return the events of a step that was run, one sequence of spans for each rank, on one clock."""
     start = min((s[2] for row in ranks for s in row), default=0.0)
     events: list[Event] = []
     for rank, row in enumerate(ranks):
@@ -55,7 +55,7 @@ def measured(ranks: Sequence[Sequence[Span]]) -> list[Event]:
 
 
 def rows(process: str, pid: int, tid: int, label: str, spans: Iterable[Span]) -> list[Event]:
-    """One thread's events, with the names of thread and process."""
+    """Return one thread's events, with the names of thread and process."""
     events: list[Event] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}},
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": label}},
@@ -77,17 +77,17 @@ def rows(process: str, pid: int, tid: int, label: str, spans: Iterable[Span]) ->
 
 
 def write(path: str | Path, events: Sequence[Event]) -> None:
-    """Write a trace file, or add to the events of one that is there."""
+    """Write a trace file, or add to the events of an existing one."""
     pids = {e["pid"] for e in events}
     kept = [e for e in known(path) if e["pid"] not in pids]
     Path(path).write_text(json.dumps({"traceEvents": [*kept, *events], "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 def known(path: str | Path) -> list[Event]:
-    """The events of a trace file, none of one that is not there.
+    """Return the events of a trace file; none if it does not exist.
 
     Raises:
-        OSError: it cannot be read, or its folder is not there.
+        OSError: it cannot be read, or its folder does not exist.
         ValueError: it is no trace.
     """
     path = Path(path)

@@ -1,4 +1,4 @@
-"""Why an op is cut as it is: the price of every strategy that it has, its neighbours staying as they are."""
+"""The price of every strategy of an op, its neighbours staying as they are."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Alternative:
     """Seconds of one strategy of an op, forward and backward; infinite where its neighbours cannot be reached.
 
     Attributes:
-        cuts: axis -> factor, ``replicate`` where none is cut.
+        cuts: axis -> factor; ``replicate`` where none is sharded.
         compute_seconds: of the op, collectives inside it included.
-        reshard_seconds: of bringing its inputs and outputs to and from its neighbours as they are.
+        reshard_seconds: of resharding its inputs and outputs from and to its neighbours' placements.
         parameter_seconds: gradient reductions and gathers of its parameters.
         stored_bytes: parameters, gradients and optimizer state of its parameters on one rank.
     """
@@ -41,17 +41,18 @@ class Alternative:
 
     @property
     def seconds(self) -> float:
+        """The sum of the three parts."""
         return self.compute_seconds + self.reshard_seconds + self.parameter_seconds
 
 
 def find_ops(graph: Graph, pattern: str) -> list[int]:
-    """Numbers of the ops that a pattern names."""
+    """Return the numbers of the ops that a pattern names."""
     labels = op_labels(graph)
     return [i for i, node in enumerate(graph.nodes) if node.kind == "op" and matches(pattern, node, labels[node.name])]
 
 
 def alternatives(graph: Graph, plan: StagePlan, priced: Pricer, i: int) -> list[Alternative]:
-    """Every strategy of node ``i``, cheapest first."""
+    """Return every strategy of node ``i``, cheapest first."""
     rules = rules_of(graph)
     node, rule, mesh = graph.nodes[i], rules[i], plan.mesh
     assert rule is not None
@@ -93,9 +94,9 @@ def _route_seconds(
 def _params(
     graph: Graph, plan: StagePlan, priced: Pricer, i: int, strategy: Strategy, owned: Mapping[int, ParamChoice]
 ) -> tuple[dict[int, ParamChoice], float, int]:
-    """``(choice, seconds, stored bytes)`` of the parameters that node ``i`` reads, kept as the strategy likes best.
+    """Return ``(choice, seconds, stored bytes)`` of the parameters that node ``i`` reads, at their best storage.
 
-    A parameter that is used as now is kept as now. Another is kept the fastest way that takes no more memory than
+    A parameter with the same use keeps its storage. Another takes the fastest storage that needs no more memory than
     now, if there is one; else the smallest.
     """
     kept: dict[int, ParamChoice] = {}
@@ -127,5 +128,5 @@ def _params(
 
 
 def possible(rows: list[Alternative]) -> list[Alternative]:
-    """Those whose neighbours can be reached."""
+    """Return the alternatives whose neighbours can be reached."""
     return [r for r in rows if not isinf(r.seconds)]

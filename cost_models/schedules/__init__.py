@@ -1,15 +1,15 @@
 """Pipeline schedules as data. Numbers only: no torch, no model, no ranks.
 
 ====================== ================================================================================================
-:mod:`.schedule_kinds` every schedule as a record: all that is asked of it; a new one is added here
-:mod:`.actions`        the words of a schedule and its text; :mod:`.stage_placement`: which rank has which stages
+:mod:`.schedule_kinds` every schedule as a record; a new one is added here
+:mod:`.actions`        actions, rows and the text form; :mod:`.stage_placement`: ranks of stages
 :mod:`.builders`       rows of the textbook schedules; :mod:`.listing`: rows by a policy; :mod:`.asynchronous`:
                        PipeDream
-:mod:`.best_order`     searched schedules; :mod:`.branch_and_bound`: the quickest of all, for small cases
+:mod:`.best_order`     searched schedules; :mod:`.branch_and_bound`: the fastest of all, for small cases
 :mod:`.other_count`    a schedule for another number of microbatches
-:mod:`.times`          what a schedule is timed with; :mod:`.simulate`: when everything happens
-:mod:`.timeline`       what came of it: seconds, bubble, memory; :mod:`.deadlock`: a schedule that waits for itself
-:mod:`.channels`       the order of messages between two ranks, and schedules that ask too much of it
+:mod:`.times`          seconds and bytes of a schedule's actions; :mod:`.simulate`: the simulation
+:mod:`.timeline`       its result: seconds, bubble, memory; :mod:`.deadlock`: the message of a deadlock
+:mod:`.channels`       the order of messages between two ranks, and schedules that demand too much of it
 :mod:`.grid`           a schedule drawn as text; :mod:`.drawing`: a timeline
 ====================== ================================================================================================
 """

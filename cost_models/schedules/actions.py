@@ -1,4 +1,4 @@
-"""Words of a pipeline schedule: actions, overlapped pairs, rows of them per rank, and their text form.
+"""Actions of a pipeline schedule, overlapped pairs, rows of them per rank, and their text form.
 
     2F0                     stage 2, forward, microbatch 0
     2B0                     full backward: gradients of input and weights
@@ -27,7 +27,7 @@ MOST_FORWARDS = 1 << 18
 
 
 class Action(NamedTuple):
-    """One computation. A NamedTuple, because a planner makes and hashes millions of them."""
+    """One computation: a NamedTuple, because a planner makes and hashes millions of them."""
 
     stage: int
     kind: str  # one of KINDS
@@ -51,16 +51,16 @@ Step = Action | Overlap
 
 
 def parts(step: Step) -> tuple[Action, ...]:
-    """The actions of one step, in the order in which they count for memory."""
+    """Return the actions of one step, in the order in which they count for memory."""
     return (step,) if isinstance(step, Action) else (step.forward, step.backward)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does, in order.
+    """The steps of every rank, in order.
 
     `stages_of_rank[r]` are the stages that rank r holds, `rows[r]` its steps. `forward_only` schedules have no
-    backward. Built by `builders`, `search` or `parse`; `validate` says whether it is one.
+    backward. Built by `builders`, `search` or `parse`; `validate` checks it.
     """
 
     name: str
@@ -72,25 +72,27 @@ class Schedule:
 
     @property
     def n_ranks(self) -> int:
+        """Number of ranks."""
         return len(self.rows)
 
     @cached_property
     def rank_of_stage(self) -> dict[int, int]:
+        """The rank of each stage."""
         return {stage: rank for rank, stages in enumerate(self.stages_of_rank) for stage in stages}
 
     @cached_property
     def flat_rows(self) -> tuple[tuple[Action, ...], ...]:
-        """The rows with overlapped pairs taken apart."""
+        """The rows with overlapped pairs split into their actions."""
         return tuple(tuple(a for step in row for a in parts(step)) for row in self.rows)
 
     def actions(self) -> Iterator[tuple[int, Action]]:
-        """(rank, action) of all of them, rank by rank."""
+        """Yield (rank, action) of all of them, rank by rank."""
         for rank, row in enumerate(self.flat_rows):
             for action in row:
                 yield rank, action
 
     def text(self) -> str:
-        """One line for the schedule, one for each rank; `parse` reads it back."""
+        """Return one line for the schedule and one for each rank; `parse` reads it back."""
         tail = " forward-only" if self.forward_only else ""
         lines = [f"schedule {self.name} stages {self.n_stages} microbatches {self.n_microbatches}{tail}"]
         for rank, (stages, row) in enumerate(zip(self.stages_of_rank, self.rows, strict=True)):
@@ -99,8 +101,10 @@ class Schedule:
         return "\n".join(line.rstrip() for line in lines) + "\n"
 
     def validate(self) -> Schedule:
-        """Itself, if it computes every microbatch on every stage exactly once, on the rank that holds the stage, and
-        backward after forward. Raises ValueError with all that is wrong."""
+        """Return itself if it is complete and ordered; raise ValueError with everything that is wrong.
+
+        Every microbatch is computed on every stage exactly once, on the stage's rank, and backward after forward.
+        """
         if wrong := _wrong(self):
             more = f"\n  and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
             listed = "\n  ".join(wrong[:MAX_LISTED])
@@ -109,7 +113,7 @@ class Schedule:
 
 
 def check_size(n_stages: int, n_microbatches: int) -> None:
-    """Refuse a schedule with too many actions to build and simulate within seconds. Raises ValueError."""
+    """Refuse a schedule with too many actions to build and simulate within seconds, by a ValueError."""
     if n_stages * n_microbatches > MOST_FORWARDS:
         stages = "1 stage" if n_stages == 1 else f"{n_stages:,} stages"
         raise ValueError(
@@ -175,7 +179,7 @@ _OVERLAP = re.compile(r"\((\d+[FBIW]\d+);(\d+[FBIW]\d+)\)OVERLAP_F_B")
 
 
 def parse_step(text: str) -> Step:
-    """`2F0` or `(0F4;7B1)OVERLAP_F_B`. Raises ValueError for anything else."""
+    """Parse `2F0` or `(0F4;7B1)OVERLAP_F_B`; anything else raises ValueError."""
     if match := _ACTION.fullmatch(text):
         return Action(parse_count(match[1]), match[2], parse_count(match[3]))
     if match := _OVERLAP.fullmatch(text):
@@ -186,9 +190,9 @@ def parse_step(text: str) -> Step:
 
 
 def parse(text: str) -> Schedule:
-    """A schedule from `Schedule.text()`. Blank lines and lines that begin with # are skipped.
+    """Parse the text of `Schedule.text()`, and validate it. Blank lines and comments (#) are skipped.
 
-    Raises ValueError that names the line, what stands there and what should; the result is validated.
+    A ValueError names the line, its text and what was expected.
     """
     lines = [(i, line.strip()) for i, line in enumerate(text.splitlines(), 1)]
     lines = [(i, line) for i, line in lines if line and not line.startswith("#")]

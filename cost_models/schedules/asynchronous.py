@@ -28,7 +28,7 @@ from .times import Times
 
 @dataclass(frozen=True)
 class AsynchronousSchedule:
-    """Rows as in any schedule, and when weights change: after every `n_accumulate` backwards of a stage.
+    """A schedule with weight updates after every `n_accumulate` backwards of a stage.
 
     `delay` is None when a forward takes the newest version (PipeDream), else the batches by which every stage lags
     (2BW).
@@ -39,21 +39,25 @@ class AsynchronousSchedule:
     delay: int | None
 
     def updates(self, action: Action) -> bool:
-        """Whether its stage makes a new version right after `action`."""
+        """Return True if its stage makes a new version right after `action`."""
         return action.kind == "B" and (action.microbatch + 1) % self.n_accumulate == 0
 
     def versions(self) -> dict[tuple[int, int], int]:
-        """{(stage, microbatch): version}: what its forward sees, and its backward with it."""
+        """Return {(stage, microbatch): version} of its forward and backward."""
         return self._walk()[0]
 
     def versions_held(self) -> tuple[int, ...]:
-        """Per stage, the most versions that must exist at one time: the newest, and those of microbatches in flight
-        (2BW: and those that a later microbatch starts with)."""
+        """Return, per stage, the most versions that exist at one time.
+
+        They are the newest, and those of microbatches in flight (2BW: and those that a later microbatch starts with).
+        """
         return self._walk()[1]
 
     def peak_bytes(self, times: Times, weight_bytes: tuple[float, ...]) -> tuple[float, ...]:
-        """Per rank. `weight_bytes` are of one version per stage; `times.static_bytes` hold the newest version
-        already."""
+        """Return the peak bytes per rank; `weight_bytes` are of one version per stage.
+
+        `times.static_bytes` hold the newest version already.
+        """
         if len(weight_bytes) != self.schedule.n_stages:
             raise ValueError(f"weight_bytes of {len(weight_bytes)} stages for {self.schedule.n_stages}")
         versions = self.versions_held()
@@ -89,23 +93,23 @@ class AsynchronousSchedule:
 
 
 def _next(microbatch: int, kind: str, in_flight: dict[int, int]) -> int | None:
-    """The microbatch that the stage forwards next: 1F1B goes in order."""
+    """Return the microbatch that the stage forwards next: 1F1B goes in order."""
     if kind == "F":
         return microbatch + 1
     return max(in_flight) + 1 if in_flight else microbatch + 1
 
 
 def pipedream(n_stages: int, n_microbatches: int) -> AsynchronousSchedule:
-    """An update after every microbatch, stashed weights; stage s keeps up to S - s versions."""
+    """Build PipeDream: an update after every microbatch, stashed weights; stage s keeps up to S - s versions."""
     rows = one_f_one_b(n_stages, n_stages, n_microbatches)
     return AsynchronousSchedule(_named(rows, "pipedream"), 1, None)
 
 
 def pipedream_2bw(n_stages: int, n_microbatches: int, n_accumulate: int | None = None) -> AsynchronousSchedule:
-    """An update after `n_accumulate` microbatches (default: as many as stages), two versions.
+    """Build PipeDream-2BW: an update after `n_accumulate` microbatches (default: stages), two versions.
 
-    Raises ValueError when a stage would start a batch before the version that it needs exists (fewer microbatches a
-    batch than stages), or when the stream ends within a batch.
+    A ValueError says that a stage would start a batch before the version that it needs exists (fewer microbatches per
+    batch than stages), or that the stream ends within a batch.
     """
     batch = n_stages if n_accumulate is None else n_accumulate
     if batch < n_stages:

@@ -1,4 +1,4 @@
-"""Searched schedules: the best order that is found for given times within given memory.
+"""Searched schedules: the best order found for given times within given memory.
 
     candidates    the textbook schedules on this placement that fit, and every list-scheduling policy
     improvement   swaps of neighbours on the critical path of the best, kept while the makespan falls
@@ -31,8 +31,10 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class BestOrder:
-    """The best schedule, timed; `proven` when no order is quicker, `lower_bound_seconds` what none can beat (of the
-    objective: the makespan or the longest span)."""
+    """The best schedule, timed; `proven` when no order is faster.
+
+    `lower_bound_seconds` bounds the objective (makespan or longest span) of every order.
+    """
 
     timeline: Timeline
     origin: str
@@ -42,6 +44,7 @@ class BestOrder:
 
     @property
     def schedule(self) -> Schedule:
+        """The schedule of the timeline."""
         return self.timeline.schedule
 
 
@@ -55,15 +58,14 @@ def search(
     swaps: int = SWAPS,
     exact_nodes: int = 0,
 ) -> BestOrder:
-    """The quickest schedule found whose ranks hold at most `limit_bytes` (static bytes included) and `limit_live`
-    (stage, microbatch) pairs until their weight gradient; one limit for all ranks or one each, no more than one of
-    the two kinds.
+    """Return the fastest schedule found within memory limits.
 
-    `stages_of_rank` defaults to one stage a rank. `objective` is the makespan, or the longest span of a rank, for
-    training that does not stop between steps (`Timeline.span_seconds`; improvement and exact solve know only the
-    makespan). `swaps` bounds the simulations that improvement may spend, `exact_nodes` the states that the exact
-    solve may visit (0: none). Raises ValueError when a rank cannot hold one microbatch on each of its stages, with
-    the numbers.
+    A rank holds at most `limit_bytes` (static bytes included) and `limit_live` (stage, microbatch) pairs until their
+    weight gradient; one limit for all ranks or one each, no more than one of the two kinds. `stages_of_rank` defaults
+    to one stage a rank. `objective` is the makespan, or the longest span of a rank, for training that does not stop
+    between steps (`Timeline.span_seconds`; improvement and exact solve know only the makespan). `swaps` bounds the
+    simulations of the improvement, `exact_nodes` the states of the exact solve (0: none). A rank that cannot hold one
+    microbatch on each of its stages raises ValueError with the numbers.
     """
     problem = _problem(times, n_microbatches, stages_of_rank, limit_bytes, limit_live)
     candidates: list[tuple[float, float, int, Timeline]] = []
@@ -166,7 +168,7 @@ def _fits(schedule: Schedule, problem: OrderProblem) -> bool:
 
 
 def improve(timeline: Timeline, problem: OrderProblem, simulations: int) -> Timeline:
-    """Swap neighbours on a rank along the critical path, as long as it helps and at most so many simulations."""
+    """Swap neighbours on a rank along the critical path while it helps, within so many simulations."""
     if any(len(parts(step)) > 1 for row in timeline.schedule.rows for step in row):
         return timeline  # overlapped pairs stay together: no single swap is meant for them
     spent = 0
@@ -196,7 +198,7 @@ def improve(timeline: Timeline, problem: OrderProblem, simulations: int) -> Time
 
 
 def critical_pairs(timeline: Timeline) -> list[tuple[int, int]]:
-    """(rank, i): steps i and i + 1 of that rank follow each other without a gap on a longest path, last first."""
+    """Return (rank, i) of steps i and i + 1 without a gap between them on a longest path, last first."""
     schedule = timeline.schedule
     rows = schedule.flat_rows
     where = {a: (r, i) for r, row in enumerate(rows) for i, a in enumerate(row)}

@@ -1,4 +1,4 @@
-"""The quickest order of all, for small cases: branch and bound over what has been computed.
+"""The fastest order of all, for small cases: branch and bound over what has been computed.
 
 Microbatches are alike, so the k-th forward of a stage may be taken to be of microbatch k, and the k-th backward and
 weight gradient likewise: if a schedule has another order, renaming them slot by slot gives one that is no slower and
@@ -27,7 +27,7 @@ MAX_NODES = 100_000
 
 @dataclass(frozen=True)
 class ProvenOrder:
-    """`schedule` is quicker than what was known before, or None; `proven` when the search was complete."""
+    """A `schedule` faster than the known one, or None; `proven` when the search was complete."""
 
     schedule: Schedule | None
     proven: bool
@@ -47,7 +47,7 @@ class _Node(NamedTuple):
 class _Case:
     """A problem, indexed for the search.
 
-    A queue holds what one action leaves for another: the outputs and gradients of an edge, and a stage's own forward
+    A queue holds the results of one action for another: the outputs and gradients of an edge, and a stage's own forward
     for its backward.
     """
 
@@ -81,8 +81,11 @@ class _Case:
         self.tail = self.tails()
 
     def tails(self) -> list[float]:
-        """Per stage, the least time from the end of a backward's *first half* to the end of everything: the gradients
-        on their way to the first stages. A stage's own weight gradients are part of its rank's work, not of this."""
+        """Return, per stage, the least time from the end of a backward's *first half* to the end of everything.
+
+        These are the gradients on their way to the first stages; the stage's own weight gradients are part of its
+        rank's work.
+        """
         t = self.t
         out = [0.0] * self.n
         for s in range(self.n):
@@ -94,7 +97,7 @@ class _Case:
         return out
 
     def heads(self) -> list[float]:
-        """Per stage, the earliest that a forward can begin."""
+        """Return, per stage, the earliest start of a forward."""
         out = [0.0] * self.n
         for s in range(self.n):
             for e in self.t.edges:
@@ -111,7 +114,7 @@ class _Case:
         return total
 
     def bound(self, node: _Node) -> float:
-        """No completion of `node` ends earlier."""
+        """Return a lower bound of the end of every completion of `node`."""
         least = 0.0
         for rank, stages in enumerate(self.problem.stages_of_rank):
             begin = node.free[rank]
@@ -126,7 +129,7 @@ class _Case:
         return least
 
     def moves(self, node: _Node) -> Iterator[tuple[Action, float, _Node]]:
-        """(action, start, node after it) of everything that may come next, on any rank."""
+        """Yield (action, start, next node) of everything that may come next, on any rank."""
         t = self.t
         for s in range(self.n):
             rank = self.rank_of[s]
@@ -185,19 +188,21 @@ def _with(values: tuple, at: int, value: object) -> tuple:
 
 
 def backward_seconds(problem: OrderProblem, stage: int) -> float:
-    """The least that both halves of a backward take."""
+    """Return the least seconds of both halves of a backward."""
     t = problem.times
     return min(t.backward_seconds[stage], t.input_seconds[stage] + t.weight_seconds[stage])
 
 
 def work_seconds(problem: OrderProblem, stage: int) -> float:
-    """The least that all microbatches take on a stage."""
+    """Return the least seconds of all microbatches on a stage."""
     return problem.n_microbatches * (problem.times.forward_seconds[stage] + backward_seconds(problem, stage))
 
 
 def lower_bound_seconds(problem: OrderProblem) -> float:
-    """What no schedule can beat: each rank's own work after its first input can arrive, and one microbatch's whole
-    way."""
+    """Return a lower bound of every schedule.
+
+    It is each rank's own work after its first input can arrive, and one microbatch's whole way.
+    """
     case = _Case(problem)
     heads = case.heads()
     empty = case.root()
@@ -210,7 +215,7 @@ def lower_bound_seconds(problem: OrderProblem) -> float:
 
 
 def solve(problem: OrderProblem, best_seconds: float = math.inf, max_nodes: int = MAX_NODES) -> ProvenOrder:
-    """A schedule quicker than `best_seconds`, if there is one; complete unless it would visit more than `max_nodes`.
+    """Return a schedule faster than `best_seconds`, if there is one; complete within `max_nodes` visited states.
 
     Exact for up to about 3 stages x 4 microbatches in seconds; the states grow with (microbatches^2 / 2)^stages.
     """
@@ -254,13 +259,13 @@ def solve(problem: OrderProblem, best_seconds: float = math.inf, max_nodes: int 
 
 
 def _sorted(case: _Case, node: _Node) -> list[tuple[Action, float, _Node]]:
-    """Earliest start first; of those, backward before forward before weight gradient."""
+    """Sort moves: earliest start first; of those, backward before forward before weight gradient."""
     rank = {"I": 0, "B": 0, "F": 1, "W": 2}
     return sorted(case.moves(node), key=lambda move: (move[1], rank[move[0].kind], move[0]))
 
 
 def _dominated(seen: dict[tuple, list[tuple[float, ...]]], node: _Node) -> bool:
-    """Whether a state with the same counts was nowhere later; remembers `node` if not."""
+    """Return True if a state with the same counts was nowhere later; remember `node` if not."""
     key = (node.forwards, node.backwards, tuple(len(o) for o in node.owed))
     now = (*node.free, *node.link_free, *(when for queue in node.arrived for when in queue))
     earlier = seen.setdefault(key, [])

@@ -28,7 +28,7 @@ from .stage_placement import loop_placement, v_placement
 
 
 def gpipe(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
-    """All forwards, then all backwards."""
+    """Run all forwards, then all backwards."""
     one_a_rank("gpipe", n_stages, n_ranks, n_microbatches)
     m = range(n_microbatches)
     rows = [[Action(s, kind, k) for kind in "FB" for k in m] for s in range(n_stages)]
@@ -36,7 +36,7 @@ def gpipe(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
-    """Stage s runs S - 1 - s forwards ahead, then one forward, one backward in turn."""
+    """Run S - 1 - s forwards ahead on stage s, then one forward, one backward in turn."""
     one_a_rank("1f1b", n_stages, n_ranks, n_microbatches)
     rows = []
     for s in range(n_stages):
@@ -51,7 +51,7 @@ def one_f_one_b(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def interleaved(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
-    """1F1B over several stages a rank, in rounds of about n_ranks microbatches, depth first.
+    """Run 1F1B over several stages a rank, in rounds of about n_ranks microbatches, depth first.
 
     The microbatches must divide into max(1, microbatches // ranks) rounds (torch's rule; the paper's is that they be a
     multiple of the ranks).
@@ -60,19 +60,19 @@ def interleaved(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def zero_bubble_h1(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
-    """1F1B with the backward in halves; the memory of 1F1B, about a third of its bubble when the halves are equal."""
+    """Run 1F1B with a split backward: the memory of 1F1B, about a third of its bubble with equal halves."""
     return _rounds("zb-h1", n_stages, n_ranks, n_microbatches, hop=1, split=True)
 
 
 def _rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int, hop: int, split: bool) -> Schedule:
-    """Rank r runs `hop` forwards ahead for each rank behind it, and a full round for each further stage it holds."""
+    """Run `hop` forwards ahead for each rank behind, and a full round for each further stage of the rank."""
     a_round = n_microbatches // equal_rounds(name, n_stages, n_ranks, n_microbatches)
     placement = loop_placement(n_stages, n_ranks)
     n_local = n_stages // n_ranks
     total = n_local * n_microbatches
 
     def order(stages: tuple[int, ...]) -> list[tuple[int, int]]:
-        """(stage, microbatch): a round on one stage, then on the next; the k-th use of a stage is microbatch k."""
+        """Return (stage, microbatch): a round on one stage, then on the next."""
         used = dict.fromkeys(stages, 0)
         out = []
         for i in range(total):
@@ -102,7 +102,7 @@ def _rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int, hop: in
 
 
 def zero_bubble_v(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
-    """ZB-V: the memory of 1F1B and no bubble but the first stages' forwards, when F, I and W take equally long.
+    """Run ZB-V: the memory of 1F1B and no bubble but the first forwards, when F, I and W take equally long.
 
     The order is laid out for at least 2P - 1 microbatches; with fewer, those that do not exist are left out.
     """
@@ -139,18 +139,20 @@ class _Row:
         self.count: dict[tuple[int, str], int] = {}
 
     def next(self, stage: int, kind: str) -> Action:
+        """Return the next action of a kind on a stage."""
         microbatch = self.count.get((stage, kind), 0)
         self.count[stage, kind] = microbatch + 1
         return Action(stage, kind, microbatch)
 
     def add(self, stage: int, kind: str, times: int = 1) -> _Row:
+        """Append actions of a kind."""
         self.count.setdefault((stage, kind), 0)
         self.actions += [self.next(stage, kind) for _ in range(times)]
         return self
 
 
 def dualpipe_v(n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
-    """The V half of DualPipe (github.com/deepseek-ai/DualPipe, dualpipev.py), in its eight steps."""
+    """Run the V half of DualPipe (github.com/deepseek-ai/DualPipe, dualpipev.py), in its eight steps."""
     as_many_as_stages("dualpipe-v", n_stages, n_ranks, n_microbatches)
     placement = v_placement(n_stages, n_ranks)
     rows = []
@@ -214,10 +216,10 @@ def _dualpipe_row(rank: int, down: int, up: int, n_ranks: int, n_microbatches: i
 def forward_only(
     n_stages: int, n_microbatches: int, stages_of_rank: tuple[tuple[int, ...], ...] | None = None
 ) -> Schedule:
-    """`eval`: forwards, no backward, for any placement (default: one stage a rank).
+    """Run `eval`: forwards, no backward, for any placement (default: one stage a rank).
 
-    Ordered by stage + microbatch, the later stage first: what stage s needs comes earlier in that order everywhere,
-    so no placement can deadlock it.
+    Ordered by stage + microbatch, the later stage first: what stage s needs comes earlier in that order everywhere, so
+    no placement can deadlock it.
     """
     placement = stages_of_rank if stages_of_rank is not None else loop_placement(n_stages, n_stages)
     rows = []
@@ -242,6 +244,7 @@ def _counts(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None
 
 
 def one_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
+    """Refuse several stages a rank."""
     _counts(name, n_stages, n_ranks, n_microbatches)
     if n_stages != n_ranks:
         raise ValueError(
@@ -251,6 +254,7 @@ def one_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> N
 
 
 def two_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
+    """Refuse other than two stages a rank."""
     _counts(name, n_stages, n_ranks, n_microbatches)
     if n_stages != 2 * n_ranks:
         raise ValueError(
@@ -259,7 +263,7 @@ def two_a_rank(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> N
 
 
 def equal_rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> int:
-    """How many rounds the microbatches are run in."""
+    """Return the number of rounds of the microbatches."""
     _counts(name, n_stages, n_ranks, n_microbatches)
     loop_placement(n_stages, n_ranks)
     n_rounds = max(1, n_microbatches // n_ranks) if n_stages > n_ranks or name != "zb-h1" else 1
@@ -272,6 +276,7 @@ def equal_rounds(name: str, n_stages: int, n_ranks: int, n_microbatches: int) ->
 
 
 def as_many_as_stages(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> None:
+    """Refuse fewer microbatches than stages."""
     two_a_rank(name, n_stages, n_ranks, n_microbatches)
     if n_microbatches < n_stages:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""The order of messages between two ranks, and what it asks of the one that receives.
+"""Channels: the order of messages between two ranks, and the receiver's buffers.
 
 Between two ranks there is a channel for each direction. It carries messages in the order in which the sender's actions
-end, one after the other: what comes out of it first is what was sent first. A receiver that wants a later message
-before an earlier one has to take the earlier ones out and keep them, each in memory of its own, which no estimate of a
-schedule's memory counts. So a receiver keeps a few at most, and rows that ask for more are refused: with no place for
-the messages in front the receiver would wait for ever for the one behind them.
+end: first in, first out. A receiver that wants a later message before an earlier one must take the earlier ones out and
+keep them, each in memory that no estimate of a schedule's memory counts. So a receiver keeps a few at most, and rows
+that need more are refused: without a buffer for the messages in front the receiver would wait for ever for the one
+behind them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ a deep pipeline. Schedules of the table need as many as there are stages, where 
 
 
 class Sent(NamedTuple):
-    """What one action sends to another stage, or what an action of that stage takes."""
+    """A message to another stage, as one action sends it or an action of that stage takes it."""
 
     source: int
     target: int
@@ -34,8 +34,10 @@ class Sent(NamedTuple):
 
 
 class Keeping(NamedTuple):
-    """The most messages that the receiver of a channel keeps, what it wants then, and at which action of its row (flat,
-    with both halves of an overlapped pair)."""
+    """The most messages that the receiver of a channel keeps, with the message it wants then and the action.
+
+    The action is a position in the receiver's flat row, with both halves of an overlapped pair.
+    """
 
     kept: int
     wanted: Sent
@@ -43,10 +45,9 @@ class Keeping(NamedTuple):
 
 
 def keeping(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Keeping]:
-    """By sender and receiver (ranks of the schedule): how many messages the receiver keeps at most.
+    """Return the most messages that each receiver keeps, by sender and receiver (ranks of the schedule).
 
-    Args:
-        pairs: the stages that send and those that receive in the forward; gradients go the other way.
+    `pairs` are the stages that send and receive in the forward; gradients go the other way.
     """
     orders = _Orders(schedule, pairs)
     most: dict[tuple[int, int], Keeping] = {}
@@ -68,7 +69,7 @@ def keeping(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> dict[tuple[
 
 
 class _Orders:
-    """The messages of each channel as numbers, in the order in which they are sent and in which they are taken."""
+    """The messages of each channel as numbers, in the orders of sending and of taking."""
 
     def __init__(self, schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> None:
         self.schedule = schedule
@@ -94,13 +95,13 @@ class _Orders:
                         append(first + microbatch)
 
     def message(self, number: int) -> Sent:
-        """What a number stands for. A gradient goes to an earlier stage."""
+        """Return the message of a number; a gradient goes to an earlier stage."""
         stages, microbatch = divmod(number, self.schedule.n_microbatches)
         source, target = divmod(stages, self.schedule.n_stages)
         return Sent(source, target, "F" if source < target else "B", microbatch)
 
     def places(self, channel: tuple[int, int]) -> list[int]:
-        """At which actions of the receiver's flat row it takes what comes by a channel, one after the other."""
+        """Return the actions of the receiver's flat row that take messages from a channel, in order."""
         taken, places = self.taken[channel].append, []
         for place, (stage, kind, _) in enumerate(self.schedule.flat_rows[channel[1]]):
             places += [place for append, _ in self.calls[kind].get(stage, ()) if append == taken]
@@ -108,7 +109,7 @@ class _Orders:
 
 
 class Stop(NamedTuple):
-    """A rank that waits for ever: at which action of its flat row, and why."""
+    """A rank that waits for ever: the action of its flat row, and the reason."""
 
     rank: int
     place: int
@@ -116,10 +117,10 @@ class Stop(NamedTuple):
 
 
 def first_blocked_rank(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> Stop | None:
-    """The rank that takes messages in an order too far from that in which they are sent; None where all come through.
+    """Return the rank that takes messages too far out of the order of sending; None if there is none.
 
-    It has no place for the messages in front of what it wants. The answer is kept with the schedule, since it does not
-    depend on times.
+    It has no buffer for the messages in front of the one it wants. The answer is cached with the schedule, since it
+    does not depend on times.
     """
     key = frozenset(pairs)
     answers: dict[frozenset[tuple[int, int]], Stop | None] = schedule.__dict__.setdefault("_first_blocked_rank", {})

@@ -1,4 +1,4 @@
-"""What is said of a schedule that waits for itself."""
+"""The message about a schedule that deadlocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .timeline import Timeline
 
 
 def deadlock_message(timeline: Timeline, lengths: list[int]) -> str:
-    """Who waits for what, the cycle if there is one, and the grid of what ran.
+    """Return who waits for what, the cycle if there is one, and the grid of what ran.
 
     `lengths[r]` is how many actions of rank r's flat row ran.
     """
@@ -53,8 +53,7 @@ def _first_parts(schedule: Schedule) -> list[list[Action]]:
 
 
 def _needs(action: Action, timeline: Timeline) -> list[Action]:
-    """What must have been computed before `action`; of a backward that may come in two ways, the way in the
-    schedule."""
+    """Return the actions that must precede `action`, in the form (whole or split) that the schedule has."""
     stage, kind, microbatch = action
     if kind == "W":
         return [Action(stage, "I", microbatch)]
@@ -74,7 +73,7 @@ def _ran(action: Action, where: dict[Action, tuple[int, int]], lengths: list[int
 
 
 def _cycle(waits: dict[int, tuple[int | None, str]]) -> list[int]:
-    """The ranks that wait for each other in a ring, or the one that waits for nothing that exists."""
+    """Return the ranks that wait for each other in a ring, or the one that waits for nothing that exists."""
     for rank, (owner, _) in waits.items():
         if owner is None:
             return [rank]

@@ -11,7 +11,7 @@ WIDTH = 240  # characters, beyond which columns are made narrower
 
 
 def draw(timeline: Timeline, width: int = WIDTH) -> str:
-    """One line per rank; each action stands at its time, `-` fills the time it takes, `.` is idle.
+    """Draw one line per rank; each action is at its time, `-` fills the time it takes, `.` is idle.
 
         0 0F0 0F1 .......... 0B0---- ...
 

@@ -1,4 +1,4 @@
-"""A schedule drawn as text before anybody has times for it."""
+"""A schedule drawn as text without times."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from .times import times as make_times
 
 
 def grid(drawn: Schedule | Timeline, width: int = WIDTH) -> str:
-    """What :func:`~cost_models.schedules.drawing.draw` gives of a timeline, or of a schedule: it is drawn with
-    F, I, W = 1 and B = 2, as the papers do, and as far as it runs."""
+    """Draw a timeline, or a schedule as far as it runs, by :func:`~cost_models.schedules.drawing.draw`.
+
+    A schedule is drawn with F, I, W = 1 and B = 2, as in the papers.
+    """
     if isinstance(drawn, Schedule):
         try:
             drawn = simulate(drawn, make_times(drawn.n_stages))

@@ -1,4 +1,4 @@
-"""List scheduling: run the pipeline on paper and let each idle rank pick, by a policy, what is ready and fits.
+"""List scheduling: simulate the pipeline and let each idle rank pick, by a policy, a ready action that fits.
 
 The picks that matter: how many microbatches a stage may run ahead, which goes first of a forward and a backward that
 are both ready, and when weight gradients fill a gap. `POLICIES` are combinations; `search` tries them all. The ideas
@@ -27,7 +27,7 @@ PATIENCE = (0.0, 0.5, 1.0)  # in weight gradients
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """What to order: `room_bytes[r]` is what rank r has for activations, static bytes taken off."""
+    """The input of a search: `room_bytes[r]` is the memory of rank r for activations, without static bytes."""
 
     times: Times
     n_microbatches: int
@@ -36,20 +36,22 @@ class OrderProblem:
 
     @property
     def n_stages(self) -> int:
+        """Number of stages."""
         return self.times.n_stages
 
     def schedule(self, name: str, rows: list[list[Action]]) -> Schedule:
+        """Return the schedule of the rows."""
         return Schedule(
             name, self.n_stages, self.n_microbatches, self.stages_of_rank, tuple(tuple(row) for row in rows)
         )
 
     def fused(self, stage: int) -> bool:
-        """Whether the full backward is quicker than its halves."""
+        """Return True if the full backward is faster than its halves."""
         t = self.times
         return t.backward_seconds[stage] < t.input_seconds[stage] + t.weight_seconds[stage] - ROUNDING_SECONDS
 
     def reserve(self, stage: int) -> float:
-        """Bytes that a forward of `stage` leaves free: one microbatch on each later stage of its rank.
+        """Return the bytes that a forward of `stage` leaves free: one microbatch on each later stage of its rank.
 
         So the oldest microbatch always fits where it goes next, and memory cannot deadlock the pipeline.
         """
@@ -59,12 +61,12 @@ class OrderProblem:
 
 @dataclass(frozen=True)
 class Policy:
-    """How an idle rank picks.
+    """The choices of an idle rank.
 
-    `ahead`: stage s of S runs at most ceil(ahead x (S - s)) forwards that have no backward yet (1: as 1F1B).
-    `first`: of a ready forward and backward. `weights`: "fill" gaps, "eager" right after the input gradient, or "full"
-    backwards only. `patience`: a gap is left empty when something is known to arrive within this share of the weight
-    gradient's seconds. `deep`: of several ready stages the later first, else the earlier.
+    `ahead`: stage s of S runs at most ceil(ahead x (S - s)) forwards that have no backward yet (1: as 1F1B). `first`:
+    of a ready forward and backward. `weights`: "fill" gaps, "eager" right after the input gradient, or "full" backwards
+    only. `patience`: a gap is left empty when something is known to arrive within this share of the weight gradient's
+    seconds. `deep`: of several ready stages the later first, else the earlier.
     """
 
     ahead: float
@@ -79,7 +81,7 @@ class Policy:
 
 
 def policies(several_stages: bool) -> list[Policy]:
-    """All that are worth trying."""
+    """Return all policies worth trying."""
     out = []
     firsts: tuple[Literal["backward", "forward", "alternate"], ...] = ("backward", "forward", "alternate")
     for deep, ahead, first in product((True, False) if several_stages else (True,), AHEAD, firsts):
@@ -89,7 +91,7 @@ def policies(several_stages: bool) -> list[Policy]:
 
 
 def list_schedule(problem: OrderProblem, policy: Policy) -> Schedule:
-    """The schedule that `policy` makes; within `room_bytes`, complete and free of deadlock by construction."""
+    """Return the schedule of `policy`; within `room_bytes`, complete and free of deadlock by construction."""
     return _Run(problem, policy).rows(f"searched ({policy})")
 
 
@@ -134,7 +136,7 @@ class _Run:
         return schedule
 
     def pick(self, rank: int, now: float) -> tuple[Action | None, float]:
-        """What to start now, or when to look again."""
+        """Return the action to start now, or the time to look again."""
         policy, m = self.policy, self.problem.n_microbatches
         stages = self.problem.stages_of_rank[rank]
         ready: dict[str, list[int]] = {"F": [], "B": []}
@@ -167,8 +169,10 @@ class _Run:
         return needed <= self.problem.room_bytes[rank] * SLACK
 
     def backward(self, rank: int, stage: int) -> Action:
-        """In halves, unless the policy or the memory forbids: what waits for the weights may be more than it
-        replaces."""
+        """Return the backward to run: in halves, unless policy or memory forbids.
+
+        What waits for the weights may be more than it replaces.
+        """
         after = self.held[rank] - self.times.activation_bytes[stage] + self.times.weight_grad_bytes[stage]
         split = self.policy.weights != "full" and after <= self.problem.room_bytes[rank] * SLACK
         return Action(stage, "I" if split else "B", self.done_b[stage])

@@ -10,10 +10,10 @@ from .times import times
 
 
 def with_microbatches(schedule: Schedule, n_microbatches: int) -> Schedule:
-    """The same kind of schedule for so many microbatches, if no rank keeps more of them at once than it does now.
+    """Return the same kind of schedule for so many microbatches, with no more in flight on any rank.
 
-    Else, and where the kind does not exist for that number (rounds that do not come out even) or has no name by which
-    it could be built, an order is searched in which no rank does.
+    Where the kind does not exist for that number (rounds that do not come out even), needs more memory, or has no name
+    by which it could be built, an order is searched that needs no more.
     """
     n_stages, n_ranks = schedule.n_stages, schedule.n_ranks
     if n_microbatches == schedule.n_microbatches:

@@ -69,12 +69,14 @@ class ScheduleKind:
     usual: bool = True
 
     def allows_degree(self, degree: int) -> bool:
-        """Whether a group may hold so many stages."""
+        """Return True if a group may hold so many stages."""
         return self.fewest <= degree and (self.most is None or degree <= self.most)
 
     def degrees(self, groups: int, n_blocks: int) -> list[int]:
-        """Degrees of interleaving that are worth a look where blocks are cut into the stages of so many groups: for
-        every number of blocks that a stage may have, the most stages; the fewest first."""
+        """Return the degrees of interleaving worth a look for blocks in the stages of so many groups.
+
+        For every number of blocks that a stage may have, the most stages; the fewest first.
+        """
         most = n_blocks // groups
         if self.most is not None:
             most = min(most, self.most)
@@ -82,17 +84,13 @@ class ScheduleKind:
         return [d for d in sorted({self.fewest, *natural}) if self.fewest <= d <= most]
 
     def at(self, degree: int | None = None) -> Fill:
-        """The schedule with so many stages a group, by default the fewest.
-
-        Raises:
-            ValueError: it does not allow so many.
-        """
+        """Return the schedule with so many stages a group, by default the fewest; ValueError if not allowed."""
         return _fill(self.name, self.fewest if degree is None else degree)
 
 
 @dataclass(frozen=True)
 class Fill:
-    """How a schedule fills a pipeline: a kind at one degree of interleaving.
+    """The way in which a schedule fills a pipeline: a kind at one degree of interleaving.
 
     Attributes:
         kind: the schedule.
@@ -112,17 +110,17 @@ class Fill:
 
     @property
     def name(self) -> str:
-        """Of the schedule."""
+        """Name of the schedule."""
         return self.kind.name
 
     @property
     def label(self) -> str:
-        """The name, with the degree where it is more than one and could be another: `interleaved-1f1b:4`."""
+        """Name, with the degree where it is more than one and could be another: `interleaved-1f1b:4`."""
         return self.name if self.kind.most is not None or self.chunks == 1 else f"{self.name}:{self.chunks}"
 
     @property
     def whole_bubble(self) -> float:
-        """The bubble where some backward cannot be split."""
+        """Bubble where some backward cannot be split."""
         return 1 / self.chunks if self.kind.splits else self.bubble
 
     @property
@@ -131,11 +129,11 @@ class Fill:
         return self.kind.by_distance
 
     def in_flight(self, group: int, groups: int, microbatches: int) -> float:
-        """Microbatches, of all stages of a group together, whose activations it keeps at once."""
+        """Return the microbatches, of all stages of a group together, whose activations it keeps at once."""
         return self.kind.in_flight(group, groups, microbatches, self.chunks)
 
     def allows(self, groups: int, microbatches: int) -> bool:
-        """Whether it can be built for so many groups and microbatches."""
+        """Return True if it can be built for so many groups and microbatches."""
         return allows(self.name, groups * self.chunks, groups, microbatches)
 
 
@@ -148,7 +146,7 @@ def _zero_bubble(i: int, n: int, m: int, v: int) -> float:
 
 
 def _round(n: int, m: int) -> int:
-    """Microbatches that go through a stage before the next one of its group has its turn."""
+    """Return the microbatches that go through a stage before the next one of its group has its turn."""
     return m // max(1, m // n)
 
 
@@ -193,10 +191,9 @@ def _fill(name: str, degree: int) -> Fill:
 
 
 def parse_kind(text: str) -> tuple[ScheduleKind, int | None]:
-    """`zb-h1`, or `interleaved-1f1b:4` with the degree of interleaving; None where it is left open.
+    """Parse `zb-h1`, or `interleaved-1f1b:4` with the degree of interleaving (None where it is left open).
 
-    Raises:
-        ValueError: no schedule has that name, or it does not allow so many stages a group.
+    An unknown name or a degree that it does not allow raises ValueError.
     """
     name, colon, degree = text.partition(":")
     if name not in SCHEDULES:
@@ -211,11 +208,7 @@ def parse_kind(text: str) -> tuple[ScheduleKind, int | None]:
 
 
 def fill_of(schedule: str | Fill) -> Fill:
-    """The schedule of that name (`zb-h1`, `interleaved-1f1b:4`), with the fewest stages a group if it does not say.
-
-    Raises:
-        ValueError: as for :func:`parse_kind`.
-    """
+    """Return the schedule of a name (`zb-h1`, `interleaved-1f1b:4`), by default with the fewest stages a group."""
     if isinstance(schedule, Fill):
         return schedule
     kind, degree = parse_kind(schedule)
@@ -223,15 +216,17 @@ def fill_of(schedule: str | Fill) -> Fill:
 
 
 def label_of(schedule: Schedule) -> str:
-    """The name of a schedule that was built, with its degree of interleaving as in :attr:`Fill.label`."""
+    """Return the name of a built schedule, with its degree of interleaving as in :attr:`Fill.label`."""
     if schedule.name not in SCHEDULES:
         return schedule.name
     return SCHEDULES[schedule.name].at(schedule.n_stages // schedule.n_ranks).label
 
 
 def build(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> Schedule:
-    """The schedule of that name (`zb-h1`, `interleaved-1f1b:4`). Raises ValueError for an unknown name and for counts
-    that it does not allow."""
+    """Build the schedule of a name (`zb-h1`, `interleaved-1f1b:4`).
+
+    An unknown name, or counts that it does not allow, raise ValueError.
+    """
     kind, degree = parse_kind(name)
     if degree is not None and n_stages != degree * n_ranks:
         raise ValueError(f"{name} of {n_stages} stages on {n_ranks} ranks: use {degree * n_ranks} stages")
@@ -239,8 +234,7 @@ def build(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> Schedu
 
 
 def allows(name: str, n_stages: int, n_ranks: int, n_microbatches: int) -> bool:
-    """Whether `build` would give a schedule for these counts; without building it. Raises KeyError for an unknown
-    name."""
+    """Return True if `build` would succeed for these counts; without building it."""
     try:
         SCHEDULES[name].check(name, n_stages, n_ranks, n_microbatches)
     except ValueError:

@@ -1,6 +1,6 @@
-"""When everything in a schedule happens: a longest path, no polling and no clock.
+"""A simulation of schedules: a longest path, no polling and no clock.
 
-A rank runs its row in order, each step as soon as the step before it has ended and what it needs is there:
+A rank runs its row in order, each step as soon as the step before it has ended and its inputs have arrived:
 
     F of stage s    the output of every stage with an edge into s
     B or I          its own F, and the gradient from every stage that s has an edge to
@@ -11,8 +11,8 @@ link (one transfer at a time for each ordered pair of ranks, in the order in whi
 the same rank they are free. Only one rank posts to such a link, in the order of its row, so times follow in one pass:
 a worklist of ranks, each run until it waits, and woken by what it waits for.
 
-A message comes out of its link behind all that was posted there before, and a receiver keeps a few of those at most
-(:mod:`.channels`). A rank that wants one from farther behind has no place for those in front, and waits for ever.
+A message leaves its link behind all that was posted there before, and a receiver keeps a few of those at most
+(:mod:`.channels`). A rank that wants one from farther behind has no buffer for those in front, and waits for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .times import Times
 
 
 class Deadlock(ValueError):
-    """A schedule that waits for itself. `timeline` is what ran before."""
+    """An error for a schedule that waits for itself. `timeline` is what ran before."""
 
     def __init__(self, message: str, timeline: Timeline):
         super().__init__(message)
@@ -36,11 +36,11 @@ class Deadlock(ValueError):
 
 
 def simulate(schedule: Schedule, times: Times) -> Timeline:
-    """When each step and each transfer starts and ends.
+    """Return the start and end of each step and each transfer.
 
-    Raises Deadlock (a ValueError) when ranks wait for each other, for what no rank computes, or for a message too far
-    behind others, with the grid of what ran and who waits for what; ValueError when the times are of another number of
-    stages or ranks.
+    Deadlock (a ValueError), with the grid of what ran and who waits for what, means that ranks wait for each other, for
+    what no rank computes, or for a message too far behind others. Times of another number of stages or ranks raise
+    ValueError.
     """
     if times.n_stages != schedule.n_stages:
         raise ValueError(f"times of {times.n_stages} stages for '{schedule.name}' of {schedule.n_stages}")
@@ -68,7 +68,7 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
 
 
 def _up_to(rows: tuple[tuple[Step, ...], ...], stop: Stop) -> tuple[tuple[Step, ...], ...]:
-    """The rows without what the rank that waits for ever does not come to."""
+    """Return the rows without what the blocked rank does not reach."""
     flat, row = 0, []
     for step in rows[stop.rank]:
         flat += len(parts(step))
@@ -79,7 +79,7 @@ def _up_to(rows: tuple[tuple[Step, ...], ...], stop: Stop) -> tuple[tuple[Step, 
 
 
 class _State:
-    """Everything indexed by stage * microbatches + microbatch."""
+    """The state of the simulation, indexed by stage * microbatches + microbatch."""
 
     def __init__(self, schedule: Schedule, times: Times):
         n, m = schedule.n_stages, schedule.n_microbatches
@@ -155,7 +155,7 @@ class _State:
         self.free[rank] = free
 
     def deliver(self, action: Action, at: int, end: float, work: deque[int]) -> None:
-        """Post what an action that ended produces."""
+        """Post the results of an action that ended."""
         stage, kind, microbatch = action
         if kind == "F":
             self.arrive("B", at, end, self.rank_of[stage], work)
@@ -192,7 +192,7 @@ def _phase(kind: str) -> str:
 def _rejoin(
     schedule: Schedule, starts: list[list[float]], ends: list[list[float]]
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Times of flat rows as times of rows: a pair from the start of its first half to the end of its second."""
+    """Return times of flat rows as times of rows: a pair from the start of one half to the end of the other."""
     out_starts: list[list[float]] = []
     out_ends: list[list[float]] = []
     for row, flat_starts, flat_ends in zip(schedule.rows, starts, ends):

@@ -1,17 +1,19 @@
-"""Which rank holds which stages."""
+"""Placements of stages on ranks."""
 
 from __future__ import annotations
 
 
 def loop_placement(n_stages: int, n_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Stage s on rank s mod n_ranks. Raises ValueError when the ranks would hold unequal numbers."""
+    """Put stage s on rank s mod n_ranks; unequal numbers of stages per rank raise ValueError."""
     _whole(n_stages, n_ranks)
     return tuple(tuple(range(rank, n_stages, n_ranks)) for rank in range(n_ranks))
 
 
 def v_placement(n_stages: int, n_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """To and fro: 0 1 .. P-1, then P-1 .. 0, and so on. The last stage is beside the first when there are two a
-    rank."""
+    """Put stages to and fro: 0 1 .. P-1, then P-1 .. 0, and so on.
+
+    With two stages a rank the last one is next to the first.
+    """
     _whole(n_stages, n_ranks)
     placed: list[list[int]] = [[] for _ in range(n_ranks)]
     for stage in range(n_stages):

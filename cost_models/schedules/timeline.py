@@ -1,4 +1,4 @@
-"""What came of a simulation: who did what when, how much was idle, how much was held."""
+"""The result of a simulation: times of all actions, idle time, memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LinkUse(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """`starts[r][i]` and `ends[r][i]` are the seconds at which step i of rank r begins and ends.
+    """Times of a schedule: step i of rank r runs from `starts[r][i]` to `ends[r][i]` seconds.
 
     Of a schedule that deadlocks, only what ran before.
     """
@@ -42,7 +42,7 @@ class Timeline:
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Computing, per rank."""
+        """Compute seconds per rank."""
         return tuple(
             sum(step_seconds(step, self.times) for step, _ in zip(row, starts))
             for row, starts in zip(self.schedule.rows, self.starts)
@@ -50,7 +50,7 @@ class Timeline:
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:
-        """Per rank, from 0 to the makespan."""
+        """Idle seconds per rank, from 0 to the makespan."""
         return tuple(self.makespan_seconds - busy for busy in self.busy_seconds)
 
     @property
@@ -70,8 +70,7 @@ class Timeline:
 
     @property
     def span_bubble_fraction(self) -> float:
-        """The zero-bubble paper's rate: (cost - m (F + I + W)) / cost (arXiv:2401.10241, section 5.3), with
-        `span_seconds` as the cost, and the work of the busiest rank as m (F + I + W).
+        """The zero-bubble paper's rate: (cost - m (F + I + W)) / cost (arXiv:2401.10241, section 5.3).
 
         It leaves out what a rank waits before its first forward, and after its last action for the others: the paper's
         ranks go on to the next step without waiting for each other.
@@ -91,12 +90,12 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank, static bytes included. See `peak_bytes`."""
+        """Peak bytes per rank, static bytes included. See `peak_bytes`."""
         return peak_bytes(self.schedule, self.times)
 
 
 def step_seconds(step: Step, times: Times) -> float:
-    """How long one step computes; an overlapped pair less what it hides."""
+    """Return the seconds of one step; an overlapped pair less what it hides."""
     if isinstance(step, Action):
         return times.seconds(step.stage, step.kind)
     f, b = (times.seconds(a.stage, a.kind) for a in step)
@@ -104,7 +103,7 @@ def step_seconds(step: Step, times: Times) -> float:
 
 
 def live_per_stage(schedule: Schedule) -> tuple[int, ...]:
-    """The most microbatches of which each stage keeps something at one time: from F to B, or to W."""
+    """Return the most microbatches of which each stage keeps something at one time: from F to B, or to W."""
     live = [0] * schedule.n_stages
     most = [0] * schedule.n_stages
     for _, (stage, kind, _) in schedule.actions():
@@ -117,13 +116,11 @@ def live_per_stage(schedule: Schedule) -> tuple[int, ...]:
 
 
 def live_at_peak(schedule: Schedule, stage_bytes: Sequence[float]) -> tuple[int, ...]:
-    """How many microbatches of each stage its rank keeps at the moment when it keeps the most bytes; at least one.
+    """Return the number of microbatches that each stage keeps at its rank's peak of memory; at least one.
 
     Where a rank holds one stage these are those of :func:`live_per_stage`; stages of one rank have their largest
-    numbers at different moments, so added up those would be more than there ever is.
-
-    Args:
-        stage_bytes: what a stage keeps of a microbatch, until its weight gradient.
+    numbers at different moments, so their sum would be more than there ever is. `stage_bytes` is what a stage keeps of
+    a microbatch, until its weight gradient.
     """
     at_peak = [1] * schedule.n_stages
     for row in schedule.flat_rows:
@@ -144,16 +141,16 @@ def live_at_peak(schedule: Schedule, stage_bytes: Sequence[float]) -> tuple[int,
 
 
 def live_per_rank(schedule: Schedule) -> tuple[int, ...]:
-    """The most (stage, microbatch) pairs of which each rank keeps something at one time."""
+    """Return the most (stage, microbatch) pairs of which each rank keeps something at one time."""
     ones = (1.0,) * schedule.n_stages
     return tuple(round(x) for x in _peaks(schedule, ones, ones))
 
 
 def peak_bytes(schedule: Schedule, times: Times) -> tuple[float, ...]:
-    """The most bytes each rank holds at one time: static, activations, and what waits for weight gradients.
+    """Return the peak bytes of each rank: static, activations, and inputs of pending weight gradients.
 
-    A rank does one thing at a time, so this follows from the order alone. Not in it: buffers of transfers on their
-    way, and what a step needs only while it runs.
+    A rank does one thing at a time, so this follows from the order alone. Buffers of transfers in flight and
+    temporaries of a step are not included.
     """
     peaks = _peaks(schedule, times.activation_bytes, times.weight_grad_bytes)
     return tuple(peak + times.static_of(rank) for rank, peak in enumerate(peaks))

@@ -1,4 +1,4 @@
-"""What a schedule is timed with: seconds per stage and edge, bytes per stage and rank."""
+"""Seconds per stage and edge, and bytes per stage and rank, for the simulation of a schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Of one microbatch on each stage, one entry a stage unless it says otherwise. Made by `times`.
+    """Seconds and bytes of one microbatch on each stage, one entry a stage unless stated. Made by `times`.
 
     `backward_seconds` is the full backward; `input_seconds` and `weight_seconds` are its halves. `edges` may skip to
     any later stage. `activation_bytes` are kept from a forward to its backward (or its input gradient),
@@ -40,15 +40,17 @@ class Times:
 
     @property
     def n_stages(self) -> int:
+        """Number of stages."""
         return len(self.forward_seconds)
 
     def seconds(self, stage: int, kind: str) -> float:
-        """Of one action."""
+        """Return the seconds of one action."""
         return {
             "F": self.forward_seconds, "B": self.backward_seconds, "I": self.input_seconds, "W": self.weight_seconds,
         }[kind][stage]  # fmt: skip
 
     def static_of(self, rank: int) -> float:
+        """Return the static bytes of a rank."""
         return self.static_bytes[rank] if self.static_bytes else 0.0
 
 
@@ -68,11 +70,11 @@ def times(
     static_bytes: Sequence[float] = (),
     overlap: float = 0.0,
 ) -> Times:
-    """`Times`, a single number standing for all stages.
+    """Return `Times`; a single number stands for all stages.
 
-    Defaults: the full backward is the sum of its halves; the edges are the chain 0 -> 1 -> .., `transfer_seconds`
-    each way; all activations wait for the weight gradient (`weight_grad_bytes` = `activation_bytes`). Raises
-    ValueError with everything that is wrong.
+    Defaults: the full backward is the sum of its halves; the edges are the chain 0 -> 1 -> .., `transfer_seconds` each
+    way; all activations wait for the weight gradient (`weight_grad_bytes` = `activation_bytes`). Everything that is
+    wrong is raised as one ValueError.
     """
     wrong: list[str] = []
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -405,8 +405,21 @@ def test_hugging_face_config() -> None:
 
 
 def test_version() -> None:
-    assert autopar("--version") == f"autopar {importlib.metadata.version('autopar')}\n"
-    assert sys.modules["autopar"].__version__ == importlib.metadata.version("autopar")
+    version = sys.modules["autopar"].__version__
+    assert autopar("--version") == f"autopar {version}\n" and re.fullmatch(r"\d+\.\d+\.\d+", version)
+
+
+def test_shells_complete_commands() -> None:
+    words = {"_AUTOPAR_COMPLETE": "complete_bash", "COMP_WORDS": "autopar s", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv = ['autopar']; from autopar.cli import start; start()"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **words}, capture_output=True, text=True)
+    assert done.stdout.split() == ["show", "simulate"]
+    assert "--install-completion" in autopar("--help")
+
+
+def test_the_package_lists_what_is_public() -> None:
+    package = sys.modules["autopar"]
+    assert {name for name in dir(package) if not name.startswith("_")} == {*package.__all__, "elastic", "errors"}
 
 
 def test_the_proof_is_said_in_words() -> None:

@@ -131,6 +131,9 @@ def test_plans_show_themselves_in_notebooks(folder: Path) -> None:
     Tags(html)
     assert "<script" not in html and show_seconds(plan.seconds) in html
     assert all(show_bytes(stage.price.memory_bytes) in html for stage in plan.stages)
+    text = str(plan)
+    assert show_seconds(plan.seconds) in text and len(repr(plan).splitlines()) == 1 < len(text.splitlines())
+    assert all(show_bytes(stage.price.memory_bytes) in text for stage in plan.stages)
 
 
 def test_names_cannot_run(folder: Path) -> None:

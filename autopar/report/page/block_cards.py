@@ -1,4 +1,4 @@
-"""The model as blocks, coloured by how their operators are cut.
+"""Cards of the model's blocks, coloured by how their operators are sharded.
 
 Stages with equal decisions are shown once, and of a stage its equal blocks: 126 layers in 112 stages are a handful of
 cards. A card opens to a table of its operators.
@@ -35,7 +35,7 @@ COLOURS = (
 
 @dataclass(frozen=True)
 class StageCards:
-    """Stages that look the same: their numbers, and the first one's rows."""
+    """Stages that look the same: their numbers, and the rows of the first one."""
 
     numbers: list[int]
     stage: StagePlan
@@ -44,7 +44,7 @@ class StageCards:
 
 
 def colour(row: OpRow, mesh: Mesh, axis: int) -> str:
-    """The class of an operator's colour on an axis: how its first output lies where the axis cuts it."""
+    """Return the CSS class of an operator on an axis: the placement of its first output."""
     name, size = mesh[axis]
     if name not in row.cuts or size == 1 or not row.outs:
         return "c-whole"
@@ -55,7 +55,7 @@ def colour(row: OpRow, mesh: Mesh, axis: int) -> str:
 
 
 def stage_cards(graphs: Sequence[StageGraph], plan: Plan, cluster: Cluster) -> list[StageCards]:
-    """The rows of all stages, those that look the same once."""
+    """Return the cards of all stages; stages that look the same share one."""
     by_look: dict[Any, StageCards] = {}
     for part, stage in zip(graphs, plan.stages, strict=True):
         look = _look(part.graph, stage)
@@ -69,7 +69,7 @@ def stage_cards(graphs: Sequence[StageGraph], plan: Plan, cluster: Cluster) -> l
 
 
 def _look(graph: Graph, stage: StagePlan) -> Any:
-    """What stages share that are shown once: all but the numbers in names."""
+    """Return a key shared by stages that look the same: everything but the numbers in names."""
 
     def plain(name: str) -> str:
         return re.sub(r"\d+", "*", name)
@@ -81,7 +81,7 @@ def _look(graph: Graph, stage: StagePlan) -> Any:
 
 
 def model_section(cards: Sequence[StageCards], plan: Plan, timeline: Timeline) -> Markup:
-    """All cards."""
+    """Return all cards as HTML."""
     longest = max((_seconds(b) for c in cards for b in c.blocks), default=0.0)
     return joined(_stage(card, plan, timeline, longest) for card in cards)
 
@@ -119,7 +119,7 @@ def _devices(devices: Sequence[int]) -> str:
 
 
 def _name(block: BlockRows) -> str:
-    """What the block's modules have in common, or the first and the last of them."""
+    """Return what a block's module paths have in common, or the first and the last of them."""
     if block.name:
         return block.name
     modules = [module for op in block.ops if (module := op.label.partition(":")[0])]
@@ -160,7 +160,7 @@ def _block(block: BlockRows, mesh: Mesh, longest: float) -> Markup:
 
 
 def _stripe(block: BlockRows, mesh: Mesh, axis: int) -> Markup:
-    """How much of a block's computing is cut how on one axis."""
+    """Return a bar that shows how a block's compute is sharded on one axis."""
     shares: Counter[str] = Counter()
     for op in block.ops:
         shares[colour(op, mesh, axis)] += op.compute_seconds  # type: ignore[assignment]

@@ -1,8 +1,8 @@
 """The schedule over time, as SVG: a lane for each group of devices.
 
-Up to :data:`MOST_ACTIONS` every action is a rectangle, with what goes to other groups below it; of longer schedules
-each lane is a histogram: how much of each of :data:`BINS` intervals is spent on what. So a page stays small however
-many microbatches a step has.
+Up to :data:`MOST_ACTIONS` every action is a rectangle, with transfers to other groups below it. Lanes of longer
+schedules are histograms: the use of each of :data:`BINS` intervals. So a page stays small for any number of
+microbatches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LANE = 30
 
 
 def gantt(plan: Plan, timeline: Timeline, of_stages: Sequence[StageTally]) -> Markup:
-    """The lanes and their axis."""
+    """Return the lanes and their axis."""
     whole = plan.seconds or 1.0
     n_actions = sum(map(len, timeline.schedule.flat_rows))
     drawn = _Lanes(plan, timeline, of_stages, whole, n_actions)
@@ -42,12 +42,12 @@ def gantt(plan: Plan, timeline: Timeline, of_stages: Sequence[StageTally]) -> Ma
 
 
 def is_aggregated(timeline: Timeline) -> bool:
-    """Whether lanes are histograms."""
+    """Return True if lanes are histograms."""
     return sum(map(len, timeline.schedule.flat_rows)) > MOST_ACTIONS
 
 
 class _Lanes:
-    """Draws lanes, all on one scale of ``whole`` seconds."""
+    """Lanes drawn on one scale of ``whole`` seconds."""
 
     def __init__(
         self, plan: Plan, timeline: Timeline, of_stages: Sequence[StageTally], whole: float, n_actions: int
@@ -57,6 +57,7 @@ class _Lanes:
         self.once = [sum(sum(of_stages[s].once.values()) for s in stages) for stages in plan.schedule.stages_of_rank]
 
     def lane(self, group: int) -> Markup:
+        """Return the lane of a group."""
         timeline = self.timeline
         stages = timeline.schedule.stages_of_rank[group]
         busy, makespan = timeline.busy_seconds[group], timeline.makespan_seconds
@@ -104,7 +105,7 @@ class _Lanes:
         return joined(pieces)
 
     def _binned(self, group: int) -> Markup:
-        """How much of each interval the group spends on each kind of action."""
+        """Return the part of each interval that a group spends on each kind of action."""
         timeline = self.timeline
         width = self.whole / BINS
         spent = {kind: [0.0] * BINS for kind in KINDS}
@@ -141,7 +142,7 @@ class _Lanes:
 
 
 def _shares(tally: StageTally, timeline: Timeline, number: int) -> dict[str, float]:
-    """What part of each kind of action of a stage its collectives are; a backward in halves has them in its first."""
+    """Return the share of collectives in each kind of action of a stage; a split backward has them in one half."""
     times = timeline.times
     moves = {"F": tally.forward_moves, "B": tally.backward_moves, "I": tally.backward_moves, "W": 0.0}
     return {
@@ -151,7 +152,7 @@ def _shares(tally: StageTally, timeline: Timeline, number: int) -> dict[str, flo
 
 
 def _colour(step: Step, timeline: Timeline) -> str:
-    """The class of a rectangle: its kind, and, where a group has several stages, a shade for which of them it is."""
+    """Return the CSS class of a rectangle: its kind, with a shade for the stage where a group has several."""
     actions = parts(step)
     if len(actions) > 1:
         return "FB"
@@ -165,7 +166,7 @@ def _span(start: float, end: float) -> str:
 
 
 def _axis(whole: float) -> Markup:
-    """Five times below the lanes."""
+    """Return five times below the lanes."""
     ticks = joined(
         filled(
             '<text x="{}" y="13" class="{}">{}</text>', percent(k / 4), ("first", "", "", "", "last")[k],

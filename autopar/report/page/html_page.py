@@ -1,7 +1,7 @@
-"""A plan with its model as one HTML page that needs nothing else: style and script are in it, and nothing is loaded.
+"""A plan with its model as one self-contained HTML page.
 
-All texts are escaped, and the page forbids itself everything but its own script and style (its content security
-policy), so a model or a module may have any name.
+All texts are escaped, and the page's content security policy allows nothing but its own script and style, so a model or
+a module may have any name.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ ACTIONS = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What a page is about.
+    """The subject of a page.
 
     Attributes:
         name: of the model, as the plan file has it.
         graph: of the whole model, one microbatch; ``graphs`` are its stages.
         timeline: of a simulated step.
-        alternatives: other layouts and this one, the fastest first; nothing where none were planned.
+        alternatives: this layout and others, the fastest first; empty if none were planned.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Subject:
 
 
 def html_page(subject: Subject) -> str:
-    """The page."""
+    """Return the page."""
     plan, timeline, cluster = subject.plan, subject.timeline, subject.cluster
     of_stages = tallies(subject.graphs, plan, cluster)
     rows = stage_rows(subject.graph, plan, timeline, cluster)
@@ -98,7 +98,7 @@ def html_page(subject: Subject) -> str:
 
 
 def _numbers(subject: Subject, layout: LayoutRow) -> list[tuple[str, str, str, Any]]:
-    """The numbers at the top: ``(what, value, words below, exact value)``."""
+    """Return the numbers at the top: ``(what, value, words below, exact value)``."""
     plan, timeline = subject.plan, subject.timeline
     groups = plan.schedule.n_ranks
     limit = max(map(share_filled, stage_rows(subject.graph, plan, timeline, subject.cluster)))
@@ -117,7 +117,7 @@ def _numbers(subject: Subject, layout: LayoutRow) -> list[tuple[str, str, str, A
 
 
 def _actions_of(timeline: Timeline) -> list[tuple[str, str]]:
-    """The colours that the schedule has."""
+    """Return the legend of the colours that the schedule uses."""
     kinds = {action.kind for _, action in timeline.schedule.actions()}
     pairs = any(not hasattr(step, "kind") for row in timeline.schedule.rows for step in row)
     shown = kinds | {"X", "O", "idle"} | ({"FB"} if pairs else set())
@@ -141,7 +141,7 @@ def _stages_table(rows: Sequence[dict[str, Any]]) -> Markup:
 
 
 def _spent(parts: dict[str, float], seconds: float) -> Markup:
-    """A bar of the step, and its parts as a table, the largest first."""
+    """Return the parts of a step as a bar and as a table, the largest first."""
     kinds = {
         FORWARD: "F", BACKWARD: "B", AGAIN: "t-again", SLICES: "t-slices", BESIDE: "t-beside", IDLE: "idle",
         LATER: "idle",
@@ -177,7 +177,7 @@ def _text(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Of a script or style, as a content security policy names it."""
+    """Return the hash of a script or style, as a content security policy names it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

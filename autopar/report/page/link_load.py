@@ -1,4 +1,4 @@
-"""What each kind of link of the cluster carries in a step, by the routes that prices are computed from."""
+"""Load of each kind of link in a step, on the routes from which prices are computed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class LinkKind:
     """Links of one name and bandwidth.
 
     Attributes:
-        n_links: of them in the cluster, each direction for itself.
-        used: how many carry anything, as far as they were followed.
-        most_bytes, mean_bytes: a step, of the link that carries most, and of those that carry anything.
-        by: ``{what: bytes}`` of the fullest: axes of the mesh, and ``between stages``.
+        n_links: of them in the cluster, each direction counted.
+        used: how many of the followed ones carry anything.
+        most_bytes, mean_bytes: per step, of the fullest link and of those that carry anything.
+        by: ``{what: bytes}`` of the fullest: mesh axes, and ``between stages``.
     """
 
     name: str
@@ -45,14 +45,14 @@ class LinkKind:
 
     @property
     def seconds(self) -> float:
-        """How long the fullest link sends at its data-sheet bandwidth."""
+        """Seconds that the fullest link sends at its data-sheet bandwidth."""
         return self.most_bytes / self.bandwidth_bytes_per_second if self.bandwidth_bytes_per_second else 0.0
 
 
 def link_kinds(
     graphs: Sequence[StageGraph], plan: Plan, cluster: Cluster, of_stages: Sequence[StageTally]
 ) -> list[LinkKind]:
-    """The links of the cluster by kind, with what a step puts on them."""
+    """Return the links of the cluster by kind, with their load in a step."""
     carried: defaultdict[Edge, Loads] = defaultdict(lambda: defaultdict(float))
     for stages in plan.schedule.stages_of_rank:
         meshes: dict[tuple[Mesh, tuple[int, ...]], defaultdict[tuple[str, str], float]] = {}
@@ -88,7 +88,7 @@ def link_kinds(
 def _between_stages(
     carried: defaultdict[Edge, Loads], graphs: Sequence[StageGraph], plan: Plan, cluster: Cluster
 ) -> None:
-    """What stages send each other: as it is priced, all of it on the way between the first devices of both."""
+    """Add the transfers between stages, priced as going between the first devices of both."""
     group = plan.schedule.rank_of_stage
     for part in graphs:
         for stage_edge in part.takes:
@@ -102,7 +102,7 @@ def _between_stages(
 
 
 def links_section(kinds: Sequence[LinkKind], seconds: float) -> Markup:
-    """A row for each kind of link: how full the fullest is over a step of so many seconds."""
+    """Return a row for each kind of link: the utilization of the fullest over a step of so many seconds."""
     colours = ("l-0", "l-1", "l-2", "l-3")
     axes = sorted({what for kind in kinds for what in kind.by})
     lines = []

@@ -1,5 +1,4 @@
-"""Pieces of HTML and SVG. Every text goes through :class:`markupsafe.Markup`, which escapes what it is given: a model
-may be named ``<script>``."""
+"""Fragments of HTML and SVG, escaped by :class:`markupsafe.Markup`: a model may be named ``<script>``."""
 
 from __future__ import annotations
 
@@ -9,29 +8,24 @@ from markupsafe import Markup, escape
 
 
 def joined(pieces: Iterable[object], between: str = "") -> Markup:
-    """Pieces one after the other; those that are no markup yet are escaped."""
+    """Join fragments; those that are no markup yet are escaped."""
     return Markup(between).join(escape(piece) for piece in pieces)
 
 
 def filled(template: str, *values: object, **named: object) -> Markup:
-    """A template of this package with values in its holes, each of them escaped unless it is markup itself."""
+    """Fill a template of this package with values, each of them escaped unless it is markup itself."""
     return Markup(template).format(*values, **named)
 
 
 def percent(share: float) -> str:
-    """A length of a chart as CSS and SVG write it: ``12.34%``, with no more digits than a screen can show."""
+    """Return a length for CSS and SVG, ``12.34%``, with no more digits than a screen can show."""
     return f"{100 * share:.3f}".rstrip("0").rstrip(".") + "%"
 
 
 def table(
     heads: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: Iterable[int] = (), label: str = ""
 ) -> Markup:
-    """A table that scrolls by itself where the window is narrower than it.
-
-    Args:
-        numbers: columns that are aligned to the right.
-        label: what it is a table of, for those who do not see it.
-    """
+    """Return a scrollable table; ``numbers`` are right-aligned columns, ``label`` describes it to screen readers."""
     right = frozenset(numbers)
 
     def row(cells: Sequence[object], tag: str) -> Markup:
@@ -50,13 +44,13 @@ def table(
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> Markup:
-    """What colours mean: ``(class of the colour, words)``."""
+    """Return a legend of ``(CSS class of the colour, words)``."""
     items = joined(filled('<li><i class="{}"></i>{}</li>', kind, words) for kind, words in entries)
     return filled('<ul class="legend">{}</ul>', items)
 
 
 def bar(parts: Sequence[tuple[str, float, str]], whole: float) -> Markup:
-    """A bar of parts ``(class of the colour, size, words)``; ``whole`` is the size of the full width."""
+    """Return a bar of parts ``(CSS class of the colour, size, words)``; ``whole`` is the size of the full width."""
     pieces = joined(
         filled('<i class="{}" style="width:{}" title="{}"></i>', kind, percent(size / whole), words)
         for kind, size, words in parts if whole > 0 and size > 0

@@ -1,4 +1,4 @@
-"""Memory of a device: what fills it, by group of devices, and how it rises and falls over the step."""
+"""Memory of a device by category and over the step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ POINTS = 400
 
 
 def by_category(plan: Plan, group: int) -> dict[str, int]:
-    """Bytes that a device of a group holds, of all its stages.
+    """Return the bytes by category that a device of a group holds, over all its stages.
 
-    Working memory is what is beside the others at the fullest moment; nothing where they are not all there at once.
+    Working memory is the rest of the peak; zero where the other categories are not all live at once.
     """
     prices = [plan.stages[s].price for s in plan.schedule.stages_of_rank[group]]
     sizes = {c: sum(getattr(price, f"{c}_bytes") for price in prices) for c in CATEGORIES}
@@ -36,16 +36,12 @@ def by_category(plan: Plan, group: int) -> dict[str, int]:
 
 
 def fullest(plan: Plan, group: int) -> int:
-    """Bytes of a device of a group at the fullest moment of a step, in which one of its stages computes."""
+    """Return the peak bytes of a device of a group in a step."""
     return bytes_together([plan.stages[s].price for s in plan.schedule.stages_of_rank[group]])
 
 
 def bars(plan: Plan, rows: Sequence[dict[str, Any]]) -> Markup:
-    """A bar for every group, groups with equal numbers once.
-
-    Args:
-        rows: of stages, as :func:`autopar.report.stages.stage_rows` gives them.
-    """
+    """Return a bar for every group, groups with equal numbers once; ``rows`` are those of ``stage_rows``."""
     limits = _limits(plan, rows)
     sizes = [by_category(plan, group) for group in range(plan.schedule.n_ranks)]
     top = max(sum(size.values()) for size in sizes)
@@ -67,7 +63,7 @@ def bars(plan: Plan, rows: Sequence[dict[str, Any]]) -> Markup:
 
 
 def group_words(groups: Sequence[int]) -> str:
-    """``group 3``, ``groups 1-14``, ``groups 0, 2, 5``."""
+    """Return group numbers as ``group 3``, ``groups 1-14`` or ``groups 0, 2, 5``."""
     if len(groups) == 1:
         return f"group {groups[0]}"
     ranges: list[list[int]] = []
@@ -80,7 +76,7 @@ def group_words(groups: Sequence[int]) -> str:
 
 
 def curves(plan: Plan, timeline: Timeline, rows: Sequence[dict[str, Any]]) -> Markup:
-    """Memory over the step: a panel for each group, of many groups the fullest and some between the ends."""
+    """Return memory over the step: a panel for each group; of many groups the fullest and some others."""
     limits, n = _limits(plan, rows), plan.schedule.n_ranks
     shown = range(n)
     if n > MOST_PANELS:
@@ -98,8 +94,10 @@ def curves(plan: Plan, timeline: Timeline, rows: Sequence[dict[str, Any]]) -> Ma
 
 
 def activations(timeline: Timeline, plan: Plan, group: int) -> list[tuple[float, float]]:
-    """``(seconds, bytes)`` of what a group keeps between its passes, with the segment that runs again; within an
-    action it rises or falls evenly here."""
+    """Return ``(seconds, bytes)`` of a group's activations over the step, with recomputed segments.
+
+    Within an action they are interpolated linearly.
+    """
     times = timeline.times
     kept, points = 0.0, [(0.0, 0.0)]
     row = timeline.schedule.rows[group]
@@ -163,7 +161,7 @@ def _few(numbers: Sequence[int]) -> str:
 
 
 def _limits(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[float]:
-    """What a device of each group may fill: what a stage may have, and what the group's others hold."""
+    """Return the memory limit of a device of each group."""
     limits = []
     for stages in plan.schedule.stages_of_rank:
         first = stages[0]

@@ -1,8 +1,8 @@
-"""Where the seconds of a step go, collective by collective, and how many bytes each kind moves.
+"""Parts of a step's seconds, collective by collective, and the bytes of each kind.
 
-The parts of a stage add up to what :func:`autopar.planner.inter_op.simulating.phases.phases` says of it, and the parts
-of a step to its seconds; what the operators and collectives of the plan do not explain (a profile's executor, moves
-between stages of one group) is a part of its own.
+The parts of a stage add up to the result of :func:`autopar.planner.inter_op.simulating.phases.phases`, and the parts of
+a step to its seconds; what the operators and collectives do not explain (a profile's executor, moves between stages of
+one group) is a part of its own.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _sums() -> defaultdict[Any, float]:
 
 @dataclass
 class StageTally:
-    """What one stage spends and moves.
+    """Seconds and traffic of one stage.
 
     Attributes:
         seconds: of one microbatch, by kind: :data:`FORWARD`, ..., ``all_reduce over tensor``.
-        forward_moves, backward_moves: of these, what collectives take in each pass.
-        once: once a step, by kind: what is waited for of gradients and gathers of parameters, and the optimizer.
+        forward_moves, backward_moves: the part of these that collectives take in each pass.
+        once: once per step, by kind: exposed collectives of parameters, and the optimizer.
         traffic: ``{(axis, kind of collective): bytes of buffers}`` of a whole step.
     """
 
@@ -73,7 +73,7 @@ class StageTally:
 
 
 def stage_tally(graph: Graph, stage: StagePlan, priced: Pricer) -> StageTally:
-    """What a stage spends and moves."""
+    """Return the seconds and traffic of a stage."""
     tally, rules = StageTally(), rules_of(graph)
     chosen: dict[int, Strategy] = {}
     for i, node in enumerate(graph.nodes):
@@ -100,7 +100,7 @@ def stage_tally(graph: Graph, stage: StagePlan, priced: Pricer) -> StageTally:
 def _parameters(
     tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]
 ) -> None:
-    """Collectives of parameters, by what is waited for of each, and the optimizer's step."""
+    """Count the exposed collectives of parameters and the optimizer's step."""
     owned = {i: stage.params[node.target] for i, node in graph.of_kind("param")}
     load = parameter_load(graph, rules_of(graph), priced, chosen, owned, stage.microbatches, stage.optimizer)
     shown = [waits / alone if alone else 0.0 for waits, alone in zip(load.exposed(), load.collectives, strict=True)]
@@ -129,7 +129,7 @@ def _parameters(
 def _inside(
     tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, node: Node, rule: Rule, strategy: Strategy
 ) -> None:
-    """Collectives inside an operator. Those that run beside its compute are counted by what they take longer."""
+    """Count the collectives inside an operator; those that overlap its compute count by their exposed part."""
     pieces, axes = cuts_of(rule, strategy.options, stage.mesh)
     differentiable, sizes = any(grads_of(graph, node)[1]), stage.mesh.size_of
     comms = [
@@ -149,10 +149,9 @@ def _beside_others(
     tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, i: int, strategy: Strategy, less: Hidden,
     again: bool = False,
 ) -> None:  # fmt: skip
-    """Take off what of an operator's collectives passes while others compute, of each of them alike.
+    """Subtract the part of an operator's collectives that overlaps other operators, from each of them alike.
 
-    Args:
-        again: of a second forward, in the backward.
+    ``again`` stands for a recomputed forward, in the backward.
     """
     rule = rules_of(graph)[i]
     assert rule is not None
@@ -170,7 +169,7 @@ def _reshard(
     tally: StageTally, spec: Spec, grad: bool, src: State, dst: State, stage: StagePlan, priced: Pricer,
     forward_only: bool = False,
 ) -> None:  # fmt: skip
-    """One step of a route: its collective, or the slice that stands for one, each way."""
+    """Count one step of a reshard path: its collective, or the local slice in its place, in both directions."""
     step = Step.between(src, dst)
     axis = stage.mesh.name(step.axis)
     n_bytes = elements_moved(spec.shape, src, dst, stage.mesh) * spec.item_bytes
@@ -185,7 +184,7 @@ def _reshard(
 
 
 def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]) -> None:
-    """What runs a second time, in the backward."""
+    """Count recomputation in the backward."""
     rules = rules_of(graph)
     holds = ledger(graph, rules, stage.mesh, chosen, stage.reshard_paths, stage.memory, kernels=priced.kernels)
     steps = list(holds.steps_again)
@@ -212,7 +211,7 @@ def _again(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, ch
 
 
 def tallies(graphs: Sequence[StageGraph], plan: Plan, cluster: Cluster) -> list[StageTally]:
-    """Of every stage."""
+    """Return the tallies of all stages."""
     return [
         stage_tally(part.graph, stage, pricer(cluster, stage.mesh, stage.devices))
         for part, stage in zip(graphs, plan.stages, strict=True)
@@ -220,7 +219,7 @@ def tallies(graphs: Sequence[StageGraph], plan: Plan, cluster: Cluster) -> list[
 
 
 def step_parts(plan: Plan, timeline: Timeline, of_stages: Sequence[StageTally]) -> dict[str, float]:
-    """Seconds of a step by kind, the mean of all groups of devices; their sum is the step."""
+    """Return the seconds of a step by kind, averaged over all groups of devices; their sum is the step."""
     schedule, parts = plan.schedule, _sums()
     once_longest = plan.seconds - timeline.makespan_seconds
     for group, stages in enumerate(schedule.stages_of_rank):

@@ -16,7 +16,7 @@ THIS = "this plan"
 
 
 def alternatives_section(rows: Sequence[LayoutRow]) -> Markup:
-    """Rows of layouts, the fastest first, as :func:`autopar.report.layouts.with_front` marks them."""
+    """Return the plot and the table of rows marked by :func:`autopar.report.layouts.with_front`."""
     heads = ("", "layout", "a step", "memory of a device", "idle", "tokens/s", "of peak", "on the front")
     lines = [
         [
@@ -28,7 +28,7 @@ def alternatives_section(rows: Sequence[LayoutRow]) -> Markup:
 
 
 def _scatter(rows: Sequence[LayoutRow]) -> Markup:
-    """Numbered points; towards the lower left is better. Both axes begin a little below the least value."""
+    """Return numbered points, better towards the lower left; both axes begin a little below the least value."""
     x_from, x_to = _range([row.seconds for row in rows])
     y_from, y_to = _range([row.memory_bytes for row in rows])
     points = []
