@@ -12,6 +12,7 @@ from torch import nn
 import autopar
 from autopar.capture import capture
 from autopar.certificate.recount import check
+from autopar.comparison import compare_with_eager
 from autopar.comparison.program_vs_eager import verify
 from hardware_profiles import load_cluster
 
@@ -156,3 +157,35 @@ def test_a_piece_beside_what_is_none_is_no_expert() -> None:
     x = torch.randn(3, 5, HIDDEN)
     graph = capture(PartlyTurned(), (x,)).graph
     assert sum(node.target == "aten.linear.default" for node in graph.nodes) == 4
+
+
+class SharingOneWeight(nn.Module):
+    """Experts of two weights, which are one for the first expert alone."""
+
+    def __init__(self, routed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.routed, self.gate = routed, nn.Linear(HIDDEN, 3)
+        self.w = nn.ParameterList([torch.randn(HIDDEN, HIDDEN) for _ in range(3)])
+        self.v = nn.ParameterList([self.w[0], *(torch.randn(HIDDEN, HIDDEN) for _ in range(2))])
+
+    def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.w[e]).relu() + F.linear(x, self.v[e])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not self.routed:
+            return F.mse_loss(torch.stack([self.expert(e, x) for e in range(3)]).sum(0), y)
+        top, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for e in range(3):
+            rows = torch.where(top == e)[0]
+            out.index_add_(0, rows, self.expert(e, x[rows]))
+        return F.mse_loss(out, y)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_two_weights_that_are_one_for_the_first_expert_are_stacked_apart(routed: bool) -> None:
+    x, y = (torch.randn(6, HIDDEN, dtype=torch.float64) for _ in range(2))
+    model = SharingOneWeight(routed).double()
+    captured = capture(model, (x, y))
+    assert sum(node.target == "aten.stack.default" for node in captured.graph.nodes) == 2
+    assert compare_with_eager(captured, model, (x, y), {}).worst < 1e-12

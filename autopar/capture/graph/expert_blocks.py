@@ -1,4 +1,4 @@
-"""Routed experts in a graph become one operator each: the products, and what happens to each row between them.
+"""Routed experts in a graph become one operator each: the products, and the operators on each row between them.
 
 Rows may then travel to the rank of their expert once, not once for each product
 (:mod:`autopar.rules.experts.expert_block`). A block is the products of rows by the same routing that follow from each
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Any
 
 import torch
 
@@ -28,10 +27,11 @@ LOOKUP = "aten.embedding.default"
 
 
 def with_expert_blocks(nodes: Sequence[Node], read: Sequence[Ref]) -> list[Node]:
-    """The nodes with every block in the place of its last operator; the others of a block are read by nobody then.
+    """Return the nodes with every block in the place of its last operator; its others have no readers then.
 
     Args:
-        read: what is read outside of the nodes: outputs, new values of buffers.
+        nodes: of a graph.
+        read: values that are read outside of the nodes: outputs, new values of buffers.
     """
     result = list(nodes)
     by_routing: dict[Ref, list[int]] = {}
@@ -47,13 +47,7 @@ def with_expert_blocks(nodes: Sequence[Node], read: Sequence[Ref]) -> list[Node]
 
 
 class _Block:
-    """One block.
-
-    Args:
-        routing: the expert of each row.
-        products: the numbers of all products by it.
-        read: numbers of nodes that are read outside.
-    """
+    """The block of all products by one routing; ``read`` are the nodes that are read outside."""
 
     def __init__(self, nodes: Sequence[Node], routing: Ref, products: Sequence[int], read: set[int]) -> None:
         self.nodes, self.routing, self.read = nodes, routing, read
@@ -74,7 +68,7 @@ class _Block:
         return spec
 
     def _on_the_way(self, products: Sequence[int]) -> set[int]:
-        """The operators from any product to the last one, both included; what else these read by expert, too."""
+        """Return the operators from any product to the last one, both included, with the lookups that they read."""
         from_products = set(products)
         for i in range(products[0], self.last + 1):
             if any(ref.node in from_products for ref in self.nodes[i].refs):
@@ -88,7 +82,7 @@ class _Block:
         return inside
 
     def _is_lookup(self, i: int) -> bool:
-        """Whether a node takes what the expert of each row has of its own."""
+        """Return whether a node looks up a row's vector by its expert."""
         node = self.nodes[i]
         return (
             node.target == LOOKUP and len(node.args) == 2 and node.args[1] == self.routing
@@ -96,8 +90,7 @@ class _Block:
         )  # fmt: skip
 
     def _take_what_is_added(self) -> None:
-        """As long as the result goes into one operator only, whose other tensors are of the row's expert, that is part
-        of the block."""
+        """Extend the block by operators that combine its result with vectors of the row's expert."""
         while self.last not in self.read and len(self.readers.get(self.last, ())) == 1:
             [reader] = self.readers[self.last]
             others = {ref.node for ref in self.nodes[reader].refs} - {self.last}
@@ -107,11 +100,7 @@ class _Block:
             self.last = reader
 
     def node(self, names: set[str]) -> tuple[int, Node] | None:
-        """The number of the node that the block replaces, and the block; None if it is none.
-
-        Args:
-            names: of all nodes.
-        """
+        """Return the number of the node that the block replaces, and the block, or None; ``names`` are taken."""
         order = sorted(self.inside)
         products = [i for i in order if self.nodes[i].target == EXPERTS]
         if len(products) < 2 or len({self.nodes[i].again for i in order}) > 1 or len(self.nodes[self.last].outs) > 1:
@@ -136,7 +125,7 @@ class _Block:
                                   source=begin.source, hot=any(self.nodes[i].hot for i in order))  # fmt: skip
 
     def _by_rows(self, i: int) -> bool:
-        """Whether an operator works on each row by itself; notes what its tensors from outside are."""
+        """Return whether an operator works on each row by itself; note the roles of its tensors from outside."""
         node = self.nodes[i]
         if self._is_lookup(i):
             return self._note(node.args[0], EXPERT)
@@ -168,7 +157,7 @@ class _Block:
         return self.tensors.setdefault(ref, role) == role
 
     def _body(self, order: Sequence[int], tensors: dict[Ref, str]) -> Body | None:
-        """The steps; None if an argument cannot be written down."""
+        """Return the steps; None if an argument cannot be written as text."""
         numbers = {ref: Value(k) for k, ref in enumerate([*tensors, self.routing])}
         at = {i: len(numbers) + k for k, i in enumerate(order)}
 
@@ -185,12 +174,12 @@ class _Block:
 
 
 def _lead(term: Sequence[Sequence[str]]) -> str | None:
-    """The factor that stands alone in the first dim of a term."""
+    """Return the only factor of the first dim of a term."""
     return term[0][0] if term and len(term[0]) == 1 else None
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether arguments are made of what a block can write down."""
+def _is_plain(value: object) -> bool:
+    """Return whether a block can write arguments as text."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -201,7 +190,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _free(names: set[str], name: str) -> str:
-    """A name that no node has."""
+    """Return a name that no node has."""
     k, free = 0, name
     while free in names:
         k += 1

@@ -1,15 +1,14 @@
-"""Numbers of rows for each expert: of what a tensor holds the counts, in the ways in which people count."""
+"""Numbers of rows of each expert: recognizes tensors of counts in the forms in which people count."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from autopar.capture.graph.exported_nodes import name_of
+from autopar.capture.graph.exported_nodes import FxNode, name_of
 from autopar.capture.graph.same_masks import SHAPED, behind
 
 aten = torch.ops.aten
@@ -18,8 +17,8 @@ CASTS = (*SHAPED, "aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "at
 ZEROS, ONES = ("aten.zeros", "aten.new_zeros"), ("aten.ones", "aten.new_ones")
 
 
-def counted_numbers(counts: Any) -> Any:
-    """The integers of which a tensor says how often each occurs, in any shape and dtype; None where it is not known."""
+def counted_numbers(counts: object) -> FxNode:
+    """Return the integers whose occurrences a tensor counts, in any shape and dtype; None where not known."""
     counts = behind(counts, CASTS)
     if not isinstance(counts, Node):
         return None
@@ -46,8 +45,8 @@ def counted_numbers(counts: Any) -> Any:
     return None
 
 
-def hot_by_dim(value: Any) -> tuple[Any, list[int]]:
-    """The ``one_hot`` that a tensor is, in any order of dims, and which of its dims each dim is; else None."""
+def hot_by_dim(value: FxNode) -> tuple[FxNode, list[int]]:
+    """Return the ``one_hot`` that a tensor is, in any order of dims, and the order; None for other tensors."""
     hot = behind(value, CASTS)
     order = list(range(value.meta["val"].dim()))
     if isinstance(hot, Node) and hot.target is aten.permute.default:
@@ -57,8 +56,8 @@ def hot_by_dim(value: Any) -> tuple[Any, list[int]]:
     return (hot if same else None), order
 
 
-def _marked(total: Node) -> Any:
-    """Of ``zeros.scatter_(1, picked, 1).sum(0)``, the numbers that a top-k picked for each row; None of any other."""
+def _marked(total: FxNode) -> FxNode:
+    """Return ``picked`` of ``zeros.scatter_(1, picked, 1).sum(0)``, where a top-k picked; None for others."""
     marks = behind(total.args[0], CASTS)
     if not isinstance(marks, Node) or total.args[1] not in ([0], (0,), [-2], (-2,)):
         return None
@@ -72,36 +71,33 @@ def _marked(total: Node) -> Any:
     zeros, dim, index, value = marks.args
     if not name_of(zeros.target).startswith(ZEROS) or zeros.meta["val"].dim() != 2 or dim not in (1, -1):  # type: ignore
         return None
-    picked: Any = behind(index, CASTS)
+    picked = behind(index, CASTS)
     of_topk = picked.target is operator.getitem and picked.args[0].target is aten.topk.default and picked.args[1] == 1
     return picked if of_topk and value == 1 and _along_last(picked.args[0]) else None
 
 
-def picking(picked: Node, several: Sequence[str], one: Sequence[str]) -> tuple[Node, Any] | None:
-    """The operator that picked numbers along a dim, and that dim: None where it picked of all elements.
+def picking(picked: FxNode, several: Sequence[str], one: Sequence[str]) -> tuple[FxNode, int | None] | None:
+    """Return the operator that picked numbers along a dim, and that dim: None where it picked of all elements.
 
-    Args:
-        several: names of operators whose second result these numbers may be.
-        one: names of operators whose result they may be.
+    The numbers may be the second result of an operator named in ``several``, or the result of one in ``one``.
     """
     is_second = picked.target is operator.getitem and picked.args[1] == 1
-    source: Any = picked.args[0] if is_second else picked
+    source = picked.args[0] if is_second else picked
     name = name_of(source.target)
     if name not in (several if is_second else one):
         return None
-    given: Any = source.args[2:] if name == "aten.topk.default" else source.args[1:]
+    given = source.args[2:] if name == "aten.topk.default" else source.args[1:]
     otherwise = source.kwargs.get("dim", None if name.startswith(("aten.argmax", "aten.argmin")) else -1)
     return source, next((d for d in given if isinstance(d, int) and not isinstance(d, bool)), otherwise)
 
 
-def number_of_choices(picked: Any) -> int | None:
-    """How many numbers there are of which some, or the best one, were picked; None where numbers were not found so."""
+def number_of_choices(picked: object) -> int | None:
+    """Return how many numbers there are of which some, or the best one, were picked; None where not picked."""
     picked = behind(picked, (*CASTS, *PARTS))
     found = picking(picked, PICKS_SEVERAL, PICKS_ONE) if isinstance(picked, Node) else None
     if found is None or found[1] is None:
         return None
-    source: Any = found[0]
-    size = source.args[0].meta["val"].shape[found[1]]
+    size = found[0].args[0].meta["val"].shape[found[1]]
     return size if isinstance(size, int) else None
 
 
@@ -111,18 +107,18 @@ PICKS_SEVERAL = ("aten.topk.default", "aten.sort.default", "aten.max.dim", "aten
 PICKS_ONE = ("aten.argmax.default", "aten.argmin.default", "aten.argsort.default")
 
 
-def _along_last(topk: Any) -> bool:
-    """Whether a top-k of a matrix is one of each row, which picks no number twice."""
+def _along_last(topk: FxNode) -> bool:
+    """Return whether a top-k of a matrix is one of each row, which picks no number twice."""
     along = topk.args[2] if len(topk.args) > 2 else topk.kwargs.get("dim", -1)
     return topk.args[0].meta["val"].dim() == 2 and along in (1, -1)
 
 
-def element_of(number: Any) -> tuple[Node, int] | None:
-    """The tensor of one dim of which a tensor without dims is an element, and which one; None of any other."""
+def element_of(number: object) -> tuple[Node, int] | None:
+    """Return the one-dimensional tensor that a scalar is an element of, and the position; None for others."""
     element = behind(number, CASTS)
     if not isinstance(element, Node) or element.target not in (operator.getitem, aten.select.int):
         return None
-    whole: Any = element.args[0]
+    whole: FxNode = element.args[0]
     if element.target is operator.getitem:
         if whole.target is not aten.unbind.int:
             return None

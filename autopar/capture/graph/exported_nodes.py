@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from autopar.words.graph import Spec
+
+FxNode: TypeAlias = Any
+"""A :class:`torch.fx.Node` whose arguments are read: torch types these as a union of sixteen, which does not narrow."""
 
 
 @functools.lru_cache(maxsize=4096)
