@@ -183,6 +183,11 @@ def skipping(names: Collection[str]) -> Iterator[None]:
         _SKIPPED.reset(token)
 
 
+def names_of(phase: str) -> set[str]:
+    """Return the names of the passes of a phase."""
+    return {p.name for p in _PASSES if p.phase == phase}
+
+
 def _check_names(names: Collection[str]) -> None:
     known = [p.name for p in _PASSES]
     for name in names:
@@ -201,14 +206,13 @@ def run(phase: str, subject: Subject) -> Subject:
     for p in _PASSES:
         if p.phase != phase or p.name in skipped:
             continue
-        before, began = _nodes(subject), time.perf_counter()
-        result = p.apply(subject)
+        given, before, began = subject, _nodes(subject), time.perf_counter()
+        result = p.apply(given)
         seconds = time.perf_counter() - began
-        changed = _nodes(subject) != before if result is None else result is not subject
-        if result is not None:
-            subject, earlier = result, subject
+        subject = given if result is None else result
+        changed = _nodes(given) != before if result is None else result is not given
         if changed:
-            verify(p.name, subject, earlier)
+            verify(p.name, subject, given)
         if watch is not None:
             dump = _text(subject) if p.name in watch.dumped else ""
             watch.runs.append(PassRun(p.name, len(before), len(_nodes(subject)), changed, seconds, dump))
