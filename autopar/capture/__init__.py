@@ -30,6 +30,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.repeats`        repeated blocks are traced twice
 :mod:`.branches`       branches on random numbers: traces with other answers become one graph
 :mod:`.python`         plain values that the model's code reads: heard of, kept and compared
+:mod:`.passes`         the rewrites on the way to a graph, as an ordered list
 :mod:`.graph`          the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed;
                        :mod:`.normalize`: operators in one spelling each
 :mod:`.rows_of_draws`  where the rows of the batch are in what random operators draw
@@ -54,13 +55,12 @@ import torch
 from autopar.capture.batch_totals import Totals
 from autopar.capture.branches.data_branches import Ways, along, followed
 from autopar.capture.branches.observed_run import ways_of
-from autopar.capture.graph.marked_products import with_narrow_products
 from autopar.capture.in_parts import InParts
 from autopar.capture.losses import check_loss
+from autopar.capture.passes import GRAPH, run
 from autopar.capture.python.attribute_outputs import Left, own_outputs
 from autopar.capture.python.guards import Guards
 from autopar.capture.recorded import traced
-from autopar.capture.rows_of_draws import with_rows_of_draws
 from autopar.capture.tensor_layouts import check_dense
 from autopar.capture.trace.python_random import drawn_by_torch
 from autopar.capture.trace.tracing import run_failed
@@ -215,12 +215,11 @@ def capture(
         ways, (guards, exported, builder, (graph, user_inputs)) = followed(
             lambda: traced(module, args, kwargs, prefix, loss_fn), lambda: _observed(module, args, kwargs)
         )
-    example, graph = replace(example, ways=ways), with_narrow_products(replace(graph, precision=precision))
+    example, graph = replace(example, ways=ways), replace(graph, precision=precision)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     _check_renewed(graph, model, precision)
     check_loss(graph, module, loss_fn is not None)
-    _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
-    graph = with_rows_of_draws(graph)
+    graph = run(GRAPH, graph)
     literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     if len(user_inputs) != len(leaves):
         raise CaptureError(f"the model takes {len(leaves)} input leaves, the captured graph {len(user_inputs)}")

@@ -36,6 +36,12 @@ Draws = Sequence[tuple[str, tuple[RowsAt, ...] | None]]
 """The random operators of a graph, in order, and where the rows are in what each draws."""
 
 
+def note_rows_of_draws(graph: Graph) -> Graph:
+    """Have each random operator say where the rows of the batch are, in a captured graph."""
+    _ = graph.fingerprint, graph.alike, graph.consumers  # of the model, not of a plan: once, for all meshes
+    return with_rows_of_draws(graph)
+
+
 def rows_of_draws(graph: Graph, with_rows: Collection[int]) -> Draws:
     """Where the rows are in what the random operators of a batch of several rows draw; nothing of one of one row."""
     if _rows_of_batch(graph, with_rows) in (None, 1):
@@ -198,4 +204,4 @@ def _joined(term: Term, rule: Rule, of_factor: dict[str, _Digits], known: list[_
     return changed
 
 
-__all__ = ["Draws", "rows_of_draws", "with_rows_of_draws"]
+__all__ = ["Draws", "note_rows_of_draws", "rows_of_draws", "with_rows_of_draws"]

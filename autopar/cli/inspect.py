@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,14 +12,19 @@ from autopar.cli.common import (
     Batch,
     Json,
     Seq,
+    UsageError,
     check_values,
     load_and_capture,
     out,
     print_json,
     progress,
     show_bytes,
+    show_seconds,
     styled,
 )
+
+if TYPE_CHECKING:
+    from autopar.capture.passes import PassRun
 
 MOST_PLACES = 6
 """Lines with branches that are listed."""
@@ -29,6 +35,15 @@ def inspect(
     batch: Batch = None,
     seq: Seq = None,
     graph_text: Annotated[bool, typer.Option("--graph", help="Print the whole graph instead.")] = False,
+    list_passes: Annotated[
+        bool, typer.Option("--passes", help="Print the passes of capture instead, and what each changed.")
+    ] = False,
+    dump_after: Annotated[
+        str | None, typer.Option(metavar="PASS", help="Print the program after this pass instead.")
+    ] = None,
+    skip_pass: Annotated[
+        list[str] | None, typer.Option(metavar="PASS", help="Capture without this pass; may be repeated.")
+    ] = None,
     verified: Annotated[
         bool, typer.Option("--verify", help="Also run the graph and the model itself on two batches, and compare.")
     ] = False,
@@ -42,9 +57,18 @@ def inspect(
     --verify the captured graph and the model in eager mode run on the example batch, and on another one with other
     values, padding and labels: loss, gradients and buffers must be the same, or the first module that differs is named.
 
+    A model becomes a graph by passes (--passes), each of which can be looked at (--dump-after) and, where no other one
+    needs it, be left out (--skip-pass).
+
     Examples: autopar inspect gpt.py:make --verify; autopar inspect hf:llama/config.json --batch 8 --seq 2048 --graph
     """
-    loaded, captured = load_and_capture(model, batch, seq, device="cpu" if verified else "meta")
+    from autopar.capture.passes import observed, skipping
+
+    with skipping(skip_pass or ()), observed([dump_after] if dump_after else ()) as runs:
+        loaded, captured = load_and_capture(model, batch, seq, device="cpu" if verified else "meta")
+    if list_passes or dump_after:
+        _print_passes(runs, dump_after, as_json)
+        return
     compared = _compared(loaded, captured, model) if verified else []
     graph = captured.graph
     if graph_text and not as_json:
@@ -120,6 +144,37 @@ def inspect(
         print_json(facts)
     else:
         _print(facts)
+
+
+def _print_passes(runs: Sequence[PassRun], dump_after: str | None, as_json: bool) -> None:
+    """Print the passes that ran, or the program behind one of them."""
+    from rich.table import Table
+
+    from autopar.capture.passes import passes, summary
+
+    rows = summary(runs)
+    if dump_after:
+        dumped = next((run for run in rows if run.name == dump_after), None)
+        if dumped is None:
+            raise UsageError(f"pass '{dump_after}' did not run; leave out --skip-pass {dump_after}")
+        print(dumped.dump)
+        return
+    records = {p.name: p for p in passes()}
+    facts = [
+        {"pass": run.name, "phase": records[run.name].phase, "changed": run.changed, "nodes before": run.before,
+         "nodes after": run.after, "seconds": run.seconds, "needs": list(records[run.name].needs),
+         "required": bool(records[run.name].required), "reason": records[run.name].reason}
+        for run in rows
+    ]  # fmt: skip
+    if as_json:
+        print_json(facts)
+        return
+    table = Table("pass", "phase", "nodes", "time", "reason", header_style="bold")
+    for run in rows:
+        nodes = f"{run.before} -> {run.after}" if run.before != run.after else f"{run.after}, some replaced"
+        nodes = nodes if run.changed else "unchanged"
+        table.add_row(run.name, records[run.name].phase, nodes, show_seconds(run.seconds), records[run.name].reason)
+    out().print(table)
 
 
 def _compared(loaded: Any, captured: Any, spec: str) -> list[dict[str, Any]]:

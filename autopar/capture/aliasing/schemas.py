@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.rules.registry import RULES
 from autopar.torch_private import OpOverload, OpOverloadPacket
+from autopar.words.graph import Ref, Spec, map_refs
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,31 @@ def parts_of(op: OpOverload, args: Sequence[Any]) -> torch.fx.GraphModule | None
     return None if any(n.target is op for n in module.graph.nodes) else module
 
 
+def results_of(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], spec_of: Callable[[Ref], Spec]
+) -> tuple[Spec | None, ...]:
+    """Return the specs of the results of a call, from a run on tensors without values; empty where it cannot run so."""
+
+    def empty(ref: Ref) -> torch.Tensor:
+        spec = spec_of(ref)
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+    try:
+        with torch.no_grad():
+            results = op(*map_refs(list(args), empty), **map_refs(dict(kwargs), empty))
+    except (RuntimeError, NotImplementedError, TypeError):
+        return ()
+    listed = results if isinstance(results, (tuple, list)) else [results]
+    return tuple(Spec(tuple(map(int, v.shape)), str(v.dtype).removeprefix("torch.")) for v in listed)
+
+
 def _types(arguments: Sequence[Any], skip_out: bool = False) -> list[str]:
     return [str(a.type) for a in arguments if not (skip_out and a.is_out)]
+
+
+def argument_names(op: OpOverload) -> frozenset[str]:
+    """Return the names of all arguments of an operator."""
+    return frozenset(a.name for a in op._schema.arguments)
 
 
 def argument(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
@@ -148,7 +172,7 @@ def draws_by_itself(target: str, args: Sequence[Any], kwargs: Mapping[str, Any])
     op = named(target)
     if op is None or target in RULES or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    names = {a.name for a in op._schema.arguments}
+    names = argument_names(op)
     if argument(op, args, kwargs, "num_layers") == 1:  # dropout of recurrent layers is between them
         return False
     for name in names & {"dropout", "dropout_p", "p"}:

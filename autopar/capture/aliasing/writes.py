@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from autopar.capture.aliasing.schemas import Facts, parts_of, with_defaults
+from autopar.capture.aliasing.schemas import Facts, parts_of, results_of, with_defaults
 from autopar.capture.aliasing.storages import Alias, CannotInvert, Storage
 from autopar.capture.aliasing.views import Viewing
-from autopar.capture.graph.exported_nodes import at, flat, module_of, spec_of, without_values
+from autopar.capture.graph.exported_nodes import at, module_of, spec_of, without_values
 from autopar.capture.normalize import normalize
 from autopar.errors import CaptureError
 from autopar.rules.operator_call import call_of
 from autopar.rules.registry import rule_for
 from autopar.torch_private import OpOverload, pytree
-from autopar.words.graph import Ref, Spec, map_refs, refs_in
+from autopar.words.graph import Ref, Spec, refs_in
 
 
 class Writing(Viewing):
@@ -86,28 +86,12 @@ class Writing(Viewing):
         name = str(pure)
         if name in ("aten.copy.default", "aten.fill.Tensor"):
             return [args[1]]
-        outs = self._specs_of(pure, args, kwargs) or (spec,)
+        outs = results_of(pure, args, kwargs, self._spec_of) or (spec,)
         form = normalize(name, args, kwargs, outs, self._spec_of)
         if form is None:
             return [args[0]]
         target, args, kwargs = form
         return self.emit(target, args, kwargs, outs, "")
-
-    def _specs_of(
-        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Spec | None, ...]:
-        """What an operator gives, asked without values; empty where it does not say."""
-
-        def empty(ref: Ref) -> torch.Tensor:
-            spec = self._spec_of(ref)
-            return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-
-        try:
-            with torch.no_grad():
-                results = op(*map_refs(args, empty), **map_refs(kwargs, empty))
-        except (RuntimeError, NotImplementedError, TypeError):
-            return ()
-        return tuple(spec_of(v) for v in flat(results))
 
     def _write(self, fx: torch.fx.Node, alias: Alias, ref: Ref) -> None:
         if ref == self._read(alias):

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.capture.branches.joining_drafts import is_flag, key_of
 from autopar.capture.branches.random_answers import Question
 from autopar.capture.branches.uniting_traces import United
-from autopar.capture.graph.building import Draft
+from autopar.capture.graph.drafts import Draft
 from autopar.rules.families.branch import BRANCH
 from autopar.words.graph import Node, Ref
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from autopar.capture.branches.random_answers import Question
-from autopar.capture.graph.building import Draft
+from autopar.capture.graph.drafts import Draft
 from autopar.rules.function import Callee
 from autopar.words.graph import PART, WAY, Node, Ref, Spec, map_refs
 

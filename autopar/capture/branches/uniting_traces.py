@@ -9,8 +9,8 @@ import torch
 
 from autopar.capture.branches.joining_drafts import Apart, Union, Use
 from autopar.capture.branches.random_answers import Question
-from autopar.capture.graph.building import Draft
 from autopar.capture.graph.dead_operators import has_effect
+from autopar.capture.graph.drafts import Draft
 from autopar.rules.families.branch import BRANCH
 from autopar.words.graph import Node, Ref, Spec, map_refs
 

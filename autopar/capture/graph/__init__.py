@@ -1,7 +1,9 @@
 """From an exported program to a :class:`~autopar.words.graph.Graph` in one spelling.
 
 ============================= =========================================================================================
+:mod:`.drafts`                the forms of a model on its way: traced program, draft
 :mod:`.building`              the walk over the exported program
+:mod:`.verifier`              checks of what a pass leaves
 :mod:`.node_emitter`          one node of the graph
 :mod:`.exported_nodes`        what stands in an exported program, and where
 :mod:`.recorded_calls`        calls of user functions and hooks

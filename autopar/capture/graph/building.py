@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,61 +14,21 @@ from autopar.capture.aliasing.storages import Alias, Geometry, Storage
 from autopar.capture.aliasing.writes import Writing
 from autopar.capture.branches.data_branches import TAKEN, fault_at, pinned_at
 from autopar.capture.branches.random_answers import ASK, Question, plain_path
-from autopar.capture.graph.common_subexpressions import merged
-from autopar.capture.graph.dead_operators import has_effect, without_dead
-from autopar.capture.graph.expert_blocks import with_expert_blocks
-from autopar.capture.graph.experts_in_parallel import with_experts_at_once
+from autopar.capture.graph.dead_operators import has_effect
+from autopar.capture.graph.drafts import Ask, Draft, TracedProgram
 from autopar.capture.graph.exported_nodes import at, flat, get, is_symbolic, module_of, name_of, source_of, spec_of
-from autopar.capture.graph.gathered_matrices import with_rows_of_gathered
 from autopar.capture.graph.recorded_calls import recorded_call
-from autopar.capture.graph.selected_rows import with_masks
-from autopar.capture.graph.sorted_rows import with_rows_in_place
-from autopar.capture.graph.written_first import written_first
 from autopar.capture.losses import the_loss
+from autopar.capture.passes import DRAFT, PROGRAM, run
 from autopar.capture.python.attribute_outputs import own_outputs
 from autopar.capture.trace.recording import ASSIGN, BEGIN, END, FUNCTION, HOOK
 from autopar.capture.trace.unused_parameters import TOOK_PART
 from autopar.errors import CaptureError
 from autopar.rules.function import PREFIX
 from autopar.torch_private import OpOverload
-from autopar.words.graph import PART, WAY, Graph, Node, Ref, Spec, map_refs, refs_in
+from autopar.words.graph import PART, WAY, Graph, Node, Ref, Spec
 
 TRUTH = Spec((), "bool")
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A question of Python's for a random number.
-
-    Attributes:
-        position: how many nodes stand before it.
-        condition: the number, a bool without dims.
-        answer: what Python was told.
-    """
-
-    question: Question
-    position: int
-    condition: Ref
-    answer: bool
-
-
-@dataclass(frozen=True)
-class Draft:
-    """What one trace gives, operator by operator: a graph whose equal expressions are not merged yet.
-
-    Attributes:
-        outputs, loss, tied, updates: as in :class:`~autopar.words.graph.Graph`.
-        user: for every input of the exported program its node, or None for a value that is no tensor.
-        asks: in the order in which they were asked.
-    """
-
-    nodes: list[Node]
-    outputs: tuple[Any, ...]
-    loss: int | None
-    tied: dict[str, str]
-    updates: dict[str, Ref]
-    user: list[Any]
-    asks: list[Ask]
 
 
 class GraphBuilder(Writing):
@@ -90,24 +50,13 @@ class GraphBuilder(Writing):
         recording = getattr(exported, "recording", None)
         self.noted = {p.untyped_storage()._cdata: p for p in recording.kept} if recording is not None else {}
 
-    def build(self) -> tuple[Graph, list[Any]]:
-        """The graph, and for every input of the exported program its node, or None for a value that is no tensor.
+    def draft(self) -> Draft:
+        """Rewrite the exported program, and walk over it.
 
         Raises:
             CaptureError: an operator cannot be planned, or a write has no functional form; the message names the line.
         """
-        return self.finished(self.draft())
-
-    def draft(self) -> Draft:
-        """What is traced, operator by operator.
-
-        Raises:
-            CaptureError: as :meth:`build`.
-        """
-        with_masks(self.exported)
-        with_rows_in_place(self.exported)
-        with_rows_of_gathered(self.exported)
-        with_experts_at_once(self.exported)
+        run(PROGRAM, TracedProgram(self.exported))
         user, tied = self._placeholders()
         ways, parts = self._flags(TAKEN, WAY), self._flags(TOOK_PART, PART)
         self._watch_effects()
@@ -118,21 +67,13 @@ class GraphBuilder(Writing):
         updates = self._updates() | self.flagged
         return Draft(self._without_strangers(), outputs, loss, tied, updates, user, self.asks)
 
-    def finished(self, draft: Draft) -> tuple[Graph, list[Any]]:
-        """The graph of a draft, with equal expressions computed once and without what nobody reads."""
+    def finished(self, draft: Draft) -> tuple[Graph, list[int | None]]:
+        """Return the graph of a draft, and for every input of the exported program its node, or None."""
         for name in self.constants.keys() & draft.updates.keys():  # the model's own may change before the program runs
             self.constants[name] = self.constants[name].detach().clone()
         self.unwritten = {name: self.constants[name] for name in self.constants.keys() - draft.updates.keys()}
-        nodes, moved = merged(draft.nodes)
-
-        def move(ref: Ref) -> Ref:
-            return Ref(moved.get(ref.node, ref.node), ref.out)
-
-        outputs, updates = map_refs(draft.outputs, move), map_refs(draft.updates, move)
-        nodes, outputs, updates, before = written_first(nodes, outputs, updates, self.refusals)
-        nodes = with_expert_blocks(nodes, [*refs_in(outputs), *updates.values()])
-        graph, user = without_dead(Graph(tuple(nodes), outputs, draft.loss, draft.tied, updates), draft.user)
-        return (graph if before is None else replace(graph, before=before)), user
+        draft = run(DRAFT, replace(draft, refusals=self.refusals))
+        return draft.graph, draft.user
 
     def asked(self, fx: torch.fx.Node, condition: Ref, site: str, answer: bool) -> None:
         """Python asks for a random number here."""

@@ -1,28 +1,28 @@
-"""Equal expressions are computed once: on the finished graph, where every value is what it is for good.
+"""Common subexpressions: equal expressions are computed once.
 
-Only cold operators are merged, those that depend on no parameter: masks and positions that every layer makes again. An
-operator that draws numbers is like no other, and so is one that reads what an operator of the graph writes beside its
-schema (running statistics): two reads of it are two values.
+Only cold operators are merged, those that depend on no parameter: masks and positions that every layer computes. An
+operator that draws random numbers equals no other, and neither does one that reads running statistics, which an
+operator of the graph writes although its schema does not say so: two reads of it are two values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from autopar.capture.aliasing.schemas import seeded
 from autopar.capture.graph.dead_operators import has_effect
-from autopar.words.graph import Node, Ref
+from autopar.capture.graph.drafts import Draft
+from autopar.words.graph import Node, Ref, map_refs
 
 
-def merged(nodes: Sequence[Node]) -> tuple[list[Node], dict[int, int]]:
-    """The nodes with every reference to an expression that stood before moved there, and where it was moved.
+def merge_common_subexpressions(draft: Draft) -> Draft:
+    """Move every reference to an expression that was computed before there; numbers of nodes stay.
 
-    The numbers of nodes stay; those that nobody reads any more are for
-    :func:`~autopar.capture.graph.dead_operators.without_dead`.
+    Nodes that nobody reads any more are left to :mod:`.dead_operators`.
     """
+    nodes = draft.nodes
     moved: dict[int, int] = {}
-    first: dict[Any, int] = {}
+    first: dict[object, int] = {}
     unsteady = {r.node for n in nodes if has_effect(n.target) for r in n.refs if nodes[r.node].kind == "buffer"}
 
     def move(ref: Ref) -> Ref:
@@ -43,7 +43,9 @@ def merged(nodes: Sequence[Node]) -> tuple[list[Node], dict[int, int]]:
             if first.setdefault(key, i) != i:
                 moved[i] = first[key]
         result.append(node)
-    return result, moved
+    if not moved:
+        return draft
+    return replace(draft, nodes=result, outputs=map_refs(draft.outputs, move), updates=map_refs(draft.updates, move))
 
 
-__all__ = ["merged"]
+__all__ = ["merge_common_subexpressions"]

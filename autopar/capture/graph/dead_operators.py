@@ -1,37 +1,40 @@
-"""A graph without the operators whose result nobody reads."""
+"""Dead operators: those whose results nobody reads."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
-from autopar.words.graph import NORMS, Graph, Ref, map_refs, refs_in
+from autopar.capture.graph.drafts import Draft
+from autopar.words.graph import NORMS, Ref, map_refs, refs_in
 
 
-def without_dead(graph: Graph, user: list[Any]) -> tuple[Graph, list[Any]]:
-    """Drop operators whose result nobody reads. Parameters, buffers and inputs stay."""
-    alive = {r.node for r in refs_in(graph.outputs)} | {r.node for r in graph.updates.values()}
-    for i in range(len(graph.nodes) - 1, -1, -1):
-        node = graph.nodes[i]
-        if node.kind != "op" or has_effect(node.target):
+def drop_dead_operators(draft: Draft) -> Draft:
+    """Drop operators whose results nobody reads; parameters, buffers and inputs stay."""
+    alive = {ref.node for ref in (*refs_in(draft.outputs), *draft.updates.values())}
+    for i in range(len(draft.nodes) - 1, -1, -1):
+        node = draft.nodes[i]
+        if i in alive or node.kind != "op" or has_effect(node.target):
             alive.add(i)
-        if i in alive:
-            alive.update(r.node for r in node.refs)
-    renumber = {old: new for new, old in enumerate(i for i in range(len(graph.nodes)) if i in alive)}
+            alive.update(ref.node for ref in node.refs)
+    if len(alive) == len(draft.nodes):
+        return draft
+    number = {old: new for new, old in enumerate(sorted(alive))}
+    moved = {old for old, new in number.items() if old != new}
 
     def move(ref: Ref) -> Ref:
-        return Ref(renumber[ref.node], ref.out)
+        return Ref(number[ref.node], ref.out)
 
-    moves = {old for old, new in renumber.items() if old != new}
-    nodes = tuple(
-        node.moved(move) if not moves.isdisjoint([r.node for r in node.refs]) else node
-        for i, node in enumerate(graph.nodes) if i in renumber
+    nodes = [draft.nodes[i] for i in number]
+    return replace(
+        draft, nodes=[n if moved.isdisjoint([ref.node for ref in n.refs]) else n.moved(move) for n in nodes],
+        outputs=map_refs(draft.outputs, move), updates=map_refs(draft.updates, move),
+        user=[None if n is None else number[n] for n in draft.user],
     )  # fmt: skip
-    updates = {name: move(ref) for name, ref in graph.updates.items()}
-    moved = [None if n is None else renumber[n] for n in user]
-    outputs = map_refs(graph.outputs, move)
-    return Graph(nodes, outputs, graph.loss, graph.tied, updates, precision=graph.precision), moved
 
 
 def has_effect(target: str) -> bool:
-    """Operators that write to their inputs though their schema does not say so."""
+    """Check whether an operator writes to its inputs though its schema does not say so."""
     return target in NORMS
+
+
+__all__ = ["drop_dead_operators", "has_effect"]

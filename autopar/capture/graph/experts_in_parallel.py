@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from autopar.capture.graph.conditional_writes import writes
 from autopar.capture.graph.exported_nodes import FxNode, is_symbolic, name_of
-from autopar.capture.graph.rows_of_graph import RowsOfGraph
+from autopar.capture.graph.rows_of_graph import NodeMaker
 from autopar.capture.graph.run_once import (
     NORMS,
     PRODUCTS,
@@ -54,7 +54,7 @@ def with_experts_at_once(exported: torch.export.ExportedProgram) -> None:
         _Joins(graph).rewrite()
 
 
-class _Joins(RowsOfGraph):
+class _Joins(NodeMaker):
     def rewrite(self) -> None:
         nodes = list(self.graph.nodes)
         self.place = {node: k for k, node in enumerate(nodes)}

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from autopar.capture.graph.drafts import TracedProgram
 from autopar.capture.graph.expert_counts import CASTS
 from autopar.capture.graph.exported_nodes import name_of
 from autopar.capture.graph.row_by_row import is_by_element
-from autopar.capture.graph.rows_of_graph import RowsOfGraph
+from autopar.capture.graph.rows_of_graph import NodeMaker
 from autopar.capture.graph.same_masks import behind
 
 aten = torch.ops.aten
@@ -30,12 +31,11 @@ FOUND = ("aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max
 FOUND_ALONE = ("aten.argmax.default", "aten.argsort.default", "aten.argsort.stable")
 
 
-def with_rows_of_gathered(exported: Any) -> None:
-    """Rewrites products with gathered matrices in an exported program."""
-    graph: Graph = exported.graph
+def multiply_gathered_matrices_by_rows(program: TracedProgram) -> None:
+    """Make products with gathered matrices products by rows."""
+    graph = program.graph
     if any(_gathered(node) is not None for node in graph.nodes):
         _Products(graph).rewrite()
-        graph.lint()
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Product:
     of_result: Sequence[str]
 
 
-class _Products(RowsOfGraph):
+class _Products(NodeMaker):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self.flat: dict[Node, Node] = {}
@@ -161,15 +161,15 @@ class _Products(RowsOfGraph):
             self.indices[key] = self._as_rows(index, product.of_index, lead, [], sizes)
         first_is_summed = product.of_matrix[0] == summed[0]
         if first_is_summed == product.matrices.turned:
-            whole = self._emit(aten.transpose.int, (whole, 1, 2))
-        product_rows = self._emit(torch.ops.autopar.expert_linear.default, (rows, whole, self.indices[key]))
+            whole = self.emit(aten.transpose.int, (whole, 1, 2))
+        product_rows = self.emit(torch.ops.autopar.expert_linear.default, (rows, whole, self.indices[key]))
         n = product_rows.meta["val"].shape[1]
-        result = self._emit(aten.reshape.default, (product_rows, [*(sizes[c] for c in lead), n]))
+        result = self.emit(aten.reshape.default, (product_rows, [*(sizes[c] for c in lead), n]))
         order = [[*lead, *kept].index(c) for c in product.of_result]
         if order == list(range(len(order))):
             self.flat[result] = product_rows
             return result
-        return self._emit(aten.permute.default, (result, order))
+        return self.emit(aten.permute.default, (result, order))
 
     def _as_rows(
         self, x: Node, letters: Sequence[str | None], lead: Sequence[str], rest: Sequence[str], sizes: dict[str, int]
@@ -178,15 +178,15 @@ class _Products(RowsOfGraph):
         shape = x.meta["val"].shape
         named = [c for c in letters if c is not None]
         if len(named) < len(letters):
-            x = self._emit(aten.reshape.default, (x, [n for c, n in zip(letters, shape, strict=True) if c is not None]))
+            x = self.emit(aten.reshape.default, (x, [n for c, n in zip(letters, shape, strict=True) if c is not None]))
         wanted = [c for c in (*lead, *rest) if c in named]
         if wanted != named:
-            x = self._emit(aten.permute.default, (x, [named.index(c) for c in wanted]))
+            x = self.emit(aten.permute.default, (x, [named.index(c) for c in wanted]))
         full = [sizes[c] for c in (*lead, *rest)]
         spread = [n if c in named else 1 for c, n in zip((*lead, *rest), full, strict=True)]
         if spread != full:
-            x = self._emit(aten.expand.default, (self._emit(aten.reshape.default, (x, spread)), full))
-        return self._emit(aten.reshape.default, (x, [prod(full[: len(lead)]), *full[len(lead) :]]))
+            x = self.emit(aten.expand.default, (self.emit(aten.reshape.default, (x, spread)), full))
+        return self.emit(aten.reshape.default, (x, [prod(full[: len(lead)]), *full[len(lead) :]]))
 
     def _by_element(self, node: Node) -> Node | None:
         """What is computed of such tensors element by element, of their rows."""
@@ -200,10 +200,10 @@ class _Products(RowsOfGraph):
         if any(n not in self.flat or n.meta["val"].shape != shape for n in node.all_input_nodes):
             return None
         args: Any = torch.fx.node.map_arg(node.args, lambda n: self.flat[n])
-        rows = self._emit(node.target, args, dict(node.kwargs))
-        result = self._emit(aten.reshape.default, (rows, list(shape)))
+        rows = self.emit(node.target, args, dict(node.kwargs))
+        result = self.emit(aten.reshape.default, (rows, list(shape)))
         self.flat[result] = rows
         return result
 
 
-__all__ = ["with_rows_of_gathered"]
+__all__ = ["multiply_gathered_matrices_by_rows"]

@@ -7,7 +7,7 @@ writes one part after the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from autopar.capture.graph.exported_nodes import name_of
-from autopar.capture.graph.rows_of_graph import Rows
+from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph, val_of
 from autopar.capture.graph.rows_put_back import RowsPutBack, writes_rows
 
 aten = torch.ops.aten
@@ -31,118 +31,122 @@ class Joined:
     parts: tuple[Rows, ...]
 
 
-class JoinedRows(RowsPutBack):
-    """Takes rows that were put together apart, and gives each part to what takes rows of one mask."""
+class JoinedRows:
+    """Rewriter of rows of several masks that were put together: each part goes to ``take``, as rows of one mask.
 
-    def _take(self, node: Node) -> None:
-        """One node that takes rows, or selects them."""
-        raise NotImplementedError
+    Attributes:
+        take: rewrites one node that takes rows, or selects them.
+    """
 
-    def _joins(self, node: Node) -> bool:
+    def __init__(self, state: RowsOfGraph, put_back: RowsPutBack, take: Callable[[Node], None]) -> None:
+        self.state, self.put_back, self.take = state, put_back, take
+
+    def joins(self, node: Node) -> bool:
         """Whether a node puts rows of several masks together; notes what stands for it."""
         if name_of(node.target) != "aten.cat.default":
             return False
         args: Any = node.args
-        taken: list[Any] = [self.rows.get(n) for n in args[0]]
+        taken: list[Any] = [self.state.rows.get(n) for n in args[0]]
         along = int(args[1]) if len(args) > 1 else 0
         parts = [part for t in taken for part in (t.parts if isinstance(t, Joined) else [t])]
         if not all(isinstance(part, Rows) and part.dim == along % node.meta["val"].dim() for part in parts):
             return False
-        self.rows[node] = Joined(tuple(parts))
+        self.state.rows[node] = Joined(tuple(parts))
         return True
 
-    def _takes_joined(self, node: Node) -> bool:
+    def takes_joined(self, node: Node) -> bool:
         """Whether a node takes such rows; notes what stands for what it makes, or writes it."""
-        joined = {n: rows for n in node.all_input_nodes if isinstance(rows := self.rows.get(n), Joined)}
-        counts = {n: c for n in node.all_input_nodes if isinstance(c := self.counts.get(n), tuple)}
+        joined = {n: rows for n in node.all_input_nodes if isinstance(rows := self.state.rows.get(n), Joined)}
+        counts = {n: c for n in node.all_input_nodes if isinstance(c := self.state.counts.get(n), tuple)}
         if not joined and not counts:
             return False
         name = name_of(node.target)
         numbers = {len(rows.parts) for rows in joined.values()} | {len(c) for c in counts.values()}
         if len(numbers) != 1:
-            raise self._refused(f"'{name}' takes those of as many masks as others are not of:")
+            raise self.state.refused(f"'{name}' takes those of as many masks as others are not of:")
         [n] = numbers
         if name in SIZES:
             [rows] = joined.values()
             if name == "aten.sym_size.int" and node.args[1] != rows.parts[0].dim:
-                raise self._refused("asks for their number")
-            self.counts[node] = tuple(self._number(part) for part in rows.parts)
-            self.gone.append(node)
+                raise self.state.refused("asks for their number")
+            self.state.counts[node] = tuple(_number(part) for part in rows.parts)
+            self.state.gone.append(node)
         elif name in SPLITS and self._takes_apart(node):
-            self.gone.append(node)
+            self.state.gone.append(node)
         elif joined and writes_rows(name):
             self._write_parts(node, joined, n)
         else:
             self._compute_parts(node, joined, counts, n)
         return True
 
-    def _number(self, rows: Rows) -> int:
-        return int(self._val(rows.mask).numel())
-
     def _takes_apart(self, node: Node) -> bool:
         """Whether a split gives the parts that were put together: its sizes are the numbers of their rows."""
         args: Any = node.args
-        rows, sizes = self.rows.get(args[0]), args[1]
+        rows, sizes = self.state.rows.get(args[0]), args[1]
         if not isinstance(rows, Joined) or len(sizes) != len(rows.parts):
             return False
-        masks = [self.counted.get(size) for size in sizes]
-        same = [m is not None and self.same.root(m) is self.same.root(p.mask)
+        masks = [self.state.counted.get(size) for size in sizes]
+        same = [m is not None and self.state.same.root(m) is self.state.same.root(p.mask)
                 for m, p in zip(masks, rows.parts, strict=True)]  # fmt: skip
         if not all(same):
-            raise self._refused("parts of other sizes are made of")
-        self.rows[node] = list(rows.parts)
+            raise self.state.refused("parts of other sizes are made of")
+        self.state.rows[node] = list(rows.parts)
         return True
 
     def _write_parts(self, node: Node, joined: dict[Node, Joined], n: int) -> None:
         written: Any = node.args[0]
         if written in joined:
-            raise self._refused("something is put in")
+            raise self.state.refused("something is put in")
         for k in range(n):
             stands: dict[Node, Node] = {}
             for whole, rows in joined.items():
-                part = self.graph.call_function(aten.alias.default, (whole,))
+                part = self.state.graph.call_function(aten.alias.default, (whole,))
                 part.meta = dict(whole.meta)
-                self.rows[part], stands[whole] = rows.parts[k], part
-                if whole in self.columns:
-                    self.columns[part] = self._part_of_column(whole, k)
+                self.state.rows[part], stands[whole] = rows.parts[k], part
+                if whole in self.state.columns:
+                    self.state.columns[part] = self._part_of_column(whole, k)
             args: Any = torch.fx.node.map_arg(node.args, partial(_in_place_of, stands))
             target: Any = node.target
-            of_part = self.graph.call_function(target, (written, *args[1:]), dict(node.kwargs))
+            of_part = self.state.graph.call_function(target, (written, *args[1:]), dict(node.kwargs))
             of_part.meta = dict(node.meta)
-            self.gone += stands.values()
-            written = self._put_back(of_part)
+            self.state.gone += stands.values()
+            written = self.put_back.rewrite(of_part)
         node.replace_all_uses_with(written)
-        self.gone.append(node)
+        self.state.gone.append(node)
 
     def _part_of_column(self, column: Node, k: int) -> Node:
         """The positions of one part, which an index repeats for each feature."""
-        positions = self.columns[column]
-        part = self.graph.call_function(aten.alias.default, (positions,))
+        positions = self.state.columns[column]
+        part = self.state.graph.call_function(aten.alias.default, (positions,))
         part.meta = dict(positions.meta)
-        self.rows[part] = self.rows[positions].parts[k]
-        self.gone.append(part)
+        self.state.rows[part] = self.state.rows[positions].parts[k]
+        self.state.gone.append(part)
         return part
 
     def _compute_parts(self, node: Node, joined: dict[Node, Joined], counts: dict[Node, Any], n: int) -> None:
         """What a node makes of each part."""
-        joined = {**joined, **{p: self.rows[p] for n in joined if (p := self.columns.get(n)) is not None}}
+        joined = {**joined, **{p: self.state.rows[p] for n in joined if (p := self.state.columns.get(n)) is not None}}
         rows: list[Any] = []
         numbers: list[Any] = []
         for k in range(n):
-            self.rows.update((whole, of.parts[k]) for whole, of in joined.items())
-            self.counts.update((number, of[k]) for number, of in counts.items())
-            self._take(node)
-            rows.append(self.rows.pop(node, None))
-            numbers.append(self.counts.pop(node, None))
-        self.rows.update(joined)
-        self.counts.update(counts)
-        self.gone = list(dict.fromkeys(self.gone))
+            self.state.rows.update((whole, of.parts[k]) for whole, of in joined.items())
+            self.state.counts.update((number, of[k]) for number, of in counts.items())
+            self.take(node)
+            rows.append(self.state.rows.pop(node, None))
+            numbers.append(self.state.counts.pop(node, None))
+        self.state.rows.update(joined)
+        self.state.counts.update(counts)
+        self.state.gone = list(dict.fromkeys(self.state.gone))
         if isinstance(rows[0], Rows):
-            self.rows[node] = Joined(tuple(rows))
+            self.state.rows[node] = Joined(tuple(rows))
         elif isinstance(rows[0], list):
-            self.rows[node] = [Joined(tuple(each)) for each in zip(*rows, strict=True)]
+            self.state.rows[node] = [Joined(tuple(each)) for each in zip(*rows, strict=True)]
         else:
-            self.counts[node] = numbers[0]
+            self.state.counts[node] = numbers[0]
+
+
+def _number(rows: Rows) -> int:
+    return int(val_of(rows.mask).numel())
 
 
 def _in_place_of(stands: Mapping[Node, Node], node: Node) -> Node:

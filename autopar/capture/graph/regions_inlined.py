@@ -8,37 +8,34 @@ out; what it reads is detached, since no gradient comes to it from there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from autopar.capture.graph.conditional_writes import writes
+from autopar.capture.graph.drafts import TracedProgram
 from autopar.capture.graph.exported_nodes import flat, is_symbolic, name_of
+from autopar.capture.graph.rows_of_graph import selects
 
 aten = torch.ops.aten
 REGION = "wrap_with_set_grad_enabled"
 
 
-def regions_of_rows_inlined(module: GraphModule, selects: Callable[[Node], bool]) -> None:
-    """Write out the regions of an exported program with selected rows that select rows, are given some, or write.
-
-    Args:
-        selects: whether a node makes rows from a mask.
-    """
+def inline_regions_of_rows(program: TracedProgram) -> None:
+    """Write out the regions of a program with selected rows that select rows, are given some, or write."""
+    module = program.exported.graph_module
     if not any(node.op == "call_function" and selects(node) for node in module.graph.nodes):
         return
     for node in list(module.graph.nodes):
         if node.op != "call_function" or REGION not in name_of(node.target) or node.args[0]:
             continue
         body = getattr(module, str(node.args[1].target), None)
-        if isinstance(body, GraphModule) and _of_rows(node, body, selects):
+        if isinstance(body, GraphModule) and _of_rows(node, body):
             _write_out(node, body)
-    module.graph.lint()
 
 
-def _of_rows(region: Node, body: GraphModule, selects: Callable[[Node], bool]) -> bool:
+def _of_rows(region: Node, body: GraphModule) -> bool:
     given = [v for n in region.all_input_nodes for v in flat(n.meta.get("val"))]
     if any(n.op == "get_attr" for n in body.graph.nodes):  # regions inside of it
         return False
@@ -76,4 +73,4 @@ def _detached(given: Any) -> Any:
     return detached
 
 
-__all__ = ["regions_of_rows_inlined"]
+__all__ = ["inline_regions_of_rows"]

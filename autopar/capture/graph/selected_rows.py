@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -25,15 +25,15 @@ from torch.fx import Graph, Node
 
 from autopar.capture.branches.data_branches import OF_ROWS, TAKEN
 from autopar.capture.graph.conditional_writes import write_where_there_are_rows
+from autopar.capture.graph.drafts import TracedProgram
 from autopar.capture.graph.entered_branches import note_parts
 from autopar.capture.graph.expert_counts import CASTS, counted_numbers, element_of, hot_by_dim
 from autopar.capture.graph.expert_turns import as_one, routing
 from autopar.capture.graph.exported_nodes import flat, is_symbolic, name_of
 from autopar.capture.graph.joined_rows import Joined, JoinedRows
-from autopar.capture.graph.regions_inlined import regions_of_rows_inlined
 from autopar.capture.graph.row_by_row import VIEWS, check
-from autopar.capture.graph.rows_of_graph import EVERY, Rows, is_mask
-from autopar.capture.graph.rows_put_back import writes_rows
+from autopar.capture.graph.rows_of_graph import EVERY, Rows, RowsOfGraph, is_mask, selects, val_of
+from autopar.capture.graph.rows_put_back import RowsPutBack, writes_rows
 from autopar.capture.graph.run_once import TakenRows
 from autopar.capture.graph.same_masks import behind
 
@@ -50,38 +50,43 @@ COMPARED = {aten.eq.Scalar: 0, aten.ne.Scalar: 0, aten.gt.Scalar: 0, aten.le.Sca
 SIZES = {operator.ge, operator.le, operator.gt, operator.lt, operator.eq, operator.ne}
 
 
-def with_masks(exported: Any) -> None:
-    """Every tensor of selected rows of an exported program is one of all rows.
+def compute_all_rows(program: TracedProgram) -> None:
+    """Replace every tensor of selected rows of a program by one of all rows.
 
     Raises:
-        CaptureError: what is done with them is not done for each row by itself.
+        CaptureError: an operator does not work on each row by itself.
     """
-    graph: Graph = exported.graph
-    regions_of_rows_inlined(exported.graph_module, _selects)
-    if any(node.op == "call_function" and _selects(node) for node in graph.nodes):
-        asked, by_name = exported.recording.asked_rows, {node.name: node for node in graph.nodes}
-        of_rows = {
-            node: next((by_name[name] for name in asked[str(size)] if name in by_name), node)
-            for node in graph.nodes if node.op == "call_function" and _selects(node)
-            for val in flat(node.meta["val"]) for size in val.shape if str(size) in asked
-        }  # fmt: skip
-        _Masked(graph, of_rows, set(exported.graph_signature.inputs_to_parameters)).rewrite()
-        graph.lint()
+    graph, recording = program.graph, program.exported.recording  # type: ignore[attr-defined]
+    selecting = [node for node in graph.nodes if node.op == "call_function" and selects(node)]
+    if not selecting:
+        return
+    asked, by_name = recording.asked_rows, {node.name: node for node in graph.nodes}
+    of_rows = {
+        node: next((by_name[name] for name in asked[str(size)] if name in by_name), node)
+        for node in selecting for val in flat(node.meta["val"]) for size in val.shape if str(size) in asked
+    }  # fmt: skip
+    program.selected = SelectedRows(graph, of_rows)
+    program.selected.rewrite()
+
+
+def note_parameters_taking_part(program: TracedProgram) -> None:
+    """Note which parameters take part in a call only where masks select rows."""
+    if (selected := program.selected) is not None:
+        parameters = set(program.exported.graph_signature.inputs_to_parameters)
+        note_parts(program.graph, selected.state.leaving, selected.asked_masks, parameters, selected.state.emit)
+
+
+def fuse_expert_loops(program: TracedProgram) -> None:
+    """Make loops whose iterations do the same with the rows of one expert one iteration over all experts."""
+    if (selected := program.selected) is not None:
+        state = selected.state
+        taken = TakenRows(state.gathers, state.positions)
+        as_one(program.graph, state.turns, state.emit_as, selected.put_back.write_turn, taken)
 
 
 def _asks_for_rows(node: Node) -> bool:
     """Whether a node is the question of a branch that does nothing but work on rows."""
     return node.op == "call_function" and name_of(node.target) == TAKEN and str(node.args[1]).endswith(OF_ROWS)
-
-
-def _selects(node: Node) -> bool:
-    """Whether a node makes rows from a mask."""
-    name = str(node.target)
-    if not any(isinstance(v, torch.Tensor) and is_symbolic(tuple(v.shape)) for v in flat(node.meta.get("val"))):
-        return False
-    if name in ("aten.where.default", "aten.nonzero.default", "aten.nonzero_numpy.default"):
-        return not is_symbolic(tuple(node.args[0].meta["val"].shape))  # type: ignore[union-attr]
-    return name == "aten.index.Tensor" and any(is_mask(i) for i in node.args[1])  # type: ignore[union-attr]
 
 
 def _compared_by(mask: Node) -> Any:
@@ -107,47 +112,49 @@ def _are_counts_of(counts: Any, numbers: Any) -> bool:
     return behind(total.args[0], CASTS) is behind(counts, CASTS)
 
 
-class _Masked(JoinedRows):
-    """
-    Args:
+class SelectedRows:
+    """The rewrite of selected rows of a graph.
+
+    Attributes:
         asked: nodes that select rows for which the model's code asks, by their number, whether there are any, and the
             last node that was made before it asked.
-        parameters: names of the inputs that are parameters.
+        finders: nodes that find rows by a mask.
+        masks: of numbers that select where they are not 0, the mask.
+        asked_masks: the masks for which the model's code asks whether they select any rows, and the node that asks.
     """
 
-    def __init__(self, graph: Graph, asked: Mapping[Node, Node], parameters: Collection[str]) -> None:
-        super().__init__(graph)
-        self.asked, self.parameters = asked, parameters
+    def __init__(self, graph: Graph, asked: Mapping[Node, Node]) -> None:
+        self.state = RowsOfGraph(graph)
+        self.put_back = RowsPutBack(self.state)
+        self.joined = JoinedRows(self.state, self.put_back, self._take)
+        self.asked = asked
         self.finders: set[Node] = set()
-        """Nodes that find rows by a mask."""
         self.masks: dict[Node, Node] = {}
-        """Where numbers that select are not 0."""
+        self.asked_masks: dict[Node, Node] = {}
 
     def rewrite(self) -> None:
-        for node in list(self.graph.nodes):
-            self.node = node
+        for node in list(self.state.graph.nodes):
+            self.state.node = node
             if node.op == "output":
-                if any(n in self.rows or n in self.counts for n in node.all_input_nodes):
-                    raise self._refused("is returned")
+                if any(n in self.state.rows or n in self.state.counts for n in node.all_input_nodes):
+                    raise self.state.refused("is returned")
             elif node.op == "call_function" and (
-                _selects(node) or any(n in self.rows or n in self.counts for n in node.all_input_nodes)
+                selects(node) or any(n in self.state.rows or n in self.state.counts for n in node.all_input_nodes)
             ):
-                with self.graph.inserting_before(node):
+                with self.state.graph.inserting_before(node):
                     self._take(node)
-        asked = self._asked_masks()
+        asked = self.asked_masks = self._asked_masks()
         write_where_there_are_rows(
-            self.graph, self._masks_of_rows(), asked, self.leaving, {*self.gone, *self.written}, self._emit,
-            self._refused_at,
+            self.state.graph, self._masks_of_rows(), asked, self.state.leaving, {*self.state.gone, *self.state.written},
+            self.state.emit, self.state.refused_at,
         )  # fmt: skip
-        for node in reversed(self.gone):
+        for node in reversed(self.state.gone):
             if not node.users:
-                self.graph.erase_node(node)
-        note_parts(self.graph, self.leaving, asked, self.parameters, self._emit)
-        as_one(self.graph, self.turns, self._emit_as, self._finished, TakenRows(self.gathers, self.positions))
+                self.state.graph.erase_node(node)
 
     def _masks_of_rows(self) -> dict[Node, Node]:
-        each = {node: rows[0] if isinstance(rows, list) else rows for node, rows in self.rows.items()}
-        return {node: self.same.root(rows.mask) for node, rows in each.items() if not isinstance(rows, Joined)}
+        each = {node: rows[0] if isinstance(rows, list) else rows for node, rows in self.state.rows.items()}
+        return {node: self.state.same.root(rows.mask) for node, rows in each.items() if not isinstance(rows, Joined)}
 
     def _asked_masks(self) -> dict[Node, Node]:
         """The masks for which the model's code asks whether they select any rows, and the node that asks; where it was
@@ -159,16 +166,16 @@ class _Masked(JoinedRows):
         mask_of = self._masks_of_rows()
         masks = set(mask_of.values())
         asked = {mask_of[node]: last for node, last in self.asked.items()}
-        nodes = list(self.graph.nodes)
+        nodes = list(self.state.graph.nodes)
         for k, node in enumerate(nodes):
             if not _asks_for_rows(node):
                 continue
             condition: Any = node.args[0]
-            while isinstance(condition, Node) and self.same.root(condition) not in masks:
+            while isinstance(condition, Node) and self.state.same.root(condition) not in masks:
                 condition = condition.args[0] if str(condition.target) in OF_ANY else None
             if condition is not None:
-                asked.setdefault(self.same.root(condition), node)
-                self.gone.append(node)
+                asked.setdefault(self.state.same.root(condition), node)
+                self.state.gone.append(node)
                 continue
             following = itertools.takewhile(lambda n: not _asks_for_rows(n), nodes[k + 1 :])
             selected = {mask_of[n] for n in following if n in mask_of and n in self.finders}
@@ -182,7 +189,7 @@ class _Masked(JoinedRows):
         """A branch that is entered where a count of rows says so: where that is not known to be the number that the
         mask selects, it is checked at every call that they agree."""
         compared: Any = behind(question.args[0], CASTS)
-        self.gone.append(question)
+        self.state.gone.append(question)
         if compared.target not in COMPARED:
             number = element_of(compared)
         else:
@@ -194,117 +201,117 @@ class _Masked(JoinedRows):
                 counts = counts.args[0]  # type: ignore[assignment]
             if _are_counts_of(counts, _compared_by(mask)):
                 return
-        self.node, agree = question, aten.eq.Tensor if question.args[2] else aten.ne.Tensor
-        with self.graph.inserting_before(mask.next):
-            same = self._emit(agree, (compared, self._emit(aten.any.default, (mask,))))
-            self._emit(question.target, (same, question.args[1], True))
+        self.state.node, agree = question, aten.eq.Tensor if question.args[2] else aten.ne.Tensor
+        with self.state.graph.inserting_before(mask.next):
+            same = self.state.emit(agree, (compared, self.state.emit(aten.any.default, (mask,))))
+            self.state.emit(question.target, (same, question.args[1], True))
 
     # -- one node
 
     def _take(self, node: Node) -> None:
         name = str(node.target)
-        if _selects(node):
+        if selects(node):
             self.finders.add(node)
-        elif self._takes_joined(node):
+        elif self.joined.takes_joined(node):
             return
-        if name in ("aten.where.default", "aten.nonzero_numpy.default") and _selects(node):
+        if name in ("aten.where.default", "aten.nonzero_numpy.default") and selects(node):
             mask = self._mask(node.args[0])
-            self.rows[node] = [Rows(mask, None, 0, k) for k in range(self._val(mask).dim())]
-        elif name == "aten.nonzero.default" and _selects(node):
-            self.rows[node] = Rows(self._mask(node.args[0]), None, 0, EVERY)
+            self.state.rows[node] = [Rows(mask, None, 0, k) for k in range(val_of(mask).dim())]
+        elif name == "aten.nonzero.default" and selects(node):
+            self.state.rows[node] = Rows(self._mask(node.args[0]), None, 0, EVERY)
         elif node.target is operator.getitem:
-            self.rows[node] = self.rows[node.args[0]][node.args[1]]  # type: ignore[index]
+            self.state.rows[node] = self.state.rows[node.args[0]][node.args[1]]  # type: ignore[index]
         elif name in ("aten.sym_size.int", "aten.sym_numel.default"):
-            rows = self.rows[node.args[0]]  # type: ignore[index]
+            rows = self.state.rows[node.args[0]]  # type: ignore[index]
             if name != "aten.sym_size.int" or node.args[1] != rows.dim:
-                raise self._refused("asks for their number")
-            self.counts[node] = prod(self._val(rows.mask).shape)
-            self.counted[node] = rows.mask
-        elif self._joins(node):
+                raise self.state.refused("asks for their number")
+            self.state.counts[node] = prod(val_of(rows.mask).shape)
+            self.state.counted[node] = rows.mask
+        elif self.joined.joins(node):
             pass
         elif node.target in SIZES or name.startswith(ASSERTS):
-            self.counts[node] = 0
+            self.state.counts[node] = 0
         elif name == "aten.index.Tensor":
-            self.rows[node] = self._indexed(node)
-        elif name == "aten.index_select.default" and self._coordinate(node.args[2]) is not None:
-            before: list[Any] = [None] * (int(node.args[1]) % self._val(node.args[0]).dim())  # type: ignore[arg-type]
-            self.rows[node] = self._gathered(node.args[0], [*before, node.args[2]])
+            self.state.rows[node] = self._indexed(node)
+        elif name == "aten.index_select.default" and self.state.coordinate(node.args[2]) is not None:
+            before: list[Any] = [None] * (int(node.args[1]) % val_of(node.args[0]).dim())  # type: ignore[arg-type]
+            self.state.rows[node] = self._gathered(node.args[0], [*before, node.args[2]])
         elif writes_rows(name):
-            self._put_back(node)
+            self.put_back.rewrite(node)
             return
         else:
             self._row_by_row(node)
-            self._note_columns(node)
-        self.gone.append(node)
+            self.put_back.note_columns(node)
+        self.state.gone.append(node)
 
     def _mask(self, node: Any) -> Node:
         """bool, of numbers that are not 0."""
         if is_mask(node):
             return node  # type: ignore[no-any-return]
         if node not in self.masks:
-            self.masks[node] = self._emit(aten.ne.Scalar, (node, 0))
+            self.masks[node] = self.state.emit(aten.ne.Scalar, (node, 0))
         return self.masks[node]
 
     def _row_by_row(self, node: Node) -> None:
         name = str(node.target)
         if "." not in name:  # a region, or what Python computes
-            raise self._refused(f"'{name}' takes")
-        args = [n for n in node.all_input_nodes if n in self.rows]
-        taken = [self.rows[n] for n in args]
+            raise self.state.refused(f"'{name}' takes")
+        args = [n for n in node.all_input_nodes if n in self.state.rows]
+        taken = [self.state.rows[n] for n in args]
         if any(isinstance(r, list) for r in taken):
-            raise self._refused(f"'{name}' takes")
+            raise self.state.refused(f"'{name}' takes")
         if len(args) == 1 and taken[0].full is None and self._takes_coordinate(node, taken[0]):
             return
-        taken = [self._computed(n) for n in args]
+        taken = [self.state.computed(n) for n in args]
         shaped = name in ("aten.reshape.default", "aten.view.default", "aten.expand.default")
-        if not args or (not shaped and any(n in self.counts for n in node.all_input_nodes)):
-            raise self._refused(f"'{name}' computes with the number of")
-        if len({self.same.root(r.mask) for r in taken}) > 1:
-            raise self._refused(f"'{name}' mixes rows of two masks, of which it takes")
+        if not args or (not shaped and any(n in self.state.counts for n in node.all_input_nodes)):
+            raise self.state.refused(f"'{name}' computes with the number of")
+        if len({self.state.same.root(r.mask) for r in taken}) > 1:
+            raise self.state.refused(f"'{name}' mixes rows of two masks, of which it takes")
         outs = node.meta["val"]
         outs = outs if isinstance(outs, (list, tuple)) else [outs]
-        size = self._val(args[0]).shape[taken[0].dim]
+        size = val_of(args[0]).shape[taken[0].dim]
         dims = [[d for d, n in enumerate(out.shape) if is_symbolic((n,))] for out in outs]
         if any(len(d) != 1 or str(out.shape[d[0]]) != str(size) for d, out in zip(dims, outs, strict=True)):
-            raise self._refused(f"'{name}' looks across")
-        check(node, args, taken, dims[0][0], self._refused)
+            raise self.state.refused(f"'{name}' looks across")
+        check(node, args, taken, dims[0][0], self.state.refused)
         target, in_place = node.target, name.split(".")[1].endswith("_")
         if in_place:
             written: Any = node.args[0]
             seen_elsewhere = any(str(n.target).split(".")[1:2] in [[v] for v in VIEWS] for n in written.users)
-            if written not in self.rows or not self.rows[written].fresh or seen_elsewhere:
-                raise self._refused(f"'{name}' writes through a view of")
+            if written not in self.state.rows or not self.state.rows[written].fresh or seen_elsewhere:
+                raise self.state.refused(f"'{name}' writes through a view of")
             packet, overload = name.split(".")[1][:-1], name.split(".")[2]
             target = getattr(getattr(aten, packet), overload)
-        computed = self._emit(target, self._replaced(node.args), self._replaced(node.kwargs))
+        computed = self.state.emit(target, self.state.replaced(node.args), self.state.replaced(node.kwargs))
         mask = taken[0].mask
         fresh = name.split(".")[1] not in VIEWS
         if isinstance(node.meta["val"], (list, tuple)):
-            self.rows[node] = [
-                Rows(mask, self._emit(operator.getitem, (computed, k)), d[0]) for k, d in enumerate(dims)
+            self.state.rows[node] = [
+                Rows(mask, self.state.emit(operator.getitem, (computed, k)), d[0]) for k, d in enumerate(dims)
             ]
         else:
-            self.rows[node] = Rows(mask, computed, dims[0][0], None, fresh)
+            self.state.rows[node] = Rows(mask, computed, dims[0][0], None, fresh)
         if in_place:
-            self.rows[node.args[0]] = self.rows[node]  # type: ignore[index]
+            self.state.rows[node.args[0]] = self.state.rows[node]  # type: ignore[index]
 
     def _takes_coordinate(self, node: Node, rows: Rows) -> bool:
         """Positions of rows, taken from a tensor of them or in another shape."""
         name, out = str(node.target), node.meta["val"]
-        n = self._val(rows.mask).dim()
+        n = val_of(rows.mask).dim()
         if rows.coordinate == EVERY:
             if name == "aten.select.int" and node.args[1] in (1, -1):
-                self.rows[node] = replace(rows, coordinate=int(node.args[2]) % n)  # type: ignore[arg-type]
+                self.state.rows[node] = replace(rows, coordinate=int(node.args[2]) % n)  # type: ignore[arg-type]
                 return True
             if name == "aten.unbind.int" and node.args[1:] in ((1,), (-1,)):
-                self.rows[node] = [replace(rows, coordinate=k) for k in range(n)]
+                self.state.rows[node] = [replace(rows, coordinate=k) for k in range(n)]
                 return True
             if n == 1 and out.dim() == 1 and name.split(".")[1] in ("squeeze", "reshape", "view", "flatten"):
-                self.rows[node] = replace(rows, coordinate=0)
+                self.state.rows[node] = replace(rows, coordinate=0)
                 return True
-            raise self._refused(f"'{name}' takes the positions of")
+            raise self.state.refused(f"'{name}' takes the positions of")
         if name in ("aten.reshape.default", "aten.view.default", "aten.flatten.using_ints") and out.dim() == 1:
-            self.rows[node] = rows
+            self.state.rows[node] = rows
             return True
         return False
 
@@ -314,47 +321,48 @@ class _Masked(JoinedRows):
         tensor, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
         masks = [i for i in indices if is_mask(i)]
         if masks:
-            if tensor in self.rows or len([i for i in indices if i is not None]) > 1:
-                raise self._refused("a mask selects from")
+            if tensor in self.state.rows or len([i for i in indices if i is not None]) > 1:
+                raise self.state.refused("a mask selects from")
             place = indices.index(masks[0])
-            n = self._val(masks[0]).dim()
+            n = val_of(masks[0]).dim()
             mask = masks[0]
             return self._of_positions(tensor, mask, {place + k: k for k in range(n)})
-        if tensor in self.rows:
-            raise self._refused("an index selects from")
+        if tensor in self.state.rows:
+            raise self.state.refused("an index selects from")
         return self._gathered(tensor, indices)
 
     def _gathered(self, tensor: Any, indices: Sequence[Any]) -> Rows:
         """``tensor[:, t, k]`` for positions ``t`` and ``k`` of the same rows."""
-        at_dims = {d: self._coordinate(i) for d, i in enumerate(indices) if i is not None}
-        masks = {self.rows[i].mask for i in indices if i is not None and i in self.rows}
-        if None in at_dims.values() or len(masks) != 1 or tensor in self.rows:
-            raise self._refused("an index is computed from")
+        at_dims = {d: self.state.coordinate(i) for d, i in enumerate(indices) if i is not None}
+        masks = {self.state.rows[i].mask for i in indices if i is not None and i in self.state.rows}
+        if None in at_dims.values() or len(masks) != 1 or tensor in self.state.rows:
+            raise self.state.refused("an index is computed from")
         if len(set(at_dims.values())) < len(at_dims):
-            raise self._refused("the same position is an index twice for")
+            raise self.state.refused("the same position is an index twice for")
         return self._of_positions(tensor, masks.pop(), at_dims)  # type: ignore[arg-type]
 
     def _of_positions(self, tensor: Any, mask: Node, at_dims: dict[int, int]) -> Rows:
         """A tensor, indexed in these dims by these coordinates of the mask's positions."""
-        shape, val = self._val(mask).shape, self._val(tensor)
+        shape, val = val_of(mask).shape, val_of(tensor)
         dims = sorted(at_dims)
         lead = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
         others = [d for d in range(val.dim()) if d not in at_dims]
         order = [*[d for d in others if d < lead], *sorted(dims, key=lambda d: at_dims[d]),
                  *[d for d in others if d >= lead]]  # fmt: skip
-        rows = tensor if order == list(range(val.dim())) else self._emit(aten.permute.default, (tensor, order))
+        rows = tensor if order == list(range(val.dim())) else self.state.emit(aten.permute.default, (tensor, order))
         before = [val.shape[d] for d in others if d < lead]
         after = [val.shape[d] for d in others if d >= lead]
         ones = [n if k in at_dims.values() else 1 for k, n in enumerate(shape)]
         for d, k in at_dims.items():
             if val.shape[d] != shape[k]:
-                raise self._refused(f"a tensor of {val.shape[d]} for {shape[k]} positions of the mask is indexed by")
+                what = f"a tensor of {val.shape[d]} for {shape[k]} positions of the mask is indexed by"
+                raise self.state.refused(what)
         if ones != list(shape):
-            rows = self._emit(aten.reshape.default, (rows, [*before, *ones, *after]))
-            rows = self._emit(aten.expand.default, (rows, [*before, *shape, *after]))
-        rows = self._emit(aten.reshape.default, (rows, [*before, prod(shape), *after]))
-        rows = self._emit(aten.clone.default, (rows,))  # what is written to the tensor later does not reach it
-        self.gathers[rows] = tensor, at_dims
+            rows = self.state.emit(aten.reshape.default, (rows, [*before, *ones, *after]))
+            rows = self.state.emit(aten.expand.default, (rows, [*before, *shape, *after]))
+        rows = self.state.emit(aten.reshape.default, (rows, [*before, prod(shape), *after]))
+        rows = self.state.emit(aten.clone.default, (rows,))  # what is written to the tensor later does not reach it
+        self.state.gathers[rows] = tensor, at_dims
         return Rows(mask, rows, len(before), None, fresh=True)
 
-__all__ = ["with_masks"]
+__all__ = ["SelectedRows", "compute_all_rows", "fuse_expert_loops", "note_parameters_taking_part"]

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from autopar.capture.graph.drafts import TracedProgram
 from autopar.capture.graph.expert_counts import CASTS, counted_numbers
 from autopar.capture.graph.exported_nodes import flat, name_of
 from autopar.capture.graph.row_by_row import VIEWS, check
-from autopar.capture.graph.rows_of_graph import Rows, RowsOfGraph
+from autopar.capture.graph.rows_of_graph import NodeMaker, Rows, val_of
 from autopar.capture.graph.run_once import is_pointwise
 from autopar.capture.graph.same_masks import SHAPED, behind
 from autopar.errors import CaptureError
@@ -40,12 +41,11 @@ MOVES = ("aten.expand.default", "aten.permute.default", "aten.transpose.int", "a
 """Operators for which the dim of rows would have to be followed, and those that draw for each place."""
 
 
-def with_rows_in_place(exported: Any) -> None:
-    """Rewrites an exported program that has grouped products."""
-    graph: Graph = exported.graph
+def keep_rows_in_place(program: TracedProgram) -> None:
+    """Compute sorted rows in their own order, in a program with grouped products."""
+    graph = program.graph
     if any(name_of(node.target) in (PRODUCT, GROUPS) for node in graph.nodes):
         _Unsorted(graph).rewrite()
-        graph.lint()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _Order:
         return int(self.node.meta["val"].shape[0])
 
 
-class _Unsorted(RowsOfGraph):
+class _Unsorted(NodeMaker):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self.in_place: dict[Node, tuple[Node, _Order]] = {}
@@ -148,10 +148,10 @@ class _Unsorted(RowsOfGraph):
         if shape[0] * each != order.n:
             return False
         if each > 1:
-            rows = self._emit(aten.unsqueeze.default, (rows, 1))
-            rows = self._emit(aten.expand.default, (rows, [shape[0], each, *shape[1:]]))
-            rows = self._emit(aten.reshape.default, (rows, [order.n, *shape[1:]]))
-        self.in_place[node] = self._emit(aten.clone.default, (rows,)), order
+            rows = self.emit(aten.unsqueeze.default, (rows, 1))
+            rows = self.emit(aten.expand.default, (rows, [shape[0], each, *shape[1:]]))
+            rows = self.emit(aten.reshape.default, (rows, [order.n, *shape[1:]]))
+        self.in_place[node] = self.emit(aten.clone.default, (rows,)), order
         self.orders.append(order)
         return True
 
@@ -162,10 +162,10 @@ class _Unsorted(RowsOfGraph):
         if rows in self.in_place:
             unsorted, order = self.in_place[rows]  # type: ignore[index]
             routing = self._routing(order, ends)
-            product = self._emit(torch.ops.autopar.expert_linear.default, (unsorted, weight, routing))
+            product = self.emit(torch.ops.autopar.expert_linear.default, (unsorted, weight, routing))
             self.in_place[node] = product, order
-        groups = self._groups(ends, int(self._val(rows).shape[0]))
-        product = self._emit(torch.ops.autopar.expert_linear.default, (rows, weight, groups))
+        groups = self._groups(ends, int(val_of(rows).shape[0]))
+        product = self.emit(torch.ops.autopar.expert_linear.default, (rows, weight, groups))
         node.replace_all_uses_with(product)
         self.graph.erase_node(node)
         if node in self.in_place:
@@ -186,21 +186,21 @@ class _Unsorted(RowsOfGraph):
 
     def _groups(self, ends: Any, n: int) -> Node:
         """The group of each place, int [n]."""
-        kind = {"dtype": torch.int64, "device": self._val(ends).device}
-        places = self._emit(aten.arange.start_step, (0, n, 1), kind)
-        ends = self._emit(aten.to.dtype, (ends, torch.int64))
-        return self._emit(aten.searchsorted.Tensor, (ends, places), {"right": True})
+        kind = {"dtype": torch.int64, "device": val_of(ends).device}
+        places = self.emit(aten.arange.start_step, (0, n, 1), kind)
+        ends = self.emit(aten.to.dtype, (ends, torch.int64))
+        return self.emit(aten.searchsorted.Tensor, (ends, places), {"right": True})
 
     def _routing(self, order: _Order, ends: Any) -> Node:
         """The expert of each row in its own order, int [rows]."""
         if ends not in self.routing:
             if _counted(ends) is behind(order.of, CASTS):
-                routing = self._emit(aten.reshape.default, (order.of, [-1]))
-                routing = self._emit(aten.to.dtype, (routing, torch.int64))
+                routing = self.emit(aten.reshape.default, (order.of, [-1]))
+                routing = self.emit(aten.to.dtype, (routing, torch.int64))
             else:
                 groups = self._groups(ends, order.n)
-                zeros = self._emit(aten.zeros_like.default, (groups,))
-                routing = self._emit(aten.scatter.src, (zeros, 0, order.node, groups))
+                zeros = self.emit(aten.zeros_like.default, (groups,))
+                routing = self.emit(aten.scatter.src, (zeros, 0, order.node, groups))
             self.routing[ends] = routing
         return self.routing[ends]
 
@@ -208,7 +208,7 @@ class _Unsorted(RowsOfGraph):
         """Note what a node makes of rows in their own order, if it works on each by itself."""
         if node.target is operator.getitem and node.args[0] in self.several:
             computed, order = self.several[node.args[0]]  # type: ignore[index]
-            self.in_place[node] = self._emit(operator.getitem, (computed, node.args[1])), order
+            self.in_place[node] = self.emit(operator.getitem, (computed, node.args[1])), order
             return
         args = [n for n in node.all_input_nodes if n in self.in_place]
         schema = getattr(node.target, "_schema", None)
@@ -224,13 +224,13 @@ class _Unsorted(RowsOfGraph):
             if name != EXPERTS:
                 anywhere = [x for x in node.all_input_nodes if _is_filled(x) and _has_rows(x.meta["val"], order.n)]
                 of_rows = [*args, *anywhere]
-                check(node, of_rows, [Rows(order.node, n) for n in of_rows], 0, self._refused)
+                check(node, of_rows, [Rows(order.node, n) for n in of_rows], 0, self.refused)
             elif {node.args[0], node.args[2]} != set(args):
                 return
         except CaptureError:
             return
         replaced = {n: self.in_place[n][0] for n in args}
-        computed = self._emit(
+        computed = self.emit(
             node.target, torch.fx.node.map_arg(node.args, lambda n: replaced.get(n, n)),
             dict(torch.fx.node.map_arg(node.kwargs, lambda n: replaced.get(n, n))),
         )  # fmt: skip
@@ -255,7 +255,7 @@ class _Unsorted(RowsOfGraph):
         if name in PUTS and len(args[1]) == 1 and args[2] in self.in_place and not any(args[3:]):
             index = self._index(args[1][0])
             rows, order = self.in_place[args[2]]
-            same = index == (order, 1) and self._val(args[0]).shape == self._val(rows).shape
+            same = index == (order, 1) and val_of(args[0]).shape == val_of(rows).shape
             return same and self._written(node, rows)
         if name == "aten.index.Tensor" and args[0] in self.in_place and len(args[1]) == 1:
             rows, order = self.in_place[args[0]]
@@ -266,21 +266,21 @@ class _Unsorted(RowsOfGraph):
         if name in ADDS and args[1] == 0 and not node.kwargs and args[3] in self.in_place:
             index = self._index(args[2]) if "index_add" in name else self._index_of_rows(args[2])
             rows, order = self.in_place[args[3]]
-            shape = list(self._val(rows).shape)
+            shape = list(val_of(rows).shape)
             if index is None or index[0] != order:
                 return False
-            if list(self._val(args[0]).shape) != [order.n // index[1], *shape[1:]]:
+            if list(val_of(args[0]).shape) != [order.n // index[1], *shape[1:]]:
                 return False
             if index[1] > 1:
-                rows = self._emit(aten.reshape.default, (rows, [order.n // index[1], index[1], *shape[1:]]))
-                rows = self._emit(aten.sum.dim_IntList, (rows, [1]))
-            return self._written(node, self._emit(aten.add.Tensor, (args[0], rows)))
+                rows = self.emit(aten.reshape.default, (rows, [order.n // index[1], index[1], *shape[1:]]))
+                rows = self.emit(aten.sum.dim_IntList, (rows, [1]))
+            return self._written(node, self.emit(aten.add.Tensor, (args[0], rows)))
         return False
 
     def _written(self, node: Node, result: Node) -> bool:
         """A node becomes another one that makes the same; what wrote in place still does."""
         if name_of(node.target).split(".")[1].endswith("_"):
-            result = self._emit(aten.copy_.default, (node.args[0], result))
+            result = self.emit(aten.copy_.default, (node.args[0], result))
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
         return True
@@ -302,4 +302,4 @@ def _counted(ends: Any) -> Any:
     return counted_numbers(total.args[0])
 
 
-__all__ = ["with_rows_in_place"]
+__all__ = ["keep_rows_in_place"]

@@ -1,19 +1,18 @@
-"""Trained parameters that a forward writes before it reads them: masked weights, a scale in bounds, unit prototypes.
+"""Trained parameters that a forward writes before it reads them: masked weights, a bounded scale, unit prototypes.
 
-Such a write is done before the program runs: the parameter has the new value then, as it has in eager mode, and the
-program reads it like any other. That is the same wherever the new value follows from parameters and buffers alone, and
-nobody reads the old one.
+Such a write happens before the program runs: the parameter has the new value then, as it has in eager mode, and the
+program reads it like any other. That is equivalent wherever the new value follows from parameters and buffers alone,
+and nobody reads the old one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from autopar.capture.aliasing.schemas import seeded
 from autopar.capture.graph.dead_operators import has_effect
-from autopar.errors import CaptureError
+from autopar.capture.graph.drafts import Draft, Refusal
 from autopar.rules.families.value_without_history import WITH_VALUE
 from autopar.rules.function import PREFIX
 from autopar.words.graph import Graph, Node, Ref, map_refs, refs_in
@@ -29,29 +28,22 @@ READ_BEFORE = (
 )
 
 
-def written_first(
-    nodes: Sequence[Node], outputs: Any, updates: Mapping[str, Ref],
-    refusals: Mapping[str, Callable[[str, str], CaptureError]],
-) -> tuple[list[Node], Any, dict[str, Ref], Graph | None]:  # fmt: skip
-    """The nodes and outputs of a program that finds its parameters written, the updates that are left, and what writes
-    them.
-
-    Args:
-        updates: new values by name, of buffers and trained parameters.
-        refusals: the trained parameters among those, each with what makes an error of a reason and a remedy.
+def write_parameters_first(draft: Draft) -> Draft:
+    """Have the trained parameters that the forward writes be written before the program runs.
 
     Raises:
         CaptureError: a new value depends on inputs, is drawn, or the old one is read.
     """
+    nodes, updates, refusals = draft.nodes, draft.updates, draft.refusals
     trained = {name: updates[name] for name in refusals if name in updates}
-    rest = {name: ref for name, ref in updates.items() if name not in trained}
     if not trained:
-        return list(nodes), outputs, rest, None
+        return draft
+    rest = {name: ref for name, ref in updates.items() if name not in trained}
     first = {node.target: Ref(i) for i, node in enumerate(nodes) if node.kind == "param"}
     new = {first[name]: ref for name, ref in trained.items()}
     makers: set[int] = set()
     for name, ref in trained.items():
-        of_value = _made_of(nodes, [ref])
+        of_value = _ancestors(nodes, [ref])
         _check_known_before(nodes, of_value, refusals[name])
         makers |= of_value
     program = _reading_new(nodes, new)
@@ -59,10 +51,10 @@ def written_first(
     def move(ref: Ref) -> Ref:
         return _as_param(nodes, new, ref) or ref
 
-    outputs_now, rest = map_refs(outputs, move), {name: move(ref) for name, ref in rest.items()}
-    roots = [*refs_in(outputs_now), *rest.values()]
-    alive = _made_of(program, roots) | {i for i, node in enumerate(program) if has_effect(node.target)}
-    reads = [*refs_in(outputs), *(updates[name] for name in rest)]
+    outputs, rest = map_refs(draft.outputs, move), {name: move(ref) for name, ref in rest.items()}
+    alive = _ancestors(program, [*refs_in(outputs), *rest.values()])
+    alive |= {i for i, node in enumerate(program) if has_effect(node.target)}
+    reads = [*refs_in(draft.outputs), *(updates[name] for name in rest)]
     for i in alive - makers:
         reads += [ref for k, ref in enumerate(nodes[i].refs) if not (_is_write(nodes[i]) and k == 1)]
     old = _old_values(nodes, makers, new)
@@ -70,16 +62,16 @@ def written_first(
         if ref.node in old and _as_param(nodes, new, ref) is None:
             name = nodes[old[ref.node]].target
             raise refusals[name]("and reads it before", READ_BEFORE)
-    return program, outputs_now, rest, _alone(nodes, makers, trained)
+    return replace(draft, nodes=program, outputs=outputs, updates=rest, before=_alone(nodes, makers, trained))
 
 
 def _is_write(node: Node) -> bool:
-    """Whether a node gives a value with another's history."""
+    """Check whether a node gives a value with another's history."""
     return node.kind == "op" and node.target == WITH_VALUE
 
 
 def _as_param(nodes: Sequence[Node], new: Mapping[Ref, Ref], ref: Ref) -> Ref | None:
-    """The parameter whose new value, with its gradient, a tensor is; None where it is something else."""
+    """Return the parameter whose new value, with its gradient, a tensor is; None for other tensors."""
     if not _is_write(nodes[ref.node]):
         return None
     value, history = nodes[ref.node].args
@@ -91,7 +83,7 @@ def _as_param(nodes: Sequence[Node], new: Mapping[Ref, Ref], ref: Ref) -> Ref | 
 
 
 def _reading_new(nodes: Sequence[Node], new: Mapping[Ref, Ref]) -> list[Node]:
-    """The nodes where those that read new values read the parameters that have them."""
+    """Return the nodes, reading the parameters in place of their new values."""
     program = list(nodes)
     for param, value in new.items():
         made = nodes[value.node]
@@ -104,8 +96,8 @@ def _reading_new(nodes: Sequence[Node], new: Mapping[Ref, Ref]) -> list[Node]:
     return [node.moved(move) if node.kind == "op" and node.refs else node for node in program]
 
 
-def _made_of(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:
-    """The nodes from which values follow."""
+def _ancestors(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:
+    """Return the nodes that values follow from."""
     found: set[int] = set()
     todo = [ref.node for ref in refs]
     while todo:
@@ -116,21 +108,20 @@ def _made_of(nodes: Sequence[Node], refs: Sequence[Ref]) -> set[int]:
     return found
 
 
-def _check_known_before(
-    nodes: Sequence[Node], made_of: set[int], refused: Callable[[str, str], CaptureError]
-) -> None:
-    for node in (nodes[i] for i in sorted(made_of)):
+def _check_known_before(nodes: Sequence[Node], ancestors: set[int], refused: Refusal) -> None:
+    """Refuse a new value that follows from the batch, or differs between calls."""
+    for node in (nodes[i] for i in sorted(ancestors)):
         if node.kind == "input":
             raise refused("by values of the batch", FROM_BATCH)
         if node.kind == "op" and (seeded(node.target) or has_effect(node.target) or node.target.startswith(PREFIX)):
             raise refused(f"by what {node.where} gives, which another call gives otherwise", FROM_BATCH)
 
 
-def _old_values(
-    nodes: Sequence[Node], makers: set[int], new: Mapping[Ref, Ref]
-) -> dict[int, int]:
-    """The nodes that are, or follow from, parameters before they are written, each with such a parameter; without those
-    that the program replaces."""
+def _old_values(nodes: Sequence[Node], makers: set[int], new: Mapping[Ref, Ref]) -> dict[int, int]:
+    """Return the nodes that are, or follow from, parameters before they are written, each with such a parameter.
+
+    Nodes that the program replaces are left out.
+    """
     old = {param.node: param.node for param in new}
     for i in sorted(makers):
         from_old = next((old[r.node] for r in nodes[i].refs if r.node in old), None)
@@ -141,12 +132,12 @@ def _old_values(
 
 
 def _is_replaced(made: Node) -> bool:
-    """Whether who reads a new value itself can read the parameter instead."""
+    """Check whether readers of a new value can read the parameter instead."""
     return made.kind == "op" and len(made.outs) == 1
 
 
 def _alone(nodes: Sequence[Node], makers: set[int], trained: Mapping[str, Ref]) -> Graph:
-    """What makes the new values, by itself."""
+    """Return the graph that computes the new values, and nothing else."""
     number = {i: k for k, i in enumerate(sorted(makers))}
 
     def move(ref: Ref) -> Ref:
@@ -156,4 +147,4 @@ def _alone(nodes: Sequence[Node], makers: set[int], trained: Mapping[str, Ref]) 
     return Graph(tuple(kept), (), None, {}, {name: move(ref) for name, ref in trained.items()})
 
 
-__all__ = ["written_first"]
+__all__ = ["write_parameters_first"]
