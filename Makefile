@@ -46,7 +46,7 @@ docs: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# The first hour on GPUs (docs/gpu.md): checks and times as one table; says so where there is no GPU.
+# The first hour on GPUs (docs/guides/gpus.md): checks and times as one table; says so where there is no GPU.
 gpu: $(STAMP)
 	$(BIN)/python benchmarks/first_hour.py
 

@@ -9,7 +9,7 @@ one fails; agents of several machines meet in torchrun's rendezvous. autopar add
   lost for it.
 
 The script only has to start from its last checkpoint (:class:`autopar.Checkpoint`), and to call :func:`saved` if it
-saves in another way. docs/elastic.md has the pattern.
+saves in another way. docs/guides/checkpoints.md has the pattern.
 """
 
 from __future__ import annotations

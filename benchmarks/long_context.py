@@ -3,8 +3,8 @@
 Prices of one causal attention with its projections, forward and backward, in bfloat16, one row, cut along the sequence
 before and after, on the roofline's numbers:
 
-    python benchmarks/long_context.py                                   # the table of docs/measurements.md
-    python benchmarks/long_context.py --plot docs/long_context.svg      # the same drawn, where matplotlib is installed
+    python benchmarks/long_context.py                                   # the table of docs/measurements/long-context.md
+    python benchmarks/long_context.py --plot docs/measurements/long_context.svg      # the same drawn, where matplotlib is installed
 
 ``g`` is heads (Ulysses), ``q`` queries with keys and values gathered, ``ring`` keys and values that travel; two names
 are two axes, the first of them inside of a node.
