@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import meta_models
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar import planfile
-from autopar.capture import capture
 from autopar.certificate import check
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.intra_op.building.price import pricer
@@ -31,13 +29,9 @@ LAYERS = 4
 
 @functools.cache
 def llama() -> Graph:
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=LAYERS, num_attention_heads=8, num_key_value_heads=8,
-        vocab_size=1024, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config), torch.zeros(32, 512, dtype=torch.long)
-    return capture(model, (), {"input_ids": ids, "labels": ids}).graph
+    return meta_models.llama(
+        32, 512, hidden_size=512, intermediate_size=1408, num_hidden_layers=LAYERS, vocab_size=1024
+    )
 
 
 def test_with_less_memory_more_runs_again_and_the_certificate_holds() -> None:

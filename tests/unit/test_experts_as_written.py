@@ -4,20 +4,17 @@ mode where its rows travel to their experts, some of which have none."""
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cut_experts import cut_equally
 from procs.in_turn import marked
 from written_experts import EXPERTS, HIDDEN, LAYERS, ROWS, Layer, Norms, SomeExperts, WrittenSlices
 
 import autopar
-from autopar.certificate.recount import check
-from autopar.comparison.program_vs_eager import verify
 from autopar.errors import CaptureError, InfeasibleError, PlanError, RunError
 from autopar.rules.experts.expert_block import BLOCK
-from hardware_profiles import load_cluster
 
 WAYS = {"travel": "data=2,expert=2", "e": "expert=2"}
 
@@ -31,11 +28,8 @@ def test_is_one_operator(name: str, way: str) -> None:
     captured = autopar.capture(model, (x, y))
     assert sum(node.target == BLOCK for node in captured.graph.nodes) == 1
     assert not [node for node in captured.graph.nodes if "sort." in node.target], "rows stay in their own order"
-    cluster = load_cluster("local-x4" if way == "travel" else "local-x2")
-    pins = {"*expert_block*": {"expert": way}}
-    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh=WAYS[way], constraints=pins)
-    for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
-        assert row.worst < (1e-9 if dtype == torch.float64 else 1e-5), row
+    limit = 1e-9 if dtype == torch.float64 else 1e-5
+    cut_equally(model, (x, y), WAYS[way], {"*expert_block*": {"expert": way}}, captured=captured, limit=limit)
 
 
 @pytest.mark.parametrize("name", ["RunningSlices", "HitExperts", "HitNumbers", "DistinctNumbers"])
@@ -57,13 +51,8 @@ def test_experts_without_rows_have_no_gradient(name: str) -> None:
 
 
 def test_slices_are_written_by_running_counts() -> None:
-    model, cluster = WrittenSlices().double(), load_cluster("local-x2")
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
-    captured = autopar.capture(model, (x, y))
-    pins = {"*expert_block*": {"expert": "e"}}
-    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh="expert=2", constraints=pins)
-    for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
-        assert row.worst < 1e-9, row
+    cut_equally(WrittenSlices().double(), (x, y), "expert=2", {"*expert_block*": {"expert": "e"}})
 
 
 class GatesOfOthers(Layer):
@@ -259,30 +248,20 @@ def test_all_of_a_number_of_classes_that_depends_on_data_are_refused() -> None:
 
 @pytest.mark.parametrize("layer", [Capacity, CapacityInClasses])
 def test_experts_with_a_capacity_are_cut_as_a_batch(layer: type[Layer]) -> None:
-    model, cluster = layer().double(), load_cluster("local-x2")
+    model = layer().double()
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
     captured = autopar.capture(model, (x, y))
-    plan = autopar.plan(
-        model, cluster, (x, y), captured=captured, mesh="expert=2", constraints={"*bmm*": {"expert": "b"}}
-    )
-    for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
-        assert row.worst < 1e-9, row
+    cut_equally(model, (x, y), "expert=2", {"*bmm*": {"expert": "b"}}, captured=captured)
     with pytest.raises(PlanError, match="the model has none: experts with a capacity"):
-        autopar.plan(model, cluster, (x, y), captured=captured, expert_load={"*": [1, 2, 3, 4]})
+        autopar.plan(model, "local-x2", (x, y), captured=captured, expert_load={"*": [1, 2, 3, 4]})
 
 
-def uneven(model: torch.nn.Module, mesh: str, devices: int) -> tuple[Any, list[float]]:
-    """The certificate of a plan whose rows travel along all axes named so, and how far it is from one device."""
-    cluster = load_cluster(f"local-x{devices}")
+def uneven(model: torch.nn.Module, mesh: str) -> None:
+    """Rows travel along all axes of experts."""
     x, y = (torch.randn(12, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
-    captured = autopar.capture(model, (x, y))
-    axes = {axis.partition("=")[0]: "travel" for axis in mesh.split(",")} | {"tensor": "ffn"}
-    pins = {"*expert_block*": {axis: how for axis, how in axes.items() if f"{axis}=" in mesh}}
-    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh=mesh, constraints=pins)
-    [stage] = plan.stages
-    return check(stage, captured.graph, cluster, types=True), [
-        row.worst for row in verify(captured, model, (x, y), {}, stage.mesh, cluster, plan=plan)
-    ]
+    axes = [axis.partition("=")[0] for axis in mesh.split(",")]
+    pins = {"*expert_block*": {axis: "ffn" if axis == "tensor" else "travel" for axis in axes}}
+    cut_equally(model, (x, y), mesh, pins, certified=True)
 
 
 @pytest.mark.parametrize(
@@ -293,23 +272,16 @@ def uneven(model: torch.nn.Module, mesh: str, devices: int) -> tuple[Any, list[f
 )  # fmt: skip
 def test_rows_travel_to_unequal_numbers_of_experts(experts: int, bias: bool, mesh: str) -> None:
     """As ``torch.chunk`` cuts them: 6 over 4 are 2, 2, 2 and none."""
-    devices = 3 if mesh == "expert=3" else 4
-    report, worst = uneven(SomeExperts(experts, bias).double(), mesh, devices)
-    assert report.ok, report.failures
-    assert max(worst) < 1e-9, worst
+    uneven(SomeExperts(experts, bias).double(), mesh)
 
 
 def test_a_rank_without_experts_looks_up_no_bias() -> None:
     with pytest.raises(InfeasibleError, match="size 6: cut over 4 ranks, it leaves some without any"):
-        uneven(SomeExperts(6, True).double(), "expert=4", 4)
+        uneven(SomeExperts(6, True).double(), "expert=4")
 
 
 def test_dropout_inside_experts_is_the_same_wherever_rows_are() -> None:
     """What is kept is drawn by the row's place in the batch, so that it travels with the row."""
-    model, cluster = Norms(dropout=0.3).double(), load_cluster("local-x2")
     x, y = (torch.randn(4, ROWS // 4, HIDDEN, dtype=torch.float64) for _ in range(2))
-    captured = autopar.capture(model, (x, y))
     pins = {"*expert_block*": {"expert": "travel"}}
-    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh="expert=2", constraints=pins)
-    _, *ours = verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan)
-    assert ours and all(row.worst < 1e-9 for row in ours), ours
+    cut_equally(Norms(dropout=0.3).double(), (x, y), "expert=2", pins, random=True)

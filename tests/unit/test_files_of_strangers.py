@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
+import command_line
 import mutated_inputs
 import pytest
 import torch
 
 from autopar.capture import capture, untraceable_modules
 from autopar.capture.trace import value_origins
-from autopar.cli import main
 from autopar.errors import AutoparError, CaptureError, MeshError, ModelError, PlanError
 from autopar.frontends import hugging_face
 from autopar.frontends.models import load_model
@@ -30,12 +28,9 @@ from hardware_profiles import ProfileError, abstract_cluster, build_cluster, loa
 
 
 def command(*words: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    out, err = io.StringIO(), io.StringIO()
-    with mock.patch.object(sys, "argv", ["autopar", *map(str, words)]), pytest.raises(SystemExit) as end:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-    return int(end.value.code or 0), out.getvalue(), " ".join(err.getvalue().split())
+    """Exit code, standard output, and standard error in one line."""
+    code, out, err = command_line.command(*words)
+    return code, out, " ".join(err.split())
 
 
 @pytest.fixture(scope="module")

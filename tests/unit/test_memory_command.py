@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.cuda._memory_viz as memory_viz
-from unit.test_cli import MODEL
-from unit.test_cli_pipeline import autopar
+from command_line import command, plan_all
 
 from autopar.cli.common import opened
 from autopar.planner.intra_op.memory.contents import (
@@ -35,12 +34,7 @@ KINDS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and a plan of each kind."""
-    path = tmp_path_factory.mktemp("memory")
-    (path / "net.py").write_text(MODEL)
-    for kind, words in KINDS.items():
-        code, _, err = autopar("plan", path / "net.py:make", *words, "-o", path / f"{kind}.json")
-        assert code == 0, err
-    return path
+    return plan_all(tmp_path_factory.mktemp("plans"), KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,15 +54,15 @@ def test_categories_add_up_to_the_memory_of_the_plan(folder: Path, kind: str) ->
 
 
 def test_the_command_says_the_moment_the_categories_and_the_largest(folder: Path) -> None:
-    code, text, err = autopar("memory", folder / "piped.json", "--trust", "--top", 3)
+    code, text, err = command("memory", folder / "piped.json", "--trust", "--top", 3)
     assert code == 0, err
     assert "The fullest moment is in the backward of" in text and "in flight, on group" in text
     assert "parameters" in text and "a plan may fill" in text
-    code, text, err = autopar("memory", folder / "piped.json", "--trust", "--json", "--top", 3)
+    code, text, err = command("memory", folder / "piped.json", "--trust", "--json", "--top", 3)
     said = json.loads(text)
     assert len(said["groups"]) == 2 and len(said["tensors"]) == 3
     assert all(sum(group["categories"].values()) == group["bytes"] for group in said["groups"])
-    code, _, err = autopar("memory", folder / "piped.json", "--trust", "--group", 2)
+    code, _, err = command("memory", folder / "piped.json", "--trust", "--group", 2)
     assert code == 2 and "the plan has 2 groups of devices, which count from 0" in err
 
 
@@ -76,7 +70,7 @@ def test_the_command_says_the_moment_the_categories_and_the_largest(folder: Path
 def test_a_snapshot_is_one_of_torch(folder: Path, kind: str) -> None:
     """Every block is freed after it is taken, none lies in another, and torch's own functions read all of it."""
     path = folder / f"{kind}.pickle"
-    code, text, err = autopar("memory", folder / f"{kind}.json", "--trust", "--snapshot", path)
+    code, text, err = command("memory", folder / f"{kind}.json", "--trust", "--snapshot", path)
     assert code == 0, err
     assert "a whole step" in text
     data = pickle.loads(path.read_bytes())
@@ -94,9 +88,9 @@ def test_a_snapshot_is_one_of_torch(folder: Path, kind: str) -> None:
     for address, size in sorted(live.items()):
         assert address >= at
         at = address + size
-    again = autopar("memory", folder / f"{kind}.json", "--trust", "--snapshot", path)
+    again = command("memory", folder / f"{kind}.json", "--trust", "--snapshot", path)
     assert again[0] == 0, again[2]  # a snapshot may be written over
-    code, _, err = autopar("memory", folder / f"{kind}.json", "--trust", "--snapshot", folder / "net.py")
+    code, _, err = command("memory", folder / f"{kind}.json", "--trust", "--snapshot", folder / "net.py")
     assert code == 2 and "is not a snapshot of memory" in err
 
 

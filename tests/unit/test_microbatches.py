@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import command
 from torch import nn
-from unit.test_cli_pipeline import autopar as command
 from zoo import ZOO
 
 import autopar

@@ -7,12 +7,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from meta_models import gpt2_in_parts
 from zoo import ZOO
 
 from autopar.capture import capture
-from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.comparison import program_vs_eager as V
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op import stage_search
@@ -38,19 +36,7 @@ ROWS, DEVICES = 4, 4
 @cache
 def graphs() -> dict[int, Graph]:
     """A small GPT-2 with many words, which its head and its embedding share, by number of microbatches."""
-    config = GPT2Config(
-        vocab_size=16384, n_positions=128, n_embd=256, n_layer=3, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config)
-
-    def graph(rows: int) -> Graph:
-        ids = torch.zeros(rows, 128, dtype=torch.long, device="meta")
-        return capture(model, (), {"input_ids": ids, "labels": ids}).graph
-
-    whole, half = graph(ROWS), graph(ROWS // 2)
-    return {m: resized(whole, half, ROWS, ROWS // 2, ROWS // m) for m in numbers_of_parts(ROWS)}
+    return gpt2_in_parts(ROWS, 128, vocab_size=16384, n_embd=256, n_layer=3, n_head=4)
 
 
 def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import meta_models
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from unit.test_portfolio import benchmark
 
-from autopar.capture import capture
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.stage_pins import starts_of
@@ -33,27 +32,16 @@ MEGATRON = {
 @cache
 def llama() -> Graph:
     """A Llama of four layers, whose activations are many for its few words."""
-    config = LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8,
-        vocab_size=1024, max_position_embeddings=SEQUENCE, use_cache=False,
+    return meta_models.llama(
+        ROWS, SEQUENCE, torch.bfloat16, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, vocab_size=1024,
+        max_position_embeddings=SEQUENCE,
     )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    ids = torch.zeros(ROWS, SEQUENCE, dtype=torch.long, device="meta")
-    return capture(model, (), {"input_ids": ids, "labels": ids}).graph
 
 
 @cache
 def gpt2() -> Graph:
     """A GPT-2 of eight blocks with many words."""
-    config = GPT2Config(
-        vocab_size=51200, n_positions=SEQUENCE, n_embd=512, n_layer=8, n_head=8, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config).to(torch.bfloat16)
-    ids = torch.zeros(2, SEQUENCE, dtype=torch.long, device="meta")
-    return capture(model, (), {"input_ids": ids, "labels": ids}).graph
+    return meta_models.gpt2(2, SEQUENCE, torch.bfloat16, vocab_size=51200, n_embd=512, n_layer=8, n_head=8)
 
 
 @pytest.mark.parametrize("recompute", [(), ("model.layers.*",)])

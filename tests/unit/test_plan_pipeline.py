@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from meta_models import gpt2
 from zoo import ZOO
 
 from autopar import plan
@@ -43,14 +43,7 @@ def graph_of(name: str) -> Graph:
 
 
 def gpt(layers: int, hidden: int, heads: int, batch: int, seq: int) -> Graph:
-    config = GPT2Config(
-        vocab_size=51200, n_positions=seq, n_embd=hidden, n_layer=layers, n_head=heads, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config).to(torch.float16)
-        ids = torch.zeros(batch, seq, dtype=torch.long)
-    return capture(model, (), {"input_ids": ids, "labels": ids}).graph
+    return gpt2(batch, seq, torch.float16, vocab_size=51200, n_embd=hidden, n_layer=layers, n_head=heads)
 
 
 def random_way(rng: random.Random) -> Way:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from meta_models import llama
 from zoo import ZOO
 
 import autopar
@@ -296,13 +296,7 @@ def test_a_first_block_without_gradient_into_it_is_not_like_the_others() -> None
 @functools.cache
 def tight() -> tuple[Graph, Options, StagePlan]:
     """24 blocks in 60% of the memory that the fastest plan takes, nothing recomputed: graph, what is asked, plan."""
-    config = LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=8,
-        vocab_size=4096,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config), torch.zeros(8, 256, dtype=torch.long)
-    graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
+    graph = llama(8, 256, hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, vocab_size=4096)
     cluster, mesh = load_cluster("dgx-h100"), Mesh.of(data=8)
     limit = 0.6 * plan_graph(graph, cluster, mesh).price.memory_bytes
     keeping = Options(memory_limit_bytes=limit, may_recompute=False)

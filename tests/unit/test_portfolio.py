@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from meta_models import gpt2_in_parts
 
-from autopar.capture import capture
-from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.stage_search import plan_pipeline
 from autopar.words.graph import Graph
@@ -35,32 +33,17 @@ def benchmark(name: str) -> Any:
 
 
 @cache
-def graph_of(microbatches: int) -> Graph:
+def graphs() -> dict[int, Graph]:
     """A GPT-2 of two blocks, by number of microbatches."""
-    whole, half = halves()
-    return resized(whole, half, ROWS, ROWS // 2, ROWS // microbatches)
-
-
-@cache
-def halves() -> tuple[Graph, Graph]:
-    config = GPT2Config(
-        vocab_size=8192, n_positions=SEQUENCE, n_embd=1024, n_layer=2, n_head=16, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config).to(torch.bfloat16)
-    ids = torch.zeros(ROWS, SEQUENCE, dtype=torch.long, device="meta")
-    whole, half = (capture(model, (), {"input_ids": i, "labels": i}).graph for i in (ids, ids[: ROWS // 2]))
-    return whole, half
+    return gpt2_in_parts(ROWS, SEQUENCE, torch.bfloat16, vocab_size=8192, n_embd=1024, n_layer=2, n_head=16)
 
 
 def search_and_prices(count: int) -> tuple[float, Any]:
     """Seconds of the search's plan on the first devices of the cluster, and what became of so many layouts."""
     portfolio, cluster = benchmark("portfolio"), load_cluster(CLUSTER)
-    graphs = {m: graph_of(m) for m in numbers_of_parts(ROWS)}
-    seconds = plan_pipeline(graphs, cluster, DEVICES, PipelineOptions(1)).plan.seconds
+    seconds = plan_pipeline(graphs(), cluster, DEVICES, PipelineOptions(1)).plan.seconds
     words = portfolio.portfolio(count, DEVICES, ROWS)
-    return seconds, portfolio.price(words, graph_of, cluster, ROWS, seconds, n_devices=DEVICES)
+    return seconds, portfolio.price(words, graphs().__getitem__, cluster, ROWS, seconds, n_devices=DEVICES)
 
 
 @pytest.mark.slow

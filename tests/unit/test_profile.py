@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import command
 from torch import nn
 from unit.test_bad_input import put
-from unit.test_cli_pipeline import autopar as command
 
 import autopar
 from autopar.certificate import check

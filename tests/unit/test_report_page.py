@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from unit.test_cli import MODEL
-from unit.test_cli_pipeline import autopar
+from command_line import command, plan_all
 
 from autopar.cli.common import opened
 from autopar.report.layouts import LayoutRow, with_front
@@ -38,12 +37,7 @@ KINDS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and a plan of each kind."""
-    path = tmp_path_factory.mktemp("page")
-    (path / "net.py").write_text(MODEL)
-    for kind, words in KINDS.items():
-        code, _, err = autopar("plan", path / "net.py:make", *words, "-o", path / f"{kind}.json")
-        assert code == 0, err
-    return path
+    return plan_all(tmp_path_factory.mktemp("plans"), KINDS)
 
 
 def subject_of(folder: Path, kind: str, name: str = "net") -> Subject:
@@ -78,7 +72,7 @@ class Tags(HTMLParser):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_is_whole_and_needs_nothing(folder: Path, kind: str) -> None:
-    code, out, err = autopar("report", folder / f"{kind}.json", "-o", folder / f"{kind}.html", "--trust")
+    code, out, err = command("report", folder / f"{kind}.json", "-o", folder / f"{kind}.html", "--trust")
     assert code == 0, err
     page = (folder / f"{kind}.html").read_text()
     assert f"{kind}.html" in out
@@ -121,7 +115,7 @@ def test_stages_of_one_device_are_fullest_one_at_a_time(folder: Path) -> None:
 
 
 def test_a_folder_is_no_page(folder: Path) -> None:
-    code, _, err = autopar("report", folder / "mesh.json", "-o", folder)
+    code, _, err = command("report", folder / "mesh.json", "-o", folder)
     assert code == 2 and "which is a folder; give a file" in err.replace("\n", " ")
 
 
@@ -173,7 +167,7 @@ def test_alternatives_are_points_and_rows() -> None:
 
 @pytest.mark.slow
 def test_top_searches_again(folder: Path) -> None:
-    code, _, err = autopar("report", folder / "piped.json", "-o", folder / "top.html", "--top", 3, "--trust")
+    code, _, err = command("report", folder / "piped.json", "-o", folder / "top.html", "--top", 3, "--trust")
     assert code == 0, err
     page = (folder / "top.html").read_text()
     Tags(page)

@@ -8,14 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from cut_experts import cut_equally
 from torch import nn
 
 import autopar
 from autopar.capture.graph.expert_counts import number_of_choices
-from autopar.comparison.program_vs_eager import verify
 from autopar.errors import CaptureError
 from autopar.rules.experts.expert_block import BLOCK
-from hardware_profiles import load_cluster
 
 HIDDEN, EXPERTS = 8, 4
 Mix = Callable[["Experts", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -132,15 +131,12 @@ LOOPS: dict[str, tuple[Mix, int]] = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_over_experts(name: str) -> None:
-    model, cluster = Experts(*LOOPS[name]).double(), load_cluster("local-x4")
+    model = Experts(*LOOPS[name]).double()
     x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
     captured = autopar.capture(model, (x, y))
-    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh="data=2,tensor=2")
     assert not [node for node in captured.graph.nodes if node.target.startswith("way")], "a branch that is none"
     assert sum(node.target == BLOCK for node in captured.graph.nodes) == (name not in UNALIKE)
-    # the first row is the model itself
-    for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
-        assert row.worst < 1e-9, row
+    cut_equally(model, (x, y), "data=2,tensor=2", captured=captured)
 
 
 def test_each_loop_stands_in_its_own_module() -> None:
@@ -160,13 +156,8 @@ def test_each_loop_stands_in_its_own_module() -> None:
 
 
 def test_rows_of_a_loop_travel_to_their_experts() -> None:
-    model, cluster = Experts(*LOOPS["where"]).double(), load_cluster("local-x2")
     x, y = (torch.randn(4, 4, HIDDEN, dtype=torch.float64) for _ in range(2))
-    captured = autopar.capture(model, (x, y))
-    pins = {"*expert_block*": {"expert": "travel"}}
-    plan = autopar.plan(model, cluster, (x, y), captured=captured, mesh="expert=2", constraints=pins)
-    for row in verify(captured, model, (x, y), {}, plan.stages[0].mesh, cluster, plan=plan):
-        assert row.worst < 1e-9, row
+    cut_equally(Experts(*LOOPS["where"]).double(), (x, y), "expert=2", {"*expert_block*": {"expert": "travel"}})
 
 
 def across(m: Experts, x: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 
 import pytest
-from unit.test_cli_pipeline import autopar as command
+from command_line import command
 
 from autopar.cli.terminal import Terminal, styled
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import meta_models
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
 from autopar.certificate import Report, check
@@ -255,13 +255,10 @@ def test_bert_that_is_recomputed_makes_its_forward_collectives_again() -> None:
 
 
 def llama(batch: int, seq: int, hidden: int, **rest: object) -> tuple[Graph, StagePlan]:
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, vocab_size=512, max_position_embeddings=seq,
+    graph = meta_models.llama(
+        batch, seq, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=2, num_key_value_heads=4,
+        vocab_size=512, max_position_embeddings=seq,
     )  # fmt: skip
-    with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config), torch.zeros(batch, seq, dtype=torch.long)
-    graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
     cluster = abstract_cluster({"x": 4}, alpha=(0.0,), beta=(1.0,), constants=CONSTANTS)
     return graph, plan_graph(graph, cluster, Mesh.of(x=4), Options(**rest))  # type: ignore[arg-type]
 
@@ -278,13 +275,10 @@ def test_llama_with_few_tokens_cuts_heads_and_vocabulary() -> None:
 
 def llama_8b(seq: int, hides: bool = True, **rest: object) -> tuple[Graph, StagePlan]:
     """Two layers of the shape of Llama-3-8B, batch 1, on the eight H100 of one node."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+    graph = meta_models.llama(
+        1, seq, torch.bfloat16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
         vocab_size=128256, max_position_embeddings=seq,
     )  # fmt: skip
-    with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config).to(torch.bfloat16), torch.zeros(1, seq, dtype=torch.long)
-    graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
     cluster = replace(load_cluster("dgx-h100"), overlap=hides)
     return graph, plan_graph(graph, cluster, Mesh.of(tensor=8), Options(**rest))  # type: ignore[arg-type]
 

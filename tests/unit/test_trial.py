@@ -6,11 +6,10 @@ import random
 from dataclasses import replace
 from functools import cache
 
+import meta_models
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.capture import capture
 from autopar.capture.microbatches import resized
 from autopar.planner.inter_op.estimating.block_costs import BlockPlans, Menus, evenly_cut
 from autopar.planner.inter_op.estimating.equal import Equal
@@ -34,24 +33,17 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-1f1b:3", "zb-h1",
 
 @cache
 def llama(rows: int = 4) -> Graph:
-    config = LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
-        vocab_size=4096,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config), torch.zeros(rows, 512, dtype=torch.long)
-    return capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False}).graph
+    return meta_models.llama(
+        rows, 512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, vocab_size=4096
+    )
 
 
 def wide_llama(rows: int) -> Graph:
     """Of long rows, so that devices do more than launch operators."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=4096, use_cache=False,
+    return meta_models.llama(
+        rows, 2048, torch.bfloat16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=4,
+        num_attention_heads=32, vocab_size=4096,
     )  # fmt: skip
-    with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config).to(torch.bfloat16), torch.zeros(rows, 2048, dtype=torch.long)
-    return capture(model, (), {"input_ids": ids, "labels": ids}).graph
 
 
 def random_cut(rng: random.Random, schedule: str, groups: int) -> EstimatedCut:

@@ -7,10 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from meta_models import gpt2_in_parts
 
-from autopar.capture import capture
-from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.candidates import PipelineOptions
 from autopar.planner.inter_op.per_microbatch_count import OneNumber
@@ -25,19 +23,7 @@ BATCH = 64
 @cache
 def graphs(layers: int = 16, hidden: int = 4096) -> dict[int, Graph]:
     """GPT-2 blocks of a large model, by number of microbatches of a batch of 64 sequences."""
-    config = GPT2Config(
-        vocab_size=51200, n_positions=1024, n_embd=hidden, n_layer=layers, n_head=32, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config).to(torch.bfloat16)
-
-    def graph(rows: int) -> Graph:
-        ids = torch.zeros(rows, 1024, dtype=torch.long, device="meta")
-        return capture(model, (), {"input_ids": ids, "labels": ids}).graph
-
-    whole, half = graph(BATCH), graph(BATCH // 2)
-    return {m: resized(whole, half, BATCH, BATCH // 2, BATCH // m) for m in numbers_of_parts(BATCH)}
+    return gpt2_in_parts(BATCH, 1024, torch.bfloat16, vocab_size=51200, n_embd=hidden, n_layer=layers, n_head=32)
 
 
 CLUSTER = "dgx-a100-x4"
