@@ -16,6 +16,7 @@ from autopar.capture import Captured
 from autopar.capture.in_parts import refused_rows
 from autopar.capture.microbatches import first_part, numbers_of_parts, rows_of, taken_of_batch
 from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.exact.exact_stages import Exact
 from autopar.planner.inter_op.simulating.order import check_name
 from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
@@ -58,10 +59,6 @@ class Outcome:
     cluster: Cluster | None = None
 
 
-BETTER = 1e-6
-"""A shape of the mesh has to be faster by more than this part: of shapes that are as fast the first one is taken."""
-SIMPLER = 0.001
-"""A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
 
 
 def options_of(request: PlanRequest) -> Options:
@@ -81,8 +78,8 @@ def wishes_of(plan: Plan) -> Options:
 
 
 def find(
-    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, request: PlanRequest,
-    name: str = "", runs: bool = True, say: Callable[[str], None] = lambda what: None,
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int,
+    request: PlanRequest, name: str = "", runs: bool = True, say: Callable[[str], None] = lambda what: None,
 ) -> Outcome:  # fmt: skip
     """The best plan for ``n`` devices of a cluster that does what is asked.
 
@@ -109,8 +106,8 @@ def find(
 
 
 def _on_some_devices(
-    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, request: PlanRequest,
-    name: str, runs: bool, say: Callable[[str], None],
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int,
+    request: PlanRequest, name: str, runs: bool, say: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
     """The best plan on all ``n`` devices or, where their speeds differ, on the faster ones alone.
 
@@ -132,7 +129,7 @@ def _on_some_devices(
             found = _found(model, captured, example, some, len(ranks), request, name + suffix, False, say)
         except (InfeasibleError, MeshError, PlanError):  # so many stages, as much memory: only all devices have them
             continue
-        if best is None or found.plan.seconds < best.plan.seconds * (1 - BETTER):
+        if best is None or found.plan.seconds < best.plan.seconds * (1 - EFFORT.faster_by):
             best, chosen = replace(found, cluster=some), ranks
     if best is outcome:
         if outcome is None:
@@ -179,8 +176,8 @@ def _called(cluster: Cluster, ranks: Sequence[int]) -> str:
 
 
 def _found(
-    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, request: PlanRequest,
-    name: str, runs: bool, say: Callable[[str], None],
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int,
+    request: PlanRequest, name: str, runs: bool, say: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
     """:func:`find`, of a graph that has its experts' loads."""
     if not request.piped or not (request.insisted or can_be_cut(captured.graph, example())):
@@ -238,7 +235,7 @@ def can_be_cut(graph: Graph, example: Any) -> bool:
 
 def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, request: PlanRequest, name: str) -> Outcome:
     """The plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
-    most = outcome.plan.seconds * (1 + SIMPLER)
+    most = outcome.plan.seconds * (1 + EFFORT.simpler_by)
     options = replace(options_of(request), microbatches=1, worth_seconds=most, explains=False)
     try:
         simple = on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, request.pins)
@@ -306,8 +303,8 @@ def on_best_mesh(
         raise MeshError(
             f"no mesh shape of {n} devices has the axes that the constraints name "
             f"({', '.join(sorted(options.named_axes))}) and as many as there are placements; shapes that are chosen "
-            f"have up to {request.max_axes} axes, with names among {', '.join(AXIS_NAMES)}: name these, or give the mesh "
-            "that you mean"
+            f"have up to {request.max_axes} axes, with names among {', '.join(AXIS_NAMES)}: name these, or give the "
+            "mesh that you mean"
         )
     best: Plan | None = None
     infeasible: InfeasibleError | None = None
@@ -331,7 +328,7 @@ def on_best_mesh(
             best = replace(best, notes=(*best.notes, INTERRUPTED))
             break
         tried.append((shape.shown(), plan.seconds))
-        if plan.seconds < least * (1 - BETTER):
+        if plan.seconds < least * (1 - EFFORT.faster_by):
             best = plan
     if best is None:
         assert infeasible is not None

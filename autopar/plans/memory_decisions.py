@@ -92,8 +92,8 @@ def decision(record: MemoryDecision) -> MemoryDecision:
 
 KEEP = decision(MemoryDecision("keep", "kept from forward to backward", ""))
 RECOMPUTE = decision(MemoryDecision("recompute", "run again in the backward", SEGMENTS))
-MAKE_AGAIN = decision(MemoryDecision("make again", "made again with their segment", RESULTS))
-GATHER_AGAIN = decision(MemoryDecision("gather again", "gathered again in the backward", COPIES))
+RECOMPUTE_RESULT = decision(MemoryDecision("make again", "made again with their segment", RESULTS))
+REGATHER = decision(MemoryDecision("gather again", "gathered again in the backward", COPIES))
 
 
 def about_tensors() -> list[MemoryDecision]:
@@ -122,6 +122,20 @@ def in_order(decided: Mapping[str, Sequence[Any]]) -> Memory:
 
 
 __all__ = [
-    "COPIES", "DECISIONS", "GATHER_AGAIN", "KEEP", "MAKE_AGAIN", "RECOMPUTE", "RESULTS", "SEGMENTS", "TENSORS",
-    "Memory", "MemoryDecision", "about_tensors", "decision", "every_tensor", "in_order", "memory",
+    "COPIES",
+    "DECISIONS",
+    "KEEP",
+    "RECOMPUTE",
+    "RECOMPUTE_RESULT",
+    "REGATHER",
+    "RESULTS",
+    "SEGMENTS",
+    "TENSORS",
+    "Memory",
+    "MemoryDecision",
+    "about_tensors",
+    "decision",
+    "every_tensor",
+    "in_order",
+    "memory",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
 from autopar.plans.device_groups import check_places
-from autopar.plans.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE, Memory
+from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT, REGATHER, Memory
 from autopar.plans.prices import Moment, Price, StagePeaks, bytes_together
 from autopar.plans.transfer import Side
 from autopar.words.graph import Graph, Ref, Spec
@@ -155,17 +155,17 @@ class StagePlan:
     @property
     def gather_again(self) -> tuple[str, ...]:
         """Tensors whose gathered copies are gathered again in the backward."""
-        return self.memory.get(GATHER_AGAIN.name, ())
+        return self.memory.get(REGATHER.name, ())
 
     @property
     def make_again(self) -> tuple[str, ...]:
         """Results of segments that are not kept for those who read them outside either."""
-        return self.memory.get(MAKE_AGAIN.name, ())
+        return self.memory.get(RECOMPUTE_RESULT.name, ())
 
     @property
     def about_tensors(self) -> dict[str, frozenset[str]]:
         """The decisions that are made for tensors by themselves: all but those of segments and of their results."""
-        of_segments = (RECOMPUTE.name, MAKE_AGAIN.name)
+        of_segments = (RECOMPUTE.name, RECOMPUTE_RESULT.name)
         return {name: frozenset(keys) for name, keys in self.memory.items() if name not in of_segments}
 
     @property

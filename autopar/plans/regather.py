@@ -41,7 +41,7 @@ def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:
     return mesh.size(Step.between(src, dst).axis) > 1 and not is_same(src, dst)
 
 
-def can_gather_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
+def can_regather(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
     """Whether copies of a tensor may be freed between forward and backward: it has a gradient, it is no output, and no
     recomputed segment reads it, which would gather it again anyway."""
     node = graph.nodes[ref.node]
@@ -61,7 +61,7 @@ def segment_outputs(graph: Graph, keys: Collection[str], segment_of: Mapping[int
     refs = []
     for key in keys:
         ref = ref_of(graph, key)
-        if ref is None or not can_make_again(graph, ref, segment_of):
+        if ref is None or not can_recompute_result(graph, ref, segment_of):
             raise PlanError(
                 f"make_again: '{key}' is not made by what is recomputed, is an output, or has no gradient; remove the "
                 "entry"
@@ -117,7 +117,7 @@ def ref_of(graph: Graph, key: str) -> Ref | None:
     return Ref(graph.index[name], number) if is_there else None
 
 
-def can_make_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
+def can_recompute_result(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
     """Whether a tensor may be given up between forward and backward, to be made again with its segment: it has a
     gradient, and it is no output."""
     node = graph.nodes[ref.node]
@@ -150,7 +150,7 @@ def regathered(
         before = {dst: src for src, dst in reshard_paths.get(key, ())}
         if ref is None or not any(is_gather(src, dst, mesh) for dst, src in before.items()):
             raise PlanError(f"gather_again: '{key}' is no tensor that the plan gathers; remove the entry")
-        if not can_gather_again(graph, ref, segment_of):
+        if not can_regather(graph, ref, segment_of):
             raise PlanError(
                 f"gather_again: '{key}' is an output, has no gradient, or is read by what is recomputed; remove the "
                 "entry"
@@ -177,12 +177,21 @@ def gathers(graph: Graph, mesh: Mesh, reshard_paths: Mapping[str, ReshardPath], 
         for out, spec in enumerate(node.outs):
             ref = Ref(i, out)
             reshard_path = reshard_paths.get(reshard_key(graph, ref), ()) if spec is not None else ()
-            if any(is_gather(a, b, mesh) for a, b in reshard_path) and can_gather_again(graph, ref, segment_of):
+            if any(is_gather(a, b, mesh) for a, b in reshard_path) and can_regather(graph, ref, segment_of):
                 keys.append(reshard_key(graph, ref))
     return keys
 
 
 __all__ = [
-    "can_gather_again", "can_make_again", "gathers", "is_gather", "is_same", "makes_memory", "may_wait",
-    "ref_of", "regathered", "segment_outputs", "waiting",
+    "can_recompute_result",
+    "can_regather",
+    "gathers",
+    "is_gather",
+    "is_same",
+    "makes_memory",
+    "may_wait",
+    "ref_of",
+    "regathered",
+    "segment_outputs",
+    "waiting",
 ]  # fmt: skip

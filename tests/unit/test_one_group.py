@@ -15,10 +15,11 @@ from autopar.capture import capture
 from autopar.capture.microbatches import numbers_of_parts, resized
 from autopar.comparison import program_vs_eager as V
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op import stage_search
 from autopar.planner.inter_op.candidates import Candidate
 from autopar.planner.inter_op.estimating.block_costs import Menus
-from autopar.planner.inter_op.exact.memory_shares import STEP, beside, counted_in_flight, share_of
+from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of
 from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.planner.inter_op.single_stage import least_seconds
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
@@ -169,7 +170,7 @@ def test_what_a_group_needs_once_is_counted_once() -> None:
     live = (3,) * 7
     limits = [share_of(s, of_group, live, live, way) * memory + beside(s, of_group, way) for s in of_group]
     lasting = [limit - once * 2**30 for limit in limits]
-    needed = (persistent + 3 * kept) * 2**30 - STEP
+    needed = (persistent + 3 * kept) * 2**30 - EFFORT.memory_step
     assert all(n >= needed for n in lasting), "each has room for what it was estimated to need, but for rounding"
     assert sum(lasting) + once * 2**30 <= memory * (1 + 1e-9), "and all of them, one of which works, fit"
     alone = replace(way, n_bytes=scaled[:1], once_bytes=way.once_bytes[:1])

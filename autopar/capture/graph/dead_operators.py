@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.words.graph import NORMS, Graph, Ref, map_refs, refs_in
+from autopar.words.graph import Graph, Ref, has_effect, map_refs, refs_in
 
 
 def without_dead(graph: Graph, user: list[Any]) -> tuple[Graph, list[Any]]:
@@ -30,8 +30,3 @@ def without_dead(graph: Graph, user: list[Any]) -> tuple[Graph, list[Any]]:
     moved = [None if n is None else renumber[n] for n in user]
     outputs = map_refs(graph.outputs, move)
     return Graph(nodes, outputs, graph.loss, graph.tied, updates, precision=graph.precision), moved
-
-
-def has_effect(target: str) -> bool:
-    """Operators that write to their inputs though their schema does not say so."""
-    return target in NORMS

@@ -14,19 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from autopar.planner.effort import EFFORT
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.plans.stage_graphs import hot_ops, spans_of_written_buffers
 from autopar.rules.notation import Rule
 from autopar.words.graph import Graph, Ref
 from autopar.words.labels import common_depth
-
-MAX_PIECES = 16
-"""Pieces that a stretch without repeats is cut into at most."""
-FLOPS_A_BYTE = 100.0
-"""What a device computes while it moves a byte, roughly: data-sheet rates of the accelerators that are known are within
-a few times that."""
-NEAR = 0.4
-"""A cut between pieces may be moved by this part of a piece, to where fewer bytes cross."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +59,8 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
     for a, b in pairwise(sorted(cuts)):
         if a not in inside and a + 1 not in inside:
             share = (work[b] - work[a]) / work[-1] if work[-1] else 0.0
-            most = (work[b] - work[a]) // least if folding.blocks and least else MAX_PIECES
-            cuts.update(_pieces(stage_edge, depths, work, a, b, min(round(share * MAX_PIECES), int(most))))
+            most = (work[b] - work[a]) // least if folding.blocks and least else EFFORT.pieces
+            cuts.update(_pieces(stage_edge, depths, work, a, b, min(round(share * EFFORT.pieces), int(most))))
     parted = spans_of_written_buffers(graph)
     ends = [at for at in sorted(cuts) if not any(first < at <= last for first, last in parted)]
     return [
@@ -89,7 +82,7 @@ def _work(graph: Graph, rules: Sequence[Rule | None], i: int) -> float:
     """Something like seconds: flops, and what could be computed while bytes are moved."""
     node, rule = graph.nodes[i], rules[i]
     flops = rule.flops_at({}) if rule is not None else 0.0
-    return flops + FLOPS_A_BYTE * sum(o.n_bytes for o in node.outs if o is not None)
+    return flops + EFFORT.flops_a_byte * sum(o.n_bytes for o in node.outs if o is not None)
 
 
 def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> list[int]:
@@ -113,7 +106,7 @@ def _pieces(
     such places where the outermost module ends."""
     cuts = []
     for k in range(1, n):
-        low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-NEAR, NEAR))
+        low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-EFFORT.moved_cut, EFFORT.moved_cut))
         start, stop = bisect_left(work, low, a + 1, b), bisect_left(work, high, a + 1, b)
         if start <= stop < b:
             cuts.append(min(range(start, stop + 1), key=lambda p: (stage_edge[p], depths[p], p)))

@@ -12,9 +12,6 @@ from autopar.plans.plan_options import MOST_AXES
 from autopar.words.meshes import Mesh
 from cost_models.schedules import USUAL
 
-SMALL = 16
-"""Devices up to which more ways are looked at: exact plans of few stages cost little."""
-
 
 @dataclass(frozen=True)
 class PipelineOptions:
@@ -74,4 +71,4 @@ class Candidate:
         return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
 
 
-__all__ = ["SMALL", "Candidate", "PipelineOptions"]
+__all__ = ["Candidate", "PipelineOptions"]

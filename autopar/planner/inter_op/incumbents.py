@@ -8,29 +8,13 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from autopar.errors import InfeasibleError
-from autopar.planner.inter_op.candidates import SMALL, Candidate
+from autopar.planner.effort import EFFORT
+from autopar.planner.inter_op.candidates import Candidate
 from autopar.planner.inter_op.exact.exact_stages import Exact
-from autopar.planner.inter_op.per_microbatch_count import CANDIDATES, OneNumber
+from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.planner.intra_op.building.integer_program import Beaten
 from autopar.progress import note_best, tell
 from autopar.words.texts import show_seconds
-
-FAILED = 12
-"""Of what looked promising on more than :data:`SMALL` devices, and does not fit when planned exactly, at most."""
-CLOSE = 0.005
-"""On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best;
-once estimates of stages were compared with exact plans, if it is better where it is as much too long as the worst."""
-FEW_PROGRAMS, TOO_LONG = 24, 0.95
-"""On more than :data:`SMALL` devices, exact plans that take so many programs in all cost little beside the estimates:
-until then, other layouts are planned too if they are better where their estimates are too long by a twentieth. (That of
-``zb-h1``, whose order is searched only then, was by 4.3% for Llama-3-8B on 64 devices.)"""
-SLACK = 1.02
-"""What the fastest layout may take longer with other shares of memory, at first."""
-MARGIN, CLOSER, KNOWN = 0.9, 0.98, 8
-"""On few devices, a way is not planned exactly if it takes longer than the best even where its estimate is as much too
-long as the worst so far, and a tenth more; a fiftieth, once so many errors are known."""
-SLOWER = 2
-"""Of the next best layouts, so many in a row that are slower than those that there are, and no more are planned."""
 
 
 @dataclass
@@ -44,7 +28,7 @@ class Incumbents:
         plans: in the order in which they were made.
         errors: seconds of exact plans over their estimates.
         failed: how many looked promising, and did not fit.
-        programs: about how many programs the exact plans of stages took, on more than :data:`SMALL` devices.
+        programs: about how many programs the exact plans of stages took, on more than ``EFFORT.few_devices`` devices.
         interrupted: Ctrl-C ended the search.
         slower: what was given up because the best plan so far was faster, and what was not begun for that.
         unfit: what did not fit, or cannot be.
@@ -60,6 +44,11 @@ class Incumbents:
     interrupted: bool = False
     slower: list[tuple[OneNumber, Candidate]] = field(default_factory=list)
     unfit: set[tuple[int, Candidate]] = field(default_factory=set)
+
+    @property
+    def few(self) -> bool:
+        """Devices so few that more layouts are planned exactly."""
+        return self.n_devices <= EFFORT.few_devices
 
     @property
     def fastest(self) -> Exact:
@@ -122,11 +111,13 @@ class Incumbents:
         ]  # fmt: skip
         unplanned.sort(key=lambda way: way[1].seconds)
         near, far = unplanned[: 2 * top], unplanned[2 * top :]
-        if self.n_devices > SMALL:  # what takes few programs first: those of many take minutes where memory binds
+        if not self.few:  # what takes few programs first: those of many take minutes where memory binds
             near.sort(key=lambda way: (way[0].n_programs(way[1]), way[1].seconds))
         for search, candidate in (*near, *far):
             enough = len(self._different) >= top
-            if self.interrupted or self.failed >= FAILED or (enough and (more >= top or worse >= SLOWER)):
+            if self.interrupted or self.failed >= EFFORT.failed_plans:
+                return
+            if enough and (more >= top or worse >= EFFORT.worse_in_a_row):
                 return
             if search.what(candidate) not in self._different and candidate.seconds < self.to_beat:
                 last, more = self.to_beat, more + 1
@@ -140,7 +131,7 @@ class Incumbents:
         search = next((search for search in searches if search is fastest.search), None)
         candidate = fastest.candidate
         if search is not None and len(candidate.n_bytes) > candidate.groups:  # groups of several stages
-            self.add(search, replace(candidate, n_bytes=(), once_bytes=()), SLACK)
+            self.add(search, replace(candidate, n_bytes=(), once_bytes=()), EFFORT.equal_shares_slack)
 
     def look_closer(self, searches: Sequence[OneNumber]) -> None:
         """Plan something that did not fit once more, down to its smallest plan: of the most microbatches, which need
@@ -163,14 +154,14 @@ class Incumbents:
             if self.interrupted and self.plans:
                 return
             enough = self._has_enough(candidate)
-            if enough and self.programs >= FEW_PROGRAMS:
+            if enough and self.programs >= EFFORT.few_programs:
                 return
             if (enough or self._is_far(candidate)) and not self._is_cheap(search, candidate):
                 continue
             if not self._is_of_interest(search, candidate):
                 continue
             seconds = self.add(search, candidate)
-            if self.n_devices > SMALL and candidate.groups > 1:
+            if not self.few and candidate.groups > 1:
                 self.programs += search.n_programs(candidate)
             if seconds < inf and candidate.seconds and candidate.groups > 1:
                 self.errors.append(seconds / candidate.seconds)
@@ -178,30 +169,33 @@ class Incumbents:
     def _has_enough(self, candidate: Candidate) -> bool:
         """Whether neither a candidate nor those after it are worth exact plans, on many devices, because enough were
         tried."""
-        if self.n_devices <= SMALL or candidate.groups == 1 or len(self._different) < self.top:
+        if self.few or candidate.groups == 1 or len(self._different) < self.top:
             return False
-        return sum(plan.candidate.groups > 1 for plan in self.plans) >= CANDIDATES or self.failed >= FAILED
+        piped = sum(plan.candidate.groups > 1 for plan in self.plans)
+        return piped >= EFFORT.candidates or self.failed >= EFFORT.failed_plans
 
     def _is_far(self, candidate: Candidate) -> bool:
         """Whether a candidate looks worse than the best, on many devices: estimates that were simulated are seldom much
         too long. The next one may look better, as the first few come in the order of their programs."""
-        if self.n_devices <= SMALL or candidate.groups == 1 or len(self._different) < self.top:
+        if self.few or candidate.groups == 1 or len(self._different) < self.top:
             return False
-        hopeful = min([1.0, *self.errors]) if self.errors else 1 - CLOSE
+        hopeful = min([1.0, *self.errors]) if self.errors else 1 - EFFORT.close_estimate
         return self.fastest.seconds < hopeful * candidate.seconds
 
     def _is_cheap(self, search: OneNumber, candidate: Candidate) -> bool:
         """Whether another layout that does not look too bad takes few programs, on many devices."""
-        if self.n_devices <= SMALL or candidate.groups == 1 or self.failed >= FAILED:
+        if self.few or candidate.groups == 1 or self.failed >= EFFORT.failed_plans:
             return False
-        if self.fastest.seconds < TOO_LONG * candidate.seconds or search.what(candidate) in self._different:
+        if self.fastest.seconds < EFFORT.few_programs_gain * candidate.seconds:
             return False
-        return self.programs + search.n_programs(candidate) <= FEW_PROGRAMS
+        if search.what(candidate) in self._different:
+            return False
+        return self.programs + search.n_programs(candidate) <= EFFORT.few_programs
 
     def _is_of_interest(self, search: OneNumber, candidate: Candidate) -> bool:
         """Whether a candidate may beat the best so far, on few devices by the errors of estimates so far; on many,
         where several layouts are wanted, whether it is another one."""
-        many = self.n_devices > SMALL
+        many = not self.few
         if many and self.top > 1 and search.what(candidate) in self._different:
             return False
         if many or len(self._different) < self.top:
@@ -216,9 +210,10 @@ class Incumbents:
     @property
     def _trust(self) -> float:
         """What part of an estimate a step takes at least."""
-        if len(self.errors) < CANDIDATES:
+        if len(self.errors) < EFFORT.candidates:
             return 0.0
-        return (MARGIN if len(self.errors) < KNOWN else CLOSER) * min(1.0, *self.errors)
+        known = len(self.errors) >= EFFORT.known_errors
+        return (EFFORT.close_trust_margin if known else EFFORT.trust_margin) * min(1.0, *self.errors)
 
 
 __all__ = ["Incumbents"]

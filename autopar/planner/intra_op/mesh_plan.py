@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.garbage_collection import uncollected
+from autopar.planner.effort import EFFORT
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
 from autopar.planner.intra_op.building.integer_program import Beaten, Choice, MomentBytes
 from autopar.planner.intra_op.building.space import fitting_strategy
@@ -17,17 +18,14 @@ from autopar.planner.intra_op.memory.memory_errors import AllTooLarge, OutOfReac
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.intra_op.solving import highs
-from autopar.planner.intra_op.within_memory import FAR, UNLIMITED, WithinMemory, against
-from autopar.plans.memory_decisions import GATHER_AGAIN
+from autopar.planner.intra_op.within_memory import UNLIMITED, WithinMemory, against
+from autopar.plans.memory_decisions import REGATHER
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from autopar.words.texts import show_bytes
 from hardware_profiles import Cluster
-
-PEAK_SHARE = 0.125
-"""Of what a block gathers for a use, where its bytes are weighed: the blocks of a stage share it."""
 
 
 @dataclass
@@ -81,7 +79,7 @@ def plan_graph(
     if best is None and not too_large and bound == float("inf") and not options.explains:  # nor with fewer choices
         raise OutOfReach(f"no plan fits {show_bytes(limit)} per device on {mesh.shown()}")
     # what runs again is priced in the finished plan only: a plan without may be faster than the program says
-    if best is None or (best.solution is not None and best.solution.gap > min(FAR, options.memory_gap)):
+    if best is None or (best.solution is not None and best.solution.gap > min(EFFORT.far_gap, options.memory_gap)):
         keeping().known_seconds = best.price.seconds if best is not None else float("inf")
         try:
             keeping_all = keeping().plan()
@@ -122,8 +120,8 @@ def choosing(
     problem, decoder = setting.problem(True, choices=True)
 
     @cache
-    def all_again() -> StagePlan | None:
-        return with_all_again(setting, limit)
+    def all_recomputed() -> StagePlan | None:
+        return with_all_recomputed(setting, limit)
 
     too_large: list[StagePlan] = []
     plans: list[StagePlan] = []
@@ -136,9 +134,9 @@ def choosing(
                 break  # the same program, of which it is known that nothing fits
             first = decoder.moments.first()
         within = WithinMemory(
-            setting, problem, decoder, limit, ends={} if ends is None else ends, otherwise=all_again
+            setting, problem, decoder, limit, ends={} if ends is None else ends, otherwise=all_recomputed
         )  # fmt: skip
-        near = plans and plans[0].solution is not None and plans[0].solution.gap <= FAR
+        near = plans and plans[0].solution is not None and plans[0].solution.gap <= EFFORT.far_gap
         try:
             if near:
                 within.relax()
@@ -151,7 +149,7 @@ def choosing(
         except InfeasibleError:  # of the relaxation alone
             assert near
         bounds.append(within.bound)
-        if decoder.again is None or (plans and setting.folding.blocks):
+        if decoder.recomputable is None or (plans and setting.folding.blocks):
             break
     if not plans:
         return None, min(bounds), too_large
@@ -161,13 +159,13 @@ def choosing(
     return best, bound, []
 
 
-def with_all_again(setting: MeshProblem, limit: float) -> StagePlan | None:
+def with_all_recomputed(setting: MeshProblem, limit: float) -> StagePlan | None:
     """The cheapest plan within the limit in which all runs again that may, or None if none is found.
 
     What runs again is not chosen there, so that its program is as easy as one without recomputation: 0.8 s for two
     layers of 405B in a stage of 7 GiB, where the choice was not found in a minute.
     """
-    fixed = setting.with_all_again()
+    fixed = setting.with_all_recomputed()
     if fixed is None:
         return None
     with suppress(InfeasibleError, Beaten):
@@ -203,12 +201,12 @@ class PlansByMemory:
         return self.setting.realise(decoder.decided(program.hull(())[0].picked, self.setting.folding))
 
     @uncollected()
-    def every(self, prices: Sequence[float] = highs.PRICES) -> list[StagePlan]:
+    def every(self, prices: Sequence[float] = EFFORT.byte_prices) -> list[StagePlan]:
         """All of them, the fastest first; prices as for
         :meth:`autopar.planner.intra_op.solving.highs.HighsProgram.hull`."""
         problem, decoder = self.setting.problem(True, choices=True)
         program = highs.program(replace(problem, limit_bytes=UNLIMITED), effort=self.setting.options.effort())
-        fastest, *others = program.hull(prices, PEAK_SHARE)
+        fastest, *others = program.hull(prices, EFFORT.peak_share)
         plans: dict[object, StagePlan] = {}
         self._add_ways(decoder, fastest, plans)
         for choice in others:
@@ -223,24 +221,24 @@ class PlansByMemory:
             plans: those made so far, by cuts and by what is done again: choices at rising prices of a byte may differ
                 in the latter alone.
         """
-        decided = decoder.decided(choice.picked, self.setting.folding)
+        decided = decoder.decided(choice.picked)
         cuts, nothing = decided.cuts, frozenset[int]()
         if cuts not in plans:
-            plans[cuts] = self.setting.realise(decided._replace(again=nothing, tensors={}))
-        sets = [(decided.again, decided.tensors), (nothing, {GATHER_AGAIN.name: frozenset(plans[cuts].reshard_paths)})]
-        if decoder.again is not None:
-            sets.append((decoder.again.every(self.setting.folding), {}))
-        sets += [(nothing, tensors) for tensors in decoder.every_waiting(self.setting.folding)]
+            plans[cuts] = self.setting.realise(decided._replace(recomputed=nothing, tensors={}))
+        sets = [(decided.recomputed, decided.tensors), (nothing, {REGATHER.name: frozenset(plans[cuts].reshard_paths)})]
+        if decoder.recomputable is not None:
+            sets.append((decoder.recomputable.every(self.setting.folding), {}))
+        sets += [(nothing, tensors) for tensors in decoder.all_given_up()]
         for again, tensors in sets:
             key = cuts, again, frozenset((name, keys) for name, keys in tensors.items() if keys)
             if key not in plans and any(key[1:]):
-                way = self.setting.realise(decided._replace(again=again, tensors=tensors))
+                way = self.setting.realise(decided._replace(recomputed=again, tensors=tensors))
                 if way.memory:
                     plans[key] = way
 
 
 @uncollected()
-def priced_again(
+def repriced(
     graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, plans: Sequence[StagePlan], *,
     devices: Sequence[int] | None = None, weighed: bool = True,
 ) -> list[StagePlan] | None:  # fmt: skip
@@ -270,4 +268,4 @@ def priced_again(
     return priced
 
 
-__all__ = ["Earlier", "Options", "PlansByMemory", "device_limit", "plan_graph", "priced_again"]
+__all__ = ["Earlier", "Options", "PlansByMemory", "device_limit", "plan_graph", "repriced"]

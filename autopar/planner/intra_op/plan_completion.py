@@ -6,18 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from autopar.capture.graph.dead_operators import has_effect
 from autopar.errors import PlanError
 from autopar.planner.intra_op.building.hidden_seconds import hidden
 from autopar.planner.intra_op.building.parameter_load import beside_ops, parameter_load
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
-from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again
+from autopar.planner.intra_op.memory.ledger import Ledger, recompute_seconds
 from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
 from autopar.planner.intra_op.reshard import Edge, reshard_path
 from autopar.planner.intra_op.written_buffers import held_whole
-from autopar.plans.memory_decisions import GATHER_AGAIN, RECOMPUTE, Memory, about_tensors, in_order
+from autopar.plans.memory_decisions import RECOMPUTE, REGATHER, Memory, about_tensors, in_order
 from autopar.plans.plan import ParamChoice, StagePlan, reshard_key, segment_numbers
 from autopar.plans.prices import Price
 from autopar.plans.regather import gathers, may_wait, ref_of
@@ -25,7 +24,7 @@ from autopar.plans.stage_graphs import first_op
 from autopar.rules.lowering_helpers.overlapped_steps import ReshardPaths
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Graph, Ref
+from autopar.words.graph import Graph, Ref, has_effect
 from autopar.words.meshes import Mesh
 from autopar.words.placements import PENDING, State, whole_state
 
@@ -251,8 +250,8 @@ def that_can_be(
     if not can:
         return can
     segment_of = segment_numbers(graph, can.get(RECOMPUTE.name, ()))
-    if copies := can.get(GATHER_AGAIN.name):
-        can[GATHER_AGAIN.name] = tuple(sorted(set(copies).intersection(gathers(graph, mesh, reshard_paths, segment_of))))
+    if copies := can.get(REGATHER.name):
+        can[REGATHER.name] = tuple(sorted(set(copies).intersection(gathers(graph, mesh, reshard_paths, segment_of))))
     for record in about_tensors():
         refs = {key: ref_of(graph, key) for key in can.get(record.name, ())}
         can[record.name] = tuple(
@@ -272,7 +271,7 @@ def _price(
     Args:
         moved_seconds: of reshards, without what others' computation hides of collectives inside operators.
     """
-    compute, inside = seconds_again(graph, rules, pricer, chosen, reshard_paths, holds)
+    compute, inside = recompute_seconds(graph, rules, pricer, chosen, reshard_paths, holds)
     memo: dict[object, tuple[float, float]] = {}
     nodes, alike = graph.nodes, graph.alike
     for i, node in enumerate(nodes):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from autopar.capture.graph.dead_operators import has_effect
 from autopar.errors import PlanError
 from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.price import Pricer
@@ -13,10 +12,10 @@ from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.plan_completion import complete
 from autopar.plans.memory_decisions import memory
 from autopar.plans.plan import ParamChoice, Recompute, StagePlan, reshard_key, segment_numbers
-from autopar.plans.regather import can_make_again, gathers
+from autopar.plans.regather import can_recompute_result, gathers
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Graph, Ref, Spec
+from autopar.words.graph import Graph, Ref, Spec, has_effect
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, replicated_placement, shard, whole_state
 from autopar.words.shards import fits
@@ -74,7 +73,7 @@ def random_plan(
             results = [Ref(i, k) for i in segment_of for k, spec in enumerate(graph.nodes[i].outs) if spec is not None]
             remade = [
                 reshard_key(graph, ref) for ref in results
-                if make_again and can_make_again(graph, ref, segment_of) and rng.random() < 0.5
+                if make_again and can_recompute_result(graph, ref, segment_of) and rng.random() < 0.5
             ]  # fmt: skip
             plan = complete(
                 graph, rules, pricer, decided, params, outputs, inputs=inputs,

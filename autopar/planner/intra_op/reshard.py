@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 
+from autopar.planner.effort import EFFORT
 from autopar.words.meshes import Mesh
 from autopar.words.placements import INVARIANT, REPLICATED, Placement, State, steps_from
 from autopar.words.shards import fits
@@ -20,8 +21,6 @@ from autopar.words.shards import fits
 Edge = tuple[State, State]
 STEP_SECONDS = 1e-15
 """Added to every step, so that of two ways that cost the same, or nothing, the one of fewer steps is taken."""
-EXACT = 6
-"""Readers' states up to which the tree is exact: its time grows with 3 to the power of their number."""
 
 
 @lru_cache(maxsize=200_000)
@@ -76,7 +75,7 @@ def reshard_path(
     for s, d in edges:
         into[number[d]].append((number[s], price(s, d) + STEP_SECONDS))
     inf = float("inf")
-    if len(wanted) > EXACT:  # too many to be exact: one after the other, each from the nearest state that exists
+    if len(wanted) > EFFORT.exact_readers:  # one after the other, each from the nearest state that exists
         return _greedy(states, number, into, source, wanted)
     full = (1 << len(wanted)) - 1
     best = [[inf] * len(states) for _ in range(full + 1)]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.capture.graph.dead_operators import has_effect
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Graph
+from autopar.words.graph import Graph, has_effect
 
 
 def held_whole(graph: Graph) -> Mapping[int, Sequence[int]]:

@@ -24,7 +24,7 @@ from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.layouts.dim_classes import DimClasses
 from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, OperatorCuts, strategy_of
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
-from autopar.plans.memory_decisions import GATHER_AGAIN
+from autopar.plans.memory_decisions import REGATHER
 from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, reshard_key
 from autopar.plans.prices import bytes_together
 from autopar.plans.stage_graphs import StageGraph, cut, stage_edges_of
@@ -257,7 +257,7 @@ class _Pinned:
         }  # fmt: skip
         regathers = self.said.sequence_parallel and self.cluster.software.regathers
         again = frozenset(reshard_key(graph, ref) for ref in made) if regathers else frozenset()
-        return Decided(ops, params, outputs, inputs, tensors={GATHER_AGAIN.name: again})
+        return Decided(ops, params, outputs, inputs, tensors={REGATHER.name: again})
 
     @staticmethod
     def _whole_sums(state: State, grad: bool) -> State:

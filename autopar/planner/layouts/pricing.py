@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from autopar.capture import Captured, capture
+from autopar.capture import Captured, capture, none_narrow
 from autopar.capture.batch_factor import inputs_with_rows
-from autopar.capture.graph.marked_products import none_narrow
 from autopar.capture.in_parts import InputRows
 from autopar.capture.microbatches import rows_of
 from autopar.errors import InfeasibleError, PlanError, first_few

@@ -12,30 +12,24 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.simulating.phases import phases
-from autopar.planner.intra_op.building.integer_program import PRICES
 from autopar.planner.intra_op.building.parameter_load import NOTHING, ParameterLoad
 from autopar.planner.intra_op.building.parameter_sharding import peak_bytes
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.memory.recompute import patterns_in
-from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
+from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, repriced
 from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
 
-WAYS = 1 + len(PRICES)
+WAYS = 1 + len(EFFORT.byte_prices)
 """Plans of a block on a mesh, at most."""
-RARE_PRICES = (2.0,)
-"""Like :data:`PRICES`, for blocks that hardly count, and on meshes of more than :data:`AXES` axes."""
-AXES = 2
-"""Of a mesh whose programs are quickly solved: with three, each price takes five times as long."""
 ALONE = Mesh.of(data=1)
 """The mesh of one device."""
-IN_FLIGHT = 4
-"""Microbatches in flight for which the bytes of a block's plans are weighed."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +131,7 @@ class Menus:
         options: for its plans; those that name operators or placements are left out.
         recompute: whether operators of a block may run again.
         rare: kinds of which there are so few that one smaller way is enough.
-        common: the one kind for which programs of more than :data:`AXES` axes are worth solving; None for all.
+        common: the one kind for which programs of more than ``EFFORT.first_axes`` axes are worth solving; None for all.
         decided: plans of the same blocks at another size: these are priced at this size, which takes a tenth of the
             time of finding the best ones here, unless more can be cut here. What is decided here is added.
         share: whether what is decided for some devices serves for others too.
@@ -165,10 +159,11 @@ class Menus:
             InfeasibleError: the block cannot be planned on the mesh at all.
         """
         key = self._key(block, mesh, devices)
-        if len(mesh) > AXES and self.common not in (None, block.kind):
+        if len(mesh) > EFFORT.first_axes and self.common not in (None, block.kind):
             return self._of_fewer_axes(self.ways, block, mesh, devices)
         if not self._know(block, mesh, devices):
-            prices = RARE_PRICES if block.kind in self.rare or len(mesh) > AXES else PRICES
+            rare = block.kind in self.rare or len(mesh) > EFFORT.first_axes
+            prices = EFFORT.rare_byte_prices if rare else EFFORT.byte_prices
             plans = self._plans(block, mesh, devices).every(prices)
             self.decided.every[key] = SizedPlans(plans, self._cuts(block, mesh))
             self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
@@ -212,7 +207,7 @@ class Menus:
             return self._known[key]
         if key in self._fastest:
             return self._fastest[key]
-        if len(mesh) > AXES and self.common not in (None, block.kind):
+        if len(mesh) > EFFORT.first_axes and self.common not in (None, block.kind):
             return self._of_fewer_axes(self.fastest_ways, block, mesh, devices)
         plans: list[StagePlan] | None = None
         if key not in self._begun:  # begun: what was decided at another size is not possible here
@@ -249,7 +244,7 @@ class Menus:
         self, block: Block, mesh: Mesh, devices: Sequence[int], plans: Sequence[StagePlan]
     ) -> list[StagePlan] | None:
         graph = self._graph(block)
-        return priced_again(graph, self.cluster, mesh, self._options(graph), plans, devices=devices)
+        return repriced(graph, self.cluster, mesh, self._options(graph), plans, devices=devices)
 
     def forget(self) -> None:
         """Let go of what was begun for :meth:`fastest` and not needed since."""
@@ -281,7 +276,7 @@ class Menus:
     def _options(self, graph: Graph) -> Options:
         return replace(
             self.options, constraints=None, params=None, inputs=None, outputs=None,
-            in_flight=min(IN_FLIGHT, self.options.microbatches),
+            in_flight=min(EFFORT.weighed_in_flight, self.options.microbatches),
             recompute=patterns_in(graph, self.options.recompute), may_recompute=self.recompute,
         )  # fmt: skip
 

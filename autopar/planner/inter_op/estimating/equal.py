@@ -16,10 +16,11 @@ from itertools import product
 from math import inf
 
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.estimating.block_costs import ALONE, kinds_of
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, estimated, stage_edge_seconds
-from autopar.planner.inter_op.estimating.filling import PRECISE, Fillers, Places
+from autopar.planner.inter_op.estimating.filling import Fillers, Places
 from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.progress import tell
 from autopar.words.meshes import Mesh
@@ -27,16 +28,6 @@ from autopar.words.texts import show_bytes
 from cost_models.costs import costs_of
 from cost_models.schedules import Fill, fill_of, parse_kind
 from hardware_profiles import Cluster
-
-FAR = 1.3
-"""A mesh is looked at further if its lower bound is within this factor of the best estimate."""
-NEAR = 1.05
-"""The same where numbers of microbatches compete, so that there are more ways to come close."""
-MOST_PLACES = 64
-"""Meshes, or pairs of them for two device types, that are filled at most."""
-LOOSE = 0.97
-"""Bounds are this much too high at most: blocks that stand alone pay for tensors at their ends which neighbours might
-take as they are."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ class Equal:
     groups: int | None = None
     floors: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
     best_known: float = inf
-    far: float = FAR
+    far: float = EFFORT.far_mesh
     thorough: bool = False
     beaten: float = inf
     fewest_groups: int = 1
@@ -102,7 +93,7 @@ class Equal:
         seen: list[tuple[Mesh, ...]] = []
         filled: set[tuple[Mesh, ...]] = set()  # with the commonest blocks alone
         looked = 0
-        while places and looked < MOST_PLACES:
+        while places and looked < EFFORT.filled_meshes:
             least, meshes = heappop(places)
             shown = " and ".join(mesh.shown() for mesh in meshes)
             tell(lambda shown=shown: f"estimates for {self.microbatches} microbatches, {shown}")  # type: ignore[misc]
@@ -116,13 +107,14 @@ class Equal:
                 filled.add(meshes)
                 of_commonest = self._cuts_on(meshes, near, self._common)
                 if of_commonest:
-                    heappush(places, (max(least, (1 - PRECISE) * min(c.seconds for c in of_commonest)), meshes))
+                    fastest = min(c.seconds for c in of_commonest)
+                    heappush(places, (max(least, (1 - EFFORT.pace_precision) * fastest), meshes))
                 else:
                     seen.append(meshes)
                 continue
             seen.append(meshes)  # so some schedule allows so many groups
             looked += 1
-            cuts += self._cuts_on(meshes, self.beaten / LOOSE if self.thorough else near)
+            cuts += self._cuts_on(meshes, self.beaten / EFFORT.loose_bound if self.thorough else near)
         self.fillers.menus.forget()
         if not cuts and seen and self.infeasible is None:
             self.infeasible = self._too_small(seen)
@@ -130,7 +122,7 @@ class Equal:
 
     def _near(self, cuts: Sequence[EstimatedCut]) -> float:
         """Bounds from which on nothing is of interest."""
-        return min(self.beaten / LOOSE, self.far * min([self.best_known, *(c.seconds for c in cuts)]))
+        return min(self.beaten / EFFORT.loose_bound, self.far * min([self.best_known, *(c.seconds for c in cuts)]))
 
     def _cuts_on(self, meshes: tuple[Mesh, ...], near: float, only: int | None = None) -> list[EstimatedCut]:
         """The best cut of every schedule that may take less than ``near`` seconds; ``only`` as for :class:`Fillers`."""

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.estimating.block_costs import Menus, Way, kinds_of, menus_of
 from autopar.planner.intra_op.building.parameter_load import together
 from autopar.words.meshes import Mesh
 from cost_models.schedules import Fill
 
-PRECISE = 0.01
-"""Relative precision of the pace."""
 LEAST_BYTES = 1e-9
 """Ways that need no more bytes are taken first, as if they needed this much."""
 
@@ -234,7 +233,7 @@ class Places:
             return None
         high = max(s.seconds for _, s in widest)
         low, stages_found = min(f.least_seconds for f in self.fillers) / self.n_stages, widest
-        while high - low > PRECISE * high:
+        while high - low > EFFORT.pace_precision * high:
             middle = (low + high) / 2
             stages = self._filled(middle)
             if stages is None:
@@ -287,4 +286,4 @@ class Places:
         return end - low, best
 
 
-__all__ = ["PRECISE", "Filled", "Filler", "Fillers", "Places"]
+__all__ = ["Filled", "Filler", "Fillers", "Places"]

@@ -15,8 +15,9 @@ from math import inf
 from typing import TypeVar
 
 from autopar.errors import InfeasibleError, first_few
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block, blocks
-from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
+from autopar.planner.inter_op.candidates import Candidate, PipelineOptions
 from autopar.planner.inter_op.estimating.simulated_estimate import simulated
 from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of, with_more, with_needs
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
@@ -52,21 +53,6 @@ from cost_models.schedules import (
     simulate,
 )
 from hardware_profiles import Cluster
-
-REFINED = 4
-"""Times that the slowest stages are planned again, or the bounds are moved."""
-WORTH = 1.1
-"""On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far; what is no
-pipeline, if it takes as long."""
-FINER = 1.03
-"""On many devices, a way to cut is given up that takes more than this factor of the best so far, before its slowest
-stages are planned again for just what they keep: that hardly saves more."""
-LARGE_GAP = 0.06
-"""The gap that is good enough for stages where memory binds; on few devices, until the best is known."""
-
-RETRIED = 4
-"""Times that the memory of groups is shared anew where a stage of given cuts does not fit its share: each plans them
-all, and by then such a stage has had more than twice the share."""
 
 _Group = TypeVar("_Group")
 
@@ -104,6 +90,11 @@ class ExactPlans:
     request: PipelineOptions
     cluster_name: str
 
+    @property
+    def few(self) -> bool:
+        """Devices so few that more layouts are planned exactly."""
+        return self.n_devices <= EFFORT.few_devices
+
     @cached_property
     def stage_plans(self) -> StagePlans:
         """Those that were made so far."""
@@ -130,7 +121,7 @@ class ExactPlans:
         plans: list[Exact] = []
         near = [best.candidate]
         tried = set()
-        for _ in range(REFINED):
+        for _ in range(EFFORT.replans):
             new = []
             for candidate in near:
                 tried.add(candidate.bounds)
@@ -252,13 +243,13 @@ class ExactPlans:
         given = self.request.starts is not None and any(len(of) > 1 for of in of_groups) and max(limits) < inf
         if given and not candidate.n_bytes:
             rooms = [UNLIMITED] * len(limits)
-        while refined < REFINED:
+        while refined < EFFORT.replans:
             live = live_at_peak(schedule, kept)
             try:
                 choices = self._planned(graphs, schedule, candidate, live, rooms, best_known, thorough, explains)
             except _StageTooLarge as error:
                 retried += 1
-                if not (given and candidate.n_bytes) or retried > RETRIED:
+                if not (given and candidate.n_bytes) or retried > EFFORT.replans:
                     raise
                 candidate = with_more(candidate, error.stage)
                 continue
@@ -307,8 +298,8 @@ class ExactPlans:
                 names = {n.target for _, n in stage.graph.of_kind("param")}
                 pins.update({n: how for (g, n), how in stored.items() if g == group[number] and n in names})
                 if not thorough:
-                    plan_options = replace(plan_options, memory_gap=max(plan_options.memory_gap, LARGE_GAP))
-                worth = WORTH * best_known if self.n_devices <= SMALL and candidate.groups > 1 else best_known
+                    plan_options = replace(plan_options, memory_gap=max(plan_options.memory_gap, EFFORT.first_gap))
+                worth = best_known * (EFFORT.lone_stage if self.few and candidate.groups > 1 else 1)
                 share = share_of(number, of_group, live, counted, candidate)
                 options = replace(
                     plan_options, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
@@ -325,7 +316,7 @@ class ExactPlans:
                     raise _StageTooLarge(error, number, of_group, self.limit(devices)) from error
                 stored.update({(group[number], n): ",".join(c.stored) for n, c in plan.params.items()})
                 planned[number] = plan, options
-                if self.n_devices > SMALL:
+                if not self.few:
                     spent += self.request.microbatches * pace_of(plan)
                     if spent >= worth:
                         raise Beaten
@@ -333,9 +324,9 @@ class ExactPlans:
                 raise Beaten
         choices = [planned[number][0] for number in range(len(graphs))]
         request = [planned[number][1] for number in range(len(graphs))]
-        if self.n_devices > SMALL and best_known < inf:
+        if not self.few and best_known < inf:
             timing, once = timing_of(graphs, choices, schedule, self.cluster)
-            if once.seconds(simulate(schedule, timing)) > FINER * best_known:
+            if once.seconds(simulate(schedule, timing)) > EFFORT.unrefined * best_known:
                 raise Beaten
         self._refine(graphs, choices, request, schedule)
         return with_agreed_buffers(graphs, choices, schedule, self.cluster)
@@ -347,7 +338,7 @@ class ExactPlans:
         """Whether a step takes too long in the simulator with the stages that are planned so far, the others taking
         what is estimated: on many devices, where that is asked after one group, two, four and so on."""
         done = len(planned) * groups // len(graphs)
-        if self.n_devices <= SMALL or best_known == inf or candidate.estimate is None or done & (done - 1):
+        if self.few or best_known == inf or candidate.estimate is None or done & (done - 1):
             return False
         exact = dict(enumerate(candidate.estimate.stages))
         for number, (plan, _) in planned.items():
@@ -361,7 +352,7 @@ class ExactPlans:
             )  # fmt: skip
         stages = tuple(exact[number] for number in range(len(graphs)))
         expected = simulated(replace(candidate.estimate, stages=stages), self.request.microbatches)
-        return expected > FINER * best_known
+        return expected > EFFORT.unrefined * best_known
 
     @cached_property
     def _may_recompute(self) -> bool:
@@ -385,7 +376,7 @@ class ExactPlans:
         """Plan the slowest stages again for just the microbatches that they keep in flight, where memory made them
         slow: plans are shared between stages by counting up to a round number."""
         owners = Counter(n.target for stage in graphs for _, n in stage.graph.of_kind("param"))
-        for _ in range(REFINED):
+        for _ in range(EFFORT.replans):
             slowest = max(schedule.stages_of_rank, key=lambda of_group: sum(pace_of(choices[s]) for s in of_group))
             better = False
             for s in slowest:

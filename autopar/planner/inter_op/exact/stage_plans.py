@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.exact.transplant import structure, transplant
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Earlier, Options, device_limit, plan_graph
@@ -19,10 +20,6 @@ from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
-
-NEARLY_FREE = 1e-3
-"""A plan that takes at most this much longer than the fastest one, whatever memory that needs, serves wherever it fits:
-the program for another limit, or other microbatches in flight, could gain no more."""
 
 
 @dataclass
@@ -47,8 +44,8 @@ class StagePlans:
         One that was good enough where less was asked is solved again.
         """
         kinds = tuple(self.cluster.device(d).name for d in devices)
-        asked_again = segments_of(graph, rules_of(graph), options.recompute)
-        places = tuple((graph.index[first], graph.index[last]) for first, last in asked_again)
+        requested = segments_of(graph, rules_of(graph), options.recompute)
+        places = tuple((graph.index[first], graph.index[last]) for first, last in requested)
         begins = tuple(graph.index[name] for name in options.blocks)
         pinned = places_of_pins(graph, mesh, options)
         key = structure(graph), mesh, kinds, options.memory_limit_bytes, places, begins, pinned
@@ -82,7 +79,7 @@ class StagePlans:
                 raise
             n, plan = wanted, planned(wanted)
         by_in_flight[n] = graph, plan, options.memory_gap
-        near = _against_free(plan, earlier.free, min(NEARLY_FREE, options.memory_gap))
+        near = _against_free(plan, earlier.free, min(EFFORT.free_gap, options.memory_gap))
         if near is not None:
             self._nearly_free.setdefault(of_any_limit, []).append((graph, near))
         return plan.with_in_flight(wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
+from autopar.planner.effort import EFFORT
 from autopar.plans.plan import StagePlan
 from cost_models.schedules import SCHEDULES, Schedule, Times, live_per_stage, parse_kind, search
 from cost_models.schedules.asynchronous import ASYNCHRONOUS
@@ -13,9 +14,6 @@ SEARCHED = "searched"
 """The name of a schedule that is searched for, one stage a group."""
 START = "1f1b"
 """Stages of a searched schedule are planned for this one, which keeps the fewest microbatches in flight."""
-SMALL = 48
-"""Actions up to which the exact solve is worth its time, and the states that it may visit."""
-STATES = 2000
 
 
 def check_name(name: str) -> None:
@@ -48,7 +46,7 @@ def better_order(
     actions = 3 * start.n_stages * start.n_microbatches
     schedule = search(
         timing, start.n_microbatches, start.stages_of_rank, limit_bytes=limits,
-        exact_nodes=STATES if actions <= SMALL else 0,
+        exact_nodes=EFFORT.exact_order_states if actions <= EFFORT.exact_order_actions else 0,
     ).schedule  # fmt: skip
     live = live_per_stage(schedule)
     return tuple(s.with_in_flight(n) for s, n in zip(stages, live, strict=True)), schedule

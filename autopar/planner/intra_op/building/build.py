@@ -58,8 +58,8 @@ class Builder:
         in_flight: microbatches whose activations are kept at once.
         recompute: segments that run again in the backward.
         keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
-        choose_again: let operators run again in the backward instead of keeping what they make.
-        choose_gathers: let gathered copies be gathered again in the backward instead of being kept, and results be
+        choose_recompute: let operators run again in the backward instead of keeping what they make.
+        choose_memory: let gathered copies be gathered again in the backward instead of being kept, and results be
             given up by decisions about tensors.
         blocks: names of the operators with which blocks begin, where they are known.
     """
@@ -78,8 +78,8 @@ class Builder:
     cut_contractions: bool = False
     in_flight: int = 1
     recompute: Recompute = ()
-    choose_again: bool = False
-    choose_gathers: bool = False
+    choose_recompute: bool = False
+    choose_memory: bool = False
     blocks: Sequence[str] = ()
 
     def build(self) -> tuple[Problem, Decoder]:
@@ -88,32 +88,26 @@ class Builder:
         counts = self.fold.counts
         groups = read_alike(graph, self.fold, self._segment_of)
         chains, chain_of = self._chains(groups, counts)
-        for chain in chains if self.choose_again else ():
-            self._offers.run_again(chain, counts)
-        for chain in chains if self.choose_gathers else ():
-            self._offers.waiting(chain, counts)
-            self._offers.gathered_again(chain, chains, chain_of)
-        items: list[Item] = []
-        item_of: dict[int, int] = {}
-        decoded_chains = []
-        for chain in chains:
-            for node in chain.nodes:
-                item_of[node] = len(items)
-            decoded_chains.append((len(items), tuple(chain.nodes), tuple(chain.rows)))
-            items.append(Item(graph.nodes[chain.nodes[-1]].name, tuple(chain.seconds), tuple(chain.n_bytes)))
+        for chain in chains if self.choose_recompute else ():
+            self._offers.recompute(chain, counts)
+        for chain in chains if self.choose_memory else ():
+            self._offers.give_up(chain, counts)
+            self._offers.regather(chain, chains, chain_of)
+        items = [Item(graph.nodes[c.nodes[-1]].name, tuple(c.seconds), tuple(c.n_bytes)) for c in chains]
+        item_of = dict(chain_of)  # chains are the first items
         row_of = {node: (chain.rows, k) for chain in chains for k, node in enumerate(chain.nodes)}
-        again_of = {item_of[chain.nodes[0]]: chain.again for chain in chains if chain.again}
-        gathers_of = {item_of[chain.nodes[0]]: chain.gathers for chain in chains if chain.gathers}
-        waits_of = {item_of[chain.nodes[0]]: chain.waits for chain in chains if chain.waits}
+        recomputed_of = {item: chain.recomputed for item, chain in enumerate(chains) if chain.recomputed}
+        regathered_of = {item: chain.regathered for item, chain in enumerate(chains) if chain.regathered}
+        given_up_of = {item: chain.given_up for item, chain in enumerate(chains) if chain.given_up}
 
         def wanted(node: int, position: int) -> list[State]:
             rows, k = row_of[node]
             return [row[k].ins[position] for row in rows]
 
         def gathered(node: int, position: int) -> tuple[bool, ...]:
-            return tuple((node, position) in row for row in gathers_of.get(item_of[node], ()))
+            return tuple((node, position) in row for row in regathered_of.get(item_of[node], ()))
 
-        parameters = []
+        parameters: dict[int, tuple[int, list[ParamChoice]]] = {}
         may_hide: list[tuple[int, list[ParameterSeconds]]] = []
         first_read = P.first_read(graph, self.pricer.costs.bucket_bytes)
         waits_first = Counter(rep[i] for i in first_read)
@@ -126,7 +120,7 @@ class Builder:
                 for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
             }  # fmt: skip
             options = self._param_options(node, uses)
-            parameters.append((len(items), i, tuple(o[0] for o in options)))
+            parameters[len(items)] = i, [o[0] for o in options]
             made_by_param[i] = [o[0].used for o in options]
             item_of[i] = len(items)
             costs, n = [o[1] for o in options], counts[i]
@@ -136,17 +130,17 @@ class Builder:
             hides = n - waits_first[i]
             if hides and any(any(c.may_hide) for c in costs):
                 may_hide.append((item_of[i], [ParameterSeconds().plus(c.may_hide, hides) for c in costs]))
-        arrivals = []
+        arrivals: dict[int, tuple[str, list[State]]] = {}
         for i, node in enumerate(graph.nodes):
             if node.kind == "input" and node.hot:
                 made_by_param[i] = self._arrivals(node)
-                arrivals.append((len(items), node.target, tuple(made_by_param[i])))
+                arrivals[len(items)] = node.target, made_by_param[i]
                 item_of[i] = len(items)
                 seconds = tuple(self._arrival_seconds(node, s) for s in made_by_param[i])
                 items.append(Item(node.name, seconds, (0.0,) * len(seconds)))
         tensors: list[Tensor] = []
         only_with: list[OnlyWith] = []
-        outputs = []
+        outputs: dict[int, tuple[int, list[State]]] = {}
         for i, of_node in sorted(groups.items()):
             for group in of_node:
                 made_as = (
@@ -164,7 +158,7 @@ class Builder:
                         only_with += pieces_for_copies(self.pricer.mesh, item_of[i], made_as, *entry)
                 for number in group.outputs:
                     states = self._output_states(number, group.ref, made_as)
-                    outputs.append((len(items), number, tuple(states)))
+                    outputs[len(items)] = number, states
                     readers.append((len(items), states, ()))
                     items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
                 for name in group.updates:
@@ -179,10 +173,10 @@ class Builder:
             items.append(Item("nothing to decide", (0.0,), (0.0,)))
         kept = None
         if self.keep_memory:
-            rows = StrategyRows(self.graph, self.pricer, item_of, row_of, again_of, gathers_of, waits_of)
+            rows = StrategyRows(self.graph, self.pricer, item_of, row_of, recomputed_of, regathered_of, given_up_of)
             kept = KeptBytes(
                 rows, self.rules, self.fold, self._memory, self._segment_of, self.in_flight,
-                self._offers.may_again if self.choose_again else None,
+                self._offers.recomputable if self.choose_recompute else None,
             )  # fmt: skip
             items = kept.added_to(items)
         problem = Problem(
@@ -198,13 +192,8 @@ class Builder:
         moments = None
         if kept is not None:
             moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches)
-        repeats = tuple((item, tuple(rows)) for item, rows in again_of.items())
-        may = self._offers.may_again if self.choose_again else None
-        return problem, Decoder(
-            tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals), repeats, may,
-            tuple((item, tuple(map(frozenset, rows))) for item, rows in gathers_of.items()), graph,
-            moments, tuple((item, tuple(rows)) for item, rows in waits_of.items()),
-        )  # fmt: skip
+        may = self._offers.recomputable if self.choose_recompute else None
+        return problem, Decoder(graph, self.fold, chains, parameters, outputs, arrivals, may, moments)
 
     # -- outputs
 
@@ -293,7 +282,7 @@ class Builder:
         """The ledger of whole tensors."""
         decided = memory(recompute=self.recompute)
         return ledger(
-            self.graph, self.rules, self.pricer.mesh, None, {}, decided, self.choose_again, self.pricer.kernels
+            self.graph, self.rules, self.pricer.mesh, None, {}, decided, self.choose_recompute, self.pricer.kernels
         )
 
     @cached_property

@@ -69,11 +69,11 @@ class SharedBytes:
     n_bytes: float
     users: tuple[tuple[int, tuple[int, ...]], ...]
     seconds: float = 0.0
-    again: tuple[int, tuple[int, ...]] | None = None
+    recomputed: tuple[int, tuple[int, ...]] | None = None
 
     def is_held(self, picked: Sequence[int]) -> bool:
         """Whether a choice holds the bytes."""
-        if self.again is not None and picked[self.again[0]] in self.again[1]:
+        if self.recomputed is not None and picked[self.recomputed[0]] in self.recomputed[1]:
             return False
         return any(picked[i] in rows for i, rows in self.users)
 
@@ -134,11 +134,6 @@ class Problem:
         return self.moments or (together,)
 
 
-ROUGH = 0.05
-"""Who is content with such a gap (a search that compares hundreds of plans) gets of a large program the whole choice
-that lies next to the relaxation's; branch and bound takes minutes there."""
-PRICES = (0.3, 0.8, 3.0, 10.0)
-"""Of all bytes of the fastest choice, in multiples of its seconds."""
 ROUNDING = 1e-6
 """Relative distances below this are the solvers' tolerances: such a choice is optimal."""
 

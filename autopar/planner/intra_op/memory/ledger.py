@@ -108,7 +108,7 @@ class Ledger:
         )  # fmt: skip
 
 
-def seconds_again(
+def recompute_seconds(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths,
     holds: Ledger,
 ) -> tuple[float, float]:  # fmt: skip
@@ -147,4 +147,4 @@ def waiting_seconds(pricer: Pricer, holds: Ledger) -> dict[str, float]:
     return seconds
 
 
-__all__ = ["GIVEN", "Entry", "Keeper", "Ledger", "seconds_again", "waiting_seconds"]
+__all__ = ["GIVEN", "Entry", "Keeper", "Ledger", "recompute_seconds", "waiting_seconds"]

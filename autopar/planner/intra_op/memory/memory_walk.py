@@ -16,10 +16,10 @@ from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
 from autopar.planner.intra_op.memory.recompute import Segment
 from autopar.planner.intra_op.memory.reshard_needs import shape_in_memory
 from autopar.plans.memory_decisions import (
-    GATHER_AGAIN,
     KEEP,
-    MAKE_AGAIN,
     RECOMPUTE,
+    RECOMPUTE_RESULT,
+    REGATHER,
     Memory,
     MemoryDecision,
     in_order,
@@ -69,11 +69,11 @@ class Walk:
         self.segment_of = segment_numbers(graph, recompute)
         self.segments = tuple(Segment() for _ in recompute)
         self.copies_again = regathered(
-            graph, mesh, reshard_paths, memory.get(GATHER_AGAIN.name, ()), self.segment_of, chosen or {}
+            graph, mesh, reshard_paths, memory.get(REGATHER.name, ()), self.segment_of, chosen or {}
         )
         self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
         self.steps_again: dict[int, tuple[Ref, Sequence[tuple[State, State]]]] = {}  # on the way from that piece
-        self.made_again = frozenset(segment_outputs(graph, memory.get(MAKE_AGAIN.name, ()), self.segment_of))
+        self.made_again = frozenset(segment_outputs(graph, memory.get(RECOMPUTE_RESULT.name, ()), self.segment_of))
         self.given_up: dict[int, Ref] = {}  # memory that a segment makes again for its readers outside
         self.readers: dict[int, list[int]] = {}  # operators whose backward asks for memory that was given up
         self.waits = waiting(graph, memory, self.segment_of)
@@ -418,7 +418,7 @@ class Walk:
         for (memory, of_segment), kept in keepers.items():
             n_bytes, since, given, made_in = self.memories[memory]
             decision = RECOMPUTE.name if of_segment is not None else GIVEN if given else KEEP.name
-            decision = GATHER_AGAIN.name if memory in self.piece_of else decision
+            decision = REGATHER.name if memory in self.piece_of else decision
             if of_segment is None and memory in self.given_up:
                 decision, of_segment = RECOMPUTE.name, made_in
             if memory in self.waiting:
@@ -432,7 +432,7 @@ class Walk:
             if self.lies[ref, state][0] in self.readers for a, b in steps
         }  # fmt: skip
         remade = tuple(sorted(reshard_key(self.graph, ref) for ref in wanted.values()))
-        decided: dict[str, tuple[Any, ...]] = {**self.decided, MAKE_AGAIN.name: remade}
+        decided: dict[str, tuple[Any, ...]] = {**self.decided, RECOMPUTE_RESULT.name: remade}
         for record in set(self.waits.values()):
             refs = [ref for memory, (ref, by) in self.waiting.items() if by is record and (memory, None) in keepers]
             decided[record.name] = tuple(sorted(reshard_key(self.graph, ref) for ref in refs))

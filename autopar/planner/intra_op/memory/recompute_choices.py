@@ -16,18 +16,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from autopar.capture.graph.dead_operators import has_effect
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.memory.ledger import Entry
 from autopar.plans.plan import Recompute, reshard_key
-from autopar.plans.regather import can_make_again
+from autopar.plans.regather import can_recompute_result
 from autopar.rules.notation import Rule
-from autopar.words.graph import Graph, Node, Ref
+from autopar.words.graph import Graph, Node, Ref, has_effect
 from autopar.words.labels import common_depth
 
 
 @dataclass(frozen=True)
-class Again:
+class Recomputable:
     """What may run again in a graph.
 
     Attributes:
@@ -79,12 +78,12 @@ class Again:
             results += [
                 reshard_key(graph, Ref(i, k)) for i in inside if folding.representative[i] in self.gives_up
                 for k, spec in enumerate(graph.nodes[i].outs)
-                if spec is not None and can_make_again(graph, Ref(i, k), {i: 0})
+                if spec is not None and can_recompute_result(graph, Ref(i, k), {i: 0})
             ]  # fmt: skip
         return results
 
 
-def again(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence[str] = ()) -> Again:
+def recomputable_of(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence[str] = ()) -> Recomputable:
     """What may run again.
 
     Args:
@@ -103,7 +102,7 @@ def again(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence
             if any(i >= len(graph.nodes) or block_of[i] != here for i, _ in entry.readers):
                 read_behind.add(folding.representative[entry.since])
     able &= makes
-    return Again(frozenset(able), frozenset(able - read_behind), block_of)
+    return Recomputable(frozenset(able), frozenset(able - read_behind), block_of)
 
 
 def block_starts(graph: Graph, folding: Fold) -> list[int]:
@@ -150,4 +149,4 @@ def _is_view(node: Node, rule: Rule | None) -> bool:
     return rule is not None and rule.kind == "none" and not has_effect(node.target)
 
 
-__all__ = ["Again", "again", "block_starts", "blocks_from"]
+__all__ = ["Recomputable", "block_starts", "blocks_from", "recomputable_of"]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.intra_op.building.integer_program import NoChoice
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options
@@ -22,8 +23,6 @@ from autopar.words.labels import matches, op_labels
 from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
 
-MOST_TRIALS = 40
-"""Problems that are solved for a message."""
 SHOWN = 8
 """Pins that it lists."""
 
@@ -82,7 +81,7 @@ class _Clash:
         Args:
             whole: operators of a pin that are replicated instead.
         """
-        if self.trials >= MOST_TRIALS:
+        if self.trials >= EFFORT.clash_trials:
             return True
         self.trials += 1
         named = {what: {n for pin in kept if pin.what == what for n in pin.names} for what in _WHATS}
@@ -137,7 +136,7 @@ class _Clash:
         """What to change: with one operator whole and all other pins as they are there is a plan, if that is so."""
         for pin in reversed(clash):
             others = [p for p in pins if p is not pin]
-            if pin.what == "op" and self.trials < MOST_TRIALS and self._has_plan(others, whole=pin):
+            if pin.what == "op" and self.trials < EFFORT.clash_trials and self._has_plan(others, whole=pin):
                 labels = op_labels(self.setting.graph)
                 axes = [self._axis(axis) for axis in self.setting.pins.ops[str(pin.names[0])]]
                 said = {labels[str(name)]: dict.fromkeys(axes, as_written(WHOLE)) for name in pin.names[:SHOWN]}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from autopar.planner.intra_op.solving.effort import PATIENT, Effort, asked_seconds
+from autopar.planner.effort import PATIENT, SolverWork, requested_seconds
 from autopar.words.placements import State
 from hardware_profiles import Cluster, budget_of
 
@@ -62,9 +62,9 @@ class Options:
         """Names of the mesh axes that constraints are about."""
         return frozenset(axis for wanted in (self.constraints or {}).values() for axis in wanted)
 
-    def effort(self, enough: Effort = PATIENT) -> Effort:
+    def effort(self, enough: SolverWork = PATIENT) -> SolverWork:
         """What one run of the solver may take: the seconds that were asked for, else what is enough."""
-        return enough if self.time_limit_seconds is None else asked_seconds(self.time_limit_seconds)
+        return enough if self.time_limit_seconds is None else requested_seconds(self.time_limit_seconds)
 
 
 def device_limit(cluster: Cluster, devices: Iterable[int], request: float | None) -> float:

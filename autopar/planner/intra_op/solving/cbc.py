@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pulp
 
-from autopar.planner.intra_op.building.integer_program import PRICES, ROUGH, Choice, MomentBytes, NoChoice, Problem
+from autopar.planner.effort import EFFORT
+from autopar.planner.intra_op.building.integer_program import Choice, MomentBytes, NoChoice, Problem
 from autopar.planner.intra_op.solving.program_matrix import Matrix, matrix
 
 for _solver in vars(pulp.apis).values():
@@ -32,7 +33,7 @@ class ByCbc:
 
     def nearest(self) -> Choice:
         """As in :class:`~.highs.HighsProgram`."""
-        return self.solve(ROUGH)
+        return self.solve(EFFORT.rough_gap)
 
     def add(self, moment: MomentBytes) -> None:
         """As in :class:`~.highs.HighsProgram`."""
@@ -75,7 +76,7 @@ class ByCbc:
         """Not known."""
         return iter(())
 
-    def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
+    def hull(self, prices: Sequence[float] = EFFORT.byte_prices, peak_share: float = 1.0) -> list[Choice]:
         """The fastest alone."""
         self.limit(None)
         return [self.solve()]

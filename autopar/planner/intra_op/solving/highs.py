@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.building.integer_program import PRICES, Beaten, Choice, NoChoice, Problem
-from autopar.planner.intra_op.solving.effort import PATIENT, Effort
+from autopar.planner.effort import EFFORT, PATIENT, SolverWork
+from autopar.planner.intra_op.building.integer_program import Beaten, Choice, NoChoice, Problem
 from autopar.planner.intra_op.solving.relaxation import NOTHING, Point, Relaxation
 
 if TYPE_CHECKING:
@@ -29,17 +29,14 @@ try:
 except ImportError:  # CBC solves then
     highspy = None  # type: ignore[assignment]
 
-DEARER = (1.05, 1.2, 1.6, 3.0)
-"""Times the relaxation's price of a byte, where the choice next to it does not fit."""
-NUDGE = 1e-3
-"""By this part the price of a byte is moved to see the solutions on both sides of it."""
 ITERATIONS = 2**31 - 1
 """HiGHS's own limit of simplex iterations: none."""
-HULL_GAP = 0.01
-"""How far the fastest choice may be from the best, where branch and bound is needed to find it."""
 
 
-def program(problem: Problem, *, effort: Effort = PATIENT, solver: str = "auto") -> HighsProgram | ByCbc:
+Program: TypeAlias = "HighsProgram | ByCbc"
+
+
+def program(problem: Problem, *, effort: SolverWork = PATIENT, solver: str = "auto") -> Program:
     """A problem that may be solved several times, with several limits.
 
     Args:
@@ -138,7 +135,7 @@ class HighsProgram(Relaxation):
         rows = sum(float(w) * moment.n_bytes(self.problem, picked) for w, moment in of_moments if w)
         return peak + rows + float(self.weights @ np.array(self.unseen))
 
-    def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
+    def hull(self, prices: Sequence[float] = EFFORT.byte_prices, peak_share: float = 1.0) -> list[Choice]:
         """The fastest choice and smaller ones, without limit: the best at rising prices of a byte.
 
         At price p all bytes of the fastest choice cost p times its seconds.
@@ -151,7 +148,7 @@ class HighsProgram(Relaxation):
         """
         self._bound_memory(math.inf)
         self._weigh_peak(peak_share)
-        points = [self._at(0.0, HULL_GAP)]
+        points = [self._at(0.0, EFFORT.hull_gap)]
         unit = max(1.0, points[0].seconds) / max(1.0, points[0].n_bytes)
         for price in prices:
             point = self._relaxed_at(price * unit)  # the largest share of each is good enough, and no search
@@ -223,7 +220,7 @@ class HighsProgram(Relaxation):
                     return point
             return self._at(price)
 
-        faster, smaller = near(price * (1 - NUDGE), False), near(price * (1 + NUDGE), True)
+        faster, smaller = near(price * (1 - EFFORT.price_nudge), False), near(price * (1 + EFFORT.price_nudge), True)
         self._charge(0.0)
         self._bound_memory(self.room)
         return replace(faster, bound=relaxed.bound), replace(smaller, bound=relaxed.bound)
@@ -248,7 +245,7 @@ class HighsProgram(Relaxation):
         """The first whole choice that fits at rising prices of a byte, from the relaxation's on."""
         fitting = None
         self._bound_memory(math.inf)
-        for factor in DEARER:
+        for factor in EFFORT.price_steps:
             point = self._relaxed_at(factor * relaxed.byte_price)
             if point is not None and point.whole and point.most_bytes <= self.room:
                 fitting = replace(point, bound=relaxed.bound)

@@ -22,7 +22,7 @@ from autopar.words.graph import Graph, Ref
 
 
 def mixture(
-    graph: Graph, folding: Fold, program: highs.HighsProgram | highs.ByCbc, decoder: Decoder, limit: float,
+    graph: Graph, folding: Fold, program: highs.Program, decoder: Decoder, limit: float,
     realise: Callable[[Decided], StagePlan], seconds_of: Callable[[StagePlan], float], gap: float,
 ) -> StagePlan | None:  # fmt: skip
     """A mixture within the limit, its gap measured against the relaxation; None if there is none.
@@ -39,7 +39,7 @@ def mixture(
         return None
     best: StagePlan | None = None
     for faster, smaller in program.pairs():
-        alike = _within(realise(decoder.decided(smaller.picked, folding)), smaller.bound, seconds_of, gap)
+        alike = _within(realise(decoder.decided(smaller.picked)), smaller.bound, seconds_of, gap)
         if alike.price.memory_bytes <= limit and alike.solution is not None and alike.solution.gap <= gap:
             return alike  # no block need differ
         if alike.price.memory_bytes > limit:
@@ -120,7 +120,7 @@ def _first(fits: Callable[[int], bool], n: int, guess: int) -> int | None:
 
 def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after: Choice, cut: int) -> Decided:
     """Nodes before the cut as in the one choice, the others as in the other; parameters go with their readers."""
-    first, second = decoder.decided(before.picked, folding), decoder.decided(after.picked, folding)
+    first, second = decoder.decided(before.picked), decoder.decided(after.picked)
 
     def place(node: int) -> int:
         if graph.nodes[node].kind == "op":
@@ -140,7 +140,7 @@ def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after:
         {node: strategy if node < cut else second.ops[node] for node, strategy in first.ops.items()},
         pick(first.params, second.params, int), pick(first.outputs, second.outputs, lambda k: outputs[k].node),
         pick(first.inputs, second.inputs, lambda name: inputs[name]),
-        frozenset(i for i in first.again if i < cut) | frozenset(i for i in second.again if i >= cut),
+        frozenset(i for i in first.recomputed if i < cut) | frozenset(i for i in second.recomputed if i >= cut),
         {
             name: frozenset(key for key in first.tensors.get(name, ()) if made_by(key) < cut)
             | frozenset(key for key in second.tensors.get(name, ()) if made_by(key) >= cut)

@@ -160,7 +160,7 @@ def _shared_bytes(problem: Problem, lp: Matrix) -> None:
         lp.shared.append(kept)
         for i, rows in common.users:
             entries = {kept: 1.0, **{lp.picks[i][s]: -1.0 for s in rows}}
-            for v in [lp.picks[common.again[0]][s] for s in common.again[1]] if common.again is not None else ():
+            for v in [lp.picks[common.recomputed[0]][s] for s in common.recomputed[1]] if common.recomputed is not None else ():
                 entries[v] = entries.get(v, 0.0) + 1.0
             lp.row(entries, 0.0, math.inf)
 

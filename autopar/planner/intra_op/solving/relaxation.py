@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.building.integer_program import ROUGH, ROUNDING, Choice, MomentBytes, NoChoice, Problem
-from autopar.planner.intra_op.solving.effort import Effort
+from autopar.planner.effort import EFFORT, SolverWork
+from autopar.planner.intra_op.building.integer_program import ROUNDING, Choice, MomentBytes, NoChoice, Problem
 from autopar.planner.intra_op.solving.engine import silent_engine
 from autopar.planner.intra_op.solving.program_matrix import Matrix, matrix
 
@@ -22,22 +22,10 @@ try:
 except ImportError:  # CBC solves then
     highspy = None  # type: ignore[assignment]
 
-LARGE = 60_000
-"""Columns from which presolve is worth its time: 11 s without it and 1 s with it at 117,000 (a mesh of three axes); at
-17,000 it takes longer than the solution."""
 NOTHING = 1e-6
 """A value of the relaxation below this is 0, one as near to 1 is 1: HiGHS's own tolerance."""
-LARGE_OF_BYTES = 10_000
-"""The same where bytes are what is minimised: the simplex method takes ten times as many steps there. Of a block of
-Qwen2-0.5B on 4x2 devices (50,000 columns) the fewest bytes take 0.24 s with presolve, and 1.36 s without."""
-MANY, MANY_A_COLUMN = 10_000, 4
-"""Iterations, at least, and for how many columns one more, after which it is asked whether a limit can be kept."""
-WEIGHINGS = 4
-"""How often moments are weighed anew to see that they have too many bytes together."""
 BYTES_SIZE = 1000.0
 """What the limit's bytes are scaled to, where bytes are what is minimised."""
-DECIDED = 16
-"""Items that are decided in turn, at most, to come from the relaxation to a whole choice."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,7 @@ class Relaxation:
     Without a memory limit that binds, its vertices are almost always whole choices, which are then optimal.
     """
 
-    def __init__(self, problem: Problem, effort: Effort) -> None:
+    def __init__(self, problem: Problem, effort: SolverWork) -> None:
         self.problem, self.effort = problem, effort
         lp = matrix(problem)
         self.scale, self.lp = lp.scale, lp
@@ -146,7 +134,9 @@ class Relaxation:
         """The optimum of the relaxation; None if the solver stopped before it."""
         engine = self.engine
         limited = self._bound < math.inf and self.lp.fullest is None
-        many = max(MANY, engine.getNumCol() // MANY_A_COLUMN) if limited else self.effort.iterations
+        many = self.effort.iterations
+        if limited:
+            many = max(EFFORT.iterations_before_check, engine.getNumCol() // EFFORT.columns_an_iteration)
         status = self._solved(min(many, self.effort.iterations))
         if status == "kIterationLimit" and many < self.effort.iterations:
             basis = engine.getBasis()
@@ -178,7 +168,7 @@ class Relaxation:
         engine.setOptionValue("simplex_iteration_limit", iterations)
         self._watch_the_clock()
         cold = not engine.getBasis().valid  # from what was solved before the simplex goes on
-        large = LARGE_OF_BYTES if of_bytes else LARGE
+        large = EFFORT.presolve_columns_of_bytes if of_bytes else EFFORT.presolve_columns
         engine.setOptionValue("presolve", "on" if cold and engine.getNumCol() > large else "off")
         engine.run()
         return str(engine.getModelStatus().name)
@@ -190,7 +180,7 @@ class Relaxation:
         axes, where the choice of the fewest bytes takes 0.7 s.
         """
         weights = self.weights
-        for _ in range(WEIGHINGS):
+        for _ in range(EFFORT.weighings):
             found = self._least_bytes(weights)
             if found is None or found[0] > self.room * (1 + ROUNDING):
                 return found is not None
@@ -244,7 +234,7 @@ class Relaxation:
         """The relaxation with items that are divided decided as they mostly are, one after the other, until all are
         whole: of two halves that go together, the rest follows the first."""
         columns: list[int] = []
-        while not point.whole and len(columns) < DECIDED:
+        while not point.whole and len(columns) < EFFORT.rounded_items:
             shares = np.maximum.reduceat(point.values[self.flat], self.starts)
             item = int(np.flatnonzero(shares < 1 - NOTHING)[0])
             columns.append(int(self.rows[item][point.picked[item]]))
@@ -317,7 +307,7 @@ class Relaxation:
 
     def is_rough(self, gap: float) -> bool:
         """Whether any whole choice near the relaxation will do, for a problem so large and a gap so wide."""
-        return gap >= ROUGH and self.engine.getNumCol() > LARGE
+        return gap >= EFFORT.rough_gap and self.engine.getNumCol() > EFFORT.presolve_columns
 
 
 def _engine(lp: Matrix) -> Any:
@@ -340,4 +330,4 @@ def _engine(lp: Matrix) -> Any:
     return engine
 
 
-__all__ = ["LARGE", "NOTHING", "Point", "Relaxation"]
+__all__ = ["NOTHING", "Point", "Relaxation"]
