@@ -150,7 +150,8 @@ def on_best_mesh(
         InfeasibleError: there is none.
     """
     options = options_of(request)
-    shapes = [request.pins.mesh] if request.pins.mesh is not None else mesh_shapes(n, request.max_axes, options.named_axes)
+    mesh = request.pins.mesh
+    shapes = [mesh] if mesh is not None else mesh_shapes(n, request.max_axes, options.named_axes)
     best: BucketPlans | None = None
     infeasible: InfeasibleError | None = None
     for mesh in shapes:

@@ -1,4 +1,6 @@
-"""From what is asked to a plan: on one mesh, on the best of several, or in stages.
+"""From a request to a plan: on one mesh, on the best of several, or in stages.
+
+:func:`autopar.plan`, :func:`autopar.parallelize` and ``autopar plan`` all come here.
 
 :func:`autopar.plan`, :func:`autopar.parallelize` and ``autopar plan`` all come here.
 """
@@ -62,7 +64,7 @@ class Outcome:
 
 
 def options_of(request: PlanRequest) -> Options:
-    """What is asked of one mesh, as the planner takes it."""
+    """Return the options of a request for one mesh."""
     pins = request.pins
     return Options(
         constraints=pins.ops or None, params=pins.params or None, inputs=pins.inputs or None,
@@ -73,7 +75,7 @@ def options_of(request: PlanRequest) -> Options:
 
 
 def wishes_of(plan: Plan) -> Options:
-    """Options under which a plan, or a stage of it, is solved again as its user wanted it."""
+    """Return the options under which a plan, or a stage of it, is solved again as its user wanted it."""
     return options_of(PlanRequest(plan.pins, plan.optimizer, plan.microbatches))
 
 
@@ -81,21 +83,17 @@ def find(
     model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int,
     request: PlanRequest, name: str = "", runs: bool = True, say: Callable[[str], None] = lambda what: None,
 ) -> Outcome:  # fmt: skip
-    """The best plan for ``n`` devices of a cluster that does what is asked.
+    """Return the best plan for ``n`` devices of a cluster that honours a request.
 
-    Where the number of microbatches is left to the planner, a model that takes something of its batch as a whole (batch
-    norms) is planned with one: with more, training would be another one than on one device.
+    Where the number of microbatches is left to the planner, a model that computes statistics of its batch (batch norms)
+    is planned with one: with more, training would differ from one device.
 
-    Args:
-        captured: of a microbatch; of the batch of a step, where the number of microbatches is to be chosen.
-        example: gives what was captured as ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss
-            function.
-        name: by which the plan finds the cluster again; by default the cluster's own.
-        runs: the plan is for a program that is made now; see :func:`in_parts`.
-        say: told what is being planned.
+    ``captured`` is a microbatch, or the batch of a step where the number of microbatches is to be chosen; ``example``
+    gives the captured call as ``(args, kwargs)``, or ``(args, kwargs, targets)`` with a loss function. A plan finds its
+    cluster by ``name``; ``runs`` as for :func:`in_parts`; ``say`` is called with what is planned next.
 
     Raises:
-        MeshError, PlanError: what is asked cannot be, or not of this model.
+        MeshError, PlanError: the request cannot be honoured, or not for this model.
         InfeasibleError: nothing fits.
     """
     graph = with_load(captured.graph, request.pins.expert_load)
@@ -109,7 +107,7 @@ def _on_some_devices(
     model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int,
     request: PlanRequest, name: str, runs: bool, say: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
-    """The best plan on all ``n`` devices or, where their speeds differ, on the faster ones alone.
+    """Return the best plan on all ``n`` devices or, where their speeds differ, on the faster ones alone.
 
     A plan that is made to be run now has to use the ranks that are running: a note says which would be faster alone.
     """
@@ -155,8 +153,11 @@ def _on_some_devices(
 
 
 def faster_devices(cluster: Cluster, n: int) -> list[tuple[int, ...]]:
-    """Sets of the first ``n`` devices without the slower ones: for each speed but the lowest, all devices that are at
-    least as fast; of the fastest those of one machine, and one alone. Empty where all devices are equally fast."""
+    """Return sets of the first ``n`` devices without the slower ones; empty where all devices are equally fast.
+
+    There is one for each speed but the lowest, with all devices that are at least as fast; and of the fastest devices
+    those of one machine, and one alone.
+    """
     speeds = [speed_of(cluster.device(rank)) for rank in range(n)] if not cluster.abstract else []
     distinct = sorted(set(speeds), reverse=True)
     if len(distinct) < 2:
@@ -170,7 +171,7 @@ def faster_devices(cluster: Cluster, n: int) -> list[tuple[int, ...]]:
 
 
 def _called(cluster: Cluster, ranks: Sequence[int]) -> str:
-    """Devices for people: ``devices 4-5 (A100-SXM-80GB)``."""
+    """Return devices in words: ``devices 4-5 (A100-SXM-80GB)``."""
     kinds = ", ".join(dict.fromkeys(cluster.device(rank).name for rank in ranks))
     return f"device{'s' if len(ranks) > 1 else ''} {subset_suffix(ranks)[1:]} ({kinds})"
 
@@ -179,7 +180,7 @@ def _found(
     model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int,
     request: PlanRequest, name: str, runs: bool, say: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
-    """:func:`find`, of a graph that has its experts' loads."""
+    """Return :func:`find` of a graph that has its experts' loads."""
     if not request.piped or not (request.insisted or can_be_cut(captured.graph, example())):
         try:
             return on_best_mesh(captured, cluster, n, request, name, say)
@@ -218,7 +219,7 @@ def _found(
 
 
 def _taken(captured: Captured, rows: int, request: PlanRequest) -> str:
-    """Why the batch is taken at once where nobody asks for microbatches; empty where it need not be."""
+    """Return why the batch is not divided when microbatches are left open; empty where it may be."""
     taken = taken_of_batch(captured.graph)
     if taken or request.input_rows is not None:
         return taken
@@ -226,7 +227,7 @@ def _taken(captured: Captured, rows: int, request: PlanRequest) -> str:
 
 
 def can_be_cut(graph: Graph, example: Any) -> bool:
-    """Whether a model can be trained in stages or microbatches: it returns a loss, and its batch has rows."""
+    """Return whether a model can be trained in stages or microbatches: it returns a loss, and its batch has rows."""
     try:
         return graph.loss is not None and rows_of(example) > 0
     except CaptureError:
@@ -234,7 +235,7 @@ def can_be_cut(graph: Graph, example: Any) -> bool:
 
 
 def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, request: PlanRequest, name: str) -> Outcome:
-    """The plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
+    """Return the plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
     most = outcome.plan.seconds * (1 + EFFORT.simpler_by)
     options = replace(options_of(request), microbatches=1, worth_seconds=most, explains=False)
     try:
@@ -249,10 +250,9 @@ def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, request: Pl
 def _in_other_ways(
     model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, request: PlanRequest, why: str
 ) -> str:
-    """What would fit a model of which the whole batch at once does not; nothing where it is the same in all ways.
+    """Return a hint on what would fit a model whose whole batch does not.
 
-    Args:
-        why: what is in the way of the whole batch.
+    Nothing where the same error ``why`` remains.
     """
     free = replace(request, whole=False, piped=True, numbers=())
     try:
@@ -273,7 +273,7 @@ def _in_other_ways(
 
 
 def on_only_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
-    """:func:`on_mesh`, where no other mesh is looked at.
+    """Return :func:`on_mesh`, where no other mesh is looked at.
 
     Raises:
         InfeasibleError: there is none; the message names the pins that clash.
@@ -285,7 +285,7 @@ def on_only_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, n
 
 
 def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
-    """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model."""
+    """Return the plan of a whole model on one mesh (:func:`~autopar.planner.intra_op.mesh_plan.plan_graph`)."""
     stage = plan_graph(graph, cluster, mesh, options)
     return Plan.alone(stage, name, pins, (*notes_on(graph), *note_on_small(graph, pins.params, [stage])))
 
@@ -294,7 +294,7 @@ def on_best_mesh(
     captured: Captured, cluster: Cluster, n: int, request: PlanRequest, name: str,
     say: Callable[[str], None] = lambda what: None,
 ) -> Outcome:  # fmt: skip
-    """The plan on the mesh that is asked for, or the fastest over the mesh shapes of ``n`` devices."""
+    """Return the plan on the requested mesh, or the fastest over the mesh shapes of ``n`` devices."""
     graph, pins, options = captured.graph, request.pins, options_of(request)
     shapes = [pins.mesh] if pins.mesh is not None else mesh_shapes(n, request.max_axes, options.named_axes)
     if pins.mesh is None:
@@ -347,11 +347,7 @@ def on_best_mesh(
 def in_stages(
     graphs: Mapping[int, Graph], cluster: Cluster, n: int, request: PlanRequest, name: str
 ) -> Planned:
-    """The best plan in stages on ``n`` devices of a cluster.
-
-    Args:
-        graphs: of a microbatch, by the number of them that make up a step.
-    """
+    """Return the best plan in stages on ``n`` devices, from the graphs of microbatches by their number in a step."""
     graph, pins = next(iter(graphs.values())), request.pins
     if pins.mesh is not None:
         size = pins.mesh.n_devices
@@ -400,13 +396,10 @@ def in_parts(
     model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, request: PlanRequest, name: str,
     runs: bool = True,
 ) -> Outcome:  # fmt: skip
-    """The best plan in stages of a batch on ``n`` devices, the number of microbatches chosen too.
+    """Return the best plan in stages of a whole captured batch, the number of microbatches chosen too.
 
-    Args:
-        captured: of the whole batch.
-        example: the whole batch, as for :func:`part_of`.
-        runs: the plan is for a program that is made now. A plan for a file is for the graph that follows from two
-            captured ones; whoever runs it captures the model, and a graph that is another one is refused.
+    A plan that ``runs`` is for a program that is made now. A plan for a file is for the graph that follows from two
+    captured ones; whoever runs it captures the model, and a graph that is another one is refused.
 
     Raises:
         CaptureError: the rows of the batch do not divide, or there are none.

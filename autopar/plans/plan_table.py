@@ -13,10 +13,9 @@ CATEGORIES = ("parameter", "gradient", "optimizer", "gathered", "activation")
 
 
 def plan_table(plan: Any) -> str:
-    """The HTML of a plan: seconds, memory, schedule, and stages with what they cost and hold.
+    """Return the HTML of an :class:`autopar.plans.plan.Plan`.
 
-    Args:
-        plan: an :class:`autopar.plans.plan.Plan`, which shows itself by this.
+    Seconds, memory, schedule, and stages with their costs.
     """
     head = (
         f"{show_seconds(plan.seconds)} a step on {plan.n_devices} device{'s' if plan.n_devices != 1 else ''} of "

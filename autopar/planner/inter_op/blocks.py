@@ -1,4 +1,10 @@
-"""Where a pipeline may cut a model: blocks of operators, found in the graph.
+"""Blocks of operators, found in the graph, between which a pipeline may be cut.
+
+Repeated blocks are what folding finds; they begin where in their period the fewest bytes are passed on, and of such
+places where the outermost module ends: between two layers, and not between the attention of one and the rest of it.
+Where nothing repeats, a long stretch is cut into pieces of about equal work, none of which has less than a block that
+repeats. None begins between operators that read and change one buffer. Blocks of the same kind cost the same, so they
+share one solve.
 
 Repeated blocks are what folding finds; they begin where in their period the fewest bytes cross, and of places that are
 alike in that where the outermost module ends: between two layers, and not between the attention of one and the rest of
@@ -24,8 +30,10 @@ from autopar.words.labels import common_depth
 
 @dataclass(frozen=True)
 class Block:
-    """Operators ``first`` to ``end`` (positions in :func:`autopar.plans.stage_graphs.hot_ops`); equal ``kind``: equal
-    cost."""
+    """Operators ``first`` to ``end`` (positions in :func:`~autopar.plans.stage_graphs.hot_ops`).
+
+    Equal ``kind``: equal cost.
+    """
 
     first: int
     end: int
@@ -34,7 +42,7 @@ class Block:
 
 
 def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Block]:
-    """The blocks of a graph in execution order; every operator that a stage is made of is in one."""
+    """Return the blocks of a graph in execution order; every operator of a stage is in one."""
     ops = hot_ops(graph)
     position = {i: p for p, i in enumerate(ops)}
     modules = [graph.nodes[i].module for i in ops]
@@ -71,7 +79,7 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
 
 
 def _hot_from(every: Sequence[int], position: dict[int, int], at: int) -> int:
-    """Position of the first hot operator from operator position ``at`` on."""
+    """Return the position of the first hot operator from operator position ``at`` on."""
     for i in every[at:]:
         if i in position:
             return position[i]
@@ -79,14 +87,14 @@ def _hot_from(every: Sequence[int], position: dict[int, int], at: int) -> int:
 
 
 def _work(graph: Graph, rules: Sequence[Rule | None], i: int) -> float:
-    """Something like seconds: flops, and what could be computed while bytes are moved."""
+    """Return a rough measure of seconds: flops, and what could be computed while bytes are moved."""
     node, rule = graph.nodes[i], rules[i]
     flops = rule.flops_at({}) if rule is not None else 0.0
     return flops + EFFORT.flops_a_byte * sum(o.n_bytes for o in node.outs if o is not None)
 
 
 def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> list[int]:
-    """Bytes of the tensors made before and read from each position on."""
+    """Return the bytes of the tensors made before and read from each position on."""
     change = [0] * (len(ops) + 2)
     for i in ops:
         for out, spec in enumerate(graph.nodes[i].outs):
@@ -102,8 +110,10 @@ def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> lis
 def _pieces(
     stage_edge: Sequence[int], depths: Sequence[int], work: Sequence[float], a: int, b: int, n: int
 ) -> list[int]:  # fmt: skip
-    """Up to ``n - 1`` cuts between ``a`` and ``b``: near equal shares of the work, where the fewest bytes cross, and of
-    such places where the outermost module ends."""
+    """Return up to ``n - 1`` cuts near equal shares of the work, where the fewest bytes are passed on.
+
+    Of such places they are where the outermost module ends.
+    """
     cuts = []
     for k in range(1, n):
         low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-EFFORT.moved_cut, EFFORT.moved_cut))

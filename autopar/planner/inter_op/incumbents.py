@@ -1,4 +1,4 @@
-"""The exact plans that a search over stages made so far, and what of its estimates may still beat them."""
+"""The exact plans that a search over stages made so far, and the estimates that may still beat them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Incumbents:
 
     @contextmanager
     def interruptible(self, estimates: Sequence[object] = ()) -> Iterator[None]:
-        """A part of the search that Ctrl-C ends, with what there is by then, if there is a plan or an estimate."""
+        """Let Ctrl-C end this part of the search, if there is a plan or an estimate by then."""
         try:
             yield
         except KeyboardInterrupt:
@@ -77,8 +77,7 @@ class Incumbents:
     def add(self, search: OneNumber, candidate: Candidate, slack: float = 1.0) -> float:
         """Plan a candidate exactly; the seconds of its step, for ever if it does not fit, cannot be or is beaten.
 
-        Args:
-            slack: by this factor it may take longer than what it has to beat until its slowest stages were refined.
+        ``slack``: by this factor it may take longer than what it has to beat until its slowest stages were refined.
         """
         tell(lambda: search.what(candidate), often=False)
         try:
@@ -98,8 +97,11 @@ class Incumbents:
         return plan.seconds
 
     def next_best(self, top: int, promising: Sequence[tuple[OneNumber, Candidate]]) -> None:
-        """Plan what the search knows of and did not plan to its end, the best estimates first, until there are so many
-        different layouts and two in a row are no faster than the last of them: at most so many more.
+        """Plan the best estimates that were not planned, until there are ``top`` different layouts.
+
+        It ends when two in a row are no faster than the last of them, after at most so many more. The search itself
+        looks for one plan alone: to prove of hundreds of layouts that they are not among five took three times as long
+        as to find the best.
 
         The search itself looks for one plan alone: to prove of hundreds of ways that they are not among five took three
         times as long as to find the best.
@@ -124,9 +126,11 @@ class Incumbents:
                 worse = 0 if self.add(search, candidate) < last else worse + 1
 
     def share_equally(self, searches: Sequence[OneNumber]) -> None:
-        """Plan the fastest once more with the memory of a group shared equally among its stages: what each needs is
-        only estimated, and what an estimate gives to one of them the others lack. 405B on 16,384 devices takes 6.386 s
-        a step so for 6.416."""
+        """Plan the fastest layout once more with the memory of a group shared equally among its stages.
+
+        What each needs is only estimated, and what an estimate gives to one the others lack: 405B on 16,384 devices
+        takes 6.386 s a step so for 6.416.
+        """
         fastest = self.fastest
         search = next((search for search in searches if search is fastest.search), None)
         candidate = fastest.candidate
@@ -134,8 +138,11 @@ class Incumbents:
             self.add(search, replace(candidate, n_bytes=(), once_bytes=()), EFFORT.equal_shares_slack)
 
     def look_closer(self, searches: Sequence[OneNumber]) -> None:
-        """Plan something that did not fit once more, down to its smallest plan: of the most microbatches, which need
-        the least. It fits after all, or the error says by how much it does not."""
+        """Plan something that did not fit once more, down to its smallest plan.
+
+        It is of the most microbatches, which need the least. It fits after all, or the error has by how much it does
+        not.
+        """
         for search in reversed(searches):
             if search.unfit is not None:
                 try:
@@ -147,8 +154,10 @@ class Incumbents:
                 return
 
     def plan_exactly(self, promising: Sequence[tuple[OneNumber, Candidate]]) -> None:
-        """Plan exactly what may beat the best so far, the best estimates first: at least ``top`` different layouts, if
-        there are; where Ctrl-C ended the search, only the first that fits."""
+        """Plan exactly what may beat the best so far, the best estimates first.
+
+        At least ``top`` different layouts are planned, if there are; after Ctrl-C only the first that fits.
+        """
         self.failed = 0
         for search, candidate in promising:
             if self.interrupted and self.plans:
@@ -167,23 +176,25 @@ class Incumbents:
                 self.errors.append(seconds / candidate.seconds)
 
     def _has_enough(self, candidate: Candidate) -> bool:
-        """Whether neither a candidate nor those after it are worth exact plans, on many devices, because enough were
-        tried."""
+        """Return whether, on many devices, enough was tried to skip a candidate and those after it."""
         if self.few or candidate.groups == 1 or len(self._different) < self.top:
             return False
         piped = sum(plan.candidate.groups > 1 for plan in self.plans)
         return piped >= EFFORT.candidates or self.failed >= EFFORT.failed_plans
 
     def _is_far(self, candidate: Candidate) -> bool:
-        """Whether a candidate looks worse than the best, on many devices: estimates that were simulated are seldom much
-        too long. The next one may look better, as the first few come in the order of their programs."""
+        """Return whether, on many devices, a candidate looks worse than the best.
+
+        Simulated estimates are seldom much too long. The next one may look better, as the first few come in the order
+        of their programs.
+        """
         if self.few or candidate.groups == 1 or len(self._different) < self.top:
             return False
         hopeful = min([1.0, *self.errors]) if self.errors else 1 - EFFORT.close_estimate
         return self.fastest.seconds < hopeful * candidate.seconds
 
     def _is_cheap(self, search: OneNumber, candidate: Candidate) -> bool:
-        """Whether another layout that does not look too bad takes few programs, on many devices."""
+        """Return whether, on many devices, another layout that does not look too bad takes few programs."""
         if self.few or candidate.groups == 1 or self.failed >= EFFORT.failed_plans:
             return False
         if self.fastest.seconds < EFFORT.few_programs_gain * candidate.seconds:
@@ -193,8 +204,11 @@ class Incumbents:
         return self.programs + search.n_programs(candidate) <= EFFORT.few_programs
 
     def _is_of_interest(self, search: OneNumber, candidate: Candidate) -> bool:
-        """Whether a candidate may beat the best so far, on few devices by the errors of estimates so far; on many,
-        where several layouts are wanted, whether it is another one."""
+        """Return whether a candidate may beat the best so far.
+
+        On few devices the errors of estimates decide; on many, where several layouts are wanted, whether it is another
+        one.
+        """
         many = not self.few
         if many and self.top > 1 and search.what(candidate) in self._different:
             return False
@@ -209,7 +223,7 @@ class Incumbents:
 
     @property
     def _trust(self) -> float:
-        """What part of an estimate a step takes at least."""
+        """The part of an estimate that a step takes at least."""
         if len(self.errors) < EFFORT.candidates:
             return 0.0
         known = len(self.errors) >= EFFORT.known_errors

@@ -1,5 +1,4 @@
-"""Ways to cut for one number of microbatches, with their estimates: on equal groups of devices, on unequal ones, and
-those that are pinned."""
+"""Layouts for one number of microbatches, with estimates: equal groups of devices, unequal ones, and pinned cuts."""
 
 from __future__ import annotations
 
@@ -53,13 +52,10 @@ class OneNumber(ExactPlans):
         far: float = EFFORT.far_mesh, share: float = 1.0, groups: int | None = None, beaten: float = inf,
         fewest: int = 1, shapes: Sequence[Mesh] = (),
     ) -> list[Candidate]:  # fmt: skip
-        """The most promising ways to cut, by estimate.
+        """Return the most promising layouts, by estimate.
 
-        Args:
-            floors, best_known, far, beaten, fewest: as for :class:`Equal`.
-            share: of the devices' memory that may be filled.
-            groups: how many, where the user leaves that open; None for any number.
-            shapes: the only meshes to look at.
+        ``floors``, ``best_known``, ``far``, ``beaten`` and ``fewest`` are those of :class:`Equal`; estimates may fill
+        ``share`` of the memory; ``groups`` and ``shapes`` restrict what the user leaves open.
         """
         if self.request.starts is not None:
             return self._pinned(self.request.starts)
@@ -90,7 +86,7 @@ class OneNumber(ExactPlans):
         return [self._candidate(cut) for cut in (*dict.fromkeys(best), *unequal)]
 
     def _candidate(self, cut: EstimatedCut) -> Candidate:
-        """An estimated cut as what is planned exactly."""
+        """Return an estimated cut as a candidate for an exact plan."""
         return Candidate(
             tuple(g.mesh for g in cut.groups), tuple(g.devices for g in cut.groups), self._named(cut.schedule),
             tuple(self.blocks[b].first for b in cut.bounds), cut.seconds,
@@ -99,8 +95,7 @@ class OneNumber(ExactPlans):
         )  # fmt: skip
 
     def launches_most(self) -> bool:
-        """Whether launches of operators, which every device has to do, take longer than the rest of the work shared by
-        all devices."""
+        """Return whether launches, which every device does, take longer than a device's share of the work."""
         if not costs_of(self.cluster).share_bounds:
             return False
         counts = Counter(block.kind for block in self.blocks)
@@ -115,7 +110,7 @@ class OneNumber(ExactPlans):
         return launches > (alone - launches) / self.n_devices
 
     def _pinned(self, starts: Sequence[str]) -> list[Candidate]:
-        """All groups, shapes and schedules for which the user's cuts are right."""
+        """Return all groups, shapes and schedules for which the user's cuts are right."""
         positions = {self.name(p): p for p in range(len(self.ops))}
         bounds = tuple(positions.get(s, 0) for s in starts)
         candidates = []
@@ -133,12 +128,12 @@ class OneNumber(ExactPlans):
         return candidates
 
     def _named(self, fill: Fill) -> str:
-        """The schedule's name; that of the one that is searched for, where its stages are planned for this one."""
+        """Return the schedule's name; that of the searched one, where its stages are planned for this one."""
         return SEARCHED if fill.name == START and SEARCHED in self.request.schedules else fill.name
 
     @cached_property
     def menus(self) -> Menus:
-        """What blocks can cost."""
+        """Options of blocks with their costs."""
         options = replace(self.request.options, microbatches=self.request.microbatches)
         may = self.request.may_recompute and not is_asked(self.graph, options.recompute)
         counts = Counter(b.kind for b in self.blocks)
@@ -147,7 +142,7 @@ class OneNumber(ExactPlans):
         return Menus(self.cluster, self._graph_of, options, may, frozenset(rare), self.decided, not self.few, common)
 
     def _unequal(self, fillers: Fillers) -> list[EstimatedCut]:
-        """Cuts over unequal groups, where these are worth a search: devices that differ, or divide badly."""
+        """Return cuts over unequal groups, where they are worth a search: devices that differ, or divide badly."""
         request, n = self.request, self.n_devices
         names = [name for name in request.schedules if name != SEARCHED and fill_of(name).chunks == 1]
         divides = sum(n % g == 0 for g in range(1, n + 1)) > 2
@@ -163,14 +158,17 @@ class OneNumber(ExactPlans):
             return []
 
     def _graph_of(self, block: Block) -> Graph:
-        """The block alone."""
+        """Return the graph of a block alone."""
         starts = [self.name(block.first)] if block.first else []
         starts += [self.name(block.end)] if block.end < len(self.ops) else []
         return cut(self.graph, starts)[1 if block.first else 0].graph
 
     def shapes(self, size: int, most_axes: int = EFFORT.first_axes) -> list[Mesh]:
-        """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two. If
-        more than ``EFFORT.first_axes`` axes are asked for, only those that have more."""
+        """Return the mesh shapes of a group; one axis larger than a node is better split in two.
+
+        The last axis joins neighbours. If more than ``EFFORT.first_axes`` axes are wanted, only those that have more
+        are returned.
+        """
         if self.request.mesh:
             return [self.request.mesh] if self.request.mesh.n_devices == size else []
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
@@ -181,8 +179,10 @@ class OneNumber(ExactPlans):
         return [m for m in shapes if allows(m, self.request.options)]
 
     def deeper_shapes(self, fewer: Mesh, devices: Sequence[int]) -> list[Mesh]:
-        """Meshes of more than ``EFFORT.first_axes`` axes that split those of one of fewer, and on which the commonest block is
-        faster: where it is not, the stages' programs would take long to say the same."""
+        """Return meshes of more axes that refine one of fewer, and on which the most frequent block is faster.
+
+        Where it is not, the stages' programs would take long for the same result.
+        """
         if self.request.mesh or self.request.max_axes <= EFFORT.first_axes:
             return []
         common, _ = Counter(b.kind for b in self.blocks).most_common(1)[0]
@@ -208,7 +208,7 @@ class OneNumber(ExactPlans):
 
     @cached_property
     def _uneven(self) -> bool:
-        """Whether groups of equal size can differ: devices of several types."""
+        """Devices of several types, so that groups of equal size can differ."""
         return len({self.cluster.device(d).name for d in range(self.n_devices)}) > 1
 
 

@@ -47,8 +47,10 @@ INTERRUPTED = "the search was interrupted: this is the best plan so far"
 
 @dataclass(frozen=True)
 class Planned:
-    """A pipelined plan with its simulation and what else was tried: ``(what, seconds)``, best first; ``others`` has the
-    plans of all that were planned exactly, this one first."""
+    """A pipelined plan with its simulation, and the other layouts: ``(layout, seconds)``, best first.
+
+    ``others`` has all exact plans, this one first.
+    """
 
     plan: Plan
     timeline: Timeline
@@ -61,12 +63,10 @@ def plan_pipeline(
     graph: Graph | Mapping[int, Graph], cluster: Cluster, n_devices: int, request: PipelineOptions, *,
     cluster_name: str = "", beaten: float = inf,
 ) -> Planned:  # fmt: skip
-    """The best pipelined plan on the first ``n_devices`` of a cluster; one group of all of them is among the choices.
+    """Return the best pipelined plan on the first ``n_devices`` of a cluster; one group of all of them is a choice too.
 
-    Args:
-        graph: of a microbatch; or graphs by number of microbatches, all of the same batch, to choose the number too
-            (that of ``asked`` does not matter then).
-        beaten: seconds of a step: a plan that takes as long is of no interest, and not searched for.
+    ``graph`` is that of a microbatch, or graphs by number of microbatches, to choose the number too (that of
+    ``request`` does not matter then). A plan of ``beaten`` seconds or more is not searched for.
 
     Raises:
         PlanError: a schedule, a number of groups or cuts that cannot be.
@@ -131,7 +131,7 @@ def plan_pipeline(
 
 
 def _in_one_group(searches: Sequence[OneNumber], bounds: list[float], best: Incumbents) -> None:
-    """Add exact plans in one group of all devices. ``bounds`` are filled in, as far as needed.
+    """Add exact plans in one group of all devices, and fill in ``bounds`` as far as needed.
 
     Every number of microbatches whose bound is below the best plan so far is planned on every mesh; on meshes of more
     axes, the best number alone, and where its commonest block is faster there.
@@ -161,8 +161,10 @@ def _in_one_group(searches: Sequence[OneNumber], bounds: list[float], best: Incu
 
 
 def _is_full_of_state(plan: Exact) -> bool:
-    """Whether parameters, gradients and optimizer state leave so little of a device that programs of more axes
-    take minutes: a relaxation of 200,000 columns took 96 s so near to what can be, where others take 2 s."""
+    """Return whether state leaves so little of a device that programs of more axes take minutes.
+
+    A relaxation of 200,000 columns took 96 s so near to what can be, where others take 2 s.
+    """
     (stage,) = plan.plan.stages
     state = stage.price.parameter_bytes + stage.price.gradient_bytes + stage.price.optimizer_bytes
     return state > EFFORT.tight_share * plan.search.limit(stage.devices)
@@ -193,14 +195,14 @@ class _Numbers:
 
     @property
     def few(self) -> bool:
-        """Whether devices are so few that every number is looked at."""
+        """Devices so few that every number is looked at."""
         return self.searches[0].few
 
     def look(self) -> None:
         """Look at all numbers that may be best.
 
         It starts where a good plan is expected, so that others can be left alone, and goes on to more and then to
-        fewer, to the ends, or until ``EFFORT.worse_in_a_row`` numbers in a row are far from the best; on many devices to fewer
+        fewer, to the ends, or until ``EFFORT.worse_in_a_row`` numbers are far from the best; on many devices to fewer
         only if the start is not far from the best by then. A small model on many devices starts from the fewest.
         """
         if len(self.searches) == 1 or self.searches[0].request.starts is not None:
@@ -226,8 +228,11 @@ class _Numbers:
         self._look_deeper()
 
     def _likely_best(self, middle: int) -> int:
-        """The number of microbatches of which ``EFFORT.devices_a_microbatch`` have one row each time, where the largest
-        number has microbatches of one row; the middle one on fewer devices, which one group may serve best."""
+        """Return the number of microbatches of which ``EFFORT.devices_a_microbatch`` have one row each time.
+
+        The largest number has microbatches of one row. On fewer devices, which one group may serve best, it is the
+        middle one.
+        """
         if self.searches[0].n_devices <= EFFORT.devices_a_microbatch:
             return middle
         numbers = [search.request.microbatches for search in self.searches]
@@ -250,7 +255,7 @@ class _Numbers:
             self._take(search, [c for c in deeper if c.seconds <= far * ways[0][0]])
 
     def _look_at(self, number: int) -> bool:
-        """Whether a number is near the best."""
+        """Look at a number of microbatches and return whether it is near the best."""
         search, m = self.searches[number], self.searches[number].request.microbatches
         if self.bounds[number] >= self.to_beat:
             return False
@@ -267,7 +272,7 @@ class _Numbers:
         return bool(candidates) and candidates[0].seconds <= EFFORT.near_mesh * best
 
     def _is_far(self, number: int) -> bool:
-        """Whether a number that was looked at is far from the best."""
+        """Return whether a number that was looked at is far from the best."""
         seconds = [found[0] for found in self.found if found[2] is self.searches[number]]
         return bool(seconds) and min(seconds) > EFFORT.near_mesh * min(found[0] for found in self.found)
 
@@ -275,7 +280,7 @@ class _Numbers:
         self.found.extend((c.seconds, k, search, c) for k, c in enumerate(candidates))
 
     def promising(self) -> list[tuple[OneNumber, Candidate]]:
-        """What is planned exactly, the best first."""
+        """Return the candidates for exact plans, the best first."""
         if len(self.searches) == 1 or self.searches[0].request.starts is not None:
             return [(s, c) for _, _, s, c in self.found]
         ordered = sorted(self.found, key=lambda f: f[:2])

@@ -1,4 +1,4 @@
-"""A graph on a mesh with what is asked of it: where its problems come from, and what makes plans of their solutions."""
+"""A graph on a mesh with a user's options: the source of its integer programs, and of plans from their solutions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hardware_profiles import Cluster
 
 
 class MeshProblem:
-    """A graph on a mesh with what is asked of it: where problems come from, and what makes plans of their solutions."""
+    """A graph on a mesh with a user's options: the source of its programs, and of plans from their solutions."""
 
     def __init__(
         self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, devices: Sequence[int] | None
@@ -45,12 +45,10 @@ class MeshProblem:
         self.recomputable: Recomputable | None = None
 
     def problem(self, keep_memory: bool, choices: bool = False) -> tuple[Problem, Decoder]:
-        """The problem.
+        """Return the integer program and its decoder.
 
-        Args:
-            keep_memory: with strategies that only help where memory is short.
-            choices: with what may be done again in the backward instead of being kept: gathered copies, and operators
-                unless it is said which run again.
+        With ``keep_memory`` there are strategies that only help where memory is short; with ``choices`` gathered copies
+        may be regathered in the backward, and operators recomputed unless the user decided that.
         """
         pins, options = self.pins, self.options
         choose_recompute = choices and options.may_recompute and not self.segments
@@ -66,8 +64,7 @@ class MeshProblem:
         return problem, decoder
 
     def with_all_recomputed(self) -> MeshProblem | None:
-        """The same, with all that may run again asked to: less to choose from. None where nothing is to be chosen of
-        it, or :meth:`problem` was not asked for the choices yet."""
+        """Return the same problem with everything recomputed that may be, or None if nothing may."""
         if self.recomputable is None:
             return None
         segments = self.recomputable.segments(self.graph, self.rules, self.recomputable.every(self.folding))
@@ -79,11 +76,10 @@ class MeshProblem:
         return other
 
     def realise(self, decided: Decided, like: StagePlan | None = None, weighed: bool = True) -> StagePlan:
-        """The plan of what was decided.
+        """Return the plan of decisions.
 
-        Args:
-            like: a plan of the same operators, by which runs again what runs again there.
-            weighed: as for :func:`complete`.
+        ``like`` is a plan of the same operators whose recomputed segments are taken; ``weighed`` as for
+        :func:`complete`.
         """
         options, segments = self.options, self.segments
         remade: Sequence[str] = ()
@@ -101,8 +97,7 @@ class MeshProblem:
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:
-        """Return the seconds of a plan without what the problem leaves out: operators that follow demand, and what is
-        done beside operators, parameters apart."""
+        """Return the seconds of a plan that the problem counts: without operators that follow demand and overheads."""
         follow = 0.0
         for node, rule in zip(self.graph.nodes, self.rules, strict=True):
             if node.kind == "op" and not node.hot and rule is not None:

@@ -33,13 +33,12 @@ def demand(
     graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, decided: Mapping[int, Strategy],
     *, partly: bool = False,
 ) -> tuple[dict[int, Strategy], dict[str, State]]:  # fmt: skip
-    """Strategies of the undecided ops, and placements of buffers.
+    """Return the strategies of the undecided operators, and the placements of buffers.
 
     Backwards through the graph: if all readers of a tensor want the same shard, and its op can make just that, it
     does (positions and masks are made sharded); else it is computed whole and sliced, which costs nothing.
 
-    Args:
-        partly: more is to be decided, so buffers need not agree yet.
+    ``partly``: more is to be decided, so buffers need not agree yet.
 
     Raises:
         PlanError: a buffer is written to in different pieces.
@@ -107,7 +106,7 @@ def demand(
 
 
 def _plain(strategy: Strategy) -> bool:
-    """No pending sums: only those need communication."""
+    """Return whether a strategy makes no pending sums: only those need communication."""
     return not any(PENDING in state for state in (*strategy.ins, *strategy.outs))
 
 
@@ -115,8 +114,7 @@ def needs(
     graph: Graph, mesh: Mesh, chosen: Mapping[int, Strategy], params: Mapping[int, ParamChoice],
     buffers: Mapping[str, State], inputs: Mapping[str, State], outputs: Mapping[int, State],
 ) -> tuple[dict[Ref, State], dict[Ref, dict[State, None]], list[State | None]]:  # fmt: skip
-    """``(made, wanted, outputs)``: the state in which each tensor is made, those in which it is wanted, and the
-    placement of every output (None for one that is no tensor)."""
+    """Return the states in which each tensor is made and wanted, and the placement of every output."""
     whole_grad, whole = whole_state(mesh, True), whole_state(mesh)
     made_as: dict[Ref, State] = {}
     wanted: dict[Ref, dict[State, None]] = {}
@@ -169,20 +167,16 @@ def complete(
     memory: Mapping[str, Collection[Any]] | None = None,
     weighed: bool = True,
 ) -> StagePlan:
-    """The plan of the given decisions, with routes and price.
+    """Return the plan of decisions, with its reshard paths and its price.
 
-    Args:
-        decided: strategies by node; ops left out follow demand.
-        params: by parameter node; parameters left out (nobody reads them) are replicated.
-        outputs: placements by output position; the others come out whole.
-        buffers: placements by name; the others follow demand.
-        memory: what is not kept for the backward, by decision. Tensors that are not gathered after all, and results
-            that nobody keeps, are left out.
-        weighed: with the bytes of activations and of what works on them, which take longer to find than all else;
-            without, and if nothing is done again, they count as none: for who asks only how long a plan takes.
-        weighed: with the bytes of activations and of what works on them, which take longer to find than all else;
-            without, they count as none, for who asks how long a plan takes that does nothing again.
-        devices: ranks of the mesh, in row-major order; by default the first.
+    ``graph``, ``rules``, ``pricer``: with the rule of each node and the prices of the mesh; ``decided``: strategies
+    by node; operators left out follow demand; ``params``: by parameter node; parameters left out (nobody reads
+    them) are replicated; ``outputs``: placements by output position; the others are replicated; ``buffers``,
+    ``inputs``: placements by name; other buffers follow demand; ``memory``: decisions about memory; tensors that
+    are not gathered, and results that nobody keeps, are left out; ``optimizer``, ``microbatches``, ``in_flight``:
+    of the step; microbatches in flight keep their activations; ``weighed``: with the bytes of activations, which
+    take longest to find; without, and if no decision is made about memory, they count as none; ``devices``: ranks
+    of the mesh, in row-major order; by default the first.
 
     Raises:
         PlanError: a tensor cannot be brought to where it is wanted.
@@ -224,8 +218,8 @@ def complete(
     segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
     beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, reshard_paths, segment_of).values())
     price = _price(
-        graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight, reshard_paths, holds,
-        made_as,
+        graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight,
+        reshard_paths, holds, made_as,
     )  # fmt: skip
     peaks = None
     if walk is not None:
@@ -244,8 +238,7 @@ def complete(
 def that_can_be(
     graph: Graph, mesh: Mesh, reshard_paths: Mapping[str, Sequence[Edge]], decided: Mapping[str, Collection[Any]]
 ) -> Memory:
-    """What is decided about memory, without copies of tensors that are not gathered after all, and without tensors that
-    what is recomputed makes or reads."""
+    """Return decisions about memory without tensors that are not gathered, or that recomputed segments make or read."""
     can = {name: tuple(entries) for name, entries in decided.items()}
     if not can:
         return can
@@ -266,11 +259,7 @@ def _price(
     owned: Mapping[int, ParamChoice], moved_seconds: float, optimizer: str, microbatches: int,
     in_flight: int, reshard_paths: ReshardPaths, holds: Ledger, made_as: Mapping[Ref, State],
 ) -> Price:  # fmt: skip
-    """The price, in which passing bytes are still missing.
-
-    Args:
-        moved_seconds: of reshards, without what others' computation hides of collectives inside operators.
-    """
+    """Return the price without its transient bytes; ``moved_seconds`` are those of reshards, less overlapped parts."""
     compute, inside = recompute_seconds(graph, rules, pricer, chosen, reshard_paths, holds)
     memo: dict[object, tuple[float, float]] = {}
     nodes, alike = graph.nodes, graph.alike

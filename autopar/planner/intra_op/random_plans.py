@@ -28,7 +28,14 @@ def random_plan(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed: int, *,
     recompute: Recompute = (), gather_again: bool = False, make_again: bool = False,
 ) -> StagePlan:  # fmt: skip
-    """A feasible plan with every decision drawn at random: ops (cold ones too), parameters and lifetimes.
+    """Return a feasible plan with every decision drawn at random: operators, parameters and lifetimes.
+
+    With ``gather_again``, about half of the copies that could be are regathered. With ``make_again``, stretches of
+    operators are recomputed in addition to ``recompute`` (about half of all), and about half of their results that
+    others read are given up until then.
+
+    Raises:
+        PlanError: ``ATTEMPTS`` draws gave no plan in which every tensor can reach its readers.
 
     With ``gather_again``, about half of the copies that could be gathered again are. With ``make_again``, stretches of
     operators run again beside ``recompute`` (about half of all), and about half of what they make for others is given
@@ -93,7 +100,7 @@ def random_plan(
 
 
 def stretches(graph: Graph, recompute: Recompute, rng: random.Random) -> Recompute:
-    """Segments, and random stretches of the operators between them."""
+    """Return segments, and random stretches of the operators between them."""
     taken = segment_numbers(graph, recompute)
     runs: list[tuple[str, str]] = []
     now: list[str] = []
@@ -108,7 +115,7 @@ def stretches(graph: Graph, recompute: Recompute, rng: random.Random) -> Recompu
 
 
 def _at_the_borders(graph: Graph, mesh: Mesh, rng: random.Random) -> tuple[dict[str, State], dict[int, State]]:
-    """Random placements of what comes from earlier pipeline stages and goes to later ones."""
+    """Return random placements of the tensors from earlier pipeline stages and to later ones."""
 
     def drawn(spec: Spec, grad: bool) -> State:
         whole = replicated_placement(grad)

@@ -1,4 +1,4 @@
-"""Routes: the cheapest tree of single-axis steps from the state a tensor is made in to all states it is wanted in.
+"""The cheapest tree of single-axis steps from the state in which a tensor is made to all states its readers want.
 
 Each step changes one axis and is one collective or none. Consumers that want the same state share its copy, and routes
 share their common beginnings, so the whole tree is a directed Steiner tree in the small graph of states. With few
@@ -30,7 +30,7 @@ def state_graph(
     sources: tuple[tuple[Placement, ...], ...],
     targets: tuple[tuple[Placement, ...], ...],
 ) -> tuple[tuple[State, ...], tuple[Edge, ...]]:
-    """``(states, steps)`` between the placements that producers give and consumers want on each axis.
+    """Return the states between the placements that producers make and consumers want, and the steps between them.
 
     A step never makes a placement that no consumer wants, but for the whole value that two steps may pass through.
     """
@@ -46,7 +46,7 @@ def state_graph(
 
 
 def axis_sets(states: Sequence[State], n_axes: int) -> tuple[tuple[Placement, ...], ...]:
-    """The placements that occur on each axis, sorted."""
+    """Return the placements that occur on each axis, sorted."""
     return tuple(tuple(sorted({s[a] for s in states})) for a in range(n_axes))
 
 
@@ -54,11 +54,10 @@ def reshard_path(
     shape: tuple[int, ...], mesh: Mesh, grad: bool, source: State, targets: Sequence[State],
     price: Callable[[State, State], float],
 ) -> tuple[float, tuple[Edge, ...]] | None:  # fmt: skip
-    """``(price, steps)`` of the cheapest tree from ``source`` to every target; None if some target is out of reach.
+    """Return the price and the steps of the cheapest tree from a state to every target; None if one is out of reach.
 
-    Args:
-        grad: whether gradients flow; without, ``R`` is the only spelling of a whole value.
-        price: seconds of one step.
+    Without ``grad`` (no gradient flows) ``R`` is the only spelling of a replicated value; ``price`` gives the seconds
+    of a step.
     """
     wanted = sorted(set(targets) - {source})
     if not wanted:
@@ -125,7 +124,7 @@ def reshard_path(
 def _as_tree(
     source: State, wanted: Sequence[State], edges: dict[Edge, None], price: Callable[[State, State], float]
 ) -> tuple[float, tuple[Edge, ...]]:
-    """Keep one way into each state, ordered from the root, and only what leads to a wanted state."""
+    """Keep one step into each state, ordered from the root, and only those that lead to a wanted state."""
     parent: dict[State, State] = {}
     reached = [source]
     for state in reached:

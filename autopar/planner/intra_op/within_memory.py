@@ -154,7 +154,7 @@ class WithinMemory:
         return False
 
     def _otherwise(self, search: _Search) -> StagePlan:
-        """Return a plan found in another way where that is faster, or the smallest one where none fits yet."""
+        """Return a plan of :attr:`otherwise` where that is faster, or the smallest one where none fits yet."""
         best, bound, gap = search.best, search.bound, self.setting.options.memory_gap
         if best is None and self.known_seconds < float("inf"):
             raise Beaten  # the smallest plan is of no interest then
@@ -168,15 +168,17 @@ class WithinMemory:
 
     @property
     def _is_hopeless(self) -> bool:
-        """Whether a search need not look for a plan that fits by branch and bound: not even the relaxation fits, or
-        there is a plan already, and state leaves so little room that minutes of it find none, mostly."""
+        """A search for which branch and bound is not worth its time.
+
+        Not even the relaxation fits, or there is a plan already and state leaves so little room that minutes of search
+        mostly find none.
+        """
         options = self.setting.options
         known = options.worth_seconds < float("inf")
         return not options.explains and (self.bound == float("inf") or (known and self.fewest is not None))
 
     def _of_fewest_bytes(self, program: highs.Program) -> StagePlan:
-        """The plan nearest to the fewest bytes of the relaxation, where that is too large, too: rows may count a little
-        that a finished plan does not have at once.
+        """Return the plan nearest to the fewest bytes of the relaxation: rows may count more than the plan has at once.
 
         Raises:
             OutOfReach: it does not fit either.
@@ -189,12 +191,12 @@ class WithinMemory:
         return self._known_as_small(plan, 0.0)
 
     def _known_as_small(self, plan: StagePlan, bound: float) -> StagePlan:
-        """A plan that was found by its bytes, measured against a bound of seconds."""
+        """Return a plan that was found by its bytes, measured against a bound of seconds."""
         found = replace(plan, solution=Solution("smallest", "best found", plan.price.seconds, 0.0, True))
         return replace(found, solution=against(bound, found, self.setting.options.memory_gap))
 
     def _mixed(self, program: highs.Program, gap: float, bound: float) -> StagePlan | None:
-        """A plan whose blocks differ, at the program's present limit, measured against the bound at the full one."""
+        """Return a plan whose blocks differ, at the program's limit, measured against the bound at the full one."""
         setting = self.setting
         plan = mixture(
             setting.graph, setting.folding, program, self.decoder, self.limit, setting.realise,
@@ -203,8 +205,11 @@ class WithinMemory:
         return replace(plan, solution=against(bound, plan, gap)) if plan is not None else None
 
     def _roughly(self, program: highs.Program, gap: float, bound: float) -> StagePlan | None:
-        """The fastest plan that fits and is found without branch and bound: by the price of a byte, or, where that is
-        further from the bound than was asked, with blocks that differ under a limit so much lower that they fit."""
+        """Return the fastest feasible plan that is found without branch and bound.
+
+        It comes from the price of a byte or, where that is further from the bound than the gap, from mixing blocks
+        under a limit so much lower that they fit.
+        """
         best = self._by_price(program, gap, bound)
         if best is not None and against(bound, best, gap).gap <= gap:
             return best
@@ -221,7 +226,7 @@ class WithinMemory:
         return best
 
     def _by_price(self, program: highs.Program, gap: float, bound: float) -> StagePlan | None:
-        """The fastest plan that fits of those that are the best at a price of a byte, from the relaxation's on.
+        """Return the fastest plan that fits of the best choices at rising prices of a byte, from the relaxation's on.
 
         Bytes are those of the finished plan, and no branch and bound is needed: a tenth of a second, where the solver
         takes ten for its first solution, which then has bytes that its rows do not see.
@@ -253,7 +258,7 @@ class WithinMemory:
         return self._finish(choice) if choice is not None else None
 
     def free(self) -> StagePlan:
-        """The fastest plan, whatever memory it needs: if it fits, the limit does not bind it.
+        """Return the fastest plan, whatever memory it needs: if it fits, the limit does not bind it.
 
         Raises:
             Beaten: it is not worth the search.
@@ -270,7 +275,7 @@ class WithinMemory:
         self._limited(self.limit)
 
     def _limited(self, limit: float) -> highs.Program:
-        """The program with the limit, and rows of the moments that it binds.
+        """Return the program with the limit, and rows of the moments that it binds.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -301,7 +306,7 @@ class WithinMemory:
         return program
 
     def _sees(self, program: highs.Program, plan: StagePlan) -> bool:
-        """Make the fullest moment of a plan a row of the program; returns whether it was none yet."""
+        """Make the fullest moment of a plan a row of the program, and return whether it was none yet."""
         moment, rows = plan.fullest, self.decoder.moments
         if moment is None or rows is None or moment in self.moments or len(self.moments) >= EFFORT.moment_rows:
             return False
@@ -324,10 +329,10 @@ class WithinMemory:
         return plan
 
     def _smallest(self, tried: list[StagePlan], bound: float) -> StagePlan:
-        """The plan of the fewest bytes, when the limit was not met otherwise."""
+        """Return the plan of the fewest bytes, when the limit was not met otherwise."""
         tried = [*tried, *self._smaller_and_smaller()]
         choices: list[Choice] = []
-        if self.decoder.recomputable is not None:  # what rows do not see may be less where the sum of all that stays is least
+        if self.decoder.recomputable is not None:  # what rows do not see may be less where all bytes together are least
             sums = replace(
                 self.problem,
                 items=tuple(_by_bytes(item) for item in self.problem.items),
@@ -349,8 +354,7 @@ class WithinMemory:
         return self._known_as_small(plan, bound)
 
     def _smaller_and_smaller(self) -> list[StagePlan]:
-        """Plans whose fullest moment is the least there is, as far as the program's rows say: where another moment of
-        such a plan is fuller, that becomes a row, too."""
+        """Return plans of the least fullest moment by the rows, with new rows where another moment is fuller."""
         rows = self.decoder.moments
         assert rows is not None
         first = *rows.first(), *map(rows.at, self.moments)
@@ -379,7 +383,11 @@ class _Search:
 
 
 class _Room:
-    """What of the limit is left to what the rows of a program do not see of a finished plan, moment by moment.
+    """The bytes of the limit that are left, per moment, for memory that the rows of a program do not see.
+
+    The next choice may have more that its row does not see than the last one, so what turned out to be too little is
+    raised steeply; and where a plan fits then, half of the last step is taken back, since it may be smaller than it
+    need be.
 
     The next choice may have more that its row does not see than the last one, so what turned out to be too little is
     raised steeply; and where a plan fits then, half of the last step is taken back, since it may be smaller than it
@@ -399,22 +407,23 @@ class _Room:
         """The one that was changed last."""
 
     def leave(self, number: int | None, over: float) -> None:
-        """Leave more, because a plan was so many bytes too large at a moment; of a moment whose row did not see all,
-        twice as much each time."""
+        """Leave more because a plan was ``over`` bytes too large at a moment.
+
+        Twice as much each time for one with a row.
+        """
         self.times[number] += number is not None
         self.latest = number
         self._set(number, self.left.get(number, 0.0) + over * 2 ** max(0, self.times[number] - 1))
 
     def note(self, fits: bool) -> None:
-        """Remember whether what is left was enough."""
+        """Remember whether the bytes left were enough."""
         if fits:
             self.enough = dict(self.left)
         else:
             self.too_little[self.latest] = self.left.get(self.latest, 0.0)
 
     def take_back(self) -> bool:
-        """Leave less where that may be enough, too: half-way between too little and enough; returns whether the two
-        are far enough apart to try."""
+        """Leave half-way between too little and enough; return whether the two are far enough apart to try."""
         number = self.latest
         low = self.too_little.get(number, 0.0)
         high = self.enough.get(number, low)
@@ -433,7 +442,7 @@ class _Room:
 
 
 def against(bound: float, plan: StagePlan, gap: float) -> Solution:
-    """What the solver said of a plan, measured against a bound of the whole search."""
+    """Return the solution of a plan, measured against a bound of the whole search."""
     said = plan.solution
     assert said is not None
     off = max(0.0, 1 - bound / said.objective_seconds) if said.objective_seconds else 0.0

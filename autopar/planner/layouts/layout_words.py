@@ -192,7 +192,7 @@ class Layout:
         )  # fmt: skip
 
     def _recomputed(self, graph: Graph) -> tuple[str, ...]:
-        """The patterns of modules that run again."""
+        """Return the patterns of modules that are recomputed."""
         kind, _, which = self.recompute.partition(":")
         if kind == NONE:
             return ()
@@ -295,7 +295,7 @@ def _count(written: str, word: str, value: str) -> int:
 
 
 def _experts(written: str, numbers: Mapping[str, int]) -> tuple[int, bool]:
-    """How many ranks of ``dp`` share routed experts, and whether rows travel over ``tp``, too."""
+    """Return how many ranks of ``dp`` share routed experts, and whether rows are sent over ``tp``, too."""
     ep, tp, etp = numbers.get("ep", 1), numbers.get("tp", 1), numbers.get("etp")
     if etp in (None, tp):
         return ep, False
@@ -314,8 +314,10 @@ def _context(written: str, value: str | None) -> tuple[int, str]:
 
 
 def _zero(written: str, given: Mapping[str, str], dp: int) -> tuple[int, bool, int]:
-    """``zero``, whether gathered parameters are kept until the backward, and the ranks of ``dp`` that share parameters,
-    where these are fewer than all."""
+    """Return ``zero``, whether gathered parameters are kept until the backward, and the ranks that share them.
+
+    Those are some ranks of ``dp``, where they are fewer than all.
+    """
     value = given.get("zero", "0")
     if "fsdp" not in given:
         if value not in ("0", "1", "2", "3"):
@@ -338,7 +340,7 @@ def _zero(written: str, given: Mapping[str, str], dp: int) -> tuple[int, bool, i
 
 
 def _schedule(written: str, name: str | None, groups: int, vp: int | None) -> tuple[str, int]:
-    """The schedule, and the stages on each group: ``vp``, or as many as it always has (two under ``zb-v``)."""
+    """Return the schedule, and the stages on each group: ``vp``, or as many as it always has (two under ``zb-v``)."""
     if vp is not None and vp > 1 and groups == 1:
         raise PlanError(f"{written}: vp={vp} needs a pipeline; give pp=2 or more")
     name = name or ("interleaved-1f1b" if vp is not None and vp > 1 else "1f1b")
@@ -386,7 +388,7 @@ def _recompute(written: str, value: str) -> str:
 
 
 def _check_there(written: str, parts: Sequence[str], lists: Sequence[str], graph: Graph) -> None:
-    """Refuse modules to run again that no block has.
+    """Refuse modules to recompute that no block has.
 
     Raises:
         PlanError: with names that blocks have.

@@ -1,4 +1,4 @@
-"""What a block can cost on a mesh: a few plans from the fastest to the smallest, with more and less that runs again.
+"""Options to run a block on a mesh: a few plans from the fastest to the smallest, with more and less recomputed.
 
 Stages are put together from these (:mod:`.filling`) before any stage is planned.
 """
@@ -34,7 +34,7 @@ ALONE = Mesh.of(data=1)
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a block; seconds of one microbatch (but for ``step_seconds``), bytes of one device.
+    """One option to run a block; seconds of one microbatch (except ``step_seconds``), bytes of one device.
 
     Attributes:
         step_seconds: of the whole step: the optimizer, and what is waited for of collectives of parameters if the block
@@ -75,9 +75,13 @@ class SizedPlans(NamedTuple):
     cuts: tuple[frozenset[int], ...]
 
     def serves(self, cuts: tuple[frozenset[int], ...]) -> bool:
-        """Whether these plans are good ones of the same block at another size too: nothing can be cut there that could
-        not be cut here. Eight rows cannot be cut over 64 devices; a plan that cuts their sequence instead says
-        nothing of the fastest way for 64 rows."""
+        """Return whether these plans are good ones of the same block at another size too.
+
+        Nothing else can be cut there.
+
+        Eight rows cannot be cut over 64 devices; a plan that cuts their sequence instead is no measure of the fastest
+        one for 64 rows.
+        """
         return len(cuts) == len(self.cuts) and all(a <= b for a, b in zip(cuts, self.cuts, strict=True))
 
 
@@ -96,22 +100,26 @@ class BlockPlans:
     def alike(
         self, key: tuple[object, ...], share: bool, cuts: tuple[frozenset[int], ...]
     ) -> list[StagePlan] | None:  # fmt: skip
-        """Every plan for the key, or, if they are shared, for the same kind and mesh on other devices; of a size at
-        which all ``cuts`` could be made."""
+        """Return every plan for the key or, if shared, for the same kind and mesh on other devices.
+
+        They are of a size at which all ``cuts`` could be made.
+        """
         if key in self.every and self.every[key].serves(cuts):
             return self.every[key].plans
         alike = (sized for place, sized in self.every.items() if share and place[:2] == key[:2])
         return next((sized.plans for sized in alike if sized.serves(cuts)), None)
 
     def fastest_alike(self, key: tuple[object, ...], cuts: tuple[frozenset[int], ...]) -> list[StagePlan]:
-        """The fastest plan for the same kind and mesh, on any devices, of a size at which all ``cuts`` could be made;
-        empty if there is none."""
+        """Return the fastest plan for the same kind and mesh, on any devices; empty if there is none.
+
+        It is of a size at which all ``cuts`` could be made.
+        """
         sized = self.fastest.get(key[:2])
         return sized.plans if sized is not None and sized.serves(cuts) else []
 
 
 def evenly_cut(graph: Graph, mesh: Mesh) -> tuple[frozenset[int], ...]:
-    """Into how many even pieces the axes of a mesh can cut each dim of every tensor."""
+    """Return the numbers of even shards into which the axes of a mesh can cut each dim of every tensor."""
     sizes = [size for size in mesh.sizes if size > 1]
     pieces = {prod(axes) for n in range(1, len(sizes) + 1) for axes in combinations(sizes, n)}
     sets: dict[int, frozenset[int]] = {}
@@ -153,7 +161,7 @@ class Menus:
     _evenly_cut: dict[tuple[object, ...], tuple[frozenset[int], ...]] = field(default_factory=dict)
 
     def ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
-        """From the fastest to the smallest; those that gather copies again are the last.
+        """Return the options from the fastest to the smallest; those that regather copies are the last.
 
         Raises:
             InfeasibleError: the block cannot be planned on the mesh at all.
@@ -174,8 +182,10 @@ class Menus:
         self, of: Callable[[Block, Mesh, Sequence[int]], tuple[Way, ...]], block: Block, mesh: Mesh,
         devices: Sequence[int],
     ) -> tuple[Way, ...]:  # fmt: skip
-        """The ways of a block on the same devices with two neighbouring axes taken as one: it can be run so, and the
-        program of three axes, of which there is one for every price, takes ten times as long to solve."""
+        """Return the options of a block with two neighbouring axes taken as one.
+
+        The program of three axes, of which there is one for every price, takes ten times as long to solve.
+        """
         ways: list[Way] = []
         failed: InfeasibleError | None = None
         for fewer in mesh.merged():
@@ -188,7 +198,7 @@ class Menus:
         return tuple(ways)
 
     def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> float:
-        """Seconds of a microbatch in the fastest way, which is found before the others.
+        """Return the seconds of a microbatch in the fastest option, which is found before the others.
 
         Raises:
             InfeasibleError: as for :meth:`ways`.
@@ -196,7 +206,8 @@ class Menus:
         return min(w.seconds for w in self.fastest_ways(block, mesh, devices))
 
     def fastest_ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
-        """All ways, where they are known; else the fastest alone, for a small part of what all of them cost to find.
+        """Return all options, where they are known; else the fastest alone, for a small part of the time.
+
         Where memory does not bind, no other is of interest.
 
         Raises:
@@ -224,14 +235,14 @@ class Menus:
         return self._fastest[key]
 
     def launches(self, block: Block, device: int) -> float:
-        """Seconds of a microbatch that launches of a block's operators take on any mesh with that device."""
+        """Return the seconds of a microbatch that launches of a block's operators take on any mesh with that device."""
         key = block.kind, device
         if key not in self._launches:
             self._launches[key] = pricer(self.cluster, ALONE, (device,)).launches(self._graph(block))
         return self._launches[key]
 
     def _know(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> bool:
-        """Whether the ways are known: by what was decided at another size, or on others, if that is possible here."""
+        """Return whether the options are known from another size or other devices, if these can be used here."""
         key = self._key(block, mesh, devices)
         if key not in self._known and key not in self._begun:  # begun: it was not possible
             decided = self.decided.alike(key, self.share, self._cuts(block, mesh))
@@ -262,7 +273,7 @@ class Menus:
         return self._begun[key]
 
     def _cuts(self, block: Block, mesh: Mesh) -> tuple[frozenset[int], ...]:
-        """:func:`evenly_cut` of a block."""
+        """Return :func:`evenly_cut` of a block."""
         key = block.kind, mesh
         if key not in self._evenly_cut:
             self._evenly_cut[key] = evenly_cut(self._graph(block), mesh)
@@ -302,14 +313,16 @@ class Menus:
 
 
 def _is_whole(plan: StagePlan) -> bool:
-    """Whether the backward is not split: something is done again in it."""
+    """Return whether the backward is not split, because of a decision about memory."""
     return plan.whole_backward
 
 
 def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple[StagePlan, int]]:
-    """The plans, with their peaks, of which no other is as good in everything: seconds and bytes of every sort, and
-    whether the backward is split. Of several that are the same in all of it, the first. To tell when within a step
-    the seconds of a plan are spent takes half as long as to make the plan, and many are dominated."""
+    """Return the plans, with their peaks, of which no other is as good in everything.
+
+    That is seconds and bytes of every sort, and whether the backward is split; the first of equal ones. To find when
+    within a step the seconds of a plan are spent takes half as long as to make the plan, and many are dominated.
+    """
 
     def account(plan: StagePlan, peak: int) -> tuple[float, ...]:
         price = plan.price
@@ -340,11 +353,10 @@ def menus_of(
     menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int], only: int | None = None,
     fastest: bool = False,
 ) -> dict[int, tuple[Way, ...]] | None:
-    """Ways of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh.
+    """Return the options of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh.
 
-    Args:
-        only: the number of the one kind that is taken into account; the others are free.
-        fastest: the fastest way of each is enough.
+    ``only`` is the one kind that is taken into account, the others being free; with ``fastest`` one option of each is
+    enough.
     """
     ways = menus.fastest_ways if fastest else menus.ways
     menus_by_kind: dict[int, tuple[Way, ...]] = {}
@@ -360,7 +372,7 @@ def menus_of(
 
 
 def kinds_of(blocks: Sequence[Block]) -> list[int]:
-    """The number of every block's kind, in order of appearance."""
+    """Return the number of every block's kind, in order of appearance."""
     number_of: dict[tuple[int, ...], int] = {}
     return [number_of.setdefault(b.kind, len(number_of)) for b in blocks]
 

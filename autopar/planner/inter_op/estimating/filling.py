@@ -1,4 +1,10 @@
-"""Stages put together from what blocks can cost, before any stage is planned: as many blocks as pace and memory allow.
+"""Stages filled with options of blocks before any stage is planned: as many blocks as pace and memory allow.
+
+A stage that has room takes the fast options of its blocks, one that keeps many microbatches in flight takes smaller
+ones for as many blocks as it must (:class:`Filler`). For a pace (seconds that no stage may exceed) blocks are filled in
+from the last stage to the first, as many as fit the pace and the memory with the microbatches that the place in the
+schedule keeps in flight; the least pace at which all blocks find room is found by bisection (:class:`Places`). Greedy
+filling is optimal here: a stage that takes fewer blocks never helps those before it.
 
 A stage that has room takes the fast ways of its blocks, one that keeps many microbatches in flight takes smaller ones
 for as many blocks as it must (:class:`Filler`). For a pace (seconds that no stage may exceed) blocks are filled in from
@@ -27,7 +33,7 @@ LEAST_BYTES = 1e-9
 
 @dataclass(frozen=True)
 class Filled:
-    """A stage put together from ways.
+    """A stage put together from options of blocks.
 
     Attributes:
         seconds: of a microbatch.
@@ -94,13 +100,15 @@ class Filler:
 
     @cached_property
     def least_seconds(self) -> float:
-        """Of all blocks, each in its fastest way."""
+        """Seconds of all blocks, each in its fastest option."""
         counts = {name: of_kind[-1] for name, of_kind in zip(self._names, self._count, strict=True)}
         return sum(n * min(w.seconds for w in self.menus[name]) for name, n in counts.items())
 
     def stage(self, first: int, end: int, in_flight: float, memory_bytes: float) -> Filled | None:
-        """Blocks ``first`` to ``end``, in this stage's part of its group's memory; None if not even the leanest ways
-        fit."""
+        """Return blocks ``first`` to ``end`` in this stage's part of its group's memory.
+
+        None if not even the leanest fit.
+        """
         counts = tuple(of_kind[end] - of_kind[first] for of_kind in self._count)
         key = counts, in_flight, memory_bytes
         if key not in self._known:
@@ -116,7 +124,7 @@ class Filler:
         return self._known[key]
 
     def _fill(self, counts: tuple[int, ...], in_flight: float, memory_bytes: float) -> Filled | None:
-        """The stage, its ``n_bytes`` without what it needs once."""
+        """Return the stage, its ``n_bytes`` without what it needs once."""
         hulls = [self._hull(name, in_flight) for name in self._names]
         used = [(n, hull) for n, hull in zip(counts, hulls, strict=True) if n]
         taken = [[0] * (len(hull) - 1) + [n] for n, hull in used]  # all start with the leanest
@@ -156,7 +164,7 @@ class Filler:
         return way.static_bytes + in_flight * way.kept_bytes
 
     def _hull(self, kind: int, in_flight: float) -> list[Way]:
-        """Ways on the lower convex hull of total seconds over bytes, the fastest first."""
+        """Return the options on the lower convex hull of total seconds over bytes, the fastest first."""
         if (kind, in_flight) not in self._hulls:
             points = sorted(self.menus[kind], key=lambda w: (self._bytes(w, in_flight), self._total(w)))
             hull: list[Way] = []
@@ -189,8 +197,10 @@ class Fillers:
     def of(
         self, mesh: Mesh, devices: Sequence[int], only: int | None = None, chunks: int = 1, fastest: bool = False
     ) -> Filler | None:  # fmt: skip
-        """That of a mesh, where each group has so many stages; None where some block cannot be planned on it. ``only``
-        and ``fastest`` as for :func:`menus_of`."""
+        """Return the filler of a mesh with ``chunks`` stages a group; None where some block cannot be planned on it.
+
+        ``only`` and ``fastest`` as for :func:`menus_of`.
+        """
         key = mesh, tuple(devices), only, chunks, fastest
         if key not in self._fillers:
             menus = menus_of(self.menus, self.blocks, mesh, devices, only, fastest)
@@ -227,7 +237,7 @@ class Places:
         ]
 
     def best(self, most: float = inf) -> list[tuple[int, Filled]] | None:
-        """``(first block, stage)`` of every stage, at the least pace; None if that is more than ``most``."""
+        """Return the first block and the stage of every place at the least pace; None if that is more than ``most``."""
         widest = self._filled(most)
         if widest is None:
             return None
@@ -243,11 +253,11 @@ class Places:
         return stages_found
 
     def fit(self, stages: Sequence[tuple[int, Filled]]) -> bool:
-        """Whether stages that were filled whatever memory they need are within their shares of it."""
+        """Return whether stages that were filled whatever memory they need are within their shares of it."""
         return all(stage.n_bytes <= self.memory[self.group_of[s]] for s, (_, stage) in enumerate(stages))
 
     def _filled(self, pace: float) -> list[tuple[int, Filled]] | None:
-        """Stages that no one is slower than a pace."""
+        """Return stages none of which is slower than a pace."""
         end, guess, filled = self.n_blocks, 1, []
         for s in range(self.n_stages - 1, -1, -1):
             one = self._longest(s, end, pace, guess)
@@ -258,8 +268,12 @@ class Places:
         return filled[::-1] if end == 0 else None
 
     def _longest(self, s: int, end: int, pace: float, guess: int) -> tuple[int, Filled] | None:
-        """Stage ``s`` that ends at ``end`` with as many blocks as may be, looked for around a guess of their number,
-        and its first block. Earlier stages get one each."""
+        """Return stage ``s`` that ends at ``end`` with the most blocks, and its first block.
+
+        Earlier stages get one each.
+
+        ``guess`` is the number around which that of the blocks is looked for.
+        """
         group, most = self.group_of[s], end - s
         filler, in_flight, memory = self.fillers[group], self.in_flight[s], self.memory[group]
         best: Filled | None = None

@@ -16,8 +16,11 @@ from cost_models.schedules import Edge, build, simulate, times
 
 
 def simulated(cut: EstimatedCut, microbatches: int) -> float:
-    """Seconds of a step of the cut. With many microbatches those of two smaller numbers are carried on: beyond the
-    ramps, the time grows by the same with each microbatch, at least by that of the slowest group."""
+    """Return the seconds of a step of the cut.
+
+    Many microbatches are extrapolated from two smaller numbers: beyond the ramps, the time grows by the same with each
+    microbatch, at least by that of the slowest group.
+    """
     n = len(cut.groups)
     if n == 1:
         return microbatches * cut.stages[0].seconds + cut.stages[0].step_seconds
@@ -40,8 +43,10 @@ def simulated(cut: EstimatedCut, microbatches: int) -> float:
 
 
 def best(cuts: Sequence[EstimatedCut], microbatches: int, most: int) -> list[tuple[float, EstimatedCut]]:
-    """Up to ``most`` cuts of those with the best estimates, with their simulated seconds, the best first. Those whose
-    estimates are beyond what was simulated already are left out: estimates are seldom too long."""
+    """Return up to ``most`` of the cuts with the best estimates, with their simulated seconds, the best first.
+
+    Those whose estimates are beyond what was simulated already are left out: estimates are seldom too long.
+    """
     timed: list[tuple[float, EstimatedCut]] = []
     for cut in cuts[:most]:
         if cut.seconds > EFFORT.estimate_too_long * min((s for s, _ in timed), default=inf):

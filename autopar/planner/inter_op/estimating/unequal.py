@@ -1,4 +1,11 @@
-"""Stages on unequal groups of devices: the staging search of :mod:`cost_models.staging`, fed with planned blocks.
+"""Stages on unequal groups of devices: the staging search of :mod:`cost_models.staging` over planned blocks.
+
+For clusters of several device types, and for numbers of devices that few numbers divide. Schedules with one stage a
+group only. The shape of a group and its number of blocks are decided together, from every number of devices that may be
+left: that is a dynamic program over labels, which takes one of the options of the menu for all blocks of a stage, and
+recomputes as many of them as it must. The stages of the best cuts are then filled as those of equal groups are
+(:mod:`.filling`), and their estimate is the same (:mod:`.estimates`).
+``docs/decisions/2026-11-26-two-searches-of-cuts.md`` has why there are two searches.
 
 For clusters of several device types, and for numbers of devices that few numbers divide. Schedules with one stage a
 group only. Which shape a group has and how many blocks it takes is decided together here, from every number of devices
@@ -57,14 +64,12 @@ class Unequal:
         return by_type
 
     def cuts(self, schedules: Sequence[str], n: int, groups: int | None = None) -> list[EstimatedCut]:
-        """The ``n`` best ways to cut into two stages or more, by the estimate of the first schedule, each under every
-        schedule.
+        """Return the ``n`` best cuts into ``groups`` stages (None: two or more), by the estimate of the first schedule.
 
-        Args:
-            groups: exactly so many stages; None for any number.
+        Each is returned under every schedule.
 
         Raises:
-            InfeasibleError: no way fits.
+            InfeasibleError: nothing fits.
         """
         places = submeshes(self.pools, self._labels, sizes)
         problem = StagingProblem(
@@ -93,8 +98,10 @@ class Unequal:
         return cuts
 
     def _estimated(self, candidate: StagingEstimate, groups: Sequence[Group], fill: Fill) -> EstimatedCut:
-        """The cut, its stages filled as those of equal groups are; as the dynamic program has it, where one of them is
-        not known to fit so."""
+        """Return the cut, its stages filled as those of equal groups are.
+
+        It is as the dynamic program has it where one of them is not known to fit so.
+        """
         chosen = [s.choice for s in candidate.stages]
         stages = []
         for number, (choice, group) in enumerate(zip(chosen, groups, strict=True)):
@@ -116,7 +123,7 @@ class Unequal:
         return [f"{mesh.text} {way}" for mesh in self.shapes(n) for way in range(WAYS)]
 
     def _devices(self, submesh: Submesh) -> list[int]:
-        """The first of its type: what a block costs on the others is taken to be the same."""
+        """Return the first devices of a type: a block is taken to cost the same on the others."""
         return self.ranks[submesh.device_type][: submesh.n_devices]
 
     @staticmethod
@@ -138,7 +145,7 @@ class Unequal:
         )  # fmt: skip
 
     def _way(self, block: Block, submesh: Submesh) -> tuple[Way, Way] | None:
-        """The way that a submesh names, and the same cuts with as much made again as may, if that saves bytes."""
+        """Return the option that a submesh names, and the one with the same cuts that keeps the fewest bytes."""
         try:
             ways = self.fillers.menus.ways(block, self._mesh(submesh), self._devices(submesh))
         except InfeasibleError:

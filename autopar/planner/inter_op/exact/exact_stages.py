@@ -1,4 +1,8 @@
-"""Exact plans of the stages of a way to cut, and the simulation of the step that they make.
+"""Exact plans of the stages of a layout, and the simulation of the step that they make.
+
+Plans of stages are shared (:mod:`.stage_plans`), and so is a group's memory among its stages (:mod:`.memory_shares`).
+Where memory binds, the slowest stages are planned again for just what they keep, and on few devices the cut itself is
+searched. Recomputation is decided in the program of every stage, with its cuts.
 
 Plans of stages are shared (:mod:`.stage_plans`), and so is a group's memory among its stages (:mod:`.memory_shares`).
 Where memory binds, the slowest stages are planned again for just what they keep, and on few devices the cut itself is
@@ -82,7 +86,7 @@ class Exact:
 
 @dataclass(eq=False)
 class ExactPlans:
-    """Plans of a microbatch's graph on the first devices of a cluster, cut in any way."""
+    """Plans of a microbatch's graph on the first devices of a cluster, cut in any layout."""
 
     graph: Graph
     cluster: Cluster
@@ -97,27 +101,30 @@ class ExactPlans:
 
     @cached_property
     def stage_plans(self) -> StagePlans:
-        """Those that were made so far."""
+        """Plans of stages that were made so far."""
         return StagePlans(self.cluster)
 
     @cached_property
     def folding(self) -> Fold:
+        """Repeats of the graph."""
         return fold(self.graph)
 
     @cached_property
     def blocks(self) -> list[Block]:
+        """Blocks of the graph, of which stages are made."""
         return blocks(self.graph, self.folding, rules_of(self.graph, self.folding.representative))
 
     @cached_property
     def ops(self) -> list[int]:
+        """Operators of which stages are made."""
         return hot_ops(self.graph)
 
     def name(self, position: int) -> str:
+        """Return the name of the operator at a position among :attr:`ops`."""
         return self.graph.nodes[self.ops[position]].name
 
     def improved(self, best: Exact) -> list[Exact]:
-        """Plans of the best cut so far, its stages searched to their end, and of cuts that differ by one block at one
-        bound, as long as that is better."""
+        """Return plans of the best cut, searched to their end, and of cuts one block away, while these improve."""
         plans: list[Exact] = []
         near = [best.candidate]
         tried = set()
@@ -139,7 +146,7 @@ class ExactPlans:
         return plans
 
     def _moved(self, candidate: Candidate) -> list[Candidate]:
-        """Cuts that differ by one block at one bound."""
+        """Return the cuts that differ by one block at one bound."""
         if self.request.starts is not None:
             return []
         firsts = [b.first for b in self.blocks]
@@ -155,12 +162,10 @@ class ExactPlans:
     def exact(
         self, candidate: Candidate, best_known: float = inf, thorough: bool = False, explains: bool = False
     ) -> Exact | None:
-        """Plans of the stages, and the simulation; None if the schedule does not allow these counts.
+        """Return plans of the stages with their simulation; None if the schedule does not allow these counts.
 
-        Args:
-            best_known: seconds of a step.
-            thorough: stages are as near to their optimum as was asked, where memory binds too.
-            explains: the error where a stage does not fit says what the smallest would need.
+        ``best_known`` are seconds of a step. With ``thorough``, stages are as near to their optimum as wanted where
+        memory binds too; with ``explains``, the error of a stage that does not fit has what the smallest would need.
 
         Raises:
             InfeasibleError: a stage does not fit.
@@ -189,7 +194,7 @@ class ExactPlans:
         return Exact(seconds, self.what(candidate, label_of(schedule)), plan, timeline, self, candidate)
 
     def n_programs(self, candidate: Candidate) -> int:
-        """About how many different programs the exact plans of a candidate's stages take."""
+        """Return about how many different programs the exact plans of a candidate's stages take."""
         try:
             name = START if candidate.schedule == SEARCHED else candidate.schedule
             schedule = build(name, len(candidate.bounds) + 1, candidate.groups, self.request.microbatches)
@@ -202,10 +207,9 @@ class ExactPlans:
         return len({(rounded(n), share) for n, share in zip(in_turn, shares, strict=True)})
 
     def what(self, candidate: Candidate, schedule: str | None = None) -> str:
-        """The layout of a candidate in words.
+        """Return the layout of a candidate in words; ``schedule`` is its label, if it was built.
 
-        Args:
-            schedule: its label, if it was built.
+        ``schedule``: its label, if it was built.
         """
         if schedule is None:
             kind = SCHEDULES.get(candidate.schedule)
@@ -216,7 +220,7 @@ class ExactPlans:
         return f"{candidate}, {schedule}, {m} microbatch{'es' if m > 1 else ''}"
 
     def limit(self, devices: Sequence[int]) -> float:
-        """Bytes that a device of a group may hold."""
+        """Return the bytes that a device of a group may hold."""
         return device_limit(self.cluster, devices, self.request.options.memory_limit_bytes)
 
     def _stages(
@@ -228,7 +232,7 @@ class ExactPlans:
         thorough: bool,
         explains: bool,
     ) -> tuple[tuple[StagePlan, ...], Times, OnceAStep]:
-        """Return plans of the stages, what the schedule is simulated with, and what a step takes beside it.
+        """Return plans of the stages, the times that simulate the schedule, and those that a step takes in addition.
 
         Stages of a group share its memory. How many microbatches of each they keep when the group is fullest depends
         on what each keeps of one: an estimate at first, then what the plans say. Where that is more than the group
@@ -277,11 +281,10 @@ class ExactPlans:
         self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, live: Sequence[int],
         rooms: Sequence[float], best_known: float, thorough: bool, explains: bool,
     ) -> list[StagePlan]:  # fmt: skip
-        """Plans of all stages.
+        """Return plans of all stages.
 
-        Args:
-            live: microbatches in flight of each.
-            rooms: bytes of a device of each group, which its stages share.
+        ``live`` are the microbatches in flight of each, ``rooms`` the bytes of a device of each group, which its stages
+        share.
         """
         group = schedule.rank_of_stage
         stored: dict[tuple[int, str], str] = {}
@@ -335,8 +338,10 @@ class ExactPlans:
         self, graphs: Sequence[StageGraph], candidate: Candidate,
         planned: Mapping[int, tuple[StagePlan, Options]], groups: int, best_known: float,
     ) -> bool:  # fmt: skip
-        """Whether a step takes too long in the simulator with the stages that are planned so far, the others taking
-        what is estimated: on many devices, where that is asked after one group, two, four and so on."""
+        """Return whether a step is simulated to take too long with the stages planned so far, the others estimated.
+
+        It is checked on many devices, after one group, two, four and so on.
+        """
         done = len(planned) * groups // len(graphs)
         if self.few or best_known == inf or candidate.estimate is None or done & (done - 1):
             return False
@@ -356,25 +361,28 @@ class ExactPlans:
 
     @cached_property
     def _may_recompute(self) -> bool:
-        """Whether the planner chooses what runs again: neither the user nor the model says it."""
+        """The planner chooses what is recomputed: neither the user nor the model does."""
         return self.request.may_recompute and not is_asked(self.graph, self.request.options.recompute)
 
     @cached_property
     def _repeated(self) -> list[str]:
-        """The operators with which repeated blocks of the whole model begin, which are also those of one mesh. Where it
-        is cut into pieces for want of repeats, they bound only where stages may begin, not what may run again."""
+        """The operators with which repeated blocks of the whole model begin, which are also those of one mesh.
+
+        Pieces of a model without repeats bound only where stages may begin, not what may be recomputed.
+        """
         return [self.graph.nodes[i].name for i in block_starts(self.graph, self.folding)]
 
     def _blocks_in(self, graph: Graph) -> tuple[str, ...]:
-        """The operators with which the repeated blocks begin that a stage's graph has: it may have too few to find
-        them again."""
+        """Return the first operators of repeated blocks in a stage's graph, which may have too few to find them."""
         return tuple(name for name in self._repeated if name in graph.index)
 
     def _refine(
         self, graphs: Sequence[StageGraph], choices: list[StagePlan], request: Sequence[Options], schedule: Schedule
     ) -> None:
-        """Plan the slowest stages again for just the microbatches that they keep in flight, where memory made them
-        slow: plans are shared between stages by counting up to a round number."""
+        """Plan slow stages again for just the microbatches that they keep in flight, where memory made them slow.
+
+        Plans are shared between stages by counting up to a round number.
+        """
         owners = Counter(n.target for stage in graphs for _, n in stage.graph.of_kind("param"))
         for _ in range(EFFORT.replans):
             slowest = max(schedule.stages_of_rank, key=lambda of_group: sum(pace_of(choices[s]) for s in of_group))
@@ -392,7 +400,7 @@ class ExactPlans:
                 return
 
 def spread_out(groups: Sequence[_Group]) -> list[_Group]:
-    """Groups in an order in which the first few say most of all: the first, the middle one, those between, and so on.
+    """Return groups in an order in which the first few cover the range: the first, the middle one, those between.
 
     Their place in it is the number of a group with its binary digits reversed.
     """

@@ -1,4 +1,7 @@
-"""How the stages of one group share its memory: by what each needs when the group is fullest.
+"""Shares of one group's memory for its stages, by what each needs when the group is fullest.
+
+That is estimated where the search cuts the model. Where the cuts are given, it is what the stages' fastest plans need;
+and a stage that does not fit its share is taken to need more (:func:`with_more`).
 
 That is estimated where the search cuts the model. Where the cuts are given, it is what the stages' fastest plans need;
 and of a stage that does not fit its share, more is taken to be needed (:func:`with_more`).
@@ -30,7 +33,7 @@ def with_needs(
 
 
 def with_more(candidate: Candidate, stage: int) -> Candidate:
-    """Return the candidate with a stage that needs more of its group's memory than was thought, by ``EFFORT.more_memory``."""
+    """Return the candidate with a stage that needs ``EFFORT.more_memory`` times as much of its group's memory."""
     static, kept = candidate.n_bytes[stage]
     n_bytes = list(candidate.n_bytes)
     n_bytes[stage] = EFFORT.more_memory * static, EFFORT.more_memory * kept
@@ -40,8 +43,10 @@ def with_more(candidate: Candidate, stage: int) -> Candidate:
 def share_of(
     stage: int, of_group: Sequence[int], live: Sequence[int], counted: Sequence[int], candidate: Candidate
 ) -> float:
-    """The share of its group's memory that a stage is planned for, with the microbatches that are counted: by what
-    is estimated that each stage needs when the group is fullest, or else equal."""
+    """Return the share of its group's memory that a stage is planned for, with the counted microbatches.
+
+    It follows from the estimates of what each stage needs when the group is fullest, or else is equal.
+    """
     if not candidate.n_bytes or len(of_group) == 1:
         return 1 / len(of_group)
 
@@ -57,16 +62,21 @@ def share_of(
 
 
 def beside(stage: int, of_group: Sequence[int], candidate: Candidate) -> float:
-    """Bytes that a stage may fill beside its share while it works, and the others of its group do not: of what is
-    there once for the whole group, each stage's share has a part."""
+    """Return the bytes that a stage may fill, in addition to its share, while the others of its group do not work.
+
+    Of what is there once for the whole group, each stage's share has a part.
+    """
     if len(of_group) == 1 or not candidate.once_bytes:
         return 0.0
     return candidate.once_bytes[stage] * (1 - 1 / len(of_group)) // EFFORT.memory_step * EFFORT.memory_step
 
 
 def _parts(needs: Mapping[int, float], n_parts: int) -> dict[int, int]:
-    """How many of the equal parts of a group's memory each stage gets: the next one always goes to the stage that has
-    the fewest for what it needs, so that none is short by more than rounding."""
+    """Return the number of equal parts of a group's memory for each stage.
+
+    The next one always goes to the stage that has the fewest for what it needs, so that none is short by more than
+    rounding.
+    """
     parts = dict.fromkeys(needs, 1)
     for _ in range(n_parts - len(needs)):
         parts[max(needs, key=lambda s: (needs[s] / parts[s], -s))] += 1
@@ -74,9 +84,11 @@ def _parts(needs: Mapping[int, float], n_parts: int) -> dict[int, int]:
 
 
 def counted_in_flight(live: Sequence[int], most: Sequence[int]) -> list[int]:
-    """The microbatches in flight that each stage is planned for: those that it keeps when its group is fullest; where
-    it keeps many more at another moment, these. A stage that is planned for one alone would keep so much of it that the
-    group were fullest at that other moment."""
+    """Return the microbatches in flight that each stage is planned for: those when its group is fullest.
+
+    Where it keeps many more at another moment, it is these: a stage that is planned for one alone would keep so much of
+    it that the group were fullest at that other moment.
+    """
     return [n if EFFORT.many_more_in_flight * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
 
 

@@ -17,7 +17,7 @@ START = "1f1b"
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no schedule that can be asked for.
+    """Refuse a name that is no schedule of a pipeline.
 
     Raises:
         PlanError: an unknown name, or an asynchronous schedule, which changes the training result.
@@ -41,8 +41,10 @@ def check_name(name: str) -> None:
 def better_order(
     stages: Sequence[StagePlan], start: Schedule, timing: Times, limits: Sequence[float]
 ) -> tuple[tuple[StagePlan, ...], Schedule]:
-    """A schedule at least as good as ``start``, whose groups hold no more bytes than their limits; the stages' prices
-    then count the microbatches that it keeps in flight."""
+    """Return a schedule at least as good as ``start``, whose groups hold no more bytes than their limits.
+
+    The stages' prices then count the microbatches that it keeps in flight.
+    """
     actions = 3 * start.n_stages * start.n_microbatches
     schedule = search(
         timing, start.n_microbatches, start.stages_of_rank, limit_bytes=limits,

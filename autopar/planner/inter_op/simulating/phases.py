@@ -61,10 +61,9 @@ class Phases:
 def phases(
     graph: Graph, plan: StagePlan, pricer: Pricer, rules: Sequence[Rule | None] | None = None
 ) -> Phases:  # fmt: skip
-    """Return the phases of a plan; their sum over a step is the plan's price.
+    """Return the phases of a plan; their sum over a step is the plan's price. ``rules`` may be given if they are known.
 
-    Args:
-        rules: of the graph, where they are at hand.
+    ``rules``: of the graph, where they are at hand.
     """
     forward = total = weights = 0.0
     second = bool(plan.memory)  # something is done again in the backward
@@ -127,13 +126,10 @@ def phases(
 
 
 def _with_overheads(ops: Phases, split_seconds: float, graph: Graph, extra: StageSeconds | None) -> Phases:
-    """Return the phases with what the executor does beside the operators, and with halves that take longer, where the
-    cost source knows of these.
+    """Return the phases with the executor's overheads, and with longer halves, where the cost source has these.
 
-    Args:
-        ops: what operators and collectives take.
-        split_seconds: what the halves of all operators take more, each by itself.
-        extra: what the cost source says.
+    ``ops`` are the phases of operators and collectives, ``split_seconds`` what the halves of all operators take more,
+    ``extra`` the overheads.
     """
     if extra is None:
         return ops

@@ -1,5 +1,4 @@
-"""From a graph to a :class:`~autopar.planner.intra_op.building.integer_program.Problem`, and from a choice back to
-strategies.
+"""The integer program of a graph, and the decoder of its solutions.
 
 Only hot nodes (those that depend on a parameter) are decided here; masks, positions and the like follow demand
 afterwards. A chain of operators is one item where nothing is lost by it: an operator that moves or maps its one input
@@ -83,7 +82,7 @@ class Builder:
     blocks: Sequence[str] = ()
 
     def build(self) -> tuple[Problem, Decoder]:
-        """The problem, and what reads its solution."""
+        """Return the integer program, and the decoder of its solutions."""
         graph, rep = self.graph, self.fold.representative
         counts = self.fold.counts
         groups = read_alike(graph, self.fold, self._segment_of)
@@ -216,7 +215,9 @@ class Builder:
     # -- tensors of earlier stages
 
     def _arrivals(self, node: Node) -> list[State]:
-        """States in which a tensor of an earlier stage may arrive: whole, or sharded on one of its first dims.
+        """Return the states in which a tensor of an earlier stage may arrive.
+
+        Replicated, or sharded on one of its first dims.
 
         An input of the model that wants a gradient is whole, and so is its gradient: both are the caller's.
         """
@@ -229,7 +230,7 @@ class Builder:
         return [s for s in map(State, product(*options)) if fits(node.out.shape, s, mesh)]
 
     def _arrival_seconds(self, node: Node, state: State) -> float:
-        """A whole tensor of an earlier stage is sent in pieces and gathered on this side."""
+        """Return the seconds to gather a replicated tensor of an earlier stage, which is sent in shards."""
         if node.target not in self.graph.arriving:
             return 0.0
         n_bytes = self.pricer.local_bytes(node.out, state)
@@ -269,17 +270,17 @@ class Builder:
 
     @cached_property
     def _segment_of(self) -> dict[int, int]:
-        """Segment numbers of the operators that run again."""
+        """Segment numbers of the operators that are recomputed."""
         return segment_numbers(self.graph, self.recompute)
 
     @cached_property
     def _recomputed(self) -> Counter[int]:
-        """How many nodes that a representative stands for run again."""
+        """Numbers of recomputed nodes by their representative."""
         return Counter(self.fold.representative[i] for i in self._segment_of)
 
     @cached_property
     def _memory(self) -> Ledger:
-        """The ledger of whole tensors."""
+        """The ledger of global tensors."""
         decided = memory(recompute=self.recompute)
         return ledger(
             self.graph, self.rules, self.pricer.mesh, None, {}, decided, self.choose_recompute, self.pricer.kernels
@@ -340,8 +341,7 @@ class Builder:
         self, i: int, node: Node, rule: Rule, groups: dict[int, list[ReadAlike]], counts: Mapping[int, int],
         chain_of: Mapping[int, int],
     ) -> tuple[int, int] | None:  # fmt: skip
-        """``(producer, position)`` of the one activation that node ``i`` reads, if it alone reads that and may
-        follow."""
+        """Return the producer and the position of the one activation that node ``i`` reads, if it may follow that."""
         if rule.kind not in FOLLOWERS or len(node.outs) != 1:
             return None
         activations = [

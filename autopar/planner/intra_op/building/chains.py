@@ -40,8 +40,7 @@ class Chain:
         seconds: Sequence[float],
         n_bytes: Sequence[float],
     ) -> bool:
-        """Append node ``i``, which reads what the last one makes, if it can follow every strategy; returns whether it
-        did."""
+        """Append node ``i``, which reads the last node's result, and return whether it can follow all rows."""
         by_in: dict[State, list[int]] = {}
         for k, s in enumerate(strategies):
             by_in.setdefault(s.ins[position], []).append(k)
@@ -60,7 +59,11 @@ class Chain:
 
 
 def is_plain(strategy: Strategy, rule: Rule) -> bool:
-    """Whether a pointwise strategy is worth offering on activations.
+    """Return whether a pointwise strategy is worth offering on activations.
+
+    Replicated values with pending gradients (``R``), and pending sums through a product, only help tensors that are
+    smaller than what they become, such as position embeddings; on activations the same costs as much a step earlier or
+    later. Pending sums through an addition stay: they join the all-reduces of parallel branches.
 
     Whole values with pending gradients (``R``), and pending sums through a product, only help tensors that are smaller
     than what they become, such as position embeddings; on activations the same is to be had a step earlier or later
@@ -71,13 +74,13 @@ def is_plain(strategy: Strategy, rule: Rule) -> bool:
 
 
 def most_cut(strategies: list[Strategy], rule: Rule) -> list[Strategy]:
-    """The strategies that cut a factor on as many axes as any does."""
+    """Return the strategies that cut a factor on as many axes as any does."""
     cuts = [sum(rule.factor_of(name) is not None for name in s.names) for s in strategies]
     return [s for s, n in zip(strategies, cuts, strict=True) if n == max(cuts)]
 
 
 def position_of(node: Node, out: int) -> int:
-    """Position of output ``out`` among the outputs that are tensors."""
+    """Return the position of output ``out`` among the outputs that are tensors."""
     return sum(o is not None for o in node.outs[:out])
 
 

@@ -39,10 +39,12 @@ class LocalProduct:
 
 
 def product_seconds(costs: Costs, device: Device, work: OpWork, use: NarrowUse, local: LocalProduct) -> OpSeconds:
-    """Seconds of a narrow product with its casts.
+    """Return the seconds of a narrow product with its casts; ``work`` is that of the same product as wide.
 
-    Args:
-        work: of the same product as wide.
+    Raises:
+        PlanError: the device has no such products.
+
+    ``work``: of the same product as wide.
 
     Raises:
         PlanError: the device has no such products.

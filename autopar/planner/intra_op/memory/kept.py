@@ -1,4 +1,4 @@
-"""What autograd keeps of a microbatch, as bytes of the strategies of the integer program.
+"""Bytes that autograd keeps of a microbatch, by strategies of the integer program.
 
 The ledger of the whole tensors (:mod:`.ledger`) says which pieces of memory are kept, and by whom. An entry takes the
 share of its bytes that a strategy leaves of the tensor by which an operator keeps it. Memory that several operators
@@ -35,7 +35,7 @@ Times = Callable[[Entry], float]
 
 
 def share_of(graph: Graph, pricer: Pricer, i: int, position: int, strategy: Strategy) -> float:
-    """Which part of a tensor one rank has: of what operator ``i`` reads at a position, or makes (:data:`OUT`)."""
+    """Return the share of a tensor on one rank: of what operator ``i`` reads at a position, or makes (:data:`OUT`)."""
     node = graph.nodes[i]
     if position == OUT and not node.out.shape and node.refs:
         position = 0  # of a sum of everything: what it keeps is cut as its input is
@@ -65,16 +65,16 @@ class StrategyRows:
     given_up_of: Mapping[int, Sequence[Mapping[int, str]]]
 
     def shares(self, i: int, position: int) -> list[float]:
-        """Which part of a tensor one rank has, by row."""
+        """Return the share of a tensor on one rank, by row."""
         rows, k = self.row_of[i]
         return [share_of(self.graph, self.pricer, i, position, row[k]) for row in rows]
 
     def given_up(self, i: int) -> list[bool]:
-        """Whether the result of an operator is given up by a decision about tensors, by row; empty if it never is."""
+        """Return by row whether an operator's result is given up by a decision about tensors; empty if it never is."""
         return [i in nodes for nodes in self.given_up_of.get(self.item_of[i], ())]
 
     def is_recomputed(self, i: int) -> Sequence[bool]:
-        """Whether an operator runs again, by row; empty if it never does."""
+        """Return by row whether an operator is recomputed; empty if it never is."""
         return [i in nodes for nodes in self.recomputed_of.get(self.item_of[i], ())]
 
 
@@ -93,7 +93,7 @@ class _Term:
 
 
 class KeptBytes:
-    """What is kept, by strategy.
+    """Bytes that are kept, by strategy.
 
     Args:
         whole: the ledger of whole tensors.
@@ -116,11 +116,11 @@ class KeptBytes:
         self._collect()
 
     def usual(self, entry: Entry) -> float:
-        """As often as the price of a plan counts an entry."""
+        """Return how often the price of a plan counts an entry."""
         return self.in_flight if entry.segment is None else 1
 
     def shared(self, times: Times | None = None) -> tuple[SharedBytes, ...]:
-        """The variables of the program."""
+        """Return the variables of the program."""
         times = times or self.usual
         return tuple(
             SharedBytes(float(sum(map(times, t.entries)) * t.n_bytes), t.users, recomputed=t.recomputed)
@@ -128,7 +128,7 @@ class KeptBytes:
         )  # fmt: skip
 
     def added_to(self, items: Sequence[Item], times: Times | None = None) -> list[Item]:
-        """The items with the bytes that they alone keep."""
+        """Return the items with the bytes that they alone keep."""
         times = times or self.usual
         more = [[0.0] * len(item.n_bytes) for item in items]
         for term in self.terms:
@@ -179,11 +179,10 @@ class KeptBytes:
     def _add_terms(
         self, users_of: Sequence[tuple[int, int, bool]], n_bytes: int, maker: int, entries: Sequence[Entry]
     ) -> None:
-        """The terms of memory of one class: one for each number of bytes that a strategy leaves of it.
+        """Add the terms of memory of one class: one for each number of bytes that a strategy leaves of it.
 
-        Args:
-            users_of: operator, position, and whether it keeps the memory, or only reads it when it runs again.
-            maker: the operator that may make it again, or whose result may be given up; -1 if none may.
+        ``users_of`` are operator, position, and whether it keeps the memory or only reads it when recomputed; ``maker``
+        is the operator that may recompute it or whose result may be given up (-1: none).
         """
         item_of, recomputed_of, regathered_of = self.rows.item_of, self.rows.recomputed_of, self.rows.regathered_of
         made_by = item_of.get(maker, -1)
@@ -211,15 +210,13 @@ class KeptBytes:
             self.terms.append(_Term(n, pairs, (made_by, recomputed_rows) if recomputed_rows else None, entries))
 
     def _least_made(self, entries: Sequence[Entry]) -> int:
-        """The fewest bytes of a piece in which operators of this class may make such memory; no bound if they are not
-        decided."""
+        """Return the fewest bytes in which operators of this class may make such memory; no bound if not decided."""
         makers = {self.fold.representative[entry.since] for entry in entries} & self.rows.row_of.keys()
         shares = [share for maker in makers for share in self.rows.shares(maker, OUT)]
         return round(entries[0].n_bytes * min(shares)) if shares else entries[0].n_bytes
 
     def inside_of(self, i: int, times: Times) -> list[float]:
-        """By row, what the operators of a class keep that is neither input nor output; where they run again, from then
-        on.
+        """Return by row what the operators of a class keep besides inputs and output, from when they are recomputed on.
 
         A distributed lowering keeps what it likes, so it is asked, once for every set of factors that are cut inside
         it; otherwise a strategy leaves a share of what is kept of the whole.
@@ -250,7 +247,7 @@ class KeptBytes:
         return kept
 
     def _times_of_class(self, i: int, times: Times) -> float:
-        """As :data:`Times`, of what the operators of a class keep inside, though nothing of the whole tensors."""
+        """Return :data:`Times` of what operators of a class keep inside, though nothing of the global tensors."""
         return sum(
             times(Entry(0, node, (Keeper(node, "inside"),))) for node in self._of_class[i]
             if node not in self.segment_of
@@ -264,7 +261,7 @@ class KeptBytes:
         return nodes
 
     def _user(self, entry: Entry, keeper: Keeper) -> tuple[int, int]:
-        """The operator and the position (:data:`OUT` for its output) by whose layout an entry is counted."""
+        """Return the operator and the position (:data:`OUT`: its output) by whose layout an entry is counted."""
         node = self.rows.graph.nodes[keeper.node]
         if keeper.what != "in":
             return keeper.node, OUT

@@ -1,4 +1,7 @@
-"""What operators may do about memory, as more strategies of their chains: run again, give a result up, gather again.
+"""Decisions about memory as more strategies of operators: recompute, give a result up, regather a copy.
+
+Each is offered in addition to keeping, with its seconds; :mod:`.kept` and :mod:`.moment_rows` count the bytes that it
+leaves. :mod:`autopar.plans.memory_decisions` lists the decisions.
 
 Each is offered beside keeping, with what it takes; what it leaves of the bytes is counted by :mod:`.kept` and
 :mod:`.moment_rows`. Which decisions there are is said by :mod:`autopar.plans.memory_decisions`.
@@ -47,10 +50,14 @@ class MemoryOffers:
 
     @cached_property
     def recomputable(self) -> Recomputable:
+        """The operators that may be recomputed."""
         return recomputable_of(self.graph, self.fold, self.whole.entries, self.blocks)
 
     def recompute(self, chain: Chain, counts: Mapping[int, int]) -> None:
-        """Add rows in which operators of a chain run again: all that may from one of them on.
+        """Add rows in which operators of a chain are recomputed: all that may be from one of them on.
+
+        Recomputed memory is there for the backward of one block at a time: it is counted for the most frequent and the
+        largest block, and for others in the price of the finished plan alone.
 
         What is made again is there for the backward of one block at a time: this is counted for the blocks of which
         there are most and for the largest one, and seen of others in the price of the finished plan alone.
@@ -82,9 +89,10 @@ class MemoryOffers:
                 chain.recomputed.append(frozenset(chain.nodes[k] for k in usable))
 
     def give_up(self, chain: Chain, counts: Mapping[int, int]) -> None:
-        """Add rows in which results of a chain are given up by decisions about tensors: for each of them all results
-        that may be, from one on. No more than what comes back for one operator is there at once, which is counted
-        moment by moment."""
+        """Add rows in which results of a chain, from one on, are given up by decisions about tensors.
+
+        No more than what comes back for one operator is there at once, which is counted moment by moment.
+        """
         graph, pricer = self.graph, self.pricer
         plain = [r for r in range(len(chain.rows)) if not (chain.recomputed and chain.recomputed[r])]
         before = len(chain.rows)
@@ -109,8 +117,7 @@ class MemoryOffers:
 
     @cached_property
     def _may_give_up(self) -> dict[str, set[int]]:
-        """By decision about tensors, the operators, by representative, for whose results it may be made, which somebody
-        keeps."""
+        """By decision about tensors, the representatives of operators whose kept results it may be made for."""
         graph, rep = self.graph, self.fold.representative
         keeps = {
             rep[entry.since] for entry in self.whole.entries
@@ -126,7 +133,10 @@ class MemoryOffers:
         return may
 
     def regather(self, chain: Chain, chains: Sequence[Chain], chain_of: Mapping[int, int]) -> None:
-        """Add rows in which copies that operators of a chain keep are gathered again: all that can be of a row.
+        """Add rows in which copies that operators of a chain keep are regathered: all that can be of a row.
+
+        The price of the second gather is in the flow of the tensor. Rows in which an operator is recomputed have none:
+        the gathers before it belong to its segment.
 
         The price of the second gather is in the flow of the tensor. Rows in which something runs again have none: the
         gathers on the way to it belong to its segment.
@@ -174,7 +184,7 @@ class MemoryOffers:
 
     @cached_property
     def _gatherable(self) -> set[tuple[int, int]]:
-        """Inputs that operators keep and that may be gathered again, by representative and position."""
+        """Kept inputs that may be regathered, by representative of the operator and position."""
         graph, rep = self.graph, self.fold.representative
         return {
             (rep[keeper.node], keeper.number)
@@ -185,7 +195,7 @@ class MemoryOffers:
 
     @cached_property
     def _most_repeated(self) -> int:
-        """How many blocks there are of the commonest; more than any where none repeat."""
+        """Number of the most frequent blocks; more than any where none repeat."""
         return max((repeats for _, _, repeats in self.fold.blocks), default=2)
 
     @cached_property

@@ -99,13 +99,14 @@ class Walk:
         self.entries_of: dict[int, list[Entry]] = {}  # by memory, when all operators were walked through
 
     def new(self, n_bytes: int, since: int, segment: int, given: bool = False) -> int:
+        """Add some memory and return its number."""
         self.memories.append(_Memory(n_bytes, since, given, segment))
         self.made_at.append(len(self.order) - 1)
         self.read_at.append(len(self.order) - 1)
         return len(self.memories) - 1
 
     def keep(self, memory: int, keeper: Keeper, segment: int) -> None:
-        """An operator keeps some memory; one of a segment only its own memory, and only while it runs again."""
+        """Note that an operator keeps memory; in a segment, only the segment's own and only while it is recomputed."""
         kept = self.memories[memory]
         if kept.given and (segment >= 0 or self.graph.nodes[kept.since].kind == "param"):
             return
@@ -115,7 +116,7 @@ class Walk:
             self.keepers.setdefault((memory, segment), []).append(keeper)
 
     def place(self, ref: Ref, state: State, segment: int) -> tuple[int, Strides]:
-        """Where a value lies; steps on the way to it are made here."""
+        """Return the memory and strides of a value in a state; reshard steps to it are walked through here."""
         there_already = self.lies.get((ref, state))
         if there_already is not None:
             return there_already
@@ -162,6 +163,7 @@ class Walk:
         return self.finish()
 
     def op(self, i: int, node: Node, rule: Rule) -> None:
+        """Walk through one operator: its inputs, what autograd keeps of it, and its results."""
         segment = self.segment_of.get(i, -1)
         strategy = self.strategy(i, node)
         if segment >= 0:
@@ -212,8 +214,10 @@ class Walk:
     def chain(
         self, chains: FusedChains, i: int, rule: Rule, strategy: Strategy, saved: Saved, segment: int
     ) -> None:  # fmt: skip
-        """Note what an operator is to fused chains, and what it reads of theirs; a view passes on what it is a view
-        of."""
+        """Note what an operator is to fused chains, and what it reads of theirs.
+
+        A view passes on what it is a view of.
+        """
         is_view = bool(saved.results) and all(result.source is not None for result in saved.results)
         chains.op(i, rule, strategy, is_view)
         for memory, _ in self.places[i] if not is_view else ():
@@ -228,9 +232,11 @@ class Walk:
         return replace(saved, ins=kept, memories=memories, inside_bytes=4 * classes)
 
     def unfuse(self, chains: FusedChains) -> None:
-        """Replace what keeps memory inside of fused chains, from the last one made to the first: the operator that
-        makes it keeps what it reads, unless that is more than the memory itself, which is written then: scales of
-        rows do not count."""
+        """Replace what keeps memory inside of fused chains, from the last one to the first.
+
+        The operator that makes it keeps what it reads instead, unless that is more than the memory itself, which is
+        written then: scales of rows do not count.
+        """
         chains.close()
         kept = {memory for memory, _ in self.keepers}
         for memory in sorted(chains.inside, reverse=True):
@@ -250,8 +256,10 @@ class Walk:
             self.memories[memory] = self.memories[memory]._replace(n_bytes=0)
 
     def follows_from(self, memory: int) -> set[int]:
-        """Return the memory outside of fused chains from which some inside of one is computed, without what is there
-        anyway."""
+        """Return the memory outside of fused chains from which some inside of one is computed.
+
+        Memory that is there anyway is left out.
+        """
         assert self.chains is not None
         sources, new = set[int](), [memory]
         while new:
@@ -267,12 +275,14 @@ class Walk:
         return self.chains is not None and self.lies[value][0] in self.chains.inside
 
     def is_fused(self, i: int) -> bool:
-        """Return whether an operator may be a part of a fused kernel, which needs no memory beside."""
+        """Return whether an operator may be in a fused kernel without working memory."""
         return self.chains is not None and i in self.chains.fused
 
     def asks(self, i: int, node: Node, strategy: Strategy) -> None:
-        """Note what the operator's backward asks for of what was given up: as the emitted program does, which follows
-        whatever may be a view to those that read it."""
+        """Note what the operator's backward reads of the memory that was given up.
+
+        It is what the emitted program does, which follows whatever may be a view to its readers.
+        """
         reads = frozenset[int]().union(*map(self.may_be, zip(node.refs, strategy.ins, strict=True)))
         if may_alias(call_of(node, self.graph.spec)):
             outs = (k for k, spec in enumerate(node.outs) if spec is not None)
@@ -283,7 +293,7 @@ class Walk:
                 self.readers.setdefault(memory, []).append(i)
 
     def may_be(self, value: Value) -> frozenset[int]:
-        """The memory that a value may lie in: its own, or that of what it may be a view of."""
+        """Return the memory of a value: its own, or that of what it may be a view of."""
         if value not in self.may_lie:
             ref, state = value
             src = self.way(ref).get(state)
@@ -294,7 +304,7 @@ class Walk:
         return self.may_lie[value]
 
     def inputs(self, i: int, node: Node, strategy: Strategy, segment: int) -> None:
-        """What a segment takes from outside is kept for its second run, as it lies outside."""
+        """Keep what a segment takes from outside for its second run, in its layout outside."""
         for position, (ref, state) in enumerate(zip(node.refs, strategy.ins, strict=True)):
             while (ref, state) not in self.lies and self.way(ref).get(state) is not None:
                 state = self.way(ref)[state]
@@ -310,11 +320,13 @@ class Walk:
                 self.taken.append((segment, memory, Keeper(i, "in", position)))
 
     def way(self, ref: Ref) -> dict[State, State]:
+        """Return the steps of a tensor's reshard path, as the state before each state."""
         if ref not in self.before:
             self.before[ref] = {dst: src for src, dst in self.reshard_paths.get(reshard_key(self.graph, ref), ())}
         return self.before[ref]
 
     def strategy(self, i: int, node: Node) -> Strategy:
+        """Return the strategy of an operator; a trivial one where global tensors are walked through."""
         if self.chosen is not None:
             return self.chosen[i]
         kind = self.graph.alike[i]
@@ -324,6 +336,7 @@ class Walk:
         return self.whole[kind]
 
     def saved(self, i: int, node: Node, rule: Rule, strategy: Strategy, strides: tuple[Strides, ...]) -> Saved:
+        """Return what autograd keeps of an operator's call."""
         key = self.graph.alike[i], id(strategy), strides
         saves = self.known.get(key)
         if saves is None:
@@ -338,12 +351,12 @@ class Walk:
         return saves
 
     def _asked(self, what: str, node: Node, strategy: Strategy, strides: tuple[Strides, ...]) -> object:
-        """By what a rule remembers what is found of a call."""
+        """Return the key by which a rule remembers the results for a call."""
         grads = node.needs_grad, tuple([self.graph.nodes[ref.node].needs_grad for ref in node.refs])
         return what, node.target, grads, strategy.names, self.mesh, strides, self.kernels.gpu
 
     def layouts(self, node: Node, strategy: Strategy, strides: Sequence[Strides]) -> list[LocalLayout]:
-        """The inputs of an operator on one rank."""
+        """Return the layouts of an operator's inputs on one rank."""
         grads, _ = grads_of(self.graph, node)
         return [
             LocalLayout(local_shape(spec.shape, state, self.mesh), lies, spec.dtype, grad)
@@ -353,12 +366,15 @@ class Walk:
         ]
 
     def local_bytes(self, ref: Ref, state: State) -> int:
-        """Bytes of a tensor on one rank."""
+        """Return the bytes of a tensor on one rank."""
         spec = self.graph.spec(ref)
         return _bytes(local_shape(spec.shape, state, self.mesh), spec.item_bytes)
 
     def needs(self, i: int, arriving: tuple[Strides, ...] = ()) -> Needs:
-        """What an operator needs while it runs; ``arriving`` as in :func:`~autopar.rules.working_memory.needs_of`."""
+        """Return the working memory of an operator.
+
+        ``arriving`` as in :func:`~autopar.rules.working_memory.needs_of`.
+        """
         node, rule, strategy = self.graph.nodes[i], self.rules[i], self.strategy(i, self.graph.nodes[i])
         strides = tuple([lies for _, lies in self.places[i]])
         key = self.graph.alike[i], id(strategy), strides, arriving
@@ -376,7 +392,7 @@ class Walk:
         return needed
 
     def finish(self) -> Ledger:
-        """The ledger, when all operators were walked through."""
+        """Return the ledger, once all operators were walked through."""
         outputs = {*(out for out in self.graph.outputs if isinstance(out, Ref)), *self.graph.updates.values()}
         for (ref, _), (memory, _) in self.lies.items() if self.given_up or self.waiting else ():
             if ref in outputs:  # a view of it outlives the forward
@@ -439,7 +455,7 @@ class Walk:
         return Ledger(tuple(entries), self.segments, tuple(again), in_order(decided), self.lives(wanted))
 
     def lives(self, given_up: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """:attr:`Ledger.lives`, where this memory of segments is given up."""
+        """Return :attr:`Ledger.lives`, where this memory of segments is given up."""
         copies_of: dict[int, list[int]] = {}
         for copy, piece in self.piece_of.items():
             copies_of.setdefault(piece, []).append(copy)
@@ -473,13 +489,9 @@ def ledger(
     reshard_paths: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
     kernels: Kernels = CPU,
 ) -> Ledger:  # fmt: skip
-    """The ledger of a graph whose operators are cut as ``chosen``; of whole tensors if that is None.
+    """Return the ledger of a graph whose operators are cut as ``chosen``; of global tensors if that is None.
 
-    Args:
-        routes: reshard steps by :func:`~autopar.plans.plan.reshard_key`.
-        memory: what is not kept for the backward.
-        every: entries of memory that nobody keeps, too.
-        kernels: those that run the operators.
+    ``memory`` are the decisions about memory; with ``every`` there are entries of memory that nobody keeps, too.
 
     Raises:
         PlanError: segments are no operators of the graph, or overlap; a decision is made for a tensor for which it

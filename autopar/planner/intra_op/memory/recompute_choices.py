@@ -1,4 +1,12 @@
-"""What may run again in the backward instead of being kept, as choices of the integer program.
+"""Operators that may be recomputed in the backward instead of being kept, as choices of the integer program.
+
+A recomputed operator keeps nothing: neither what autograd would keep inside of it, nor its results for their readers.
+It needs its inputs for that, which are kept or recomputed in their turn. So it is one choice for each operator, made
+together with its cut: none, some pointwise operators and norms, attention's inside, or all of a block are points of one
+space.
+
+What a block gives to the next is kept, though its maker may be recomputed for what it would keep inside: if it were
+recomputed for the next block, the backward of the last block would run the whole model a second time.
 
 An operator that runs again keeps nothing: neither what autograd would keep inside of it, nor its results for those who
 read them. It needs its inputs for that, which are kept or made again in their turn. So which operators run again is one
@@ -27,7 +35,7 @@ from autopar.words.labels import common_depth
 
 @dataclass(frozen=True)
 class Recomputable:
-    """What may run again in a graph.
+    """The operators of a graph that may be recomputed.
 
     Attributes:
         able: operators that may, by representative of their fold class.
@@ -40,12 +48,11 @@ class Recomputable:
     block_of: dict[int, int]
 
     def every(self, folding: Fold) -> frozenset[int]:
-        """All operators that may run again, of every block."""
+        """Return all operators that may be recomputed, of every block."""
         return frozenset(i for i, r in enumerate(folding.representative) if r in self.able)
 
     def segments(self, graph: Graph, rules: Sequence[Rule | None], chosen: Collection[int]) -> Recompute:
-        """Runs of operators that were chosen to run again, with the views between them, none over the end of a
-        block."""
+        """Return runs of chosen operators with the views between them, none over the end of a block."""
         runs: list[list[int]] = []
         between: list[int] = []  # views behind the last run
         block = -1
@@ -66,12 +73,12 @@ class Recomputable:
     def may_join(
         self, graph: Graph, rules: Sequence[Rule | None], folding: Fold, first: int, last: int
     ) -> bool:  # fmt: skip
-        """Whether two operators of a block can run again in one segment: all between them may, or are views."""
+        """Return whether two operators of a block fit one segment: all between them may be recomputed, or are views."""
         between = (i for i in range(first + 1, last) if graph.nodes[i].kind == "op")
         return all(folding.representative[i] in self.able or _is_view(graph.nodes[i], rules[i]) for i in between)
 
     def results(self, graph: Graph, segments: Recompute, folding: Fold) -> list[str]:
-        """Results of the operators of these segments that need not be kept for other readers either."""
+        """Return the results of these segments that need not be kept for other readers either."""
         results = []
         for first, last in segments:
             inside = range(graph.index[first], graph.index[last] + 1)
@@ -84,11 +91,10 @@ class Recomputable:
 
 
 def recomputable_of(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence[str] = ()) -> Recomputable:
-    """What may run again.
+    """Return the operators that may be recomputed.
 
-    Args:
-        memory: all memory of the whole tensors, that which nobody keeps included.
-        begins: names of the operators with which blocks begin, where they are known.
+    ``memory`` is all memory of the global tensors, also what nobody keeps; ``begins`` names the first operators of
+    blocks.
     """
     starts = [graph.index[name] for name in begins] if begins else block_starts(graph, folding)
     block_of = blocks_from(graph, starts)
@@ -106,8 +112,11 @@ def recomputable_of(graph: Graph, folding: Fold, memory: Sequence[Entry], begins
 
 
 def block_starts(graph: Graph, folding: Fold) -> list[int]:
-    """The operators with which repeated blocks begin, and what stands behind them: where in their period the fewest
-    bytes cross, and of such places where the outermost module ends, which is between two layers."""
+    """Return the operators with which repeated blocks begin, and those that follow the blocks.
+
+    They begin where in their period the fewest bytes are passed on, and of such places where the outermost module ends,
+    which is between two layers.
+    """
     ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
     position = {i: p for p, i in enumerate(ops)}
     change = [0] * (len(ops) + 1)
@@ -133,19 +142,20 @@ def block_starts(graph: Graph, folding: Fold) -> list[int]:
 
 
 def blocks_from(graph: Graph, starts: Sequence[int]) -> dict[int, int]:
-    """The number of every operator's block, if blocks begin at these nodes."""
+    """Return the number of every operator's block, if blocks begin at these nodes."""
     begins = sorted(starts)
     return {i: bisect_right(begins, i) for i, _ in graph.of_kind("op")}
 
 
 def _may(node: Node) -> bool:
-    """Whether an operator may run again: it has a gradient, writes to nothing and is not a user's own."""
+    """Return whether an operator may be recomputed: it has a gradient, writes to nothing and is not a user's own."""
     grads = all(spec.is_float for spec in node.outs if spec is not None)
     fit = node.hot and node.needs_grad and grads and not has_effect(node.target)
     return fit and node.target.startswith("aten.")
 
 
 def _is_view(node: Node, rule: Rule | None) -> bool:
+    """Return whether an operator only views its input."""
     return rule is not None and rule.kind == "none" and not has_effect(node.target)
 
 

@@ -1,9 +1,9 @@
-"""A :class:`~autopar.planner.intra_op.building.integer_program.Problem` becomes an integer program, and whole choices.
-Solvers are known here, in :mod:`.relaxation` and in :mod:`.cbc` alone.
+"""Integer programs in HiGHS, solved to whole choices.
 
-HiGHS solves it in process (highspy); CBC, through PuLP, is the fallback. One thread and a fixed seed: same
-problem, same answer. See :mod:`autopar.planner.intra_op.building.integer_program` for the mathematics; the names here
-are those there.
+The only file besides :mod:`.relaxation` and :mod:`.cbc` with solvers.
+
+HiGHS solves in process (highspy); CBC, through PuLP, is the fallback. One thread and a fixed seed: same problem, same
+answer. See :mod:`autopar.planner.intra_op.building.integer_program` for the mathematics; the names are those there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ Program: TypeAlias = "HighsProgram | ByCbc"
 
 
 def program(problem: Problem, *, effort: SolverWork = PATIENT, solver: str = "auto") -> Program:
-    """A problem that may be solved several times, with several limits.
+    """Return a problem that may be solved several times, with several limits.
 
-    Args:
-        effort: of one run; after it, the best solution so far is returned with its gap.
-        solver: ``highs``, ``cbc`` or ``auto`` (HiGHS if highspy is installed).
+    ``effort`` is that of one run, after which the best solution so far is returned with its gap; ``solver`` is
+    ``highs``, ``cbc`` or ``auto`` (HiGHS if highspy is installed).
     """
     if _pick(solver) == "cbc":
         from autopar.planner.intra_op.solving.cbc import ByCbc
@@ -58,7 +57,7 @@ class HighsProgram(Relaxation):
     """
 
     def whole(self) -> Choice | None:
-        """The optimum, if the relaxation is whole.
+        """Return the optimum, if the relaxation is whole.
 
         Raises:
             InfeasibleError: nothing satisfies the limit.
@@ -67,7 +66,7 @@ class HighsProgram(Relaxation):
         return self.choice(self._relaxed) if self._relaxed is not None and self._relaxed.whole else None
 
     def least(self) -> float:
-        """Seconds that no choice within the limit beats; 0 if the relaxation was not solved in time.
+        """Return the seconds that no choice within the limit beats; 0 if the relaxation was not solved in time.
 
         Raises:
             InfeasibleError: nothing satisfies the limit.
@@ -76,7 +75,7 @@ class HighsProgram(Relaxation):
         return self._relaxed.bound / self.scale if self._relaxed is not None else 0.0
 
     def nearest(self) -> Choice:
-        """The larger shares of the relaxation: what it is most like, whether that fits or not.
+        """Return the choice that the relaxation is most like, by its larger shares, whether that fits or not.
 
         Raises:
             InfeasibleError: nothing satisfies the limit, or the solver was not done in time.
@@ -87,7 +86,9 @@ class HighsProgram(Relaxation):
         return self.choice(self._relaxed)
 
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
-        """Two choices whose mixture solves the relaxation under the limit: a faster, larger one and a smaller.
+        """Yield pairs of choices whose mixture solves the relaxation under the limit: a faster and a smaller one.
+
+        A faster, larger one and a smaller.
 
         A class of folded blocks that picks one strategy by 0.3 and another by 0.7 means that 0.3 of its blocks pick
         the one: so blocks that mix the two choices come close to the bound, where one choice for all blocks may be far
@@ -108,8 +109,11 @@ class HighsProgram(Relaxation):
         yield self.choice(faster), self.choice(smaller)
 
     def _parts(self, relaxed: Point) -> tuple[Point, Point] | None:
-        """A faster and a smaller choice between which a fractional solution lies: the larger shares of its items, and
-        the smaller ones. None if an item has more than two, or if the limit is not between the two."""
+        """Return the faster and the smaller choice between which a fractional solution is.
+
+        They are the larger shares of its items and the smaller ones; None if an item has more than two, or if the limit
+        is not between the two.
+        """
         shares = relaxed.values[self.flat]
         many = np.add.reduceat((shares > NOTHING).astype(int), self.starts)
         if many.max() != 2:
@@ -128,7 +132,7 @@ class HighsProgram(Relaxation):
         return (faster, smaller) if smaller.n_bytes <= self.room <= faster.n_bytes else None
 
     def _bytes(self, picked: Sequence[int]) -> float:
-        """Bytes of a whole choice, by what a byte of each moment is worth."""
+        """Return the bytes of a whole choice, by the worth of a byte at each moment."""
         items = self.problem.items
         peak = max((i.peak_bytes[k] for i, k in zip(items, picked, strict=True) if i.peak_bytes), default=0.0)
         of_moments = zip(self.weights, self.moments, strict=True)
@@ -136,12 +140,11 @@ class HighsProgram(Relaxation):
         return peak + rows + float(self.weights @ np.array(self.unseen))
 
     def hull(self, prices: Sequence[float] = EFFORT.byte_prices, peak_share: float = 1.0) -> list[Choice]:
-        """The fastest choice and smaller ones, without limit: the best at rising prices of a byte.
+        """Return the fastest choice and smaller ones, without limit: the best at rising prices of a byte.
 
         At price p all bytes of the fastest choice cost p times its seconds.
 
-        Args:
-            peak_share: of the peak's bytes that have a price: where other blocks have the same peak, they share it.
+        ``peak_share``: of the peak's bytes that have a price: where other blocks have the same peak, they share it.
 
         Raises:
             InfeasibleError: there is no choice at all.
@@ -160,12 +163,12 @@ class HighsProgram(Relaxation):
         return [self.choice(replace(p, bound=p.seconds)) for p in ordered]
 
     def _at(self, price: float, gap: float = 0.0) -> Point:
-        """The best choice at a price of a byte, in scaled seconds."""
+        """Return the best choice at a price of a byte, in scaled seconds."""
         point = self._relaxed_at(price)
         return point if point is not None and point.whole else self.best(gap)
 
     def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
-        """The cheapest strategies.
+        """Return the cheapest strategies.
 
         Args:
             gap: relative distance from the proven bound at which the solver may stop; 0 asks for the optimum. It is
@@ -195,7 +198,10 @@ class HighsProgram(Relaxation):
         return self.choice(self.best(gap, start))
 
     def _within(self, gap: float) -> Choice:
-        """The cheapest strategies without a limit, or those next to the relaxation's if these are as near as the gap.
+        """Return the cheapest strategies without a limit, or those next to the relaxation's if within the gap.
+
+        As many collectives as a pass can hide divide parameters between two equally good options to store them: whole
+        choices are near, and branch and bound takes a hundred times as long to prove it.
 
         As many collectives as a pass can hide divide parameters between two ways to be stored, both of which are as
         good: whole choices are near, and branch and bound takes a hundred times as long to say so.
@@ -207,7 +213,7 @@ class HighsProgram(Relaxation):
         return self.choice(self.best(gap if self.lp.fullest is not None or self.problem.overlaps else 0.0))
 
     def around(self, relaxed: Point) -> tuple[Point, Point]:
-        """The whole choices that are best a little below and a little above the relaxation's price of a byte."""
+        """Return the whole choices that are best a little below and above the relaxation's price of a byte."""
         price = relaxed.byte_price
         self._bound_memory(math.inf)
         least = relaxed.seconds + price * self.room  # of seconds and bytes together, at the price
@@ -226,8 +232,9 @@ class HighsProgram(Relaxation):
         return replace(faster, bound=relaxed.bound), replace(smaller, bound=relaxed.bound)
 
     def at_price(self, factor: float) -> Choice | None:
-        """The best choice, whatever its bytes, where each costs so many times what it is worth in the relaxation; None
-        if memory does not bind that, or if the choice is not found without branch and bound.
+        """Return the best choice, whatever its bytes, where each costs ``factor`` times its worth in the relaxation.
+
+        None if memory does not bind that, or if the choice is not found without branch and bound.
 
         Raises:
             InfeasibleError: nothing satisfies the limit.
@@ -242,7 +249,7 @@ class HighsProgram(Relaxation):
         return self.choice(replace(point, bound=self._relaxed.bound)) if point is not None and point.whole else None
 
     def _smaller(self, relaxed: Point) -> Point | None:
-        """The first whole choice that fits at rising prices of a byte, from the relaxation's on."""
+        """Return the first whole choice that fits at rising prices of a byte, from the relaxation's on."""
         fitting = None
         self._bound_memory(math.inf)
         for factor in EFFORT.price_steps:
@@ -255,7 +262,7 @@ class HighsProgram(Relaxation):
         return fitting
 
     def best(self, gap: float, start: Point | None = None) -> Point:
-        """By branch and bound, from a choice that is known already."""
+        """Return the optimum of branch and bound, from a choice that is known already."""
         engine = self.engine
         engine.setOptionValue("solve_relaxation", False)
         engine.setOptionValue("presolve", "choose")

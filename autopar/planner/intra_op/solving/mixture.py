@@ -25,11 +25,10 @@ def mixture(
     graph: Graph, folding: Fold, program: highs.Program, decoder: Decoder, limit: float,
     realise: Callable[[Decided], StagePlan], seconds_of: Callable[[StagePlan], float], gap: float,
 ) -> StagePlan | None:  # fmt: skip
-    """A mixture within the limit, its gap measured against the relaxation; None if there is none.
+    """Return a mixture within the limit, its gap measured against the relaxation; None if there is none.
 
-    Args:
-        seconds_of: the seconds of a plan that the problem counts: of all that is decided by it.
-        gap: one that is good enough, so that no other order of the two choices is tried.
+    ``seconds_of`` gives the seconds of a plan that the problem counts. With a mixture within ``gap``, no other order of
+    the two choices is tried.
 
     Raises:
         InfeasibleError: not even the relaxation satisfies the limit.
@@ -56,7 +55,7 @@ def _between(
     graph: Graph, folding: Fold, decoder: Decoder, pair: tuple[Choice, Choice], cuts: Sequence[int], limit: float,
     realise: Callable[[Decided], StagePlan], seconds_of: Callable[[StagePlan], float], gap: float,
 ) -> StagePlan | None:  # fmt: skip
-    """The best mixture of two choices; None if none fits."""
+    """Return the best mixture of two choices; None if none fits."""
     faster, smaller = pair
     guess = _guess(faster, smaller, limit, len(cuts))
     best: StagePlan | None = None
@@ -83,28 +82,28 @@ def _between(
 
 
 def _within(plan: StagePlan, bound: float, seconds_of: Callable[[StagePlan], float], gap: float) -> StagePlan:
-    """The plan with what is known of its distance to the bound."""
+    """Return the plan with its distance to the bound."""
     seconds = seconds_of(plan)
     off = max(0.0, 1 - bound / seconds)
     return replace(plan, solution=Solution("highs", "within gap" if off <= gap else "best found", seconds, off, True))
 
 
 def boundaries(graph: Graph, folding: Fold) -> list[int]:
-    """Numbers of the nodes at which repeated blocks begin and end, and of the graph's end; none without repeats."""
+    """Return the nodes at which repeated blocks begin and end, and the graph's end; none without repeats."""
     ops = [i for i, n in enumerate(graph.nodes) if n.kind == "op"]
     positions = {first + k * length for first, length, repeats in folding.blocks for k in range(repeats + 1)}
     return [*sorted(ops[p] for p in positions if p < len(ops)), len(graph.nodes)] if positions else []
 
 
 def _guess(faster: Choice, smaller: Choice, limit: float, n: int) -> int:
-    """Where the bytes would reach the limit if they fell evenly from cut to cut."""
+    """Return the boundary at which bytes would reach the limit if they fell evenly from one to the next."""
     most, least = faster.stats["bytes"], smaller.stats["bytes"]
     share = (most - limit) / (most - least) if most > least else 1.0
     return min(n - 1, max(0, ceil(share * (n - 1))))
 
 
 def _first(fits: Callable[[int], bool], n: int, guess: int) -> int | None:
-    """The least ``k < n`` that fits, where all after one that fits fit too; None if none does."""
+    """Return the least ``k < n`` that fits, where all after one that fits fit too; None if none does."""
     low, high, step = -1, n, 1  # low does not fit, high does (or is the end)
     k = guess
     while high - low > 1:
@@ -119,7 +118,10 @@ def _first(fits: Callable[[int], bool], n: int, guess: int) -> int | None:
 
 
 def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after: Choice, cut: int) -> Decided:
-    """Nodes before the cut as in the one choice, the others as in the other; parameters go with their readers."""
+    """Return decisions with nodes before the cut as in one choice, the others as in the other.
+
+    Parameters go with their readers.
+    """
     first, second = decoder.decided(before.picked), decoder.decided(after.picked)
 
     def place(node: int) -> int:
