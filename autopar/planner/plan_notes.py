@@ -47,7 +47,7 @@ def _note_on_masks(graph: Graph) -> tuple[str, ...]:
     largest = max(specs, key=lambda spec: spec.n_bytes)
     return (
         f"attention: {len(specs)} mask(s) of queries by keys, the largest {list(largest.shape)}, take "
-        f"{show_bytes(n_bytes)} in all, included in the memory; ranks that shard the sequence make only their own rows, "
+        f"{show_bytes(n_bytes)} in all, included in the memory; ranks that shard the sequence make only their rows, "
         "and the work that a mask hides is not skipped",
     )
 

@@ -56,7 +56,7 @@ def graphs() -> dict[int, Graph]:
 
 def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, sizes, planned = load_cluster("dgx-h100"), set(), []
-    real_ways, real_exact = Menus.ways, OneNumber.exact
+    real_ways, real_exact = Menus.of, OneNumber.exact
 
     def ways(self: Menus, block: Any, mesh: Any, devices: Any) -> Any:
         sizes.add(mesh.n_devices)
@@ -69,7 +69,7 @@ def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.Mon
         return plan
 
     plans: list[Any] = []
-    monkeypatch.setattr(Menus, "ways", ways)
+    monkeypatch.setattr(Menus, "of", ways)
     monkeypatch.setattr(OneNumber, "exact", exact)
     best = plan_pipeline(graphs(), cluster, DEVICES, PipelineOptions(1)).plan
     assert DEVICES not in sizes, "blocks are estimated for pipelines alone"

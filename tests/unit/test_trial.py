@@ -108,8 +108,8 @@ def test_fastest_ways_alone_find_the_cut_that_all_ways_find(monkeypatch: pytest.
     graph, cluster, microbatches = llama(), load_cluster("dgx-h100-x4"), 32
     search = OneNumber(graph, cluster, 32, PipelineOptions(microbatches), "")
     every: list[bool] = []
-    ways = Menus.ways
-    monkeypatch.setattr(Menus, "ways", lambda *args: every.append(True) or ways(*args))
+    ways = Menus.of
+    monkeypatch.setattr(Menus, "of", lambda *args: every.append(True) or ways(*args))
 
     def all_ways(self: Equal, groups: list[Group], fill: Fill, near: float, only: int | None) -> EstimatedCut | None:
         found = self._filled(groups, fill, near, only, fastest=False)

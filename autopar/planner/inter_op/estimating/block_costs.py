@@ -26,14 +26,14 @@ from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
 
-WAYS = 1 + len(EFFORT.byte_prices)
+MOST_OPTIONS = 1 + len(EFFORT.byte_prices)
 """Plans of a block on a mesh, at most."""
 ALONE = Mesh.of(data=1)
 """The mesh of one device."""
 
 
 @dataclass(frozen=True)
-class Way:
+class BlockOption:
     """One option to run a block; seconds of one microbatch (except ``step_seconds``), bytes of one device.
 
     Attributes:
@@ -42,9 +42,9 @@ class Way:
         weight_seconds: of the backward, what is for gradients of weights and may run later.
         static_bytes: whatever does not grow with the microbatches in flight, but for ``peak_bytes``.
         kept_bytes: of one microbatch in flight.
-        again_bytes: what lives beside at the fullest moment, while parts of the block run again say: once for all
+        recompute_peak_bytes: transient bytes of the peak, while parts of the block are recomputed say: once for all
             blocks of a stage.
-        recomputed: something of it runs again.
+        recomputed: something of it is recomputed.
         peak_bytes: of parameters that are gathered for each use: once for all blocks of a stage, too.
         optimizer_seconds: the optimizer's part of ``step_seconds``.
         load: its parameters' collectives, and what is computed beside them.
@@ -55,7 +55,7 @@ class Way:
     step_seconds: float
     static_bytes: float
     kept_bytes: float
-    again_bytes: float = 0.0
+    recompute_peak_bytes: float = 0.0
     recomputed: bool = False
     weight_seconds: float = 0.0
     peak_bytes: float = 0.0
@@ -138,7 +138,7 @@ class Menus:
         graph_of: the graph of one block.
         options: for its plans; those that name operators or placements are left out.
         recompute: whether operators of a block may run again.
-        rare: kinds of which there are so few that one smaller way is enough.
+        rare: kinds of which there are so few that one smaller option is enough.
         common: the one kind for which programs of more than ``EFFORT.first_axes`` axes are worth solving; None for all.
         decided: plans of the same blocks at another size: these are priced at this size, which takes a tenth of the
             time of finding the best ones here, unless more can be cut here. What is decided here is added.
@@ -154,13 +154,13 @@ class Menus:
     share: bool = False
     common: tuple[int, ...] | None = None
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
-    _fastest: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], tuple[BlockOption, ...]] = field(default_factory=dict)
+    _fastest: dict[tuple[object, ...], tuple[BlockOption, ...]] = field(default_factory=dict)
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
     _launches: dict[tuple[object, ...], float] = field(default_factory=dict)
     _evenly_cut: dict[tuple[object, ...], tuple[frozenset[int], ...]] = field(default_factory=dict)
 
-    def ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
+    def of(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[BlockOption, ...]:
         """Return the options from the fastest to the smallest; those that regather copies are the last.
 
         Raises:
@@ -168,50 +168,50 @@ class Menus:
         """
         key = self._key(block, mesh, devices)
         if len(mesh) > EFFORT.first_axes and self.common not in (None, block.kind):
-            return self._of_fewer_axes(self.ways, block, mesh, devices)
+            return self._of_fewer_axes(self.of, block, mesh, devices)
         if not self._know(block, mesh, devices):
             rare = block.kind in self.rare or len(mesh) > EFFORT.first_axes
             prices = EFFORT.rare_byte_prices if rare else EFFORT.byte_prices
             plans = self._plans(block, mesh, devices).every(prices)
             self.decided.every[key] = SizedPlans(plans, self._cuts(block, mesh))
-            self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
+            self._known[key] = self._options(self._graph(block), plans, mesh, devices)
             del self._begun[key]
         return self._known[key]
 
     def _of_fewer_axes(
-        self, of: Callable[[Block, Mesh, Sequence[int]], tuple[Way, ...]], block: Block, mesh: Mesh,
+        self, of: Callable[[Block, Mesh, Sequence[int]], tuple[BlockOption, ...]], block: Block, mesh: Mesh,
         devices: Sequence[int],
-    ) -> tuple[Way, ...]:  # fmt: skip
+    ) -> tuple[BlockOption, ...]:  # fmt: skip
         """Return the options of a block with two neighbouring axes taken as one.
 
         The program of three axes, of which there is one for every price, takes ten times as long to solve.
         """
-        ways: list[Way] = []
+        choices: list[BlockOption] = []
         failed: InfeasibleError | None = None
         for fewer in mesh.merged():
             try:
-                ways += of(block, fewer, devices)
+                choices += of(block, fewer, devices)
             except InfeasibleError as error:
                 failed = error
-        if not ways and failed is not None:
+        if not choices and failed is not None:
             raise failed
-        return tuple(ways)
+        return tuple(choices)
 
     def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> float:
         """Return the seconds of a microbatch in the fastest option, which is found before the others.
 
         Raises:
-            InfeasibleError: as for :meth:`ways`.
+            InfeasibleError: as for :meth:`of`.
         """
-        return min(w.seconds for w in self.fastest_ways(block, mesh, devices))
+        return min(w.seconds for w in self.fastest_of(block, mesh, devices))
 
-    def fastest_ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
+    def fastest_of(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[BlockOption, ...]:
         """Return all options, where they are known; else the fastest alone, for a small part of the time.
 
         Where memory does not bind, no other is of interest.
 
         Raises:
-            InfeasibleError: as for :meth:`ways`.
+            InfeasibleError: as for :meth:`of`.
         """
         key = self._key(block, mesh, devices)
         if key in self._known:
@@ -219,7 +219,7 @@ class Menus:
         if key in self._fastest:
             return self._fastest[key]
         if len(mesh) > EFFORT.first_axes and self.common not in (None, block.kind):
-            return self._of_fewer_axes(self.fastest_ways, block, mesh, devices)
+            return self._of_fewer_axes(self.fastest_of, block, mesh, devices)
         plans: list[StagePlan] | None = None
         if key not in self._begun:  # begun: what was decided at another size is not possible here
             cuts = self._cuts(block, mesh)
@@ -231,7 +231,7 @@ class Menus:
             plans = [self._plans(block, mesh, devices).fastest()]
             if self.share:
                 self.decided.fastest[key[:2]] = SizedPlans(plans, self._cuts(block, mesh))
-        self._fastest[key] = self._ways(self._graph(block), plans, mesh, devices)
+        self._fastest[key] = self._options(self._graph(block), plans, mesh, devices)
         return self._fastest[key]
 
     def launches(self, block: Block, device: int) -> float:
@@ -248,7 +248,7 @@ class Menus:
             decided = self.decided.alike(key, self.share, self._cuts(block, mesh))
             plans = self._again(block, mesh, devices, decided) if decided is not None else None
             if plans is not None:
-                self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
+                self._known[key] = self._options(self._graph(block), plans, mesh, devices)
         return key in self._known
 
     def _again(
@@ -291,16 +291,18 @@ class Menus:
             recompute=patterns_in(graph, self.options.recompute), may_recompute=self.recompute,
         )  # fmt: skip
 
-    def _ways(self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
+    def _options(
+        self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]
+    ) -> tuple[BlockOption, ...]:  # fmt: skip
         priced = pricer(self.cluster, mesh, devices)
         rules = rules_of(graph)
         peaks = [peak_bytes(graph, plan, priced) for plan in plans]
-        ways = []
+        choices = []
         for plan, peak in _undominated(plans, peaks):
             spent, price = phases(graph, plan, priced, rules), plan.price
             waits = spent.load.exposed()
-            ways.append(
-                Way(
+            choices.append(
+                BlockOption(
                     spent.forward_seconds - waits.forward_each, spent.backward_seconds - waits.backward_each,
                     waits.of_step(plan.microbatches) + spent.optimizer_seconds,
                     price.stored_bytes - peak, plan.kept_bytes, max(0, price.transient_bytes),
@@ -309,7 +311,7 @@ class Menus:
                     optimizer_seconds=spent.optimizer_seconds, load=spent.load,
                 )
             )  # fmt: skip
-        return tuple(ways)
+        return tuple(choices)
 
 
 def _is_whole(plan: StagePlan) -> bool:
@@ -345,27 +347,27 @@ def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple
     return best
 
 
-FREE = Way(0.0, 0.0, 0.0, 0.0, 0.0)
+FREE = BlockOption(0.0, 0.0, 0.0, 0.0, 0.0)
 """Of a block that is left out of account."""
 
 
 def menus_of(
     menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int], only: int | None = None,
     fastest: bool = False,
-) -> dict[int, tuple[Way, ...]] | None:
+) -> dict[int, tuple[BlockOption, ...]] | None:
     """Return the options of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh.
 
     ``only`` is the one kind that is taken into account, the others being free; with ``fastest`` one option of each is
     enough.
     """
-    ways = menus.fastest_ways if fastest else menus.ways
-    menus_by_kind: dict[int, tuple[Way, ...]] = {}
+    choices = menus.fastest_of if fastest else menus.of
+    menus_by_kind: dict[int, tuple[BlockOption, ...]] = {}
     for number, block in zip(kinds_of(blocks), blocks, strict=True):
         if only is not None and number != only:
             menus_by_kind[number] = (FREE,)
         elif number not in menus_by_kind:
             try:
-                menus_by_kind[number] = ways(block, mesh, devices)
+                menus_by_kind[number] = choices(block, mesh, devices)
             except InfeasibleError:
                 return None
     return menus_by_kind
@@ -377,4 +379,4 @@ def kinds_of(blocks: Sequence[Block]) -> list[int]:
     return [number_of.setdefault(b.kind, len(number_of)) for b in blocks]
 
 
-__all__ = ["ALONE", "BlockPlans", "Menus", "Way", "kinds_of", "menus_of"]
+__all__ = ["ALONE", "BlockOption", "BlockPlans", "Menus", "kinds_of", "menus_of"]

@@ -1,8 +1,8 @@
 """Stages on groups of devices: for every group size, mesh shape and schedule, the cut with the best estimate.
 
 Groups are equal, or, on large clusters of several device types, equal among those of a type. So they are given before
-blocks are dealt out (:mod:`.filling`), and there are few ways to shape them, which are tried by their bounds, the least
-first. Unequal groups are shaped and filled together (:mod:`.unequal`).
+blocks are dealt out (:mod:`.filling`), and there are few choices to shape them, which are tried by their bounds, the
+least first. Unequal groups are shaped and filled together (:mod:`.unequal`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Equal:
     _of_others: dict[tuple[int, Mesh, int], float] = field(default_factory=dict, init=False)
     _known_fills: dict[int, tuple[Fill, ...]] = field(default_factory=dict, init=False)
     _tight: set[tuple[tuple[Mesh, ...], Fill]] = field(default_factory=set, init=False)
-    """Where the fastest ways need more memory than there is."""
+    """Where the fastest options need more memory than there is."""
 
     def cuts(self) -> list[EstimatedCut]:
         """Return all cuts that are worth a further look, best first."""
@@ -274,7 +274,7 @@ class Equal:
         for mesh, *_ in places:
             filler = self.fillers.of(mesh, self._first(0, mesh))
             if filler is not None:
-                least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in filler.menus.items()}
+                least = {k: min(w.static_bytes + w.kept_bytes for w in choices) for k, choices in filler.menus.items()}
                 groups = sum(map(len, self.pools)) // mesh.n_devices
                 needs.append((sum(least[k] for k in kinds_of(self.blocks)) / max(1, groups), groups, mesh))
         if not needs:
@@ -319,9 +319,9 @@ class Equal:
         much, no other options are of interest; nor where even that takes too long. All others, which take ten times as
         long to find, are for what is left.
 
-        It is looked for with the fastest way of every block first, whatever memory that needs. Where there is as much,
-        no other ways are of interest; nor where even that takes too long. All others, of which to find takes ten times
-        as long, are for what is left.
+        It is looked for with the fastest option of every block first, whatever memory that needs. Where there is as
+        much, no other options are of interest; nor where even that takes too long. All others, of which to find takes
+        ten times as long, are for what is left.
         """
         meshes = tuple(g.mesh for g in groups)
         if (meshes, fill) not in self._tight:

@@ -6,11 +6,11 @@ from the last stage to the first, as many as fit the pace and the memory with th
 schedule keeps in flight; the least pace at which all blocks find room is found by bisection (:class:`Places`). Greedy
 filling is optimal here: a stage that takes fewer blocks never helps those before it.
 
-A stage that has room takes the fast ways of its blocks, one that keeps many microbatches in flight takes smaller ones
-for as many blocks as it must (:class:`Filler`). For a pace (seconds that no stage may exceed) blocks are filled in from
-the last stage to the first, as many as fit the pace and the memory with the microbatches that the place in the schedule
-keeps in flight; the least pace at which all blocks find room is found by bisection (:class:`Places`). Greedy filling is
-optimal here: a stage that takes fewer blocks never helps those before it.
+A stage that has room takes the fast options of its blocks, one that keeps many microbatches in flight takes smaller
+ones for as many blocks as it must (:class:`Filler`). For a pace (seconds that no stage may exceed) blocks are filled in
+from the last stage to the first, as many as fit the pace and the memory with the microbatches that the place in the
+schedule keeps in flight; the least pace at which all blocks find room is found by bisection (:class:`Places`). Greedy
+filling is optimal here: a stage that takes fewer blocks never helps those before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from math import inf
 
 from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.estimating.block_costs import Menus, Way, kinds_of, menus_of
+from autopar.planner.inter_op.estimating.block_costs import BlockOption, Menus, kinds_of, menus_of
 from autopar.planner.intra_op.building.parameter_load import together
 from autopar.words.meshes import Mesh
 from cost_models.schedules import Fill
@@ -38,13 +38,13 @@ class Filled:
     Attributes:
         seconds: of a microbatch.
         gather_seconds, reduction_seconds, optimizer_seconds: once a step, of the simulation's phases.
-        recomputed: of how many blocks something runs again.
+        recomputed: number of blocks of which something is recomputed.
         forward_seconds: the part of a microbatch's seconds that is forward.
-        weight_seconds: the part of its backward that may run later: none where a block runs again.
+        weight_seconds: the part of its backward that may run later: none where a block is recomputed.
         kept_bytes: of one microbatch in flight; the rest of ``n_bytes`` is there all the time.
         static_bytes: that rest, with this stage's part of what its group needs once.
-        once_bytes: what is there while one stage of a group works, once for all of them: of blocks that run again, and
-            of parameters that are gathered for a use.
+        once_bytes: what is there while one stage of a group works, once for all of them: of blocks that are recomputed,
+            and of parameters that are gathered for a use.
     """
 
     seconds: float
@@ -74,21 +74,21 @@ class Filled:
 class Filler:
     """Stages of a chain of blocks on one kind of mesh: the least time for which a stage fits its memory.
 
-    Between the leanest ways and the fastest ones, blocks go step by step along the convex hull of seconds over bytes,
-    the best ratio first: optimal but for what is left over by the last step.
+    Between the leanest options and the fastest ones, blocks go step by step along the convex hull of seconds over
+    bytes, the best ratio first: optimal but for what is left over by the last step.
 
     Attributes:
         kinds: number of the kind of every block.
-        menus: ways of each kind.
+        menus: options of each kind.
         chunks: stages of a group, of which one works at a time.
     """
 
     kinds: Sequence[int]
-    menus: Mapping[int, tuple[Way, ...]]
+    menus: Mapping[int, tuple[BlockOption, ...]]
     microbatches: int
     chunks: int = 1
     _count: list[list[int]] = field(init=False)
-    _hulls: dict[tuple[int, float], list[Way]] = field(default_factory=dict)
+    _hulls: dict[tuple[int, float], list[BlockOption]] = field(default_factory=dict)
     _known: dict[tuple[tuple[int, ...], float, float], Filled | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -144,8 +144,9 @@ class Filler:
         picked = [(n, w) for ns, (_, hull) in zip(taken, used, strict=True) for n, w in zip(ns, hull, strict=True)]
         picked = [(n, w) for n, w in picked if n]
         again = sum(n for n, w in picked if w.recomputed)
-        ways = [w for _, w in picked]
-        once = max((w.again_bytes for w in ways), default=0.0) + max((w.peak_bytes for w in ways), default=0.0)
+        choices = [w for _, w in picked]
+        once = max((w.recompute_peak_bytes for w in choices), default=0.0)
+        once += max((w.peak_bytes for w in choices), default=0.0)
         waits = together([(n, w.load) for n, w in picked]).exposed()
         forward = sum(n * w.forward_seconds for n, w in picked) + waits.forward_each
         return Filled(
@@ -156,30 +157,30 @@ class Filler:
             optimizer_seconds=sum(n * w.optimizer_seconds for n, w in picked),
         )  # fmt: skip
 
-    def _total(self, way: Way) -> float:
-        return self.microbatches * way.seconds + way.step_seconds
+    def _total(self, option: BlockOption) -> float:
+        return self.microbatches * option.seconds + option.step_seconds
 
     @staticmethod
-    def _bytes(way: Way, in_flight: float) -> float:
-        return way.static_bytes + in_flight * way.kept_bytes
+    def _bytes(option: BlockOption, in_flight: float) -> float:
+        return option.static_bytes + in_flight * option.kept_bytes
 
-    def _hull(self, kind: int, in_flight: float) -> list[Way]:
+    def _hull(self, kind: int, in_flight: float) -> list[BlockOption]:
         """Return the options on the lower convex hull of total seconds over bytes, the fastest first."""
         if (kind, in_flight) not in self._hulls:
             points = sorted(self.menus[kind], key=lambda w: (self._bytes(w, in_flight), self._total(w)))
-            hull: list[Way] = []
-            for way in points:
-                if hull and self._total(way) >= self._total(hull[-1]):
+            hull: list[BlockOption] = []
+            for option in points:
+                if hull and self._total(option) >= self._total(hull[-1]):
                     continue
                 while len(hull) > 1 and self._slope(hull[-2], hull[-1], in_flight) >= self._slope(
-                    hull[-2], way, in_flight
+                    hull[-2], option, in_flight
                 ):
                     hull.pop()
-                hull.append(way)
+                hull.append(option)
             self._hulls[kind, in_flight] = hull[::-1]
         return self._hulls[kind, in_flight]
 
-    def _slope(self, a: Way, b: Way, in_flight: float) -> float:
+    def _slope(self, a: BlockOption, b: BlockOption, in_flight: float) -> float:
         return (self._total(b) - self._total(a)) / (self._bytes(b, in_flight) - self._bytes(a, in_flight))
 
 
