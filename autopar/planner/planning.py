@@ -1,8 +1,6 @@
 """From a request to a plan: on one mesh, on the best of several, or in stages.
 
 :func:`autopar.plan`, :func:`autopar.parallelize` and ``autopar plan`` all come here.
-
-:func:`autopar.plan`, :func:`autopar.parallelize` and ``autopar plan`` all come here.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ def wishes_of(plan: Plan) -> Options:
 
 def find(
     model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int,
-    request: PlanRequest, name: str = "", runs: bool = True, say: Callable[[str], None] = lambda what: None,
+    request: PlanRequest, name: str = "", runs: bool = True, say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:  # fmt: skip
     """Return the best plan for ``n`` devices of a cluster that honours a request.
 
@@ -292,7 +290,7 @@ def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: 
 
 def on_best_mesh(
     captured: Captured, cluster: Cluster, n: int, request: PlanRequest, name: str,
-    say: Callable[[str], None] = lambda what: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:  # fmt: skip
     """Return the plan on the requested mesh, or the fastest over the mesh shapes of ``n`` devices."""
     graph, pins, options = captured.graph, request.pins, options_of(request)

@@ -3,10 +3,6 @@
 The name describes what was found: ``dgx-h100-x4`` is four machines of eight, ``dgx-h100-4of8-x2`` two machines of which
 four GPUs each are used, ``dgx-h100-x2+dgx-a100`` machines of two kinds. Device i of the cluster is rank i, so the ranks
 of a machine must follow each other: what is near in the cluster has to be near in fact.
-
-The name describes what was found: ``dgx-h100-x4`` is four machines of eight, ``dgx-h100-4of8-x2`` two machines of which
-four GPUs each are used, ``dgx-h100-x2+dgx-a100`` machines of two kinds. Device i of the cluster is rank i, so the ranks
-of a machine must follow each other: what is near in the cluster has to be near in fact.
 """
 
 from __future__ import annotations

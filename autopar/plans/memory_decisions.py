@@ -35,7 +35,7 @@ Memory = Mapping[str, tuple[Any, ...]]
 SEGMENTS, RESULTS, COPIES, TENSORS = "segments", "results", "copies", "tensors"
 
 
-def every_tensor(graph: Graph, ref: Ref) -> bool:
+def every_tensor(_graph: Graph, _ref: Ref) -> bool:
     """Return True: :attr:`MemoryDecision.may` of a decision that is good for all."""
     return True
 

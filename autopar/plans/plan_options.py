@@ -5,12 +5,6 @@ From these records come the checks of arguments (:mod:`autopar.parallelizing.arg
 plan files (:mod:`autopar.planfile.pins`), those of each stage of a pipeline, and the words for what a user chose. A new
 option is a record here, an argument in both signatures (a test compares them), a field of
 :class:`~autopar.plans.plan.Pins` if a plan remembers it, and whatever honours it.
-
-From these records come the checks of arguments (:mod:`autopar.parallelizing.arguments`), the docstrings of
-:func:`autopar.plan` and :func:`autopar.parallelize`, the options of ``autopar plan`` with their help, the ``pins`` of
-plan files (:mod:`autopar.planfile.pins`), what each stage of a pipeline gets of them, and how a plan is said to have
-been asked for. A new wish is a record here, an argument in both signatures (a test compares them), a field of
-:class:`~autopar.plans.plan.Pins` if a plan remembers it, and whatever honours it.
 """
 
 from __future__ import annotations
@@ -321,7 +315,7 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
         (Pin("memory_limit_bytes", "bytes", "same", lambda n: [f"at most {show_bytes(n)} per device"]),),
     ),
     PlanOption(
-        "optimizer", "adamw", lambda v: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
+        "optimizer", "adamw", lambda _: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
         "``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state; or an optimizer, whose class says which.",
         (Flag(("--optimizer",), "adamw, sgd or sgd_momentum."),),
     ),

@@ -7,14 +7,6 @@ operators. And tensors of others are pending: received before they are needed, o
 Two steps matter, because gradients of parameters are there from the first backward on. The *first* backward has most
 microbatches in flight if all of them are then; where a step has more, the forward and the backward behind it are as
 full, and the gradients are there, too.
-
-A stage of a pipeline is at its fullest with as many microbatches between forward and backward as the schedule lets it
-have. All but one of them keep what autograd saved. One runs, its forward or its backward, with all that operators need
-beside. And tensors of others are on their way: received before they are asked for, or sent and not taken yet.
-
-Two steps matter, because gradients of parameters are there from the first backward on. The *first* backward has most
-microbatches in flight if all of them are then; where a step has more, the forward and the backward behind it are as
-full, and the gradients are there, too.
 """
 
 from __future__ import annotations

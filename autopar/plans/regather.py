@@ -3,10 +3,6 @@
 A tensor that is made in shards and wanted replicated is gathered by a step of its reshard path. Operators that read the
 whole copy keep it for their backward, and others may keep the shard; where a plan decides it (``gather again``), only
 the shard is kept, and the copy is regathered when the backward first needs it.
-
-A tensor that is made in pieces and wanted whole is gathered by a step of its route. Operators that read the whole copy
-keep it for their backward, and others may keep the piece; where a plan says so (``gather again``), only the
-piece is kept, and the copy is gathered a second time when the backward first needs it.
 """
 
 from __future__ import annotations

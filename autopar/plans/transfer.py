@@ -5,12 +5,6 @@ on the target's own links, unless it does not divide: then every rank receives a
 ranks hold is sent by the nearest one, or by all in turn. What a rank holds already stays where it is.
 
 The runtime sends these messages, and the planner prices them.
-
-Every piece crosses once. A tensor that is whole on several target ranks arrives in slices and is gathered there, on the
-target's own links, unless it does not divide: then every rank receives all of it. A tensor that several source ranks
-hold is sent by the one that lies nearest, or by all in turn. What a rank holds already stays where it is.
-
-The runtime sends what is said here, and the planner prices it.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def sizes(pool: Pool) -> tuple[int, ...]:
 
 def submeshes(
     pools: Iterable[Pool],
-    shapes: Callable[[int], Sequence[str]] = lambda n_devices: ("",),
+    shapes: Callable[[int], Sequence[str]] = lambda _: ("",),
     rule: Callable[[Pool], Sequence[int]] = sizes,
 ) -> tuple[Submesh, ...]:
     """Return every size of `rule` in every shape that `shapes` gives for it."""

@@ -83,7 +83,7 @@ Transfer = Callable[[int, Submesh, Submesh], float]
 """(first block after the cut, from, to) -> seconds of one microbatch's tensors; its gradients take as long back."""
 
 
-def no_transfer(cut: int, source: Submesh, target: Submesh) -> float:
+def no_transfer(_cut: int, _source: Submesh, _target: Submesh) -> float:
     """Return 0: transfers between stages are free."""
     return 0.0
 

@@ -137,7 +137,7 @@ def test_rows_without_a_solution_are_found_by_the_fewest_bytes_too(monkeypatch: 
         return asked[-1]
 
     before = answers()
-    monkeypatch.setattr(relaxation, "MANY", 1)
+    monkeypatch.setattr(relaxation, "EFFORT", replace(EFFORT, iterations_before_check=1))
     monkeypatch.setattr(relaxation.Relaxation, "_has_no_room", has_no_room)
     after = answers()
     assert before == [pytest.approx(x, abs=1e-6) if x is not None else None for x in after]
@@ -267,7 +267,7 @@ def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
 
 def test_large_programs_of_a_rough_search_fit_and_know_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Presolved, and whole next to the relaxation: within the limit, no better than the best, the bound no worse."""
-    monkeypatch.setattr(relaxation, "LARGE", 0)
+    monkeypatch.setattr(relaxation, "EFFORT", replace(EFFORT, presolve_columns=0))
     rng, rough, searched = random.Random(8), 0, []
     real = highs.HighsProgram.best
     monkeypatch.setattr(highs.HighsProgram, "best", lambda *a, **k: searched.append(1) or real(*a, **k))

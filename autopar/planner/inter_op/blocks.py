@@ -5,12 +5,6 @@ places where the outermost module ends: between two layers, and not between the 
 Where nothing repeats, a long stretch is cut into pieces of about equal work, none of which has less than a block that
 repeats. None begins between operators that read and change one buffer. Blocks of the same kind cost the same, so they
 share one solve.
-
-Repeated blocks are what folding finds; they begin where in their period the fewest bytes cross, and of places that are
-alike in that where the outermost module ends: between two layers, and not between the attention of one and the rest of
-it. Where nothing repeats, a long stretch is cut into pieces of about equal work, none of which has less than a block
-that repeats. None begins between operators that read and change one buffer. Blocks of the same kind cost the same, so
-they share one solve.
 """
 
 from __future__ import annotations

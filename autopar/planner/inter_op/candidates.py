@@ -52,10 +52,6 @@ class Candidate:
         estimate: has the stages' times; None if not known.
         once_bytes: of each stage, bytes that are there only while it works; ``n_bytes`` have a part of them for each
             stage of the group.
-
-    ``n_bytes`` are estimates for each stage of what it holds all the time and of what it keeps of a microbatch; empty
-    where they are not known; so are ``once_bytes``, of each stage what is there only while it works, of which the first
-    has a part for each stage of the group, and ``estimate``, which has the stages' times.
     """
 
     meshes: tuple[Mesh, ...]

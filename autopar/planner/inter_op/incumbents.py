@@ -102,9 +102,6 @@ class Incumbents:
         It ends when two in a row are no faster than the last of them, after at most so many more. The search itself
         looks for one plan alone: to prove of hundreds of layouts that they are not among five took three times as long
         as to find the best.
-
-        The search itself looks for one plan alone: to prove of hundreds of ways that they are not among five took three
-        times as long as to find the best.
         """
         self.top, self.failed, more, worse = top, 0, 0, 0
         unplanned = [

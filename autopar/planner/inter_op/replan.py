@@ -50,9 +50,6 @@ class Replanner:
 
     Args:
         options: of the whole model, under which stages are solved again.
-
-    Args:
-        options: wishes for the whole model, under which stages are solved again.
     """
 
     def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, options: Options) -> None:

@@ -77,27 +77,35 @@ def plan_graph(
     best, bound, too_large = choosing(setting, limit, earlier.ends)  # the same problem, and more to choose from
     if best is None and not too_large and bound == float("inf") and not options.explains:  # nor with fewer choices
         raise OutOfReach(f"no plan fits {show_bytes(limit)} per device on {mesh.shown()}")
-    # what runs again is priced in the finished plan only: a plan without may be faster than the program says
+    # recomputation is priced in the finished plan only: a plan without may be faster than the program says
     if best is None or (best.solution is not None and best.solution.gap > min(EFFORT.far_gap, options.memory_gap)):
-        keeping().known_seconds = best.price.seconds if best is not None else float("inf")
-        try:
-            keeping_all = keeping().plan()
-        except AllTooLarge as error:
-            too_large.append(error.smallest)
-        except OutOfReach:
-            if best is None and not too_large:
-                raise
-        except Beaten:
-            if best is None:
-                raise
-        else:
-            if best is None or keeping_all.price.seconds < best.price.seconds:
-                bound = min(bound, keeping().bound)
-                best = replace(keeping_all, solution=against(bound, keeping_all, options.memory_gap))
+        best = _or_keeping_all(keeping(), best, bound, too_large)
     if best is None:
         smallest = min(too_large, key=lambda p: p.price.memory_bytes)
         raise InfeasibleError(too_big(graph, free, smallest, limit))
     return best
+
+
+def _or_keeping_all(
+    within: WithinMemory, best: StagePlan | None, bound: float, too_large: list[StagePlan]
+) -> StagePlan | None:
+    """Return the plan of a program without decisions about memory, if it is faster than the best one.
+
+    A smallest plan that does not fit is added to those that are too large.
+    """
+    within.known_seconds = best.price.seconds if best is not None else float("inf")
+    try:
+        plan = within.plan()
+    except AllTooLarge as error:
+        too_large.append(error.smallest)
+        return best
+    except (OutOfReach, Beaten) as error:
+        if best is None and not (isinstance(error, OutOfReach) and too_large):
+            raise
+        return best
+    if best is not None and best.price.seconds <= plan.price.seconds:
+        return best
+    return replace(plan, solution=against(min(bound, within.bound), plan, within.setting.options.memory_gap))
 
 
 def choosing(
@@ -109,12 +117,6 @@ def choosing(
     recomputed of a block is counted as recomputed at once. That is so where whole blocks are, and too much where parts
     are: so where nothing repeats, or nothing fits, the least that is there in any case gives another bound, of which
     the smaller counts, and another plan, where the first is far from it.
-
-    What runs again of a block is taken to do so at once, at first. That is so where whole blocks run again, and too
-    much where pieces do: so where nothing repeats, or it leaves nothing, the least that is there in any case gives
-    another bound, of which the smaller counts, and another plan, where the first is far from it.
-
-    ``ends``: where earlier programs of this kind ended; where these do is added.
 
     Raises:
         Beaten: it is not worth the search.
@@ -166,9 +168,6 @@ def with_all_recomputed(setting: MeshProblem, limit: float) -> StagePlan | None:
 
     Recomputation is not chosen there, so its program is as easy as one without: 0.8 s for two layers of 405B in a stage
     of 7 GiB, where the choice was not found in a minute.
-
-    What runs again is not chosen there, so that its program is as easy as one without recomputation: 0.8 s for two
-    layers of 405B in a stage of 7 GiB, where the choice was not found in a minute.
     """
     fixed = setting.with_all_recomputed()
     if fixed is None:
@@ -184,15 +183,6 @@ class PlansByMemory:
     Of each there are variants with the same cuts: nothing recomputed, all copies regathered that may be, and all
     operators recomputed that may be. They are the optima at rising prices of a byte, so they lie on the convex hull of
     seconds over bytes. With a solver that cannot price bytes there is only the fastest.
-
-    Raises:
-        MeshError, InfeasibleError: as for :func:`plan_graph`, but for memory.
-
-    Of each there are the same cuts with nothing done again in the backward, too, with all that can be gathered again,
-    and with all that may run again.
-
-    They are the optima at rising prices of a byte, so they lie on the convex hull of seconds over bytes. With a solver
-    that cannot price bytes there is only the fastest.
 
     Raises:
         MeshError, InfeasibleError: as for :func:`plan_graph`, but for memory.

@@ -15,9 +15,6 @@ def one_device(graph: Graph) -> StagePlan:
 
     A value with a complete gradient may also be read where no gradient comes back, and the other way round (a detached
     value, a branch without parameters): on one device that step is nothing.
-
-    What is whole with a whole gradient may also be read where no gradient comes back, and the other way round (a value
-    that is detached, a branch without parameters): on one device that step is nothing.
     """
     whole, pending_gradient = State((INVARIANT,)), State((REPLICATED,))
     steps = ((whole, pending_gradient), (pending_gradient, whole))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -59,28 +59,12 @@ def demand(
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
         if node.kind == "buffer":
-            states = wanted.get(Ref(i), set())
-            only = next(iter(states)) if len(states) == 1 else whole
-            updated = node.target in graph.updates
             inside = written.get(i, set())
-            if len(inside) == 1 and not updated:
-                only = next(iter(inside))
-            buffers[node.target] = whole if updated or PENDING in only else only
-            if partly:
-                continue
-            moved = [k for k, state in readers.get(i, ()) if state != buffers[node.target]]
-            writers = [k for k, _ in readers.get(i, ()) if inside and has_effect(graph.nodes[k].target)]
-            if any(min(moved) < k < max(moved) for k in writers if moved):
-                raise PlanError(
-                    f"buffer '{node.target}' is read in other pieces before and after an operator that writes to it, "
-                    "and one copy would serve both; constrain that operator to a cut of the batch, or clone it first"
-                )
-            if inside - {buffers[node.target]}:
-                raise PlanError(
-                    f"buffer '{node.target}' is written by operators that hold it in different pieces "
-                    f"({'; '.join(sorted(state.text for state in inside))}): no placement keeps what all of them "
-                    "write; constrain them to the same cut, such as the batch"
-                )
+            states = inside if len(inside) == 1 else wanted.get(Ref(i), set())
+            only = next(iter(states)) if len(states) == 1 and node.target not in graph.updates else whole
+            buffers[node.target] = whole if PENDING in only else only
+            if not partly:
+                _check_written(graph, node.target, buffers[node.target], inside, readers.get(i, ()))
         if node.kind != "op":
             continue
         if i not in chosen:
@@ -103,6 +87,28 @@ def demand(
             if ref.node not in decided:  # what is decided does not follow
                 wanted.setdefault(ref, set()).add(state)
     return chosen, buffers
+
+
+def _check_written(
+    graph: Graph, name: str, stored: State, inside: Set[State], readers: Sequence[tuple[int, State]]
+) -> None:
+    """Refuse a buffer that operators write to in placements that its storage cannot keep.
+
+    ``inside`` are the states in which operators write to it, ``readers`` all readers with the states that they want.
+    """
+    moved = [k for k, state in readers if state != stored]
+    writers = [k for k, _ in readers if inside and has_effect(graph.nodes[k].target)]
+    if any(min(moved) < k < max(moved) for k in writers if moved):
+        raise PlanError(
+            f"buffer '{name}' is read in other shards before and after an operator that writes to it, and one copy "
+            "would serve both; constrain that operator to a cut of the batch, or clone it first"
+        )
+    if inside - {stored}:
+        raise PlanError(
+            f"buffer '{name}' is written by operators that hold it in different shards "
+            f"({'; '.join(sorted(state.text for state in inside))}): no placement keeps what all of them write; "
+            "constrain them to the same cut, such as the batch"
+        )
 
 
 def _plain(strategy: Strategy) -> bool:

@@ -36,13 +36,6 @@ def random_plan(
 
     Raises:
         PlanError: ``ATTEMPTS`` draws gave no plan in which every tensor can reach its readers.
-
-    With ``gather_again``, about half of the copies that could be gathered again are. With ``make_again``, stretches of
-    operators run again beside ``recompute`` (about half of all), and about half of what they make for others is given
-    up until then.
-
-    Raises:
-        PlanError: ``ATTEMPTS`` draws gave no plan in which every tensor can reach its readers.
     """
     rng = random.Random(seed)
     mesh = pricer.mesh

@@ -73,22 +73,35 @@ def reshard_path(
     into: list[list[tuple[int, float]]] = [[] for _ in states]
     for s, d in edges:
         into[number[d]].append((number[s], price(s, d) + STEP_SECONDS))
-    inf = float("inf")
     if len(wanted) > EFFORT.exact_readers:  # one after the other, each from the nearest state that exists
         return _greedy(states, number, into, source, wanted)
+    tree = _cheapest_tree(into, number[source], [number[t] for t in wanted])
+    if tree is None:
+        return None
+    return _as_tree(source, wanted, {(states[v], states[u]): None for v, u in tree}, price)
+
+
+def _cheapest_tree(
+    into: Sequence[Sequence[tuple[int, float]]], source: int, wanted: Sequence[int]
+) -> dict[tuple[int, int], None] | None:
+    """Return the edges of the cheapest tree from a state to all wanted ones, by numbers; None if one is out of reach.
+
+    ``into`` are the edges into each state with their prices. The dynamic program is that of Dreyfus and Wagner.
+    """
+    inf = float("inf")
     full = (1 << len(wanted)) - 1
-    best = [[inf] * len(states) for _ in range(full + 1)]
-    how: list[list[object]] = [[None] * len(states) for _ in range(full + 1)]
+    best = [[inf] * len(into) for _ in range(full + 1)]
+    how: list[list[object]] = [[None] * len(into) for _ in range(full + 1)]
     for mask in range(1, full + 1):
         row, steps = best[mask], how[mask]
         if mask & (mask - 1) == 0:
-            row[number[wanted[mask.bit_length() - 1]]] = 0.0
+            row[wanted[mask.bit_length() - 1]] = 0.0
         sub = (mask - 1) & mask
         while sub:
             complement = mask ^ sub
             if sub < complement:
                 a, b = best[sub], best[complement]
-                for v in range(len(states)):
+                for v in range(len(into)):
                     cost = a[v] + b[v]
                     if cost < row[v]:
                         row[v], steps[v] = cost, (sub, complement)
@@ -103,10 +116,10 @@ def reshard_path(
                 if c + w < row[u]:
                     row[u], steps[u] = c + w, v
                     heapq.heappush(heap, (c + w, u))
-    if best[full][number[source]] == inf:
+    if best[full][source] == inf:
         return None
-    tree: dict[Edge, None] = {}
-    stack = [(full, number[source])]
+    tree: dict[tuple[int, int], None] = {}
+    stack = [(full, source)]
     while stack:
         mask, v = stack.pop()
         step = how[mask][v]
@@ -116,9 +129,9 @@ def reshard_path(
             stack.extend([(step[0], v), (step[1], v)])
         else:
             assert isinstance(step, int)
-            tree[states[v], states[step]] = None
+            tree[v, step] = None
             stack.append((mask, step))
-    return _as_tree(source, wanted, tree, price)
+    return tree
 
 
 def _as_tree(

@@ -388,10 +388,6 @@ class _Room:
     The next choice may have more that its row does not see than the last one, so what turned out to be too little is
     raised steeply; and where a plan fits then, half of the last step is taken back, since it may be smaller than it
     need be.
-
-    The next choice may have more that its row does not see than the last one, so what turned out to be too little is
-    raised steeply; and where a plan fits then, half of the last step is taken back, since it may be smaller than it
-    need be.
     """
 
     def __init__(self, program: highs.Program, limit: float) -> None:

@@ -6,13 +6,6 @@ that products with parameters make (their columns), that operators without commu
 products with parameters sum over (their rows), or that a loss takes in shards; and the rows of the table of an
 embedding. All else is replicated there or, with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198,
 section 4.2), sharded by sequence. ``expert`` cuts the rows of the batch, which are sent to routed experts.
-
-``data`` (and ``shard``, the part of it whose ranks share parameters) cuts the rows of the batch, ``context`` the places
-of a sequence. ``tensor`` cuts what Megatron-LM cuts (Shoeybi et al. 2019, arXiv:1909.08053, section 3): classes of
-features that products with parameters make (their columns), that operators without communication go along, and that
-other products with parameters sum over (their rows), or that a loss takes in pieces; and the rows of the table of an
-embedding. All else is whole there, or, with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section
-4.2), in pieces of the sequence. ``expert`` cuts the rows of the batch, which travel to routed experts.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 Nothing is searched: the words decide every operator and parameter (:mod:`.operator_cuts`), so a stage's plan is
 completed and priced at once. A layout that needs more memory than there is has a plan all the same, with the bytes that
 lack.
-
-Nothing is searched: the words decide every operator and parameter (:mod:`.operator_cuts`), so a stage's plan is
-completed and priced at once. A layout that needs more memory than there is has a plan all the same, and says by how
-much.
 """
 
 from __future__ import annotations
@@ -246,7 +242,7 @@ class _Pinned:
             tensors = [k for k, spec in enumerate(node.outs) if spec is not None]
             made.update({Ref(i, k): state for k, state in zip(tensors, ops[i].outs, strict=True)})
         params = {
-            i: self._kept(node, graph, [s.started(node.needs_grad) for s in wanted.get(Ref(i), [])])
+            i: self._kept(node, [s.started(node.needs_grad) for s in wanted.get(Ref(i), [])])
             for i, node in graph.of_kind("param")
         }  # fmt: skip
         outputs = {
@@ -274,7 +270,7 @@ class _Pinned:
 
     # -- parameters
 
-    def _kept(self, node: Node, graph: Graph, uses: Sequence[State]) -> ParamChoice:
+    def _kept(self, node: Node, uses: Sequence[State]) -> ParamChoice:
         """Return how a parameter is stored and used.
 
         Cut as its readers want it, and by ``zero`` where a dim divides.

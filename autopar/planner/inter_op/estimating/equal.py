@@ -313,15 +313,9 @@ class Equal:
     def _cut(self, groups: Sequence[Group], fill: Fill, near: float, only: int | None) -> EstimatedCut | None:
         """Return the best cut of a schedule.
 
-        None if it takes more than ``near`` seconds, as far as that is easily seen.
-
         It is looked for with the fastest option of every block first, whatever memory that needs. Where there is as
         much, no other options are of interest; nor where even that takes too long. All others, which take ten times as
         long to find, are for what is left.
-
-        It is looked for with the fastest option of every block first, whatever memory that needs. Where there is as
-        much, no other options are of interest; nor where even that takes too long. All others, of which to find takes
-        ten times as long, are for what is left.
         """
         meshes = tuple(g.mesh for g in groups)
         if (meshes, fill) not in self._tight:

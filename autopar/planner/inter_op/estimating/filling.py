@@ -5,12 +5,6 @@ ones for as many blocks as it must (:class:`Filler`). For a pace (seconds that n
 from the last stage to the first, as many as fit the pace and the memory with the microbatches that the place in the
 schedule keeps in flight; the least pace at which all blocks find room is found by bisection (:class:`Places`). Greedy
 filling is optimal here: a stage that takes fewer blocks never helps those before it.
-
-A stage that has room takes the fast options of its blocks, one that keeps many microbatches in flight takes smaller
-ones for as many blocks as it must (:class:`Filler`). For a pace (seconds that no stage may exceed) blocks are filled in
-from the last stage to the first, as many as fit the pace and the memory with the microbatches that the place in the
-schedule keeps in flight; the least pace at which all blocks find room is found by bisection (:class:`Places`). Greedy
-filling is optimal here: a stage that takes fewer blocks never helps those before it.
 """
 
 from __future__ import annotations

@@ -6,12 +6,6 @@ left: that is a dynamic program over labels, which takes one of the options of t
 recomputes as many of them as it must. The stages of the best cuts are then filled as those of equal groups are
 (:mod:`.filling`), and their estimate is the same (:mod:`.estimates`).
 ``docs/decisions/2026-11-26-two-searches-of-cuts.md`` has why there are two searches.
-
-For clusters of several device types, and for numbers of devices that few numbers divide. Schedules with one stage a
-group only. Which shape a group has and how many blocks it takes is decided together here, from every number of devices
-that may be left: that is a dynamic program over labels, which takes one of the options of the menu for all blocks of a
-stage, and recomputes as many of them as it must. The stages of the best cuts are then filled as those of equal groups
-are (:mod:`.filling`), and their estimate is the same (:mod:`.estimates`).
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 Plans of stages are shared (:mod:`.stage_plans`), and so is a group's memory among its stages (:mod:`.memory_shares`).
 Where memory binds, the slowest stages are planned again for just what they keep, and on few devices the cut itself is
 searched. Recomputation is decided in the program of every stage, with its cuts.
-
-Plans of stages are shared (:mod:`.stage_plans`), and so is a group's memory among its stages (:mod:`.memory_shares`).
-Where memory binds, the slowest stages are planned again for just what they keep, and on few devices the cut itself is
-searched. What runs again in the backward is decided in the program of every stage, with its cuts.
 """
 
 from __future__ import annotations

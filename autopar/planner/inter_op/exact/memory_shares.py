@@ -2,9 +2,6 @@
 
 That is estimated where the search cuts the model. Where the cuts are given, it is what the stages' fastest plans need;
 and a stage that does not fit its share is taken to need more (:func:`with_more`).
-
-That is estimated where the search cuts the model. Where the cuts are given, it is what the stages' fastest plans need;
-and of a stage that does not fit its share, more is taken to be needed (:func:`with_more`).
 """
 
 from __future__ import annotations

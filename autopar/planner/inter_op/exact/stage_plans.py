@@ -1,8 +1,6 @@
 """Plans of stages, shared between stages that differ only in names, on devices of the same types.
 
 Microbatches in flight are counted up to a round number, so that stages at different places in a schedule are alike too.
-
-Microbatches in flight are counted up to a round number, so that stages at different places in a schedule are alike too.
 """
 
 from __future__ import annotations

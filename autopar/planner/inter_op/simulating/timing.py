@@ -132,8 +132,6 @@ def stage_edge_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster)
     """Return the seconds of a transfer between stages: messages of the busiest rank, one by one, and gathers.
 
     All messages are priced on the route from the first rank of one side to the first of the other.
-
-    All messages are priced on the way from the first rank of one side to the first of the other.
     """
     steps, busy = _apart(spec, source, target)
     priced = pricer(cluster, target.mesh, target.devices)

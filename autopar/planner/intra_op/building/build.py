@@ -83,8 +83,7 @@ class Builder:
 
     def build(self) -> tuple[Problem, Decoder]:
         """Return the integer program, and the decoder of its solutions."""
-        graph, rep = self.graph, self.fold.representative
-        counts = self.fold.counts
+        graph, counts = self.graph, self.fold.counts
         groups = read_alike(graph, self.fold, self._segment_of)
         chains, chain_of = self._chains(groups, counts)
         for chain in chains if self.choose_recompute else ():
@@ -106,47 +105,16 @@ class Builder:
         def gathered(node: int, position: int) -> tuple[bool, ...]:
             return tuple((node, position) in row for row in regathered_of.get(item_of[node], ()))
 
-        parameters: dict[int, tuple[int, list[ParamChoice]]] = {}
-        may_hide: list[tuple[int, list[ParameterSeconds]]] = []
-        first_read = P.first_read(graph, self.pricer.costs.bucket_bytes)
-        waits_first = Counter(rep[i] for i in first_read)
-        made_by_param: dict[int, list[State]] = {}
-        for i, node in enumerate(graph.nodes):
-            if node.kind != "param" or rep[i] != i:
-                continue
-            uses = {
-                s.started(node.needs_grad)
-                for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
-            }  # fmt: skip
-            options = self._param_options(node, uses)
-            parameters[len(items)] = i, [o[0] for o in options]
-            made_by_param[i] = [o[0].used for o in options]
-            item_of[i] = len(items)
-            costs, n = [o[1] for o in options], counts[i]
-            peaks = tuple(c.peak_bytes for c in costs) if self.keep_memory and any(c.peak_bytes for c in costs) else ()
-            seconds = tuple(n * (c.seconds + c.step_seconds) for c in costs)
-            items.append(Item(node.name, seconds, tuple(n * c.n_bytes for c in costs), peaks))
-            hides = n - waits_first[i]
-            if hides and any(any(c.may_hide) for c in costs):
-                may_hide.append((item_of[i], [ParameterSeconds().plus(c.may_hide, hides) for c in costs]))
-        arrivals: dict[int, tuple[str, list[State]]] = {}
-        for i, node in enumerate(graph.nodes):
-            if node.kind == "input" and node.hot:
-                made_by_param[i] = self._arrivals(node)
-                arrivals[len(items)] = node.target, made_by_param[i]
-                item_of[i] = len(items)
-                seconds = tuple(self._arrival_seconds(node, s) for s in made_by_param[i])
-                items.append(Item(node.name, seconds, (0.0,) * len(seconds)))
+        parameters, may_hide, made_as = self._add_parameters(items, item_of, groups, wanted)
+        arrivals = self._add_arrivals(items, item_of, made_as)
         tensors: list[Tensor] = []
         only_with: list[OnlyWith] = []
         outputs: dict[int, tuple[int, list[State]]] = {}
         for i, of_node in sorted(groups.items()):
             for group in of_node:
-                made_as = (
-                    made_by_param[i]
-                    if i in made_by_param
-                    else [row[row_of[i][1]].outs[position_of(graph.nodes[i], group.ref.out)] for row in row_of[i][0]]
-                )
+                states = made_as.get(i) or [
+                    row[row_of[i][1]].outs[position_of(graph.nodes[i], group.ref.out)] for row in row_of[i][0]
+                ]
                 readers: list[tuple[int, list[State], tuple[bool, ...]]] = []
                 for reader, position in group.readers:
                     if chain_of.get(reader) is not None and chain_of.get(reader) == chain_of.get(i):
@@ -154,20 +122,10 @@ class Builder:
                     entry = (item_of[reader], wanted(reader, position), gathered(reader, position))
                     if entry not in readers:
                         readers.append(entry)
-                        only_with += pieces_for_copies(self.pricer.mesh, item_of[i], made_as, *entry)
-                for number in group.outputs:
-                    states = self._output_states(number, group.ref, made_as)
-                    outputs[len(items)] = number, states
-                    readers.append((len(items), states, ()))
-                    items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
-                for name in group.updates:
-                    states = [whole_state(self.pricer.mesh)]
-                    readers.append((len(items), states, ()))
-                    items.append(Item(f"update {name}", (0.0,), (0.0,)))
+                        only_with += pieces_for_copies(self.pricer.mesh, item_of[i], states, *entry)
+                readers += self._add_outputs(items, outputs, group, states)
                 if readers:
-                    tensors.append(
-                        flow(graph, self.pricer, self.microbatches, group, item_of[i], made_as, readers)
-                    )
+                    tensors.append(flow(graph, self.pricer, self.microbatches, group, item_of[i], states, readers))
         if not items:  # no parameter and no gradient: solvers want one decision, and this one changes nothing
             items.append(Item("nothing to decide", (0.0,), (0.0,)))
         kept = None
@@ -194,7 +152,58 @@ class Builder:
         may = self._offers.recomputable if self.choose_recompute else None
         return problem, Decoder(graph, self.fold, chains, parameters, outputs, arrivals, may, moments)
 
+    def _add_parameters(
+        self, items: list[Item], item_of: dict[int, int], groups: Mapping[int, list[ReadAlike]],
+        wanted: Callable[[int, int], list[State]],
+    ) -> tuple[
+        dict[int, tuple[int, list[ParamChoice]]], list[tuple[int, list[ParameterSeconds]]], dict[int, list[State]]
+    ]:  # fmt: skip
+        """Add an item for each class of parameters.
+
+        Return by item its node and choices, the seconds of collectives that may be hidden, and by node the states of
+        its choices as readers use it.
+        """
+        graph, rep = self.graph, self.fold.representative
+        parameters: dict[int, tuple[int, list[ParamChoice]]] = {}
+        may_hide: list[tuple[int, list[ParameterSeconds]]] = []
+        made_as: dict[int, list[State]] = {}
+        waits_first = Counter(rep[i] for i in P.first_read(graph, self.pricer.costs.bucket_bytes))
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "param" or rep[i] != i:
+                continue
+            uses = {
+                s.started(node.needs_grad)
+                for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
+            }  # fmt: skip
+            options = self._param_options(node, uses)
+            item_of[i] = len(items)
+            parameters[len(items)] = i, [choice for choice, _ in options]
+            made_as[i] = [choice.used for choice, _ in options]
+            costs, n = [cost for _, cost in options], self.fold.counts[i]
+            peaks = tuple(c.peak_bytes for c in costs) if self.keep_memory and any(c.peak_bytes for c in costs) else ()
+            seconds = tuple(n * (c.seconds + c.step_seconds) for c in costs)
+            items.append(Item(node.name, seconds, tuple(n * c.n_bytes for c in costs), peaks))
+            hides = n - waits_first[i]
+            if hides and any(any(c.may_hide) for c in costs):
+                may_hide.append((item_of[i], [ParameterSeconds().plus(c.may_hide, hides) for c in costs]))
+        return parameters, may_hide, made_as
+
     # -- outputs
+
+    def _add_outputs(
+        self, items: list[Item], outputs: dict[int, tuple[int, list[State]]], group: ReadAlike, made_as: list[State]
+    ) -> list[tuple[int, list[State], tuple[bool, ...]]]:
+        """Add an item for each output and each new value of a buffer; return them as readers of the tensor."""
+        readers: list[tuple[int, list[State], tuple[bool, ...]]] = []
+        for number in group.outputs:
+            states = self._output_states(number, group.ref, made_as)
+            outputs[len(items)] = number, states
+            readers.append((len(items), states, ()))
+            items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
+        for name in group.updates:
+            readers.append((len(items), [whole_state(self.pricer.mesh)], ()))
+            items.append(Item(f"update {name}", (0.0,), (0.0,)))
+        return readers
 
     def _output_states(self, number: int, ref: Ref, made_as: Sequence[State]) -> list[State]:
         graph, mesh = self.graph, self.pricer.mesh
@@ -213,6 +222,20 @@ class Builder:
         return sorted({whole, *fixed})
 
     # -- tensors of earlier stages
+
+    def _add_arrivals(
+        self, items: list[Item], item_of: dict[int, int], made_as: dict[int, list[State]]
+    ) -> dict[int, tuple[str, list[State]]]:
+        """Add an item for each tensor of an earlier stage; return by item its name and the states of its strategies."""
+        arrivals: dict[int, tuple[str, list[State]]] = {}
+        for i, node in enumerate(self.graph.nodes):
+            if node.kind == "input" and node.hot:
+                made_as[i] = self._arrivals(node)
+                arrivals[len(items)] = node.target, made_as[i]
+                item_of[i] = len(items)
+                seconds = tuple(self._arrival_seconds(node, s) for s in made_as[i])
+                items.append(Item(node.name, seconds, (0.0,) * len(seconds)))
+        return arrivals
 
     def _arrivals(self, node: Node) -> list[State]:
         """Return the states in which a tensor of an earlier stage may arrive.

@@ -64,10 +64,6 @@ def is_plain(strategy: Strategy, rule: Rule) -> bool:
     Replicated values with pending gradients (``R``), and pending sums through a product, only help tensors that are
     smaller than what they become, such as position embeddings; on activations the same costs as much a step earlier or
     later. Pending sums through an addition stay: they join the all-reduces of parallel branches.
-
-    Whole values with pending gradients (``R``), and pending sums through a product, only help tensors that are smaller
-    than what they become, such as position embeddings; on activations the same is to be had a step earlier or later
-    at the same price. Pending sums through an addition stay: they join the all-reduces of parallel branches.
     """
     joint = {f"P{k}" for k, group in enumerate(rule.linear) if len(group) > 1}
     return all(rule.factor_of(name) or name == WHOLE or name in joint for name in strategy.names)

@@ -2,9 +2,6 @@
 
 The program decides one flow for all tensors of a class with the same readers. A copy that is regathered in the backward
 is a state of its own, next to the same state kept, and steps to it cost both gathers.
-
-The program decides one flow for all tensors of a class with the same readers. A copy that is gathered again in the
-backward is a state of its own, beside the same state kept, and the steps to it cost what gathers them twice.
 """
 
 from __future__ import annotations
@@ -142,9 +139,6 @@ def pieces_for_copies(
 
     By this flow a replicated tensor could be cut, kept in shards and gathered; no program does that: it reads and keeps
     the whole tensor.
-
-    A tensor that is made whole could be cut, kept in pieces and gathered, by this flow; no program does that: it reads
-    the whole tensor as it is, and keeps it.
     """
     conditions = []
     for axis in (a for a, (_, size) in enumerate(mesh) if size > 1 and any(state[a].is_shard for state in made_as)):

@@ -2,9 +2,6 @@
 
 A collective and the computation that overlaps with it take as long as the longer of the two, so the shorter one is
 hidden. In the backward the gradients of a product's weights overlap too, unless a schedule computes them later.
-
-A collective and what is computed beside it take as long as the longer of the two, so what is hidden is the shorter. In
-the backward the gradients of a product's weights are computed beside it too, unless a schedule computes them later.
 """
 
 from __future__ import annotations

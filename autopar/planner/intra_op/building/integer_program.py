@@ -66,9 +66,6 @@ class SharedBytes:
         n_bytes: a total over the tensors of the class.
         users: ``(item number, strategy numbers)``.
         recomputed: the item that makes them with the strategies that recompute them, and so keep nothing for anyone.
-
-    ``users`` are ``(item number, strategy numbers)``; ``n_bytes`` is a total over the tensors of the class. ``again``
-    is the item that makes them with the strategies that make them again, and so keep nothing for anyone.
     """
 
     n_bytes: float
@@ -96,8 +93,6 @@ class OnlyWith:
 @dataclass(frozen=True)
 class HiddenSeconds:
     """Seconds of two sides that overlap, collectives and computation: the shorter side is hidden.
-
-    ``sides`` are ``(item number, seconds per strategy)``, which are parts of the seconds of these items.
 
     ``sides`` are ``(item number, seconds per strategy)``, which are parts of the seconds of these items.
     """
@@ -157,9 +152,6 @@ class Beaten(Exception):
 
     Args:
         seconds: a lower bound of its result, where one is known.
-
-    Args:
-        seconds: that it takes at least, where they are known.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:

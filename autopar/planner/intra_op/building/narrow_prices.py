@@ -43,11 +43,6 @@ def product_seconds(costs: Costs, device: Device, work: OpWork, use: NarrowUse, 
 
     Raises:
         PlanError: the device has no such products.
-
-    ``work``: of the same product as wide.
-
-    Raises:
-        PlanError: the device has no such products.
     """
     numbers = use.numbers
     check_device(device, use.format, numbers)

@@ -4,11 +4,6 @@ Collectives of parameters overlap with all computation of their pass (:func:`par
 with some others (:func:`overlaps`). Where such operators are cut so that they communicate, need collectives before them
 or are recomputed at another time, the plan hides less than these terms (:mod:`.hidden_seconds`), so the bound remains
 one.
-
-Collectives of parameters run beside all that is computed in their pass (:func:`parameter_overlaps`), those of operators
-beside some others (:func:`overlaps`).
-Where operators that might stand beside are cut in a way in which they communicate, or are brought there by collectives,
-or run again at another time, the plan hides less than is said here (:mod:`.hidden_seconds`), so the bound remains one.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 :mod:`cost_models.parameter_overlap` has the rule of how much is hidden, the cost source (:mod:`cost_models.costs`) the
 seconds to accumulate gradients and step parameters. This is where a plan's price, the phases of a pipeline and the
 estimate of stages get both.
-
-How much of the collectives is hidden is said in :mod:`cost_models.parameter_overlap`; how long gradients take to be
-added up and parameters to be stepped is the cost source's business (:mod:`cost_models.costs`). This is where both are
-asked for a plan: by its price, by the phases of a pipeline and by the estimate of stages.
 """
 
 from __future__ import annotations

@@ -141,8 +141,6 @@ class Pricer:
         """Return the seconds of computation of an op, of all collectives inside, and of those of the forward.
 
         They are remembered with the rule, which equal ops share, for the latest mesh.
-
-        They are remembered with the rule, which equal ops share, for the mesh that was asked about last.
         """
         latest: tuple[object, dict[object, tuple[OpSeconds, float, float]]] | None = rule.derived.get("seconds")
         if latest is None or latest[0] is not self:

@@ -2,9 +2,6 @@
 
 Each is offered in addition to keeping, with its seconds; :mod:`.kept` and :mod:`.moment_rows` count the bytes that it
 leaves. :mod:`autopar.plans.memory_decisions` lists the decisions.
-
-Each is offered beside keeping, with what it takes; what it leaves of the bytes is counted by :mod:`.kept` and
-:mod:`.moment_rows`. Which decisions there are is said by :mod:`autopar.plans.memory_decisions`.
 """
 
 from __future__ import annotations
@@ -58,9 +55,6 @@ class MemoryOffers:
 
         Recomputed memory is there for the backward of one block at a time: it is counted for the most frequent and the
         largest block, and for others in the price of the finished plan alone.
-
-        What is made again is there for the backward of one block at a time: this is counted for the blocks of which
-        there are most and for the largest one, and seen of others in the price of the finished plan alone.
         """
         graph, able = self.graph, self.recomputable.able
         places = [k for k, node in enumerate(chain.nodes) if node in able]
@@ -137,9 +131,6 @@ class MemoryOffers:
 
         The price of the second gather is in the flow of the tensor. Rows in which an operator is recomputed have none:
         the gathers before it belong to its segment.
-
-        The price of the second gather is in the flow of the tensor. Rows in which something runs again have none: the
-        gathers on the way to it belong to its segment.
         """
         graph, mesh = self.graph, self.pricer.mesh
         reads: dict[tuple[int, int], tuple[int, list[State]]] = {}  # by node and position: place in the chain, made as

@@ -180,25 +180,33 @@ class Walk:
         if self.chains is not None:
             self.chain(self.chains, i, rule, strategy, saved, segment)
             if self.kernels.loss_in_place and is_loss(node):
-                saved = self.in_place(i, node, strategy, saved)
+                saved = self.in_place(node, strategy, saved)
         fresh = [self.new(n_bytes, i, segment) for n_bytes, _ in saved.memories]
         if self.chains is not None:
             most_read = max([self.memories[memory].n_bytes for memory, _ in places], default=0)
             for memory in fresh:
                 self.chains.made(memory, i, self.memories[memory].n_bytes, most_read)
         self.makes[i] = sum([n_bytes for n_bytes, _ in saved.memories])
+        self._results(i, node, strategy, saved, fresh)
+        if self.made_again or self.copies_again or self.waits:
+            self.asks(i, node, strategy)
+        if node.needs_grad and saved.keeps:
+            self._kept(i, saved, fresh, segment)
+
+    def _results(self, i: int, node: Node, strategy: Strategy, saved: Saved, fresh: Sequence[int]) -> None:
+        """Note the memory of an operator's results, and which of it is given up until the backward."""
         outs = [k for k, spec in enumerate(node.outs) if spec is not None]
         for k, state, result in zip(outs, strategy.outs, saved.results, strict=True):
-            memory = fresh[result.memory] if result.source is None else places[result.source][0]
+            memory = fresh[result.memory] if result.source is None else self.places[i][result.source][0]
             self.lies[Ref(i, k), state] = memory, result.strides
             if result.source is None and Ref(i, k) in self.made_again:
                 self.given_up[memory] = Ref(i, k)
             if result.source is None and Ref(i, k) in self.waits:
                 self.waiting[memory] = Ref(i, k), self.waits[Ref(i, k)]
-        if self.made_again or self.copies_again or self.waits:
-            self.asks(i, node, strategy)
-        if not node.needs_grad or not saved.keeps:
-            return
+
+    def _kept(self, i: int, saved: Saved, fresh: Sequence[int], segment: int) -> None:
+        """Note the memory that an operator keeps for its backward."""
+        places = self.places[i]
         if segment >= 0:
             self.segments[segment].active, self.segments[segment].asks = True, i
         for position in saved.ins:
@@ -223,7 +231,7 @@ class Walk:
         for memory, _ in self.places[i] if not is_view else ():
             chains.read(memory, i, segment, self.memories[memory].segment)
 
-    def in_place(self, i: int, node: Node, strategy: Strategy, saved: Saved) -> Saved:
+    def in_place(self, node: Node, strategy: Strategy, saved: Saved) -> Saved:
         """Return what a loss keeps that is computed in place: one float32 number for each class, and its targets."""
         spec = self.graph.spec(node.refs[0])
         classes = prod(local_shape(spec.shape, strategy.ins[0], self.mesh))
@@ -399,12 +407,10 @@ class Walk:
                 self.given_up.pop(memory, None)
                 self.waiting.pop(memory, None)
         if self.chains is not None:
-            for (ref, _), (memory, _) in self.lies.items():
-                if ref in outputs:
-                    self.chains.written(memory)
-            for memory in (*self.piece_of, *self.piece_of.values(), *self.given_up, *self.waiting):
-                self.chains.written(memory)
-            for _, memory, _ in self.taken:
+            of_outputs = [memory for (ref, _), (memory, _) in self.lies.items() if ref in outputs]
+            taken = [memory for _, memory, _ in self.taken]
+            pieces = (*self.piece_of, *self.piece_of.values())
+            for memory in (*of_outputs, *pieces, *self.given_up, *self.waiting, *taken):
                 self.chains.written(memory)
             self.unfuse(self.chains)
         keepers = {key: list(kept) for key, kept in self.keepers.items()}
@@ -412,6 +418,29 @@ class Walk:
             kept = keepers.get((copy, None), [])
             if not self.memories[piece].given:
                 keepers.setdefault((piece, None), []).extend(kept or [Keeper(self.memories[copy].since, "out")])
+        self._activate_segments(keepers)
+        if self.every:
+            for (ref, _), (memory, _) in self.lies.items():
+                if ref in outputs:
+                    self.reads.setdefault(memory, []).append((len(self.graph.nodes), 0))
+            for memory, is_there in enumerate(self.memories):
+                if not is_there.given:
+                    keepers.setdefault((memory, None), [])
+        entries = self._entries(keepers)
+        wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
+        regathered = {
+            (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
+            if self.lies[ref, state][0] in self.readers for a, b in steps
+        }  # fmt: skip
+        remade = tuple(sorted(reshard_key(self.graph, ref) for ref in wanted.values()))
+        decided: dict[str, tuple[Any, ...]] = {**self.decided, RECOMPUTE_RESULT.name: remade}
+        for record in set(self.waits.values()):
+            refs = [ref for memory, (ref, by) in self.waiting.items() if by is record and (memory, None) in keepers]
+            decided[record.name] = tuple(sorted(reshard_key(self.graph, ref) for ref in refs))
+        return Ledger(tuple(entries), self.segments, tuple(regathered), in_order(decided), self.lives(wanted))
+
+    def _activate_segments(self, keepers: dict[tuple[int, int | None], list[Keeper]]) -> None:
+        """Find the segments that are recomputed, and let them keep what they take from outside."""
         made_in_segment: dict[int, list[int]] = {}
         for memory in self.given_up:
             made_in_segment.setdefault(self.memories[memory].segment, []).append(memory)
@@ -423,13 +452,9 @@ class Walk:
             segment.active |= any((memory, None) in keepers for memory in made_in_segment.get(number, ()))
             for memory, keeper in taken_by.get(number, ()) if segment.active else ():
                 keepers.setdefault((memory, None), []).append(keeper)
-        if self.every:
-            for (ref, _), (memory, _) in self.lies.items():
-                if ref in outputs:
-                    self.reads.setdefault(memory, []).append((len(self.graph.nodes), 0))
-            for memory, is_there in enumerate(self.memories):
-                if not is_there.given:
-                    keepers.setdefault((memory, None), [])
+
+    def _entries(self, keepers: Mapping[tuple[int, int | None], list[Keeper]]) -> list[Entry]:
+        """Return an entry for memory with its keepers, with the decision about it."""
         entries = []
         for (memory, of_segment), kept in keepers.items():
             n_bytes, since, given, made_in = self.memories[memory]
@@ -442,17 +467,7 @@ class Walk:
             readers = tuple(self.reads.get(memory, ()))
             entries.append(Entry(n_bytes, since, tuple(kept), of_segment, decision, readers))
             self.entries_of.setdefault(memory, []).append(entries[-1])
-        wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
-        again = {
-            (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
-            if self.lies[ref, state][0] in self.readers for a, b in steps
-        }  # fmt: skip
-        remade = tuple(sorted(reshard_key(self.graph, ref) for ref in wanted.values()))
-        decided: dict[str, tuple[Any, ...]] = {**self.decided, RECOMPUTE_RESULT.name: remade}
-        for record in set(self.waits.values()):
-            refs = [ref for memory, (ref, by) in self.waiting.items() if by is record and (memory, None) in keepers]
-            decided[record.name] = tuple(sorted(reshard_key(self.graph, ref) for ref in refs))
-        return Ledger(tuple(entries), self.segments, tuple(again), in_order(decided), self.lives(wanted))
+        return entries
 
     def lives(self, given_up: Collection[int]) -> tuple[tuple[int, int], ...]:
         """Return :attr:`Ledger.lives`, where this memory of segments is given up."""

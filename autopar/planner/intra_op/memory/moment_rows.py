@@ -76,7 +76,7 @@ class MomentRows:
 
     def stepping(self) -> MomentBytes:
         """Return the row of the optimizer's step: all state, all gradients, its copies of the largest parameter."""
-        items = self._state(lambda node: 1.0)
+        items = self._state(lambda _: 1.0)
         nodes = self.graph.nodes
         trained = [(nodes[i].out.n_bytes, item) for item, (i, _) in self.parameters.items() if nodes[i].needs_grad]
         copies = OPTIMIZER_COPIES.get(self.optimizer, 0)

@@ -3,10 +3,6 @@
 A segment is a run of operators in execution order. Its inputs are kept for the backward; everything that autograd would
 keep inside is recomputed when the backward arrives there. Reshard steps first needed by an operator of a segment belong
 to the segment.
-
-A segment is a run of operators in execution order. Its inputs are kept for the backward; everything that autograd would
-keep inside it is made again when the backward arrives there. Reshard steps first needed by an operator of a segment
-belong to the segment.
 """
 
 from __future__ import annotations

@@ -7,14 +7,6 @@ space.
 
 What a block gives to the next is kept, though its maker may be recomputed for what it would keep inside: if it were
 recomputed for the next block, the backward of the last block would run the whole model a second time.
-
-An operator that runs again keeps nothing: neither what autograd would keep inside of it, nor its results for those who
-read them. It needs its inputs for that, which are kept or made again in their turn. So which operators run again is one
-choice for each of them, made together with its cut: none, some pointwise operators and norms, attention's inside, or
-all of a block are points of one space.
-
-What a block gives to the next is kept, though what made it may run again for what it would keep inside: if it were made
-again for the next block, the backward of the last block would run the whole model again.
 """
 
 from __future__ import annotations

@@ -4,11 +4,6 @@ A step is what :mod:`autopar.lower.collectives` makes of it: shards that are not
 collective runs, and a copy cuts off what was added. Each of these makes its result from that of the one before, which
 is freed then; the backward makes them in the reverse order. All counts are those of the first rank, whose shard is the
 largest.
-
-A step is what :mod:`autopar.lower.collectives` makes of it: pieces that are not equal are padded to the largest, a
-collective runs, and what was added is cut off by a copy. Each of these makes its result out of that of the one before,
-which is let go of then; the backward makes them in the reverse order. All counts are those of the first rank, whose
-piece is the largest.
 """
 
 from __future__ import annotations

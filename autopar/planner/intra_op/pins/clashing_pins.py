@@ -79,8 +79,6 @@ class _Clash:
         """Return whether there is a plan with these pins alone; yes, when too many problems were solved already.
 
         ``whole``: operators of a pin that are replicated instead.
-
-        ``whole``: operators of a pin that are replicated instead.
         """
         if self.trials >= EFFORT.clash_trials:
             return True
@@ -155,9 +153,6 @@ def smallest_clash(
 
     ``clashes`` returns whether some pins leave no plan. Where it returns False for want of time, more pins than needed
     are returned.
-
-    ``clashes``: whether some pins leave no plan. Where it says no for want of time, more pins than needed are
-    given.
     """
 
     def search(base: list[PinnedOption], added: bool, candidates: list[PinnedOption]) -> list[PinnedOption]:

@@ -2,9 +2,6 @@
 
 A pattern with a wildcard (``"*": "S0 use"``, as ``fully_shard`` of a whole model) applies to whatever can be stored so:
 what is too small stays replicated, with a note in the plan. A name that is written out is meant.
-
-A pattern with a wildcard (``"*": "S0 use"``, as ``fully_shard`` of a whole model) says how what can be is stored: what
-is too small for it stays whole, and a note of the plan says so. A name that is written out is meant.
 """
 
 from __future__ import annotations

@@ -39,12 +39,12 @@ class ByCbc:
         """Add a moment that must fit."""
         self.problem = replace(self.problem, moments=(*self.problem.moments, moment))
 
-    def lower(self, number: int, n_bytes: float) -> None:
+    def lower(self, _number: int, n_bytes: float) -> None:
         """Lower the limit of all moments."""
         if self.problem.limit_bytes is not None:
             self.limit(self.problem.limit_bytes - n_bytes)
 
-    def is_rough(self, gap: float) -> bool:
+    def is_rough(self, _gap: float) -> bool:
         """Return False: CBC gives no choices near the relaxation."""
         return False
 
@@ -56,7 +56,7 @@ class ByCbc:
     def begin_at(self, end: object) -> None:
         """Ignore where an earlier program ended."""
 
-    def at_price(self, factor: float) -> Choice | None:
+    def at_price(self, _factor: float) -> Choice | None:
         """Return None: CBC prices no bytes."""
         return None
 
@@ -76,12 +76,12 @@ class ByCbc:
         """Yield nothing: CBC gives no relaxation."""
         return iter(())
 
-    def hull(self, prices: Sequence[float] = EFFORT.byte_prices, peak_share: float = 1.0) -> list[Choice]:
+    def hull(self, _prices: Sequence[float] = EFFORT.byte_prices, _peak_share: float = 1.0) -> list[Choice]:
         """Return the fastest choice alone."""
         self.limit(None)
         return [self.solve()]
 
-    def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
+    def solve(self, gap: float = 0.0, _worth_seconds: float = math.inf) -> Choice:
         """Solve the program, as :meth:`~.highs.HighsProgram.solve` does."""
         problem = self.problem
         lp = matrix(problem)

@@ -202,9 +202,6 @@ class HighsProgram(Relaxation):
 
         As many collectives as a pass can hide divide parameters between two equally good options to store them: whole
         choices are near, and branch and bound takes a hundred times as long to prove it.
-
-        As many collectives as a pass can hide divide parameters between two ways to be stored, both of which are as
-        good: whole choices are near, and branch and bound takes a hundred times as long to say so.
         """
         if gap > 0.0 and self._relaxed is not None and self.lp.fullest is None:
             near = self._decided_in_turn(self._relaxed)
@@ -297,7 +294,7 @@ def _at_most(engine: Any, steps: int) -> Iterator[None]:
     """
     taken = 0
 
-    def go_on(kind: Any, message: str, of_solver: Any, answer: Any, nothing: Any) -> None:
+    def go_on(_kind: Any, _message: str, _of_solver: Any, answer: Any, _nothing: Any) -> None:
         nonlocal taken
         taken += 1
         answer.user_interrupt = taken > steps

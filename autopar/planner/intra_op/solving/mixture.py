@@ -43,7 +43,7 @@ def mixture(
             return alike  # no block need differ
         if alike.price.memory_bytes > limit:
             continue  # nor does it where some blocks take the larger one
-        plan = _between(graph, folding, decoder, (faster, smaller), cuts, limit, realise, seconds_of, gap)
+        plan = _between(graph, decoder, (faster, smaller), cuts, limit, realise, seconds_of, gap)
         if plan is not None and (best is None or plan.price.seconds < best.price.seconds):
             best = plan
         if best is not None and best.solution is not None and best.solution.gap <= gap:
@@ -52,7 +52,7 @@ def mixture(
 
 
 def _between(
-    graph: Graph, folding: Fold, decoder: Decoder, pair: tuple[Choice, Choice], cuts: Sequence[int], limit: float,
+    graph: Graph, decoder: Decoder, pair: tuple[Choice, Choice], cuts: Sequence[int], limit: float,
     realise: Callable[[Decided], StagePlan], seconds_of: Callable[[StagePlan], float], gap: float,
 ) -> StagePlan | None:  # fmt: skip
     """Return the best mixture of two choices; None if none fits."""
@@ -65,7 +65,7 @@ def _between(
         def plan_at(k: int, first: bool = first) -> StagePlan:
             cut = cuts[k] if first else ([0, *cuts[:-1]])[len(cuts) - 1 - k]
             before, after = (smaller, faster) if first else (faster, smaller)
-            return realise(_mixed(graph, decoder, folding, before, after, cut))
+            return realise(_mixed(graph, decoder, before, after, cut))
 
         def fits(k: int, plan_at: Callable[[int], StagePlan] = plan_at) -> bool:
             return plan_at(k).price.memory_bytes <= limit
@@ -117,7 +117,7 @@ def _first(fits: Callable[[int], bool], n: int, guess: int) -> int | None:
     return high if high < n else None
 
 
-def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after: Choice, cut: int) -> Decided:
+def _mixed(graph: Graph, decoder: Decoder, before: Choice, after: Choice, cut: int) -> Decided:
     """Return decisions with nodes before the cut as in one choice, the others as in the other.
 
     Parameters go with their readers.
