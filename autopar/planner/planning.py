@@ -271,11 +271,7 @@ def _in_other_ways(
 
 
 def on_only_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
-    """Return :func:`on_mesh`, where no other mesh is looked at.
-
-    Raises:
-        InfeasibleError: there is none; the message names the pins that clash.
-    """
+    """Return :func:`on_mesh`, where no other mesh is looked at."""
     try:
         return on_mesh(graph, cluster, mesh, options, name, pins)
     except NoChoice as error:

@@ -36,10 +36,6 @@ def stage(
     `problem` is that of a step with so many microbatches: costs are of one of them. Each candidate is the optimum for
     its number of stages; `lower_bound_seconds` below the first one's `seconds` means that `width` was reached, and by
     how much its optimality is unproved.
-
-    Raises:
-        ValueError: an unknown schedule, or a count below 1.
-        NothingFits: there is no way, with the reason.
     """
     fill = fill_of(schedule)
     if min(n_microbatches, n_candidates, width) < 1:

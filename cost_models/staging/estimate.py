@@ -55,11 +55,7 @@ def estimated_seconds(
 def evaluate(
     problem: StagingProblem, fill: Fill, n_microbatches: int, choices: Sequence[StageChoice]
 ) -> StagingEstimate:
-    """Return the estimate of chosen stages, memory counted but not judged.
-
-    Raises:
-        ValueError: a cost is None.
-    """
+    """Return the estimate of chosen stages, memory counted but not judged."""
     n, chunks = len(choices), fill.chunks
     stages, loads = [], []
     for i, c in enumerate(choices):

@@ -76,9 +76,6 @@ class Replanner:
         """Solve a stage again under options of the whole model, by default those of the plan.
 
         ``stage`` is its graph, if that changes.
-
-        Raises:
-            InfeasibleError, PlanError: the options or the memory leave no plan.
         """
         options, stage = options or self.options, stage or self.graphs[number]
         choice = self.plan.stages[number]
@@ -120,11 +117,7 @@ class Replanner:
         return next(name for name, p in place.items() if p == ways[abs(by) - 1])
 
     def moved(self, number: int, first: str) -> tuple[Plan, Timeline]:
-        """Return the plan with stage ``number`` beginning at another operator; stages that change are solved again.
-
-        Raises:
-            InfeasibleError, PlanError: what a stage would then be cannot be planned.
-        """
+        """Return the plan with stage ``number`` beginning at another operator; stages that change are solved again."""
         starts = list(self.plan.starts)
         starts[number - 1] = first
         graphs = cut(self.graph, starts)

@@ -26,9 +26,6 @@ def starts_of(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the first operators of all stages but the first.
 
     A cut is the path of the module that a stage begins with, or an operator as ``module:op``.
-
-    Raises:
-        PlanError: nothing has that name, or the stages would be empty or out of order.
     """
     labels = op_labels(graph)
     hot = [graph.nodes[i] for i in hot_ops(graph)]
@@ -56,9 +53,6 @@ def check(graph: Graph, options: Options, mesh: Mesh | None) -> None:
     """Refuse options that no stage can honour.
 
     ``mesh``: of every group; None if it is still to be chosen, then only patterns and factors are checked.
-
-    Raises:
-        PlanError, InfeasibleError: as for a plan without pipeline.
     """
     if mesh is None:
         named = {axis: None for axes in (options.constraints or {}).values() for axis in axes}
@@ -77,11 +71,7 @@ def allows(mesh: Mesh, options: Options) -> bool:
 
 
 def of_stage(options: Options, stage: StageGraph, mesh: Mesh) -> Options:
-    """Return the options that concern a stage, in its own names.
-
-    Raises:
-        InfeasibleError: they name axes that the stage's mesh has not.
-    """
+    """Return the options that concern a stage, in its own names."""
     parts: dict[str, Any] = {
         _FIELDS[name]: part_of(getattr(options, _FIELDS[name]) or {}, stage) or None for name, part_of in PARTS.items()
     }
@@ -145,9 +135,6 @@ def check_counts(
     """Refuse counts of stages, cuts, schedules or meshes that do not go together.
 
     ``schedules``: names to choose from; ``sizes``: the meshes that a group may have.
-
-    Raises:
-        PlanError, MeshError: with the numbers on both sides.
     """
     if mesh is None and not any(allows(m, options) for m in sizes):
         shown = "; ".join(m.text for m in sizes[:6])

@@ -39,9 +39,6 @@ def demand(
     does (positions and masks are made sharded); else it is computed whole and sliced, which costs nothing.
 
     ``partly``: more is to be decided, so buffers need not agree yet.
-
-    Raises:
-        PlanError: a buffer is written to in different pieces.
     """
     whole = whole_state(mesh)
     chosen = dict(decided)
@@ -183,9 +180,6 @@ def complete(
     of the step; microbatches in flight keep their activations; ``weighed``: with the bytes of activations, which
     take longest to find; without, and if no decision is made about memory, they count as none; ``devices``: ranks
     of the mesh, in row-major order; by default the first.
-
-    Raises:
-        PlanError: a tensor cannot be brought to where it is wanted.
     """
     mesh = pricer.mesh
     chosen, buffer_states = demand(graph, rules, mesh, decided)

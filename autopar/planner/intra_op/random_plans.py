@@ -33,9 +33,6 @@ def random_plan(
     With ``gather_again``, about half of the copies that could be are regathered. With ``make_again``, stretches of
     operators are recomputed in addition to ``recompute`` (about half of all), and about half of their results that
     others read are given up until then.
-
-    Raises:
-        PlanError: ``ATTEMPTS`` draws gave no plan in which every tensor can reach its readers.
     """
     rng = random.Random(seed)
     mesh = pricer.mesh

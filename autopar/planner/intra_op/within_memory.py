@@ -258,28 +258,16 @@ class WithinMemory:
         return self._finish(choice) if choice is not None else None
 
     def free(self) -> StagePlan:
-        """Return the fastest plan, whatever memory it needs: if it fits, the limit does not bind it.
-
-        Raises:
-            Beaten: it is not worth the search.
-        """
+        """Return the fastest plan, whatever memory it needs: if it fits, the limit does not bind it."""
         options = self.setting.options
         return self._finish(self._program(self.problem).solve(options.memory_gap, options.worth_seconds))
 
     def relax(self) -> None:
-        """Find :attr:`bound` alone.
-
-        Raises:
-            InfeasibleError: nothing fits.
-        """
+        """Find :attr:`bound` alone."""
         self._limited(self.limit)
 
     def _limited(self, limit: float) -> highs.Program:
-        """Return the program with the limit, and rows of the moments that it binds.
-
-        Raises:
-            InfeasibleError: nothing fits.
-        """
+        """Return the program with the limit, and rows of the moments that it binds."""
         rows = self.decoder.moments
         if limit == float("inf") or rows is None:
             return self._program(self.problem)

@@ -121,11 +121,7 @@ class Layout:
         return f"--like {self.text}"
 
     def microbatches_of(self, rows: int) -> int:
-        """Return into how many microbatches a batch of so many rows is cut.
-
-        Raises:
-            PlanError: it does not divide.
-        """
+        """Return into how many microbatches a batch of so many rows is cut."""
         each = self.sizes["dp"] * self.rows
         count = self.microbatches or rows // each
         if count < 1 or rows % count or (self.microbatches is None and rows % each):
@@ -143,11 +139,7 @@ class Layout:
         return count
 
     def check_devices(self, n_devices: int) -> None:
-        """Refuse a layout for another number of devices.
-
-        Raises:
-            PlanError: with both numbers.
-        """
+        """Refuse a layout for another number of devices."""
         if self.n_devices != n_devices:
             sizes = (*self.sizes.items(), ("pp", self.groups))
             words = " x ".join(f"{w}={n}" for w, n in sizes if n > 1) or "nothing"
@@ -164,10 +156,6 @@ class Layout:
             options: the memory limit and the optimizer, where no word says another one.
             n_devices: of the cluster.
             rows: of a step's batch.
-
-        Raises:
-            PlanError: the layout is for another number of devices, the rows do not divide, there is nothing to
-                recompute, or there are no experts.
         """
         self.check_devices(n_devices)
         if self.routed and all(node.target != BLOCK for _, node in graph.of_kind("op")):
@@ -388,11 +376,7 @@ def _recompute(written: str, value: str) -> str:
 
 
 def _check_there(written: str, parts: Sequence[str], lists: Sequence[str], graph: Graph) -> None:
-    """Refuse modules to recompute that no block has.
-
-    Raises:
-        PlanError: with names that blocks have.
-    """
+    """Refuse modules to recompute that no block has."""
     modules = {node.module for _, node in graph.of_kind("op")}
     inside = {path for module in modules for path in _with_parents(module) if numbered(path)[1] in lists}
     for part in parts:

@@ -110,11 +110,7 @@ class OperatorCuts:
     # -- one axis each
 
     def of_axis(self, axis: str, size: int) -> dict[int, str]:
-        """Return the option of every operator that depends on a parameter, by node, on one axis.
-
-        Raises:
-            PlanError: the words cannot be honoured there.
-        """
+        """Return the option of every operator that depends on a parameter, by node, on one axis."""
         cuts = {
             DATA: self._rows, SHARD: self._rows, EXPERT: self._rows_to_experts, CONTEXT: self._places,
             TENSOR: self._features,
@@ -399,11 +395,7 @@ class OperatorCuts:
 
 
 def strategy_of(graph: Graph, node: Node, rule: Rule, names: Sequence[str], mesh: Mesh, text: str) -> Strategy:
-    """Return the strategy of an operator on a mesh from its options, one for each axis.
-
-    Raises:
-        InfeasibleError: the axes cannot cut it so together.
-    """
+    """Return the strategy of an operator on a mesh from its options, one for each axis."""
     offered = options_of(graph, node, rule)
     options = [offered.get(name, offered[WHOLE]) for name in names]
     if not can_be_cut(rule, options, mesh):

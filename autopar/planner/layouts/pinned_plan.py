@@ -109,10 +109,6 @@ def pinned_plan(
 
     ``graph``: of one of ``said.microbatches``; ``rows``: inputs that have the rows of the batch, by node number;
     ``cluster_name``: by which the plan finds the cluster again.
-
-    Raises:
-        PlanError: the words cannot be honoured for this model.
-        InfeasibleError: operators cannot be cut into so many pieces.
     """
     return _Pinned(graph, cluster, said, rows).plan(cluster_name or cluster.name)
 

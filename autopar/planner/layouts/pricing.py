@@ -82,12 +82,7 @@ class PricedLayout:
         return self.pinned.fits
 
     def check_fits(self) -> None:
-        """Refuse a layout that does not fit, or cannot be run.
-
-        Raises:
-            InfeasibleError: with both numbers, and what needs less.
-            PlanError: the module has to be written in another way for it.
-        """
+        """Refuse a layout that does not fit, or cannot be run."""
         if not self.pinned.runs:
             raise PlanError(f"{self.layout.written}: {self.pinned.notes[0]}")
         if not self.fits:
@@ -121,10 +116,6 @@ class PricedLayouts:
         Args:
             cluster: its name, the path of its file, or the cluster itself.
             text: the words of the layout (:mod:`autopar.planner.layouts.layout_words`).
-
-        Raises:
-            PlanError, InfeasibleError: the words cannot be honoured for this model on this cluster.
-            ClusterError: there is no such cluster.
         """
         where = get_cluster(cluster)
         layout = parse_layout(text) if isinstance(text, str) else text
@@ -221,10 +212,7 @@ APART = "products have to be taken apart"
 
 
 def names_with_rows(graph: Graph, rows: int) -> frozenset[str]:
-    """Return the names of the inputs that have the rows of the batch.
-
-    ``graph``: of a batch of so many rows.
-    """
+    """Return the names of the inputs that have the rows of the batch. ``graph``: of a batch of so many rows."""
     key = "inputs with rows", rows
     names: frozenset[str] | None = graph.derived.get(key)
     if names is None:

@@ -61,13 +61,7 @@ def sizes_of(n_blocks: int, n_stages: int) -> list[int]:
 
 
 def starts(graph: Graph, n_stages: int, text: str) -> list[str]:
-    """Return the names of the first operators of all stages but the first.
-
-    ``text``: the layout, for messages.
-
-    Raises:
-        PlanError: there are too few blocks.
-    """
+    """Return the names of the first operators of all stages but the first. ``text``: the layout, for messages."""
     if n_stages == 1:
         return []
     spans = list(blocks_of(graph).values())

@@ -161,11 +161,7 @@ class Menus:
     _evenly_cut: dict[tuple[object, ...], tuple[frozenset[int], ...]] = field(default_factory=dict)
 
     def of(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[BlockOption, ...]:
-        """Return the options from the fastest to the smallest; those that regather copies are the last.
-
-        Raises:
-            InfeasibleError: the block cannot be planned on the mesh at all.
-        """
+        """Return the options from the fastest to the smallest; those that regather copies are the last."""
         key = self._key(block, mesh, devices)
         if len(mesh) > EFFORT.first_axes and self.common not in (None, block.kind):
             return self._of_fewer_axes(self.of, block, mesh, devices)
@@ -174,7 +170,7 @@ class Menus:
             prices = EFFORT.rare_byte_prices if rare else EFFORT.byte_prices
             plans = self._plans(block, mesh, devices).every(prices)
             self.decided.every[key] = SizedPlans(plans, self._cuts(block, mesh))
-            self._known[key] = self._options(self._graph(block), plans, mesh, devices)
+            self._known[key] = self._block_options(self._graph(block), plans, mesh, devices)
             del self._begun[key]
         return self._known[key]
 
@@ -198,20 +194,13 @@ class Menus:
         return tuple(choices)
 
     def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> float:
-        """Return the seconds of a microbatch in the fastest option, which is found before the others.
-
-        Raises:
-            InfeasibleError: as for :meth:`of`.
-        """
+        """Return the seconds of a microbatch in the fastest option, which is found before the others."""
         return min(w.seconds for w in self.fastest_of(block, mesh, devices))
 
     def fastest_of(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[BlockOption, ...]:
         """Return all options, where they are known; else the fastest alone, for a small part of the time.
 
         Where memory does not bind, no other is of interest.
-
-        Raises:
-            InfeasibleError: as for :meth:`of`.
         """
         key = self._key(block, mesh, devices)
         if key in self._known:
@@ -231,7 +220,7 @@ class Menus:
             plans = [self._plans(block, mesh, devices).fastest()]
             if self.share:
                 self.decided.fastest[key[:2]] = SizedPlans(plans, self._cuts(block, mesh))
-        self._fastest[key] = self._options(self._graph(block), plans, mesh, devices)
+        self._fastest[key] = self._block_options(self._graph(block), plans, mesh, devices)
         return self._fastest[key]
 
     def launches(self, block: Block, device: int) -> float:
@@ -248,7 +237,7 @@ class Menus:
             decided = self.decided.alike(key, self.share, self._cuts(block, mesh))
             plans = self._again(block, mesh, devices, decided) if decided is not None else None
             if plans is not None:
-                self._known[key] = self._options(self._graph(block), plans, mesh, devices)
+                self._known[key] = self._block_options(self._graph(block), plans, mesh, devices)
         return key in self._known
 
     def _again(
@@ -291,7 +280,7 @@ class Menus:
             recompute=patterns_in(graph, self.options.recompute), may_recompute=self.recompute,
         )  # fmt: skip
 
-    def _options(
+    def _block_options(
         self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]
     ) -> tuple[BlockOption, ...]:  # fmt: skip
         priced = pricer(self.cluster, mesh, devices)

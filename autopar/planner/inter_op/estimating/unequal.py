@@ -61,9 +61,6 @@ class Unequal:
         """Return the ``n`` best cuts into ``groups`` stages (None: two or more), by the estimate of the first schedule.
 
         Each is returned under every schedule.
-
-        Raises:
-            InfeasibleError: nothing fits.
         """
         places = submeshes(self.pools, self._labels, sizes)
         problem = StagingProblem(

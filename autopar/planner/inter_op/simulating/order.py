@@ -17,11 +17,7 @@ START = "1f1b"
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that is no schedule of a pipeline.
-
-    Raises:
-        PlanError: an unknown name, or an asynchronous schedule, which changes the training result.
-    """
+    """Refuse a name that is no schedule of a pipeline."""
     if name in ASYNCHRONOUS:
         raise PlanError(
             f"schedule '{name}' updates weights while microbatches are in flight, which changes the training result; "

@@ -72,10 +72,7 @@ class FusedChains:
             self.readers.setdefault(memory, []).append(reader)
 
     def op(self, i: int, rule: Rule, strategy: Strategy, is_view: bool) -> None:
-        """Note what an operator is, before what it reads.
-
-        ``is_view``: all of its results lie in what it reads.
-        """
+        """Note what an operator is, before what it reads. ``is_view``: all of its results lie in what it reads."""
         node = self.graph.nodes[i]
         may = not is_view and (may_fuse(node, rule, strategy) or (self.loss_in_place and is_loss(node)))
         before = max((self.levels[ref.node] for ref in node.refs), default=0)

@@ -507,10 +507,6 @@ def ledger(
     """Return the ledger of a graph whose operators are cut as ``chosen``; of global tensors if that is None.
 
     ``memory`` are the decisions about memory; with ``every`` there are entries of memory that nobody keeps, too.
-
-    Raises:
-        PlanError: segments are no operators of the graph, or overlap; a decision is made for a tensor for which it
-            cannot be.
     """
     mesh = mesh if chosen is not None else Mesh()
     return Walk(graph, rules, mesh, chosen, reshard_paths, memory, every, kernels).ledger()

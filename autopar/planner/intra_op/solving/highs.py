@@ -57,29 +57,17 @@ class HighsProgram(Relaxation):
     """
 
     def whole(self) -> Choice | None:
-        """Return the optimum, if the relaxation is whole.
-
-        Raises:
-            InfeasibleError: nothing satisfies the limit.
-        """
+        """Return the optimum, if the relaxation is whole."""
         self._relaxed = self._relaxed or self.relaxed()
         return self.choice(self._relaxed) if self._relaxed is not None and self._relaxed.whole else None
 
     def least(self) -> float:
-        """Return the seconds that no choice within the limit beats; 0 if the relaxation was not solved in time.
-
-        Raises:
-            InfeasibleError: nothing satisfies the limit.
-        """
+        """Return the seconds that no choice within the limit beats; 0 if the relaxation was not solved in time."""
         self._relaxed = self._relaxed or self.relaxed()
         return self._relaxed.bound / self.scale if self._relaxed is not None else 0.0
 
     def nearest(self) -> Choice:
-        """Return the choice that the relaxation is most like, by its larger shares, whether that fits or not.
-
-        Raises:
-            InfeasibleError: nothing satisfies the limit, or the solver was not done in time.
-        """
+        """Return the choice that the relaxation is most like, by its larger shares, whether that fits or not."""
         self._relaxed = self._relaxed or self.relaxed()
         if self._relaxed is None:
             raise InfeasibleError("the relaxation was not solved in time")
@@ -145,9 +133,6 @@ class HighsProgram(Relaxation):
         At price p all bytes of the fastest choice cost p times its seconds.
 
         ``peak_share``: of the peak's bytes that have a price: where other blocks have the same peak, they share it.
-
-        Raises:
-            InfeasibleError: there is no choice at all.
         """
         self._bound_memory(math.inf)
         self._weigh_peak(peak_share)
@@ -232,9 +217,6 @@ class HighsProgram(Relaxation):
         """Return the best choice, whatever its bytes, where each costs ``factor`` times its worth in the relaxation.
 
         None if memory does not bind that, or if the choice is not found without branch and bound.
-
-        Raises:
-            InfeasibleError: nothing satisfies the limit.
         """
         self._relaxed = self._relaxed or self.relaxed()
         if self._relaxed is None or not self._relaxed.byte_price:

@@ -29,9 +29,6 @@ def mixture(
 
     ``seconds_of`` gives the seconds of a plan that the problem counts. With a mixture within ``gap``, no other order of
     the two choices is tried.
-
-    Raises:
-        InfeasibleError: not even the relaxation satisfies the limit.
     """
     cuts = boundaries(graph, folding)
     if not cuts:
