@@ -25,7 +25,7 @@ import autopar
 from autopar.api import capture
 from autopar.errors import InfeasibleError, MeshError
 from autopar.parallelizing import bucket_plans
-from autopar.planner.intra_op.mesh_plan import Options, priced_again
+from autopar.planner.intra_op.mesh_plan import Options, repriced
 from autopar.plans.clusters import get_cluster
 from autopar.runtime.ranks.launch import run_local
 from autopar.words.meshes import mesh_shapes
@@ -103,7 +103,7 @@ def single(graphs: Any, trace: Any, cluster: Any, mesh: Any, options: Any) -> bu
     owner = bucket_plans.plan_graph(graphs[plans.single], cluster, mesh, options)
     of_one = {}
     for size, graph in graphs.items():
-        alike = priced_again(graph, cluster, mesh, options, [owner])
+        alike = repriced(graph, cluster, mesh, options, [owner])
         assert alike is not None
         of_one[size] = alike[0]
     return replace(plans, plans=of_one, layouts=dict.fromkeys(of_one, 0), seconds=plans.single_seconds)

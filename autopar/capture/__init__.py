@@ -55,6 +55,7 @@ import torch
 from autopar.capture.batch_totals import Totals
 from autopar.capture.branches.data_branches import Ways, along, followed
 from autopar.capture.branches.observed_run import ways_of
+from autopar.capture.graph.marked_products import none_narrow
 from autopar.capture.in_parts import InParts
 from autopar.capture.losses import check_loss
 from autopar.capture.passes import GRAPH, run
@@ -280,4 +281,4 @@ def _without_aliases(inputs: Any) -> Any:
     return pytree.tree_map(fresh, inputs)
 
 
-__all__ = ["Captured", "WithLoss", "capture", "on_meta"]
+__all__ = ["Captured", "WithLoss", "capture", "none_narrow", "on_meta"]

@@ -19,12 +19,13 @@ from math import inf
 from autopar.capture import Captured
 from autopar.errors import InfeasibleError
 from autopar.parallelizing.replanning import for_graph, stored_as
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.stage_pins import allows
 from autopar.planner.intra_op.building.price import Pricer, pricer
-from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph, priced_again
+from autopar.planner.intra_op.mesh_plan import Options, device_limit, plan_graph, repriced
 from autopar.planner.intra_op.pins.small_parameters import note_on_small
 from autopar.planner.plan_notes import notes_on
-from autopar.planner.planning import BETTER, Outcome, options_of
+from autopar.planner.planning import Outcome, options_of
 from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.request import PlanRequest
 from autopar.rules.experts.expert_load import with_load
@@ -94,7 +95,7 @@ def plan_buckets(
         """A bucket's steps with every operator cut as in the plan of another; None where that cannot be, or not fit."""
         if size == owner:
             return alone[owner]
-        again = priced_again(graphs[size], cluster, mesh, request, [alone[owner]])
+        again = repriced(graphs[size], cluster, mesh, request, [alone[owner]])
         return again[0] if again is not None and again[0].price.memory_bytes <= limit else None
 
     @cache
@@ -149,7 +150,8 @@ def on_best_mesh(
         InfeasibleError: there is none.
     """
     options = options_of(request)
-    shapes = [request.pins.mesh] if request.pins.mesh is not None else mesh_shapes(n, request.max_axes, options.named_axes)
+    mesh = request.pins.mesh
+    shapes = [mesh] if mesh is not None else mesh_shapes(n, request.max_axes, options.named_axes)
     best: BucketPlans | None = None
     infeasible: InfeasibleError | None = None
     for mesh in shapes:
@@ -160,7 +162,7 @@ def on_best_mesh(
         except InfeasibleError as error:
             infeasible = infeasible or error
             continue
-        if best is None or plans.seconds < best.seconds * (1 - BETTER):
+        if best is None or plans.seconds < best.seconds * (1 - EFFORT.faster_by):
             best = plans
     if best is None:
         raise infeasible or InfeasibleError("buckets: no mesh shape has the axes that are asked for")

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.plans.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE
+from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT, REGATHER
 from autopar.plans.plan import VERSION
 
 SECTIONS = ("mesh", "fingerprint", "in_flight", "ops", "params", "buffers", "inputs", "outputs", "routes", "recompute",
             "gather_again", "make_again")
 
 
-APART = {"recompute": RECOMPUTE.name, "gather_again": GATHER_AGAIN.name, "make_again": MAKE_AGAIN.name}
+APART = {"recompute": RECOMPUTE.name, "gather_again": REGATHER.name, "make_again": RECOMPUTE_RESULT.name}
 """Sections of decisions that stand in one table now."""
 
 

@@ -11,7 +11,7 @@ from autopar.planfile.stage_entries import Decisions, ReshardPath, StageReader
 from autopar.planfile.writing import decisions, rest
 from autopar.planner.intra_op.building.hidden_seconds import hidden
 from autopar.planner.intra_op.building.price import Pricer, pricer
-from autopar.planner.intra_op.memory.ledger import seconds_again
+from autopar.planner.intra_op.memory.ledger import recompute_seconds
 from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
 from autopar.planner.intra_op.plan_completion import complete, demand, needs
@@ -113,7 +113,7 @@ def _priced(
         for sign, ways, holds in ((1, reshard_paths, with_kept), (-1, done.reshard_paths, without)):
             segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
             beside_others = hidden(graph, rules, priced, chosen, ways, segment_of).values()
-            again = seconds_again(graph, rules, priced, chosen, ways, holds)[1]
+            again = recompute_seconds(graph, rules, priced, chosen, ways, holds)[1]
             extra += sign * (again - sum(h.total for h in beside_others))
         price = replace(
             price, activation_seconds=price.activation_seconds + extra * plan.microbatches,

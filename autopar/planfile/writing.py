@@ -14,7 +14,7 @@ from autopar.errors import PlanError
 from autopar.planfile import pins as pin_section
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.plan_completion import demand
-from autopar.plans.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE
+from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT, REGATHER
 from autopar.plans.plan import VERSION, Pins, Plan, StagePlan, one_stage, reshard_key
 from autopar.plans.stage_graphs import cut
 from autopar.rules.option_names import as_written
@@ -182,7 +182,7 @@ def reshard_keys(graph: Graph) -> dict[str, str]:
 
 def decisions(plan: StagePlan) -> str:
     """Return the checksum of all decisions but reshard paths."""
-    others = [e for e in plan.memory.items() if e[0] not in (RECOMPUTE.name, GATHER_AGAIN.name, MAKE_AGAIN.name)]
+    others = [e for e in plan.memory.items() if e[0] not in (RECOMPUTE.name, REGATHER.name, RECOMPUTE_RESULT.name)]
     return digest(
         plan.fingerprint, plan.mesh, sorted(plan.ops.items()),
         sorted((k, v.stored, v.used, v.lifetime) for k, v in plan.params.items()),

@@ -69,12 +69,10 @@ class MicrobatchGraphs:
 def part_of(
     model: torch.nn.Module, captured: Captured, example: Any, parts: int, rows: InputRows = None
 ) -> Captured:
-    """One of so many parts of a batch, captured as the whole of it was.
+    """Return one of ``parts`` microbatches of a batch, captured as the whole batch or a microbatch of it was.
 
-    Args:
-        captured: of the whole batch, or of one microbatch.
-        example: ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss function: the whole batch.
-        rows: the inputs that have its rows; None to find them.
+    ``example`` is the whole batch, ``(args, kwargs)`` or ``(args, kwargs, targets)`` with a loss function; ``rows`` are
+    the inputs that have its rows (None: they are found).
     """
     args, kwargs, *targets = example
     loss_fn = captured.example.loss_fn if captured.example is not None else None
@@ -88,19 +86,20 @@ def part_of(
     is_replicated = captured.example is not None and (of_parts is None or not of_parts.of_several)
     part: Captured = captured_in_parts(
         take, (args, kwargs, targets[0] if targets else ()), parts, model, rows,
-        captured if is_replicated and _is_of(captured, (args, kwargs, *targets)) else None, without=no_rows_in(captured),
+        captured if is_replicated and _is_of(captured, (args, kwargs, *targets)) else None,
+        without=no_rows_in(captured),
     )  # fmt: skip
     return replace(part, graph=with_load(part.graph, captured.graph.expert_load))
 
 
 def _as_part(captured: Captured, part: Captured) -> Graph:
-    """The graph of a whole batch with the inputs that a microbatch of it has."""
+    """Return the graph of a whole batch with the inputs that a microbatch of it has."""
     decided = part.example.in_parts if part.example is not None else None
     return captured.graph if decided is None or captured.example is None else decided.of(captured).graph
 
 
 def _is_of(captured: Captured, example: Any) -> bool:
-    """Whether a call was captured with the shapes of an example."""
+    """Return whether a call was captured with the shapes of an example."""
     of = captured.example
     assert of is not None
     shapes = [

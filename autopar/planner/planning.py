@@ -1,4 +1,4 @@
-"""From what is asked to a plan: on one mesh, on the best of several, or in stages.
+"""From a request to a plan: on one mesh, on the best of several, or in stages.
 
 :func:`autopar.plan`, :func:`autopar.parallelize` and ``autopar plan`` all come here.
 """
@@ -16,6 +16,7 @@ from autopar.capture import Captured
 from autopar.capture.in_parts import refused_rows
 from autopar.capture.microbatches import first_part, numbers_of_parts, rows_of, taken_of_batch
 from autopar.errors import CaptureError, InfeasibleError, MeshError, PlanError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.exact.exact_stages import Exact
 from autopar.planner.inter_op.simulating.order import check_name
 from autopar.planner.inter_op.stage_pins import allows, check, check_counts, starts_of
@@ -58,14 +59,10 @@ class Outcome:
     cluster: Cluster | None = None
 
 
-BETTER = 1e-6
-"""A shape of the mesh has to be faster by more than this part: of shapes that are as fast the first one is taken."""
-SIMPLER = 0.001
-"""A plan without pipeline and microbatches is preferred if its step is at most this much longer."""
 
 
 def options_of(request: PlanRequest) -> Options:
-    """What is asked of one mesh, as the planner takes it."""
+    """Return the options of a request for one mesh."""
     pins = request.pins
     return Options(
         constraints=pins.ops or None, params=pins.params or None, inputs=pins.inputs or None,
@@ -76,29 +73,25 @@ def options_of(request: PlanRequest) -> Options:
 
 
 def wishes_of(plan: Plan) -> Options:
-    """Options under which a plan, or a stage of it, is solved again as its user wanted it."""
+    """Return the options under which a plan, or a stage of it, is solved again as its user wanted it."""
     return options_of(PlanRequest(plan.pins, plan.optimizer, plan.microbatches))
 
 
 def find(
-    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, request: PlanRequest,
-    name: str = "", runs: bool = True, say: Callable[[str], None] = lambda what: None,
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int,
+    request: PlanRequest, name: str = "", runs: bool = True, say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:  # fmt: skip
-    """The best plan for ``n`` devices of a cluster that does what is asked.
+    """Return the best plan for ``n`` devices of a cluster that honours a request.
 
-    Where the number of microbatches is left to the planner, a model that takes something of its batch as a whole (batch
-    norms) is planned with one: with more, training would be another one than on one device.
+    Where the number of microbatches is left to the planner, a model that computes statistics of its batch (batch norms)
+    is planned with one: with more, training would differ from one device.
 
-    Args:
-        captured: of a microbatch; of the batch of a step, where the number of microbatches is to be chosen.
-        example: gives what was captured as ``(args, kwargs)``, or ``(args, kwargs, targets)`` if there is a loss
-            function.
-        name: by which the plan finds the cluster again; by default the cluster's own.
-        runs: the plan is for a program that is made now; see :func:`in_parts`.
-        say: told what is being planned.
+    ``captured`` is a microbatch, or the batch of a step where the number of microbatches is to be chosen; ``example``
+    gives the captured call as ``(args, kwargs)``, or ``(args, kwargs, targets)`` with a loss function. A plan finds its
+    cluster by ``name``; ``runs`` as for :func:`in_parts`; ``say`` is called with what is planned next.
 
     Raises:
-        MeshError, PlanError: what is asked cannot be, or not of this model.
+        MeshError, PlanError: the request cannot be honoured, or not for this model.
         InfeasibleError: nothing fits.
     """
     graph = with_load(captured.graph, request.pins.expert_load)
@@ -109,10 +102,10 @@ def find(
 
 
 def _on_some_devices(
-    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, request: PlanRequest,
-    name: str, runs: bool, say: Callable[[str], None],
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int,
+    request: PlanRequest, name: str, runs: bool, say: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
-    """The best plan on all ``n`` devices or, where their speeds differ, on the faster ones alone.
+    """Return the best plan on all ``n`` devices or, where their speeds differ, on the faster ones alone.
 
     A plan that is made to be run now has to use the ranks that are running: a note says which would be faster alone.
     """
@@ -132,7 +125,7 @@ def _on_some_devices(
             found = _found(model, captured, example, some, len(ranks), request, name + suffix, False, say)
         except (InfeasibleError, MeshError, PlanError):  # so many stages, as much memory: only all devices have them
             continue
-        if best is None or found.plan.seconds < best.plan.seconds * (1 - BETTER):
+        if best is None or found.plan.seconds < best.plan.seconds * (1 - EFFORT.faster_by):
             best, chosen = replace(found, cluster=some), ranks
     if best is outcome:
         if outcome is None:
@@ -158,8 +151,11 @@ def _on_some_devices(
 
 
 def faster_devices(cluster: Cluster, n: int) -> list[tuple[int, ...]]:
-    """Sets of the first ``n`` devices without the slower ones: for each speed but the lowest, all devices that are at
-    least as fast; of the fastest those of one machine, and one alone. Empty where all devices are equally fast."""
+    """Return sets of the first ``n`` devices without the slower ones; empty where all devices are equally fast.
+
+    There is one for each speed but the lowest, with all devices that are at least as fast; and of the fastest devices
+    those of one machine, and one alone.
+    """
     speeds = [speed_of(cluster.device(rank)) for rank in range(n)] if not cluster.abstract else []
     distinct = sorted(set(speeds), reverse=True)
     if len(distinct) < 2:
@@ -173,16 +169,16 @@ def faster_devices(cluster: Cluster, n: int) -> list[tuple[int, ...]]:
 
 
 def _called(cluster: Cluster, ranks: Sequence[int]) -> str:
-    """Devices for people: ``devices 4-5 (A100-SXM-80GB)``."""
+    """Return devices in words: ``devices 4-5 (A100-SXM-80GB)``."""
     kinds = ", ".join(dict.fromkeys(cluster.device(rank).name for rank in ranks))
     return f"device{'s' if len(ranks) > 1 else ''} {subset_suffix(ranks)[1:]} ({kinds})"
 
 
 def _found(
-    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int, request: PlanRequest,
-    name: str, runs: bool, say: Callable[[str], None],
+    model: torch.nn.Module, captured: Captured, example: Callable[[], Any], cluster: Cluster, n: int,
+    request: PlanRequest, name: str, runs: bool, say: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
-    """:func:`find`, of a graph that has its experts' loads."""
+    """Return :func:`find` of a graph that has its experts' loads."""
     if not request.piped or not (request.insisted or can_be_cut(captured.graph, example())):
         try:
             return on_best_mesh(captured, cluster, n, request, name, say)
@@ -221,7 +217,7 @@ def _found(
 
 
 def _taken(captured: Captured, rows: int, request: PlanRequest) -> str:
-    """Why the batch is taken at once where nobody asks for microbatches; empty where it need not be."""
+    """Return why the batch is not divided when microbatches are left open; empty where it may be."""
     taken = taken_of_batch(captured.graph)
     if taken or request.input_rows is not None:
         return taken
@@ -229,7 +225,7 @@ def _taken(captured: Captured, rows: int, request: PlanRequest) -> str:
 
 
 def can_be_cut(graph: Graph, example: Any) -> bool:
-    """Whether a model can be trained in stages or microbatches: it returns a loss, and its batch has rows."""
+    """Return whether a model can be trained in stages or microbatches: it returns a loss, and its batch has rows."""
     try:
         return graph.loss is not None and rows_of(example) > 0
     except CaptureError:
@@ -237,8 +233,8 @@ def can_be_cut(graph: Graph, example: Any) -> bool:
 
 
 def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, request: PlanRequest, name: str) -> Outcome:
-    """The plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
-    most = outcome.plan.seconds * (1 + SIMPLER)
+    """Return the plan of the whole batch on the same mesh, if that takes hardly longer than in microbatches."""
+    most = outcome.plan.seconds * (1 + EFFORT.simpler_by)
     options = replace(options_of(request), microbatches=1, worth_seconds=most, explains=False)
     try:
         simple = on_mesh(captured.graph, cluster, outcome.plan.mesh, options, name, request.pins)
@@ -252,10 +248,9 @@ def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, request: Pl
 def _in_other_ways(
     model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, request: PlanRequest, why: str
 ) -> str:
-    """What would fit a model of which the whole batch at once does not; nothing where it is the same in all ways.
+    """Return a hint on what would fit a model whose whole batch does not.
 
-    Args:
-        why: what is in the way of the whole batch.
+    Nothing where the same error ``why`` remains.
     """
     free = replace(request, whole=False, piped=True, numbers=())
     try:
@@ -276,11 +271,7 @@ def _in_other_ways(
 
 
 def on_only_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
-    """:func:`on_mesh`, where no other mesh is looked at.
-
-    Raises:
-        InfeasibleError: there is none; the message names the pins that clash.
-    """
+    """Return :func:`on_mesh`, where no other mesh is looked at."""
     try:
         return on_mesh(graph, cluster, mesh, options, name, pins)
     except NoChoice as error:
@@ -288,16 +279,16 @@ def on_only_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, n
 
 
 def on_mesh(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, name: str, pins: Pins) -> Plan:
-    """:func:`~autopar.planner.intra_op.mesh_plan.plan_graph` as the plan of a whole model."""
+    """Return the plan of a whole model on one mesh (:func:`~autopar.planner.intra_op.mesh_plan.plan_graph`)."""
     stage = plan_graph(graph, cluster, mesh, options)
     return Plan.alone(stage, name, pins, (*notes_on(graph), *note_on_small(graph, pins.params, [stage])))
 
 
 def on_best_mesh(
     captured: Captured, cluster: Cluster, n: int, request: PlanRequest, name: str,
-    say: Callable[[str], None] = lambda what: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:  # fmt: skip
-    """The plan on the mesh that is asked for, or the fastest over the mesh shapes of ``n`` devices."""
+    """Return the plan on the requested mesh, or the fastest over the mesh shapes of ``n`` devices."""
     graph, pins, options = captured.graph, request.pins, options_of(request)
     shapes = [pins.mesh] if pins.mesh is not None else mesh_shapes(n, request.max_axes, options.named_axes)
     if pins.mesh is None:
@@ -306,8 +297,8 @@ def on_best_mesh(
         raise MeshError(
             f"no mesh shape of {n} devices has the axes that the constraints name "
             f"({', '.join(sorted(options.named_axes))}) and as many as there are placements; shapes that are chosen "
-            f"have up to {request.max_axes} axes, with names among {', '.join(AXIS_NAMES)}: name these, or give the mesh "
-            "that you mean"
+            f"have up to {request.max_axes} axes, with names among {', '.join(AXIS_NAMES)}: name these, or give the "
+            "mesh that you mean"
         )
     best: Plan | None = None
     infeasible: InfeasibleError | None = None
@@ -331,7 +322,7 @@ def on_best_mesh(
             best = replace(best, notes=(*best.notes, INTERRUPTED))
             break
         tried.append((shape.shown(), plan.seconds))
-        if plan.seconds < least * (1 - BETTER):
+        if plan.seconds < least * (1 - EFFORT.faster_by):
             best = plan
     if best is None:
         assert infeasible is not None
@@ -350,11 +341,7 @@ def on_best_mesh(
 def in_stages(
     graphs: Mapping[int, Graph], cluster: Cluster, n: int, request: PlanRequest, name: str
 ) -> Planned:
-    """The best plan in stages on ``n`` devices of a cluster.
-
-    Args:
-        graphs: of a microbatch, by the number of them that make up a step.
-    """
+    """Return the best plan in stages on ``n`` devices, from the graphs of microbatches by their number in a step."""
     graph, pins = next(iter(graphs.values())), request.pins
     if pins.mesh is not None:
         size = pins.mesh.n_devices
@@ -403,13 +390,10 @@ def in_parts(
     model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, request: PlanRequest, name: str,
     runs: bool = True,
 ) -> Outcome:  # fmt: skip
-    """The best plan in stages of a batch on ``n`` devices, the number of microbatches chosen too.
+    """Return the best plan in stages of a whole captured batch, the number of microbatches chosen too.
 
-    Args:
-        captured: of the whole batch.
-        example: the whole batch, as for :func:`part_of`.
-        runs: the plan is for a program that is made now. A plan for a file is for the graph that follows from two
-            captured ones; whoever runs it captures the model, and a graph that is another one is refused.
+    A plan that ``runs`` is for a program that is made now. A plan for a file is for the graph that follows from two
+    captured ones; whoever runs it captures the model, and a graph that is another one is refused.
 
     Raises:
         CaptureError: the rows of the batch do not divide, or there are none.

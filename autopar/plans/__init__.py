@@ -1,20 +1,20 @@
-"""A plan as a value, what may be asked of one, and what it speaks of.
+"""A plan as a value, and the options of a request for one.
 
 The plan
 
 ======================== ==============================================================================================
-:mod:`.plan`             stages, schedule, crossings: every decision; :mod:`.plan_table`: in a notebook
+:mod:`.plan`             every decision: stages, schedule, stage edges; :mod:`.plan_table`: its table in a notebook
 :mod:`.device_groups`    where its stages run; :mod:`.stage_graphs`: a graph cut into their graphs
-:mod:`.transfer`         what crosses between them: which rank sends which piece to which rank
-:mod:`.memory_decisions` what is done about memory between forward and backward; :mod:`.regather`: which tensors are
-                         gathered or made again, or let wait
-:mod:`.prices`           what a stage is predicted to cost: seconds and bytes
+:mod:`.transfer`         transfers between stages: which rank sends which shard to which rank
+:mod:`.memory_decisions` decisions about memory between forward and backward; :mod:`.regather`: the tensors that are
+                         regathered, recomputed or given up
+:mod:`.prices`           predicted cost of a stage: seconds and bytes
 ======================== ==============================================================================================
 
-What is asked
+The request
 
-================ ======================================================================================================
-:mod:`.plan_options`   what may be asked: one record for each wish; :mod:`.request`: from a call's arguments to a search
-:mod:`.clusters` on which hardware; :mod:`.detection`: which that is, from what the ranks say
-================ ======================================================================================================
+====================== ================================================================================================
+:mod:`.plan_options`   options of a plan, one record each; :mod:`.request`: from a call's arguments to a search
+:mod:`.clusters`       the hardware; :mod:`.detection`: which that is, by what the ranks report
+====================== ================================================================================================
 """

@@ -22,7 +22,7 @@ FILES = (".toml", ".json")
 
 
 def get_cluster(cluster: str | Path | Cluster) -> Cluster:
-    """A cluster by name, by file, or as it is.
+    """Return a cluster by name, by file, or unchanged.
 
     Raises:
         ClusterError: there is none of that name, or the file is malformed or cannot be read. ``hardware_profiles``
@@ -39,7 +39,7 @@ def get_cluster(cluster: str | Path | Cluster) -> Cluster:
 
 
 def reference(cluster: str | Path | Cluster) -> str:
-    """What a plan keeps to find the cluster again: its name, or the absolute path of its file.
+    """Return what a plan keeps to find the cluster again: its name, or the absolute path of its file.
 
     Plan files turn the path into one relative to themselves when they are saved.
     """
@@ -49,8 +49,10 @@ def reference(cluster: str | Path | Cluster) -> str:
 
 
 def in_file(cluster: str, change: Callable[[Path], str]) -> str:
-    """A cluster's name with the path of its file, if it has one, as ``change`` gives it; the devices and the software
-    that it ends with stay."""
+    """Return a cluster's name with the path of its file, if it has one, changed by ``change``.
+
+    The devices and the software with which the name ends stay.
+    """
     named, trainer = split_software(cluster)
     whole, ranks = split_subset(named)
     if not whole.endswith(FILES):
@@ -76,7 +78,7 @@ def as_trainer(cluster: str, trainer: str) -> str:
 
 
 def profile_of(profile: str | Path, cluster: str | Path | Cluster | None = None) -> str:
-    """The path of a profile file, which is a cluster with measurements, where one may be given beside a cluster.
+    """Return the path of a profile file, a cluster with measurements, that may be given with a cluster.
 
     Raises:
         ClusterError: it is no profile, or one of another cluster than the one given.
@@ -94,7 +96,7 @@ def profile_of(profile: str | Path, cluster: str | Path | Cluster | None = None)
 
 
 def kinds(cluster: Cluster) -> tuple[str, ...]:
-    """Names of a cluster's devices, by rank."""
+    """Return the names of a cluster's devices, by rank."""
     return tuple(device.name for device in cluster.devices)
 
 

@@ -1,4 +1,4 @@
-"""Which cluster is this? From what every rank says of its GPU and its machine, the name of a cluster that has them so.
+"""Detection of the cluster from the GPU and the machine that every rank reports.
 
 The name describes what was found: ``dgx-h100-x4`` is four machines of eight, ``dgx-h100-4of8-x2`` two machines of which
 four GPUs each are used, ``dgx-h100-x2+dgx-a100`` machines of two kinds. Device i of the cluster is rank i, so the ranks
@@ -25,7 +25,7 @@ ACROSS_HOSTS = frozenset({"nvl72-gb200", "nvl72-gb300"})
 
 
 class RankRecord(NamedTuple):
-    """What one rank is and where.
+    """The hardware of one rank, and its machine.
 
     Attributes:
         product, memory_bytes: as the GPU's driver gives them.
@@ -46,7 +46,7 @@ class _Machine(NamedTuple):
 
 
 def record_here() -> RankRecord:
-    """Of this process and its current GPU."""
+    """Return the record of this process and its current GPU."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     name, memory = torch.cuda.get_device_name(), properties.total_memory
@@ -54,17 +54,17 @@ def record_here() -> RankRecord:
 
 
 def dumps(record: RankRecord) -> str:
-    """A record as text, to be told to other ranks."""
+    """Return a record as text, for other ranks."""
     return json.dumps(record)
 
 
 def loads(text: str) -> RankRecord:
-    """What :func:`dumps` wrote."""
+    """Return the record that :func:`dumps` wrote."""
     return RankRecord(*parse_json(text))
 
 
 def hosts_of(records: Sequence[RankRecord]) -> list[list[int]]:
-    """The ranks of each machine, in order of the ranks.
+    """Return the ranks of each machine, in order of the ranks.
 
     Machines that have one name (containers often do) are told apart by how many ranks the launcher puts on each.
 
@@ -93,7 +93,7 @@ def hosts_of(records: Sequence[RankRecord]) -> list[list[int]]:
 
 
 def cluster_of_ranks(records: Sequence[RankRecord]) -> str:
-    """The name of the cluster whose devices are those of the ranks, in their order.
+    """Return the name of the cluster whose devices are those of the ranks, in their order.
 
     Raises:
         MeshError: a GPU has no profile, or no built-in cluster has it; a machine has GPUs of several kinds, or more
@@ -115,7 +115,7 @@ def cluster_of_ranks(records: Sequence[RankRecord]) -> str:
 
 
 def check_nodes(cluster: Cluster, name: str, records: Sequence[RankRecord]) -> str:
-    """What is different between the machines of a cluster that was named and those of the ranks; "" if nothing."""
+    """Return what differs between the machines of a named cluster and those of the ranks; "" if nothing does."""
     blocks = hosts_of(records)
     for block in blocks:
         nodes = {cluster.node_of[rank] for rank in block if rank < cluster.n_devices}

@@ -1,5 +1,4 @@
-"""Where stages of a plan are: on as many devices as their meshes have, each group on its own; and what the stages of a
-group share."""
+"""Devices of a plan's stages, as many as their meshes have, each group on its own; and what a group's stages share."""
 
 from __future__ import annotations
 
@@ -46,12 +45,10 @@ def check_within(devices: Sequence[Sequence[int]], n: int, there: str) -> None:
 
 
 def stored_differently(stages: Sequence[tuple[Mesh, Mapping[str, State]]]) -> list[str]:
-    """Names of tensors that stages of one group of devices store in more than one way.
+    """Return the names of tensors that stages of one group of devices store in more than one placement.
 
-    A rank has one tensor for all stages that it runs. A tensor that nothing cuts is the same whole one on any mesh.
-
-    Args:
-        stages: of each, its mesh and the placements of what it stores, by name.
+    A rank has one tensor for all stages that it runs. A tensor that nothing cuts is the same one on any mesh. Each
+    stage is its mesh and the placements of what it stores, by name.
     """
     ways: dict[str, set[tuple[Mesh, State] | None]] = {}
     for mesh, states in stages:

@@ -1,19 +1,20 @@
-"""What is decided about memory between a forward and its backward: one record for every decision that there is.
+"""Decisions about memory between a forward and its backward, one record each.
 
-``keep`` is what happens to memory that nobody decides about. A plan says for what else is done
-(:attr:`autopar.plans.plan.StagePlan.memory`, decision by decision), a plan file says it by the same names, and so do
-the ledger's entries and the reports. What a decision is made for differs:
+``keep`` is what happens to memory that nobody decides about. A plan has the others
+(:attr:`autopar.plans.plan.StagePlan.memory`, decision by decision), and plan files, ledgers and reports use the same
+names. They are made for different things:
 
 ============ ========================================================================================================
-segments     runs of operators, ``(first, last)``: they keep their inputs only and run again
-results      tensors that a segment makes for others, which are made again with the rest of it
-copies       tensors that are gathered: the copies are freed and gathered again from the piece
-tensors      results of operators: their memory is given up after the last reader and filled before the backward asks
+segments     runs of operators, ``(first, last)``: they keep their inputs only and are recomputed
+results      tensors that a segment makes for others, which are recomputed with the rest of it
+copies       gathered tensors: the copies are freed, and regathered from their shards
+tensors      results of operators: their memory is given up after the last reader and filled before the backward reads
 ============ ========================================================================================================
 
-Segments, results and copies are made again by the program itself, so their price is that of its operators and
-collectives. A decision about ``tensors`` says what it costs and how the memory is filled; it is all that somebody who
-adds one has to write (docs/adding.md), and planner, plan files, programs, certificates and reports take it from here.
+Segments, results and copies are recomputed by the program itself, so their price is that of its operators and
+collectives. A decision about ``tensors`` has its own cost and the function that fills the memory; it is all that
+somebody who adds one has to write (docs/adding.md), and planner, plan files, programs, certificates and reports take it
+from here.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ Memory = Mapping[str, tuple[Any, ...]]
 SEGMENTS, RESULTS, COPIES, TENSORS = "segments", "results", "copies", "tensors"
 
 
-def every_tensor(graph: Graph, ref: Ref) -> bool:
-    """:attr:`MemoryDecision.may` of a decision that is good for all."""
+def every_tensor(_graph: Graph, _ref: Ref) -> bool:
+    """Return True: :attr:`MemoryDecision.may` of a decision that is good for all."""
     return True
 
 
@@ -70,7 +71,7 @@ class MemoryDecision:
             )
 
     def price(self, costs: Costs, device: Device, n_bytes: int) -> float:
-        """:attr:`seconds`; nothing where the program's own operators and collectives are the price."""
+        """Return :attr:`seconds`; 0 where the program's own operators and collectives are the price."""
         return self.seconds(costs, device, n_bytes) if self.seconds is not None else 0.0
 
 
@@ -92,22 +93,22 @@ def decision(record: MemoryDecision) -> MemoryDecision:
 
 KEEP = decision(MemoryDecision("keep", "kept from forward to backward", ""))
 RECOMPUTE = decision(MemoryDecision("recompute", "run again in the backward", SEGMENTS))
-MAKE_AGAIN = decision(MemoryDecision("make again", "made again with their segment", RESULTS))
-GATHER_AGAIN = decision(MemoryDecision("gather again", "gathered again in the backward", COPIES))
+RECOMPUTE_RESULT = decision(MemoryDecision("make again", "made again with their segment", RESULTS))
+REGATHER = decision(MemoryDecision("gather again", "gathered again in the backward", COPIES))
 
 
 def about_tensors() -> list[MemoryDecision]:
-    """The decisions that are made for results of operators."""
+    """Return the decisions that are made for results of operators."""
     return [record for record in DECISIONS.values() if record.of == TENSORS]
 
 
 def memory(**decided: Sequence[Any]) -> Memory:
-    """What is decided, by name with ``_`` for a space: ``memory(recompute=segments, gather_again=keys)``."""
+    """Return decisions by name with ``_`` for a space: ``memory(recompute=segments, gather_again=keys)``."""
     return in_order({name.replace("_", " "): entries for name, entries in decided.items()})
 
 
 def in_order(decided: Mapping[str, Sequence[Any]]) -> Memory:
-    """Decisions in the order in which they are registered, without those that are made for nothing.
+    """Return decisions in the order of their registration, without those that are made for nothing.
 
     Raises:
         PlanError: one is not registered.
@@ -122,6 +123,20 @@ def in_order(decided: Mapping[str, Sequence[Any]]) -> Memory:
 
 
 __all__ = [
-    "COPIES", "DECISIONS", "GATHER_AGAIN", "KEEP", "MAKE_AGAIN", "RECOMPUTE", "RESULTS", "SEGMENTS", "TENSORS",
-    "Memory", "MemoryDecision", "about_tensors", "decision", "every_tensor", "in_order", "memory",
+    "COPIES",
+    "DECISIONS",
+    "KEEP",
+    "RECOMPUTE",
+    "RECOMPUTE_RESULT",
+    "REGATHER",
+    "RESULTS",
+    "SEGMENTS",
+    "TENSORS",
+    "Memory",
+    "MemoryDecision",
+    "about_tensors",
+    "decision",
+    "every_tensor",
+    "in_order",
+    "memory",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError
 from autopar.plans.device_groups import check_places
-from autopar.plans.memory_decisions import GATHER_AGAIN, MAKE_AGAIN, RECOMPUTE, Memory
+from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT, REGATHER, Memory
 from autopar.plans.plan_table import plan_html, plan_line, plan_text
 from autopar.plans.prices import Moment, Price, StagePeaks, bytes_together
 from autopar.plans.transfer import Side
@@ -36,7 +36,7 @@ Recompute = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class ParamChoice:
-    """How one parameter lives.
+    """Storage and use of one parameter.
 
     Attributes:
         stored: placement in which the optimizer sees it; made of ``S`` and ``I`` only (``R`` without gradient).
@@ -52,9 +52,9 @@ class ParamChoice:
 
 @dataclass(frozen=True)
 class Pins:
-    """What the user asked for, by the names of the whole model; the plan is the fastest that does so.
+    """Choices that the user made, by the names of the whole model; the plan is the fastest that honours them.
 
-    What is empty or None was left to the planner. :mod:`autopar.plans.plan_options` says how each is written and checked.
+    What is empty or None was left to the planner. :mod:`autopar.plans.plan_options` has the spelling of each.
 
     Attributes:
         stages: groups of devices.
@@ -88,7 +88,7 @@ class Pins:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver said.
+    """The solver's verdict on a plan.
 
     ``status`` is ``optimal`` (proven), ``within gap`` (proven to be no further from the optimum than was asked),
     ``best found`` (further from the bound than that) or ``time limit``; ``gap`` is relative to the bound. ``binds``:
@@ -149,46 +149,43 @@ class StagePlan:
 
     @property
     def recompute(self) -> Recompute:
-        """Segments ``(first op, last op)``, runs of operators in execution order that keep only their inputs and run
-        again in the backward."""
+        """Segments ``(first op, last op)`` in execution order that keep only their inputs and are recomputed."""
         return self.memory.get(RECOMPUTE.name, ())
 
     @property
     def gather_again(self) -> tuple[str, ...]:
-        """Tensors whose gathered copies are gathered again in the backward."""
-        return self.memory.get(GATHER_AGAIN.name, ())
+        """Tensors whose gathered copies are regathered in the backward."""
+        return self.memory.get(REGATHER.name, ())
 
     @property
     def make_again(self) -> tuple[str, ...]:
-        """Results of segments that are not kept for those who read them outside either."""
-        return self.memory.get(MAKE_AGAIN.name, ())
+        """Results of segments that are given up and recomputed."""
+        return self.memory.get(RECOMPUTE_RESULT.name, ())
 
     @property
     def about_tensors(self) -> dict[str, frozenset[str]]:
-        """The decisions that are made for tensors by themselves: all but those of segments and of their results."""
-        of_segments = (RECOMPUTE.name, MAKE_AGAIN.name)
+        """Decisions for tensors by themselves: all but those of segments and of their results."""
+        of_segments = (RECOMPUTE.name, RECOMPUTE_RESULT.name)
         return {name: frozenset(keys) for name, keys in self.memory.items() if name not in of_segments}
 
     @property
     def whole_backward(self) -> bool:
-        """Whether the backward is not split into that of the inputs and that of the weights: what is brought back for
-        it would have to be brought back for both."""
+        """The backward is not split into that of inputs and that of weights: both would need what is brought back."""
         return bool(self.memory)
 
     @property
     def kept_bytes(self) -> int:
-        """What one microbatch keeps from its forward to its backward."""
+        """Bytes that one microbatch keeps from its forward to its backward."""
         return (self.price.activation_bytes - self.price.again_bytes) // self.in_flight
 
     @property
     def transient_bytes(self) -> int:
-        """What the fullest moment has beside what is stored and what all microbatches in flight keep, at most, however
-        many those are."""
+        """The most bytes of the peak beyond persistent state and the activations of all microbatches in flight."""
         passing = self.price.transient_bytes
         return passing if self.peaks is None else max(passing, self.peaks.transient_bytes())
 
     def with_in_flight(self, n: int) -> StagePlan:
-        """The same decisions where ``n`` microbatches are in flight."""
+        """Return the same decisions with ``n`` microbatches in flight."""
         if n == self.in_flight:
             return self
         if self.peaks is not None:
@@ -200,6 +197,7 @@ class StagePlan:
 
     @property
     def n_devices(self) -> int:
+        """Number of devices of its mesh."""
         return self.mesh.n_devices
 
 
@@ -225,7 +223,7 @@ class StageEdge:
     targets: tuple[int, ...]
 
     def sides(self, stages: Sequence[StagePlan], target: int) -> tuple[Side, Side]:
-        """Where it is at the stage that makes it, and at one that reads it."""
+        """Return the tensor's side at the stage that makes it, and at one that reads it."""
         maker, reader = stages[self.source], stages[target]
         made_as = maker.outputs[self.output]
         assert made_as is not None
@@ -262,7 +260,7 @@ class Plan:
 
     @classmethod
     def alone(cls, stage: StagePlan, cluster: str = "", pins: Pins | None = None, notes: tuple[str, ...] = ()) -> Plan:
-        """The plan of a model that is not cut: one stage, whose microbatches follow each other."""
+        """Return the plan of a model that is not cut: one stage, whose microbatches follow each other."""
         schedule = one_stage(stage.microbatches)
         return cls(stage.fingerprint, cluster, (stage,), schedule, (), stage.price.seconds, notes, pins or Pins())
 
@@ -283,6 +281,7 @@ class Plan:
 
     @property
     def n_devices(self) -> int:
+        """Number of devices of all groups."""
         return len({d for s in self.stages for d in s.devices})
 
     @property
@@ -291,7 +290,7 @@ class Plan:
         return max(bytes_together([self.stages[s].price for s in group]) for group in self.schedule.stages_of_rank)
 
     def only(self, what: str = "decisions") -> StagePlan:
-        """The stage of a plan that has one.
+        """Return the stage of a plan that has one.
 
         Raises:
             PlanError: there are several; it says how to come at ``what`` of each.
@@ -311,42 +310,52 @@ class Plan:
 
     @property
     def ops(self) -> Mapping[str, tuple[str, ...]]:
+        """Options of each operator, by axis; of a plan with one stage."""
         return self.only("ops").ops
 
     @property
     def params(self) -> Mapping[str, ParamChoice]:
+        """Storage of each parameter; of a plan with one stage."""
         return self.only("parameters").params
 
     @property
     def buffers(self) -> Mapping[str, State]:
+        """Placement of each buffer; of a plan with one stage."""
         return self.only("buffers").buffers
 
     @property
     def inputs(self) -> Mapping[str, State]:
+        """Placement of each input; of a plan with one stage."""
         return self.only("inputs").inputs
 
     @property
     def outputs(self) -> tuple[State | None, ...]:
+        """Placement of each output (None if no tensor); of a plan with one stage."""
         return self.only("outputs").outputs
 
     @property
     def reshard_paths(self) -> Mapping[str, tuple[tuple[State, State], ...]]:
+        """Reshard steps of each tensor; of a plan with one stage."""
         return self.only("routes").reshard_paths
 
     @property
     def memory(self) -> Memory:
+        """Decisions about memory; of a plan with one stage."""
         return self.only("decisions about memory").memory
 
     @property
     def recompute(self) -> Recompute:
+        """Recomputed segments; of a plan with one stage."""
         return self.only("recomputed segments").recompute
 
     @property
     def gather_again(self) -> tuple[str, ...]:
+        """Tensors that are regathered; of a plan with one stage."""
         return self.only("tensors that are gathered again").gather_again
 
     @property
     def make_again(self) -> tuple[str, ...]:
+        """Results of segments that are recomputed; of a plan with one stage."""
         return self.only("tensors that are made again").make_again
 
     @property
@@ -356,19 +365,21 @@ class Plan:
 
     @property
     def solution(self) -> Solution | None:
+        """The solver's verdict; of a plan with one stage."""
         return self.only("a solution").solution
 
     def of_graphs(self, fingerprint: str, of_stages: Sequence[str]) -> Plan:
-        """The same decisions for a model with the same operators, such as one in another precision.
+        """Return the same decisions for a model with the same operators, such as one in another precision.
 
         Args:
+            fingerprint: of the model's graph.
             of_stages: fingerprints of the stages' graphs.
         """
         stages = (replace(stage, fingerprint=new) for stage, new in zip(self.stages, of_stages, strict=True))
         return replace(self, fingerprint=fingerprint, stages=tuple(stages))
 
     def of_graph(self, fingerprint: str) -> Plan:
-        """:meth:`of_graphs` for a plan of one stage."""
+        """Return :meth:`of_graphs` for a plan of one stage."""
         return self.of_graphs(fingerprint, [fingerprint])
 
     def __repr__(self) -> str:
@@ -381,7 +392,7 @@ class Plan:
         return plan_html(self)
 
     def validate(self) -> Plan:
-        """Itself.
+        """Check the plan and return it.
 
         Raises:
             PlanError: stages and schedule do not agree, a mesh does not have as many devices as it names or names one
@@ -392,20 +403,27 @@ class Plan:
 
 
 def one_stage(microbatches: int) -> Schedule:
-    """No pipeline: forward and backward of each microbatch in turn. Raises ValueError for too many of them."""
+    """Return the schedule without a pipeline: forward and backward of each microbatch in turn.
+
+    Raises:
+        ValueError: there are too many microbatches.
+    """
     check_size(1, microbatches)
     row = tuple(Action(0, kind, k) for k in range(microbatches) for kind in "FB")
     return Schedule("none", 1, microbatches, ((0,),), (row,))
 
 
 def reshard_key(graph: Graph, ref: Ref) -> str:
-    """How a plan names a tensor: ``node`` for the first output of a node, ``node#1`` for the second, and so on."""
+    """Return the name of a tensor in a plan.
+
+    ``node`` for a node's first output, ``node#1`` for the second, and so on.
+    """
     name = graph.nodes[ref.node].name
     return f"{name}#{ref.out}" if ref.out else name
 
 
 def segment_numbers(graph: Graph, recompute: Recompute) -> dict[int, int]:
-    """``{operator: number of its segment}``.
+    """Return the number of the segment of each operator that is in one.
 
     Raises:
         PlanError: a name is no operator, a segment ends before it begins, or segments overlap or are out of order.

@@ -1,9 +1,9 @@
-"""What a user may ask of a plan: one record for each wish.
+"""Options of a plan: one record each.
 
 From these records come the checks of arguments (:mod:`autopar.parallelizing.arguments`), the docstrings of
 :func:`autopar.plan` and :func:`autopar.parallelize`, the options of ``autopar plan`` with their help, the ``pins`` of
-plan files (:mod:`autopar.planfile.pins`), what each stage of a pipeline gets of them, and how a plan is said to have
-been asked for. A new wish is a record here, an argument in both signatures (a test compares them), a field of
+plan files (:mod:`autopar.planfile.pins`), those of each stage of a pipeline, and the words for what a user chose. A new
+option is a record here, an argument in both signatures (a test compares them), a field of
 :class:`~autopar.plans.plan.Pins` if a plan remembers it, and whatever honours it.
 """
 
@@ -26,12 +26,12 @@ from hardware_profiles.strict import MOST_COUNTED, Unreadable, parse_count, shor
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
 MOST_AXES = 3
-"""Axes of the mesh shapes that are tried, at most, unless told otherwise."""
+"""Axes of the mesh shapes that are tried, at most, by default."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of the command line that says a wish, or a part of one.
+    """An option of the command line that gives an option of a plan, or a part of it.
 
     Attributes:
         names: ``--mesh``, and a short form if there is one.
@@ -71,16 +71,16 @@ class Pin:
 
 @dataclass(frozen=True)
 class PlanOption:
-    """One thing that can be asked for.
+    """One option of a plan.
 
     Attributes:
         name: of the argument of ``plan`` and ``parallelize``.
-        default: its value where nothing is asked.
+        default: its value when not given.
         right, wanted: whether a value has the right type, and what one is, for messages.
-        told: what docstrings say of it.
-        flags: the options of ``autopar plan`` that say it.
-        pins: what a plan remembers of it.
-        pipelines: it can only be asked of a pipeline, so it asks for one.
+        told: its text in docstrings.
+        flags: the options of ``autopar plan`` for it.
+        pins: the fields of :class:`~autopar.plans.plan.Pins` that remember it.
+        pipelines: only a pipeline can honour it, so it requires one.
     """
 
     name: str
@@ -97,24 +97,27 @@ class PlanOption:
 
 
 def is_integer(value: Any) -> bool:
-    """A whole number that counts something."""
+    """Return whether a value is a whole number that counts something."""
     return isinstance(value, int) and not isinstance(value, bool) and value <= MOST_COUNTED
 
 
 def is_number(value: Any) -> bool:
+    """Return whether a value is a positive number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def are_texts(value: Any) -> bool:
+    """Return whether a value is a sequence of texts."""
     return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
 
 
 def is_table(value: Any) -> bool:
+    """Return whether a value is a mapping with texts as keys."""
     return isinstance(value, Mapping)
 
 
 def optional(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Also None."""
+    """Return a check that also allows None."""
     return lambda value: value is None or right(value)
 
 
@@ -143,7 +146,7 @@ def _are_counts(value: Any) -> bool:
 
 
 def parse_choices(text: str) -> dict[str, str] | None:
-    """``tensor=k,data=b``; None if it is nothing like that."""
+    """Return ``tensor=k,data=b`` as a dict; None if it is nothing like that."""
     wanted = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\w+)\s*", part)
@@ -154,7 +157,7 @@ def parse_choices(text: str) -> dict[str, str] | None:
 
 
 def _pins_of_ops(texts: list[str]) -> dict[str, dict[str, str]]:
-    """``layers.*.mlp.up:tensor=n`` -> pattern and ``{axis: factor}``."""
+    """Return ``layers.*.mlp.up:tensor=n`` as its pattern and ``{axis: factor}``."""
     table: dict[str, dict[str, str]] = {}
     for text in texts:
         pattern, colon, rest = text.rpartition(":")
@@ -172,7 +175,7 @@ def _pins_of_ops(texts: list[str]) -> dict[str, dict[str, str]]:
 
 
 def _replicated(texts: list[str]) -> dict[str, str]:
-    """Patterns of parameters -> each of them replicated."""
+    """Return patterns of parameters, each of them replicated."""
     for k, pattern in enumerate(texts):
         if pattern in texts[:k]:
             raise AutoparError(f"--keep-replicated '{pattern}' is given twice; keep one of them")
@@ -180,7 +183,7 @@ def _replicated(texts: list[str]) -> dict[str, str]:
 
 
 def _named(option: str, example: str) -> Callable[[list[str]], dict[str, str]]:
-    """``NAME=VALUE`` -> name and value."""
+    """Return a reader of ``NAME=VALUE`` texts."""
 
     def read(texts: list[str]) -> dict[str, str]:
         table: dict[str, str] = {}
@@ -200,7 +203,7 @@ def _named(option: str, example: str) -> Callable[[list[str]], dict[str, str]]:
 
 
 def _count(text: str) -> int | None:
-    """A whole number; None where the text is none, or none that counts anything."""
+    """Return a whole number that counts something; None where the text is none."""
     try:
         return parse_count(text)
     except Unreadable:
@@ -243,7 +246,7 @@ def _groups(text: str) -> int | str:
     return number
 
 
-# --- the wishes ------------------------------------------------------------------------------------------------------
+# --- the options -----------------------------------------------------------------------------------------------------
 
 
 def _plural(n: int, what: str) -> str:
@@ -271,10 +274,10 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
         "params", None, optional(is_table), "a dict such as {'*.weight': 'S0,I'}",
         '``{parameter pattern: how}`` pins how parameters are stored: ``"replicate"``, placements ``"S0,I"``, or '
         'placements with the lifetime of the gathered copy, ``"S0,I step"`` (ZeRO-1/2) or ``"S0,I use"`` (ZeRO-3).',
-        (Flag(("--keep-replicated",), "Pattern of parameters that stay whole on every rank. Repeatable.",
+        (Flag(("--keep-replicated",), "Pattern of parameters that stay replicated. Repeatable.",
               _replicated, True),
          Flag(("--pin-param",), "How parameters are stored: 'PATTERN=S0,I', with 'S0,I step' (gathered once a step) or "
-              "'S0,I use' (gathered again for the backward). Repeatable.",
+              "'S0,I use' (regathered for the backward). Repeatable.",
               _named("--pin-param", "PATTERN=PLACEMENT '*.weight=S0,I use'"), True)),
         (Pin("params", "kept", "part", lambda params: [f"{pattern}: {how}" for pattern, how in params.items()]),),
     ),
@@ -295,10 +298,10 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
         "recompute", (), lambda v: are_texts(v) or (isinstance(v, str) and v == "none"),
         "a list of patterns of module paths, such as ['layers.*'], or 'none'",
         'patterns of module paths, such as ``["layers.*"]``; each module that matches keeps only its inputs for the '
-        'backward, and runs again there (activation checkpointing). ``"none"``: nothing runs again. By default the '
-        "planner chooses.",
-        (Flag(("--recompute",), "Modules that keep only their inputs and run again in the backward: a pattern of "
-              "paths. Repeatable. none: nothing runs again. Default: the planner chooses.", list, True),),
+        'backward, and is recomputed there (activation checkpointing). ``"none"``: nothing is. By default the planner '
+        "chooses.",
+        (Flag(("--recompute",), "Modules that keep only their inputs and are recomputed in the backward: a "
+              "pattern of paths. Repeatable. none: nothing is. Default: the planner chooses.", list, True),),
         (Pin("recompute", "texts", "same", lambda patterns: [f"{pattern}: recompute" for pattern in patterns]),),
     ),
     PlanOption(
@@ -312,7 +315,7 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
         (Pin("memory_limit_bytes", "bytes", "same", lambda n: [f"at most {show_bytes(n)} per device"]),),
     ),
     PlanOption(
-        "optimizer", "adamw", lambda v: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
+        "optimizer", "adamw", lambda _: True, f"{', '.join(OPTIMIZERS)}, or a torch.optim.Optimizer",
         "``adamw``, ``sgd`` or ``sgd_momentum``, for the bytes of its state; or an optimizer, whose class says which.",
         (Flag(("--optimizer",), "adamw, sgd or sgd_momentum."),),
     ),
@@ -341,10 +344,9 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
     ),
     PlanOption(
         "microbatches", None, optional(_are_counts), "a whole number of 1 or more, several to choose from, or 'auto'",
-        'into how many microbatches the batch of a step, which the example inputs are, is cut: a number, several to '
-        'choose from, or ``"auto"`` for the best of those that divide it (1 with batch norms, which else train '
-        'otherwise).',
-        (Flag(("--microbatches",), "Into how many pieces the batch of a step, which the example is, is cut: a number, "
+        "number of microbatches; the example inputs are one full step's batch: a number, several to choose from, or "
+        '``"auto"`` for the best of those that divide it (1 with batch norms, which would compute other statistics).',
+        (Flag(("--microbatches",), "Number of microbatches; the example inputs are one full step's batch. A number, "
               "several such as 4,8,16 to choose from, or auto (1 with batch norms). Default: auto; 1 with --mesh and "
               "no stages.",
               _counts),),
@@ -382,9 +384,9 @@ PLAN_OPTIONS: tuple[PlanOption, ...] = (
     ),
     PlanOption(
         "time_limit", None, optional(is_number), "seconds, more than 0",
-        "seconds of the clock for one run of the solver; by default its work is counted, so that plans do not depend "
-        "on how busy the machine is.",
-        (Flag(("--time-limit",), "Seconds of the clock for one run of the solver; by default its work is counted: "
+        "seconds of the clock for one run of the solver; by default it ends after a fixed amount of work, so that "
+        "plans do not depend on how busy the machine is.",
+        (Flag(("--time-limit",), "Seconds of the clock for one run of the solver. Default: a fixed amount of work, "
               "about two minutes, or a few seconds where memory binds.", kind=float),),
     ),
 )  # fmt: skip
@@ -401,14 +403,14 @@ PINS = tuple(
 
 
 def pin_words(pins: Pins) -> list[str]:
-    """What was asked for, one entry for each thing: ``2 groups``, ``layers.*.up: tensor=n``."""
+    """Return the choices of a user, one entry each: ``2 groups``, ``layers.*.up: tensor=n``."""
     return [words for pin in PINS if (value := getattr(pins, pin.name)) for words in pin.words(value)]
 
 
 def documented(function: Callable[..., Any]) -> Any:
-    """The function; in its docstring, a line ``{wishes}`` or ``{name}`` is replaced by what is told of the wishes.
+    """Return the function with lines ``{wishes}`` or ``{name}`` of its docstring replaced by those of the options.
 
-    A name stands for one wish; ``{wishes}`` for all that are not named.
+    A name is one option; ``{wishes}`` all that are not named.
     """
     import textwrap
 
@@ -429,5 +431,6 @@ def documented(function: Callable[..., Any]) -> Any:
 
 
 __all__ = [
-    "BY_NAME", "OPTIMIZERS", "PINS", "PLAN_OPTIONS", "Flag", "Pin", "PlanOption", "documented", "parse_choices", "pin_words",
+    "BY_NAME", "OPTIMIZERS", "PINS", "PLAN_OPTIONS", "Flag", "Pin", "PlanOption", "documented", "parse_choices",
+    "pin_words",
 ]  # fmt: skip

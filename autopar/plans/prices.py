@@ -1,8 +1,8 @@
-"""What a stage is predicted to cost: seconds and bytes; and the peak of its memory, for so many microbatches in flight.
+"""Predicted cost of a stage: seconds and bytes, and the peak of its memory by microbatches in flight.
 
 A stage of a pipeline is at its fullest with as many microbatches between forward and backward as the schedule lets it
-have. All but one of them keep what autograd saved. One runs, its forward or its backward, with all that operators need
-beside. And tensors of others are on their way: received before they are asked for, or sent and not taken yet.
+have. All but one of them keep what autograd saved. One runs, its forward or its backward, with the working memory of
+operators. And tensors of others are pending: received before they are needed, or sent and not taken yet.
 
 Two steps matter, because gradients of parameters are there from the first backward on. The *first* backward has most
 microbatches in flight if all of them are then; where a step has more, the forward and the backward behind it are as
@@ -63,7 +63,7 @@ class Price:
 
     @property
     def exposed_seconds(self) -> float:
-        """What a step waits for gradient reductions and parameter gathers."""
+        """Seconds that a step waits for gradient reductions and parameter gathers."""
         return self.parameter_seconds - self.hidden_seconds
 
     @property
@@ -78,24 +78,28 @@ class Price:
 
     @property
     def stored_bytes(self) -> int:
-        """What does not grow with the microbatches in flight."""
+        """Bytes that do not grow with the microbatches in flight."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
 
     @property
     def transient_bytes(self) -> int:
-        """What the fullest moment has beside what is stored, and what all microbatches in flight keep: of the stages on
-        one device, one at a time."""
+        """Bytes of the peak beyond persistent state and the activations of all microbatches in flight.
+
+        Of the stages on one device, one at a time has them.
+        """
         return self.again_bytes + self.working_bytes
 
 
 def bytes_together(prices: Sequence[Price]) -> int:
-    """The most that lives at once on a rank of several stages."""
+    """Return the peak bytes of a rank of several stages."""
     return sum(p.memory_bytes - p.transient_bytes for p in prices) + max(p.transient_bytes for p in prices)
 
 
 class Moment(NamedTuple):
-    """A moment of a step: operator ``node`` runs, forward or backward; ``slot`` says what of its backward it is
-    (:data:`autopar.planner.intra_op.memory.moments.SLOTS`)."""
+    """A moment of a step: operator ``node`` runs, forward or backward.
+
+    ``slot`` says what of its backward it is (:data:`autopar.planner.intra_op.memory.moments.SLOTS`).
+    """
 
     node: int
     backward: bool
@@ -116,7 +120,7 @@ class Crossed(NamedTuple):
 
 
 class OnTheirWay(NamedTuple):
-    """Of how many other microbatches tensors are there beside those of the one that runs, where a stage is fullest.
+    """Numbers of other microbatches whose tensors are pending where a stage is fullest.
 
     Attributes:
         forwards: their forwards are still to come: of these activations are received ahead.
@@ -132,13 +136,12 @@ class OnTheirWay(NamedTuple):
 
     @staticmethod
     def at(in_flight: int, microbatches: int, backward: bool, is_first: bool) -> OnTheirWay:
-        """What was sent stays until the peer has taken it, which it says with what it sends next: under 1F1B of an
+        """Return the pending tensors with so many microbatches in flight, the running one included.
+
+        Under 1F1B a sent tensor stays until the peer has taken it, which is known from what it sends next: of an
         activation the gradient that comes next but one, of a gradient the activation that comes next but one.
 
-        Args:
-            in_flight: microbatches between forward and backward, that which runs among them.
-            backward: it runs its backward; else its forward.
-            is_first: no backward was before.
+        ``backward``: the running microbatch is in its backward, else its forward; ``is_first``: no backward was before.
         """
         forwards = microbatches - in_flight - (not is_first)
         if is_first:
@@ -149,12 +152,10 @@ class OnTheirWay(NamedTuple):
 
 
 def copies_ahead(peers: Sequence[Sequence[int]], microbatches: int) -> list[int]:
-    """How often each tensor is received before it is asked for: of every peer the next messages, whatever they are. On
-    GPUs it is one fewer: there this is a little more than there is.
+    """Return how often each tensor is received before it is needed: the next messages of every peer.
 
-    Args:
-        peers: of each tensor, in the order in which they are sent.
-        microbatches: whose messages are still to come.
+    On GPUs it is one fewer: there this is a little more than there is. ``peers`` has the peer of each tensor, in the
+    order in which they are sent; ``microbatches`` are those whose messages are still to come.
     """
     copies = [0] * len(peers)
     for peer in {peer for of_tensor in peers for peer in of_tensor}:
@@ -183,8 +184,10 @@ class Fullest(NamedTuple):
 
 
 class MicrobatchPeaks(NamedTuple):
-    """The most that a microbatch has on one rank while its forward runs, and its backward, in bytes, and when; moments
-    are None where nothing runs."""
+    """The most that a microbatch has on one rank while its forward runs, and its backward, in bytes, and when.
+
+    Moments are None where nothing runs.
+    """
 
     forward_bytes: int
     backward_bytes: int
@@ -194,7 +197,7 @@ class MicrobatchPeaks(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePeaks:
-    """What the peak of a stage follows from.
+    """Terms of the peak of a stage.
 
     Attributes:
         first: of a microbatch whose backward makes the gradients of parameters; None if there never are all
@@ -216,7 +219,7 @@ class StagePeaks:
     microbatches: int
 
     def added_to(self, price: Price, in_flight: int) -> Price:
-        """The price where so many microbatches are in flight."""
+        """Return the price with so many microbatches in flight."""
         activation_bytes = in_flight * self.kept_bytes + price.again_bytes
         always = price.parameter_bytes + price.optimizer_bytes + price.gathered_bytes
         most = always + self.at_fullest(in_flight).n_bytes
@@ -224,7 +227,7 @@ class StagePeaks:
         return replace(price, activation_bytes=activation_bytes, working_bytes=working_bytes)
 
     def fullest(self, in_flight: int) -> Moment | None:
-        """The fullest moment; None if that is when the optimizer steps."""
+        """Return the fullest moment; None if that is when the optimizer steps."""
         return self.at_fullest(in_flight).moment
 
     def at_fullest(self, in_flight: int) -> Fullest:
@@ -234,15 +237,17 @@ class StagePeaks:
         return fullest if fullest.moment is not None and fullest.n_bytes >= in_step else Fullest(in_step, None)
 
     def transient_bytes(self) -> int:
-        """The most that there is at once beside what is stored and what all microbatches in flight keep, whatever their
-        number, while they run: a schedule that is searched keeps to a limit with this."""
+        """Return the most transient bytes while microbatches run, however many are in flight.
+
+        A searched schedule keeps to a limit with this.
+        """
         last = range(max(1, self.microbatches - RECEIVED_AHEAD - 1), self.microbatches + 1)
         numbers = {1, min(2, self.microbatches), *last}  # between them nothing changes but what is kept
         of_number = ((n, self._fullest_of_microbatches(n).n_bytes) for n in sorted(numbers))
         return max(n_bytes - n * self.kept_bytes for n, n_bytes in of_number) - self.gradient_bytes
 
     def _fullest_of_microbatches(self, in_flight: int) -> Fullest:
-        """The same while microbatches run, the optimizer's step apart."""
+        """Return the fullest moment while microbatches run, the optimizer's step apart."""
         most = Fullest(0, None)
         all_at_once = self.first is not None and in_flight >= self.microbatches
         moments = []
@@ -266,7 +271,7 @@ class StagePeaks:
         return most
 
     def _crossing(self, there: OnTheirWay) -> int:
-        """Bytes of what is on its way."""
+        """Return the bytes of pending tensors."""
         arrived, sent = self.arrived, self.sent
         gradients = [crossed for crossed in sent if crossed.gradient_bytes]
         ahead = copies_ahead([crossed.peers for crossed in arrived], there.forwards)

@@ -1,8 +1,8 @@
-"""What a plan gathers or makes again for the backward, or lets wait: which tensors, and from what each is gathered.
+"""The tensors that a plan regathers, recomputes or gives up for the backward, and the source of each gather.
 
-A tensor that is made in pieces and wanted whole is gathered by a step of its route. Operators that read the whole copy
-keep it for their backward, and others may keep the piece; where a plan says so (``gather again``), only the
-piece is kept, and the copy is gathered a second time when the backward first needs it.
+A tensor that is made in shards and wanted replicated is gathered by a step of its reshard path. Operators that read the
+whole copy keep it for their backward, and others may keep the shard; where a plan decides it (``gather again``), only
+the shard is kept, and the copy is regathered when the backward first needs it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,32 @@ ReshardPath = Sequence[tuple[State, State]]
 
 
 def is_gather(src: State, dst: State, mesh: Mesh) -> bool:
-    """Whether a step of one axis gathers pieces."""
+    """Return whether a step of one axis gathers shards."""
     axis = Step.between(src, dst).axis
     return src[axis].is_shard and dst[axis].is_replicated and mesh.size(axis) > 1
 
 
 def is_same(src: State, dst: State) -> bool:
-    """Whether a step of one axis changes the type alone: its result is the same memory."""
+    """Return whether a step of one axis changes the type alone: its result is the same memory."""
     axis = Step.between(src, dst).axis
     return src[axis].is_replicated and dst[axis].is_replicated
 
 
 def makes_memory(src: State, dst: State, mesh: Mesh) -> bool:
-    """Whether a step of one axis has a result of its own: all but those that change the type alone, ``I`` to ``R`` and
-    back, and those on an axis of one rank."""
+    """Return whether a step of one axis has a result of its own.
+
+    All but those that change the type alone, ``I`` to ``R`` and back, and those on an axis of one rank.
+    """
     return mesh.size(Step.between(src, dst).axis) > 1 and not is_same(src, dst)
 
 
-def can_gather_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
-    """Whether copies of a tensor may be freed between forward and backward: it has a gradient, it is no output, and no
-    recomputed segment reads it, which would gather it again anyway."""
+def can_regather(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
+    """Return whether copies of a tensor may be freed between forward and backward.
+
+    It has a gradient, it is no output, and no recomputed segment reads it, which would regather it anyway.
+
+    It has a gradient, it is no output, and no recomputed segment reads it, which would gather it again anyway.
+    """
     node = graph.nodes[ref.node]
     if not (node.needs_grad and graph.spec(ref).is_float) or node.kind == "param":
         return False
@@ -53,7 +59,7 @@ def can_gather_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> b
 
 
 def segment_outputs(graph: Graph, keys: Collection[str], segment_of: Mapping[int, int]) -> list[Ref]:
-    """The tensors of ``StagePlan.make_again``.
+    """Return the tensors of ``StagePlan.make_again``.
 
     Raises:
         PlanError: a key names no tensor that a recomputed segment makes, or one that the backward cannot ask for.
@@ -61,7 +67,7 @@ def segment_outputs(graph: Graph, keys: Collection[str], segment_of: Mapping[int
     refs = []
     for key in keys:
         ref = ref_of(graph, key)
-        if ref is None or not can_make_again(graph, ref, segment_of):
+        if ref is None or not can_recompute_result(graph, ref, segment_of):
             raise PlanError(
                 f"make_again: '{key}' is not made by what is recomputed, is an output, or has no gradient; remove the "
                 "entry"
@@ -71,8 +77,11 @@ def segment_outputs(graph: Graph, keys: Collection[str], segment_of: Mapping[int
 
 
 def may_wait(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
-    """Whether the memory of a tensor may be given up between forward and backward: it is the one result of an operator
-    and no view, it has a gradient, it is no output, and no recomputed segment makes or reads it."""
+    """Return whether the memory of a tensor may be given up between forward and backward.
+
+    It is the one result of an operator and no view, it has a gradient, it is no output, and no recomputed segment makes
+    or reads it.
+    """
     node = graph.nodes[ref.node]
     if node.kind != "op" or len(node.outs) != 1 or not (node.needs_grad and node.out.is_float):
         return False
@@ -84,7 +93,7 @@ def may_wait(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
 
 
 def waiting(graph: Graph, memory: Memory, segment_of: Mapping[int, int]) -> dict[Ref, MemoryDecision]:
-    """The tensors whose memory is given up by a decision about tensors, and the decision.
+    """Return the tensors whose memory is given up by a decision about tensors, and the decision.
 
     Raises:
         PlanError: a decision is made for what is no tensor, cannot wait, or waits by another decision already.
@@ -107,7 +116,7 @@ def waiting(graph: Graph, memory: Memory, segment_of: Mapping[int, int]) -> dict
 
 
 def ref_of(graph: Graph, key: str) -> Ref | None:
-    """The tensor that a plan names so (:func:`autopar.plans.plan.reshard_key`); None if there is none."""
+    """Return the tensor of a name in a plan (:func:`autopar.plans.plan.reshard_key`); None if there is none."""
     name, _, text = key.partition("#")
     try:
         number = parse_count(text or "0")
@@ -117,9 +126,11 @@ def ref_of(graph: Graph, key: str) -> Ref | None:
     return Ref(graph.index[name], number) if is_there else None
 
 
-def can_make_again(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
-    """Whether a tensor may be given up between forward and backward, to be made again with its segment: it has a
-    gradient, and it is no output."""
+def can_recompute_result(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) -> bool:
+    """Return whether a tensor may be given up between forward and backward, to be recomputed with its segment.
+
+    It has a gradient, and it is no output.
+    """
     node = graph.nodes[ref.node]
     if ref.node not in segment_of or not (node.needs_grad and graph.spec(ref).is_float):
         return False
@@ -134,12 +145,10 @@ def regathered(
     segment_of: Mapping[int, int],
     chosen: Mapping[int, Strategy],
 ) -> dict[tuple[Ref, State], tuple[State, tuple[tuple[State, State], ...]]]:
-    """``{(tensor, state of the copy): (state of the piece, steps from there)}``; a copy that is gathered over several
-    axes comes from the piece before the first of them.
+    """Return by tensor and state of the copy the state of the shard from which it is gathered, and the steps.
 
-    Args:
-        keys: tensors, by :func:`~autopar.plans.plan.reshard_key`.
-        chosen: strategies by operator: a copy counts if one reads it.
+    A copy that is gathered over several axes comes from the shard before the first of them. ``keys`` are tensors, by
+    :func:`~autopar.plans.plan.reshard_key`; a copy counts if an operator reads it under its strategy in ``chosen``.
 
     Raises:
         PlanError: a key names no tensor that is gathered, or one whose copies cannot be freed.
@@ -150,7 +159,7 @@ def regathered(
         before = {dst: src for src, dst in reshard_paths.get(key, ())}
         if ref is None or not any(is_gather(src, dst, mesh) for dst, src in before.items()):
             raise PlanError(f"gather_again: '{key}' is no tensor that the plan gathers; remove the entry")
-        if not can_gather_again(graph, ref, segment_of):
+        if not can_regather(graph, ref, segment_of):
             raise PlanError(
                 f"gather_again: '{key}' is an output, has no gradient, or is read by what is recomputed; remove the "
                 "entry"
@@ -170,19 +179,30 @@ def regathered(
     return copies
 
 
-def gathers(graph: Graph, mesh: Mesh, reshard_paths: Mapping[str, ReshardPath], segment_of: Mapping[int, int]) -> list[str]:
-    """Keys of all tensors whose gathered copies could be gathered again."""
+def gathers(
+    graph: Graph, mesh: Mesh, reshard_paths: Mapping[str, ReshardPath], segment_of: Mapping[int, int]
+) -> list[str]:  # fmt: skip
+    """Return the keys of all tensors whose gathered copies could be regathered."""
     keys = []
     for i, node in enumerate(graph.nodes):
         for out, spec in enumerate(node.outs):
             ref = Ref(i, out)
             reshard_path = reshard_paths.get(reshard_key(graph, ref), ()) if spec is not None else ()
-            if any(is_gather(a, b, mesh) for a, b in reshard_path) and can_gather_again(graph, ref, segment_of):
+            if any(is_gather(a, b, mesh) for a, b in reshard_path) and can_regather(graph, ref, segment_of):
                 keys.append(reshard_key(graph, ref))
     return keys
 
 
 __all__ = [
-    "can_gather_again", "can_make_again", "gathers", "is_gather", "is_same", "makes_memory", "may_wait",
-    "ref_of", "regathered", "segment_outputs", "waiting",
+    "can_recompute_result",
+    "can_regather",
+    "gathers",
+    "is_gather",
+    "is_same",
+    "makes_memory",
+    "may_wait",
+    "ref_of",
+    "regathered",
+    "segment_outputs",
+    "waiting",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""From the arguments of a call, or the options of a command, to what is asked of a plan."""
+"""Requests: from the arguments of a call, or the options of a command, to the options of a plan."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PlanRequest:
 
     @property
     def everything(self) -> bool:
-        """Nothing is asked of meshes, stages and microbatches, so that all that the planner knows is searched."""
+        """Nothing is fixed of meshes, stages and microbatches, so that all that the planner knows is searched."""
         return self.piped and not self.insisted and self.numbers == () and self.pins.mesh is None
 
 
@@ -63,31 +63,27 @@ Spelled = Callable[..., str]
 
 
 def as_argument(name: str, key: Any = None) -> str:
-    """``microbatches``, ``params['*.weight']``."""
+    """Return an option's name as an argument: ``microbatches``, ``params['*.weight']``."""
     return name if key is None else f"{name}[{key!r}]"
 
 
 def as_option(name: str, key: Any = None) -> str:
-    """``--microbatches``, ``--pin-param *.weight``."""
+    """Return an option's name as one of the command: ``--microbatches``, ``--pin-param *.weight``."""
     flags = BY_NAME[name].flags
     option = flags[0 if isinstance(key, str) and name == "placements" else -1].names[0]
     return option if key is None else f"{option} {key}"
 
 
 def request_of(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelled = as_argument) -> PlanRequest:
-    """What the arguments of a call ask for; arguments that are no wishes are passed over.
+    """Return the request of a call's arguments; arguments that are no options are ignored.
 
-    The batch that was given is that of a step. Where nothing is said of it, and of stages, everything is searched; with
-    a mesh, or for a caller that runs the batch at once, there is one group of devices and one microbatch.
-
-    Args:
-        given: of the right types (:func:`autopar.parallelizing.arguments.check`), the optimizer by name; what is not
-            there was not asked for.
-        whole: the caller runs the batch of a step at once, where nothing is said of stages and microbatches.
-        spelled: how wishes were said.
+    The given batch is that of a step. Where neither it nor stages are fixed, everything is searched; with a mesh, or
+    for a caller that runs the batch ``whole``, there is one group of devices and one microbatch. ``given`` have the
+    right types (:func:`autopar.parallelizing.arguments.check`), the optimizer by name; ``spelled`` names options in
+    messages.
 
     Raises:
-        AutoparError: a wish means nothing, with its name, what was given and what to give.
+        AutoparError: an option means nothing, with its name, what was given and what to give.
     """
     option = {w.name: given.get(w.name, w.default) for w in PLAN_OPTIONS}
     mesh = mesh_of(option["mesh"])
@@ -140,7 +136,10 @@ def request_of(given: Mapping[str, Any], *, whole: bool = False, spelled: Spelle
 
 
 def _microbatches(given: Any, spelled: Spelled) -> tuple[int, tuple[int, ...] | None]:
-    """The number of microbatches; and where it is to be chosen, from which (none for all that divide the batch)."""
+    """Return the number of microbatches.
+
+    And where it is to be chosen, from which (none for all that divide the batch).
+    """
     if isinstance(given, int):
         if given < 1:
             raise AutoparError(f"{spelled('microbatches')} is {given}; give a whole number of 1 or more")
@@ -177,11 +176,12 @@ def _check_tables(option: Mapping[str, Any]) -> None:
 
 
 def parse_kept(text: str, mesh: Mesh | None, where: str) -> str:
-    """How a parameter is to be kept: ``replicate``, ``S0,I`` or with a lifetime ``S0,I use``; spelled as here.
+    """Return how a parameter is to be stored, normalized: ``replicate``, ``S0,I`` or with a lifetime ``S0,I use``.
 
-    Args:
-        mesh: None if it is still to be chosen; then the number of placements is not checked.
-        where: whose words they are, for messages.
+    In this spelling.
+
+    ``mesh``: None if it is still to be chosen; then the number of placements is not checked; ``where``: whose words
+    they are, for messages.
 
     Raises:
         PlanError: there is no such lifetime, or too many words.

@@ -41,16 +41,15 @@ class StageGraph:
 
 
 def hot_ops(graph: Graph) -> list[int]:
-    """Numbers of the operators that stages are made of: those that depend on a parameter, in execution order."""
+    """Return the operators that stages are made of: those that depend on a parameter, in execution order."""
     return [i for i, node in enumerate(graph.nodes) if node.kind == "op" and node.hot]
 
 
 def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
-    """The stages of a graph.
+    """Return the stages of a graph.
 
-    Args:
-        starts: name of the first operator of every stage but the first, in execution order; none for the graph as it
-            is.
+    ``starts``: name of the first operator of every stage but the first, in execution order; none for the graph as
+    it is.
 
     Raises:
         PlanError: an unknown operator, an order that is not that of execution, or a buffer that one stage changes and
@@ -100,7 +99,7 @@ def cut(graph: Graph, starts: Sequence[str]) -> tuple[StageGraph, ...]:
 
 
 def _cold(graph: Graph, refs: Sequence[Ref]) -> set[int]:
-    """Nodes that must be made again for tensors that depend on no parameter."""
+    """Return the nodes that must be computed once more for tensors that depend on no parameter."""
     nodes: set[int] = set()
     todo = [r.node for r in refs]
     while todo:
@@ -119,7 +118,7 @@ def _closure(graph: Graph, stage_of: dict[int, int], stage: int) -> set[int]:
 
 
 def _update_stage(graph: Graph, ref: Ref, stage_of: dict[int, int], last: int) -> int:
-    """Where a buffer's new value is made; a counter depends on nothing and goes with the module it counts for."""
+    """Return the stage of a buffer's new value; a counter depends on nothing and goes with the module it counts for."""
     if ref.node in stage_of:
         return stage_of[ref.node]
     module = graph.nodes[ref.node].module
@@ -127,8 +126,10 @@ def _update_stage(graph: Graph, ref: Ref, stage_of: dict[int, int], last: int) -
 
 
 def spans_of_written_buffers(graph: Graph) -> list[tuple[int, int]]:
-    """For each buffer that the forward reads and changes, the first and the last position in :func:`hot_ops` of who
-    does: they must be in one stage, so none can begin behind the first and up to the last."""
+    """Return for each buffer that the forward changes the first and last position of its users among the hot operators.
+
+    They must be in one stage, so none can begin after the first and up to the last.
+    """
     ops = hot_ops(graph)
     position = {i: p for p, i in enumerate(ops)}
     changed = graph.updates.keys() | graph.statistics
@@ -227,7 +228,7 @@ def _stage(
 
 
 def _written_before(graph: Graph, params: set[str], stage: int) -> Graph | None:
-    """What a call writes first to the parameters of a stage.
+    """Return what a call writes first to the parameters of a stage.
 
     Raises:
         PlanError: it follows from parameters of another stage.
@@ -259,12 +260,12 @@ def _written_before(graph: Graph, params: set[str], stage: int) -> Graph | None:
 
 
 def stage_edges_of(graphs: Sequence[StageGraph]) -> tuple[StageEdge, ...]:
-    """All that crosses between these stages, by the stage that makes it."""
+    """Return all transfers between these stages, by the stage that makes the tensor."""
     return tuple(stage_edge for graph in graphs for stage_edge in graph.gives)
 
 
 def first_op(graph: Graph) -> str:
-    """The name of the first operator that depends on a parameter; empty where none does."""
+    """Return the name of the first operator that depends on a parameter; empty where none does."""
     return next((node.name for node in graph.nodes if node.kind == "op" and node.hot), "")
 
 

@@ -1,10 +1,10 @@
-"""How a tensor gets from one submesh to another: which rank sends which piece to which rank.
+"""The transfer of a tensor from one submesh to another: which rank sends which shard to which rank.
 
-Every piece crosses once. A tensor that is whole on several target ranks arrives in slices and is gathered there, on the
-target's own links, unless it does not divide: then every rank receives all of it. A tensor that several source ranks
-hold is sent by the one that lies nearest, or by all in turn. What a rank holds already stays where it is.
+Every shard is sent once. A tensor that is replicated on several target ranks arrives in slices and is gathered there,
+on the target's own links, unless it does not divide: then every rank receives all of it. A tensor that several source
+ranks hold is sent by the nearest one, or by all in turn. What a rank holds already stays where it is.
 
-The runtime sends what is said here, and the planner prices it.
+The runtime sends these messages, and the planner prices them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Piece:
 
     @property
     def n_elements(self) -> int:
+        """Number of elements."""
         return prod(n for _, n in self.box)
 
 
@@ -62,12 +63,12 @@ class Transfer:
 
 
 def box_at(shape: Sequence[int], side: Side, at: int, state: State | None = None) -> Box:
-    """The part of a tensor that device number ``at`` of a side holds."""
+    """Return the part of a tensor that device number ``at`` of a side holds."""
     return box_of(shape, state or side.state, side.mesh, side.mesh.coordinate(at))
 
 
 def transfer(spec: Spec, source: Side, target: Side) -> Transfer:
-    """The messages that bring a tensor from one side to another. States are made of S, I and R."""
+    """Return the messages that bring a tensor from one side to another. States are made of S, I and R."""
     holders: dict[Box, list[int]] = {}
     at_home: dict[int, Box] = {}
     for at, device in enumerate(source.devices):
@@ -91,14 +92,14 @@ def transfer(spec: Spec, source: Side, target: Side) -> Transfer:
 
 @dataclass(frozen=True)
 class Load:
-    """What one rank sends, or receives: that many messages, and their bytes together."""
+    """The messages that one rank sends, or receives: their number, and their bytes together."""
 
     n_messages: int
     n_bytes: int
 
 
 def loads(moved: Transfer) -> tuple[Load, ...]:
-    """What each rank sends, and what each receives, those that are alike once; nothing where all stays at home."""
+    """Return what each rank sends, and what each receives, equal ones once; nothing where nothing is sent."""
     ends: Counter[tuple[bool, int]] = Counter()
     n_bytes: Counter[tuple[bool, int]] = Counter()
     for piece in moved.pieces:
@@ -110,7 +111,7 @@ def loads(moved: Transfer) -> tuple[Load, ...]:
 
 
 def _landing(spec: Spec, target: Side) -> State:
-    """The target's state with whole axes cut too, where they can be, so that nothing arrives twice."""
+    """Return the target's state with replicated axes cut too, where they can be, so that nothing arrives twice."""
     axes = enumerate(zip(target.state, target.mesh, strict=True))
     whole = [axis for axis, (placement, (_, size)) in axes if not placement.is_shard and size > 1]
     options = [[shard(d) for d in range(len(spec.shape))] for _ in whole]
@@ -126,7 +127,7 @@ def _landing(spec: Spec, target: Side) -> State:
 
 
 def _near(pieces: Sequence[tuple[int, int]], want: tuple[int, int]) -> Sequence[tuple[int, int]]:
-    """Those of the pieces of a dim, in order, that have elements of a stretch of it."""
+    """Return those of the shards of a dim, in order, that have elements of a stretch of it."""
     first = max(0, bisect_right(pieces, want[0], key=lambda piece: piece[0]) - 1)
     return pieces[first : bisect_left(pieces, sum(want), key=lambda piece: piece[0])]
 

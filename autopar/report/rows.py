@@ -14,7 +14,7 @@ from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.building.hidden_seconds import hidden_in
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again, waiting_seconds
+from autopar.planner.intra_op.memory.ledger import Ledger, recompute_seconds, waiting_seconds
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.plans.plan import StagePlan, reshard_key
 from autopar.plans.prices import Price
@@ -325,7 +325,7 @@ def collective_counts(plan: StagePlan, graph: Graph, priced: Pricer) -> dict[str
 def recomputed_seconds(graph: Graph, plan: StagePlan, priced: Pricer) -> float:
     """Return the seconds per step of recomputed forwards and gathers, which the rows of ops do not include."""
     rules, chosen = rules_of(graph), _chosen(graph, plan)
-    again = sum(seconds_again(graph, rules, priced, chosen, plan.reshard_paths, _again(graph, plan, chosen, priced)))
+    again = sum(recompute_seconds(graph, rules, priced, chosen, plan.reshard_paths, _again(graph, plan, chosen, priced)))
     return plan.microbatches * again - sum(waited_seconds(graph, plan, priced).values())
 
 

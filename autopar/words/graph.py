@@ -45,6 +45,11 @@ RUNNING, TRAINING = 3, 5
 """Positions of their arguments: of the first of two running statistics, and of whether the batch's are taken."""
 
 
+def has_effect(target: str) -> bool:
+    """Return whether an operator writes to its inputs though its schema does not say so."""
+    return target in NORMS
+
+
 class Spec(NamedTuple):  # a tuple is hashed and compared without Python code: blocks are found by it
     """Global shape and dtype (``"float32"``) of one tensor."""
 

@@ -1,4 +1,4 @@
-"""The best ways to cut: a narrow search first, then the exact one."""
+"""The best cuts: a narrow search first, then the exact one."""
 
 from __future__ import annotations
 
@@ -31,15 +31,11 @@ def stage(
     problem: StagingProblem, n_microbatches: int, schedule: str | Fill = "1f1b", *, n_candidates: int = 1,
     width: int = WIDTH,
 ) -> list[StagingEstimate]:  # fmt: skip
-    """The best cut into every number of stages; of these the `n_candidates` best, best first.
+    """Return the `n_candidates` best of the best cuts into every number of stages, best first.
 
     `problem` is that of a step with so many microbatches: costs are of one of them. Each candidate is the optimum for
     its number of stages; `lower_bound_seconds` below the first one's `seconds` means that `width` was reached, and by
     how much its optimality is unproved.
-
-    Raises:
-        ValueError: an unknown schedule, or a count below 1.
-        NothingFits: there is no way, with the reason.
     """
     fill = fill_of(schedule)
     if min(n_microbatches, n_candidates, width) < 1:
@@ -80,7 +76,7 @@ def stage(
 
 
 def _depths(whole: StageTable, fill: Fill, m: int) -> Iterator[int | None]:
-    """Numbers of stages that need a search of their own; None where one search finds them all."""
+    """Yield the numbers of stages that need a search of their own; None where one search finds them all."""
     limit = whole.problem.stage_limit
     if fill.by_distance:
         yield None
@@ -94,7 +90,7 @@ def _depths(whole: StageTable, fill: Fill, m: int) -> Iterator[int | None]:
 
 
 def _equal_sizes(whole: StageTable) -> Iterator[NDArray[np.bool_]]:
-    """Rows of each size, whatever the device type."""
+    """Yield the rows of each size, whatever the device type."""
     sizes = np.array([s.n_devices for s in whole.problem.submeshes])[whole.submesh]
     return (sizes == size for size in np.unique(sizes))
 

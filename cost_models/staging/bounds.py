@@ -1,4 +1,4 @@
-"""What the rest of a chain costs at least, so that the search can drop what cannot win.
+"""Lower bounds of the rest of a chain, so that the search can drop what cannot win.
 
 For the blocks [0, k) on what is left of the devices, with b = bubble, m microbatches and a weight w per device of each
 type (the faster, the heavier), whatever the stages are:
@@ -44,7 +44,7 @@ class Bounds:
     rest: Floats
 
     def seconds(self, total: Floats, pace: Floats, left: Ints, k: Ints, r: Ints, bubble: float, m: int) -> Floats:
-        """At least so long is the step of any plan that ends in these r stages. `left` [.., types] devices."""
+        """Return a lower bound of the step of any plan that ends in these r stages. `left` [.., types] devices."""
         amount = left @ self.weight
         level = np.minimum(np.searchsorted(self.levels, amount * (1 - HAIR)), len(self.levels) - 1)
         best = np.zeros_like(total)
@@ -73,7 +73,7 @@ def bounds(
     rent_seconds: float,
     n_levels: int = LEVELS,
 ) -> Bounds:
-    """For stages of at most `pace_limit` seconds; for exactly `n_stages` of them unless None. `rent_seconds` is P."""
+    """Return bounds for stages of at most `pace_limit` seconds, exactly `n_stages` unless None. `rent_seconds` is P."""
     problem = table.problem
     n, n_runs = problem.n_blocks, len(table.rows_of) - 1
     limit = times.seconds.shape[1] - 1
@@ -109,7 +109,7 @@ def bounds(
 
 
 def _weights(least: Floats, used: Ints, n_blocks: Ints) -> Floats:
-    """Speed of a device of each type: the inverse of the mean device-seconds of a block on that type."""
+    """Return the speed of a device of each type: the inverse of the mean device-seconds of a block on it."""
     types = used.shape[1]
     speeds = np.zeros(types)
     for t in range(types):

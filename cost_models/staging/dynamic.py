@@ -54,6 +54,7 @@ class _Labels:
     bound: Floats
 
     def take(self, which: NDArray) -> _Labels:
+        """Return some of the labels."""
         return _Labels(*(getattr(self, f.name)[which] for f in fields(self)))
 
     def __len__(self) -> int:
@@ -86,7 +87,7 @@ def solve(
     width: int,
     only: NDArray[np.bool_] | None = None,
 ) -> BestByStages:
-    """Plans of at most `limit_seconds`, of `n_stages` stages where `times` are for that number alone.
+    """Return plans of at most `limit_seconds`, of `n_stages` stages where `times` are for that number alone.
 
     `only` marks the rows of the table that may be used.
     """
@@ -106,6 +107,7 @@ class _Search:
     width: int
 
     def run(self) -> BestByStages:
+        """Return the best plans by number of stages."""
         problem = self.table.problem
         n = problem.n_blocks
         self.most = problem.stage_limit if self.n_stages is None else self.n_stages
@@ -133,7 +135,7 @@ class _Search:
         return self._finish(waiting.pop(0, []), kept)
 
     def _bounds(self) -> Bounds | None:
-        """Bounds with the slowest stage that the limit allows; the stages within it are the ones to try."""
+        """Return bounds with the slowest stage that the limit allows; the stages within it are the ones to try."""
         b, limit = self.fill.bubble, self.limit_seconds * ROUND
         paced = self.m > b  # otherwise the slowest stage costs nothing more
         self.pace_limit = limit / (self.m - b) if paced else INF
@@ -159,7 +161,7 @@ class _Search:
         return result
 
     def _stages(self, k: int) -> tuple[Ints, Ints]:
-        """(first block, row) of every stage that ends at block k - 1."""
+        """Return (first block, row) of every stage that ends at block k - 1."""
         t = self.table
         first, rows = [], []
         for a in range(k):
@@ -181,7 +183,7 @@ class _Search:
     def _pairs(
         self, k: int, labels: _Labels, begin: int, first: Ints, rows: Ints, waiting: dict[int, list[_Labels]]
     ) -> None:
-        """Every label with every stage: [stages, labels], thinned out test by test."""
+        """Extend every label by every stage: [stages, labels], thinned out test by test."""
         table, fill, problem = self.table, self.fill, self.table.problem
         submesh = table.submesh[rows]
         r = labels.r + 1
@@ -201,7 +203,8 @@ class _Search:
         rows, first, submesh, r = rows[i], first[i], submesh[i], r[j]
         used = table.used[submesh] + labels.used[j]
         place = table.places[0][submesh]
-        cross = fill.chunks * (table.stage_edges[k][place, labels.place[j]] if k < problem.n_blocks else np.zeros(len(i)))
+        edges = table.stage_edges[k][place, labels.place[j]] if k < problem.n_blocks else np.zeros(len(i))
+        cross = fill.chunks * edges
         seconds = self.times.seconds[rows, r] + (0.0 if problem.overlap else 2 * cross)
         total = labels.total[j] + (seconds + (2 * cross if problem.overlap else 0.0))
         pace = np.maximum(labels.pace[j], seconds)
@@ -227,7 +230,7 @@ class _Search:
             waiting.setdefault(int(value), []).append(new.take(np.arange(low, high)))
 
     def _reduced(self, labels: _Labels) -> _Labels:
-        """Without those that others make useless, and at most `width`."""
+        """Return the labels without those that others make useless, and at most `width`."""
         labels = self._undominated(labels, same_devices=True)
         if not self.table.problem.all_devices:
             labels = self._undominated(labels, same_devices=False)
@@ -238,7 +241,7 @@ class _Search:
         return labels
 
     def _undominated(self, labels: _Labels, same_devices: bool) -> _Labels:
-        """Each is compared with some that come shortly before it: what is dropped is useless, what stays may be too."""
+        """Drop useless labels by comparing each with some shortly before it; what stays may be useless too."""
         n_places = len(self.table.places[1])
         for _ in range(2):
             group = labels.r * n_places + labels.place

@@ -25,8 +25,11 @@ from .words import StageChoice, StageEstimate, StagingEstimate, StagingProblem
 
 
 class StageLoad(NamedTuple):
-    """What one group of devices does: seconds of a microbatch (t_i and its backward), once a step (`once_seconds`), and
-    of a microbatch's transfers one way to the groups that follow its stages."""
+    """Seconds of one group of devices.
+
+    They are those of a microbatch (t_i and its backward), once a step (`once_seconds`), and of a microbatch's transfers
+    one way to the groups that follow its stages.
+    """
 
     seconds: float
     backward_seconds: float
@@ -37,11 +40,9 @@ class StageLoad(NamedTuple):
 def estimated_seconds(
     bubble: float, drain: float, n_microbatches: int, loads: Sequence[StageLoad], overlap: bool = True
 ) -> float:
-    """The formula above, of groups from the first to the last.
+    """Return the formula above, for groups from the first to the last, with the schedule's `bubble` and `drain`.
 
-    Args:
-        bubble, drain: of the schedule (:class:`cost_models.schedules.schedule_kinds.Fill`).
-        overlap: transfers run beside computation; otherwise a group's seconds hold them.
+    With `overlap`, transfers overlap with computation; otherwise a group's seconds include them.
     """
     total, pace, tail = 0.0, 0.0, 0.0
     for load in reversed(loads):
@@ -54,7 +55,7 @@ def estimated_seconds(
 def evaluate(
     problem: StagingProblem, fill: Fill, n_microbatches: int, choices: Sequence[StageChoice]
 ) -> StagingEstimate:
-    """The estimate of chosen stages, memory counted but not judged. Raises ValueError where a cost is None."""
+    """Return the estimate of chosen stages, memory counted but not judged."""
     n, chunks = len(choices), fill.chunks
     stages, loads = [], []
     for i, c in enumerate(choices):
@@ -78,4 +79,5 @@ def evaluate(
 
 
 def bounded(candidate: StagingEstimate, lower_bound_seconds: float) -> StagingEstimate:
+    """Return a candidate with its lower bound."""
     return replace(candidate, lower_bound_seconds=lower_bound_seconds)

@@ -1,4 +1,4 @@
-"""Why nothing fits: which limit is in the way, and by how much the nearest attempt misses it."""
+"""Explanation why nothing fits: which limit is in the way, and by how much the nearest attempt misses it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = 8
 
 
 def explain(problem: StagingProblem, n_microbatches: int, fill: Fill) -> NothingFits:
-    """The exception to raise when a search came back empty."""
+    """Return the exception to raise when a search came back empty."""
     whole = table(problem)
     lacking = _lacking(whole)
     if lacking:
@@ -49,7 +49,7 @@ def explain(problem: StagingProblem, n_microbatches: int, fill: Fill) -> Nothing
 
 
 def _lacking(table: StageTable) -> str:
-    """Blocks for which no stage has a cost at all."""
+    """Return a message about blocks for which no stage has a cost at all."""
     n = table.problem.n_blocks
     possible = [False] * n
     for (first, last), run in table.run_of.items():
@@ -63,7 +63,7 @@ def _lacking(table: StageTable) -> str:
 
 
 def _attempt(table: StageTable, fill: Fill, m: int, factor: float) -> StagingEstimate | None:
-    """Any plan with `factor` times the memory."""
+    """Return any plan with `factor` times the memory."""
     counts = [None] if fill.by_distance else range(1, table.problem.stage_limit + 1)
     cuts = []
     for n in counts:
@@ -77,7 +77,7 @@ def _attempt(table: StageTable, fill: Fill, m: int, factor: float) -> StagingEst
 
 
 def _least_memory(table: StageTable, fill: Fill, m: int) -> StagingEstimate | None:
-    """A plan that fits in the least multiple of the memory, nearly; None where none fits in any."""
+    """Return a plan that fits in nearly the least multiple of the memory; None where none fits in any."""
     low, high = 1.0, 2.0
     best = None
     while best is None:
@@ -99,7 +99,7 @@ def _least_memory(table: StageTable, fill: Fill, m: int) -> StagingEstimate | No
 
 
 def _counts(problem: StagingProblem) -> str:
-    """Memory aside, the counts do not come out."""
+    """Return a message about counts that do not go together, memory aside."""
     devices = " and ".join(f"{n} {t}" for t, n in problem.devices.items())
     if problem.all_devices:
         with_idle = replace(problem, all_devices=False)

@@ -20,7 +20,7 @@ MANY_NODES = 16
 
 
 def pools_of(cluster: Cluster, memory_fraction: float) -> tuple[Pool, ...]:
-    """One pool for every device type of a cluster; stages may fill `memory_fraction` of a device's memory."""
+    """Return one pool for every device type of a cluster; stages may fill `memory_fraction` of a device's memory."""
     nodes: dict[str, dict[int, int]] = {}
     memory: dict[str, float] = {}
     for device, node in zip(cluster.devices, cluster.node_of, strict=True):
@@ -31,12 +31,12 @@ def pools_of(cluster: Cluster, memory_fraction: float) -> tuple[Pool, ...]:
 
 
 def any_sizes(pool: Pool) -> tuple[int, ...]:
-    """Every count."""
+    """Return every count."""
     return tuple(range(1, pool.n_devices + 1))
 
 
 def alpa_sizes(pool: Pool) -> tuple[int, ...]:
-    """Powers of two within a node, nodes, and runs of whole nodes; of many alike nodes fewer runs, see MANY_NODES."""
+    """Return powers of two within a node, nodes, and runs of nodes; fewer runs of many alike nodes, see MANY_NODES."""
     sizes = set(pool.node_sizes)
     for size in set(pool.node_sizes):
         sizes |= {1 << i for i in range(size.bit_length()) if 1 << i <= size}
@@ -54,21 +54,21 @@ def alpa_sizes(pool: Pool) -> tuple[int, ...]:
 
 
 def sizes(pool: Pool) -> tuple[int, ...]:
-    """The default: any count in a small pool, else Alpa's."""
+    """Return the default: any count in a small pool, else Alpa's."""
     return any_sizes(pool) if pool.n_devices <= SMALL else alpa_sizes(pool)
 
 
 def submeshes(
     pools: Iterable[Pool],
-    shapes: Callable[[int], Sequence[str]] = lambda n_devices: ("",),
+    shapes: Callable[[int], Sequence[str]] = lambda _: ("",),
     rule: Callable[[Pool], Sequence[int]] = sizes,
 ) -> tuple[Submesh, ...]:
-    """Every size of `rule` in every shape that `shapes` gives for it."""
+    """Return every size of `rule` in every shape that `shapes` gives for it."""
     return tuple(Submesh(p.device_type, n, shape) for p in pools for n in rule(p) for shape in shapes(n))
 
 
 def place(pools: Sequence[Pool], stages: Sequence[Submesh]) -> list[tuple[int, ...]] | None:
-    """Device numbers of each stage, counted within its pool node after node; None where they do not pack.
+    """Return the device numbers of each stage, counted within its pool node after node; None where they do not pack.
 
     Stages that do not fill a node stay inside one; larger ones take whole nodes and, where their size asks for it, a
     part of one more. Stages that follow each other stand as near as that allows.
@@ -88,7 +88,7 @@ def place(pools: Sequence[Pool], stages: Sequence[Submesh]) -> list[tuple[int, .
 
 
 def _take(free: list[list[int]], node_sizes: Sequence[int], n: int) -> tuple[int, ...] | None:
-    """Removes n devices: from the fullest fitting node, or whole free nodes in a row and a part of one more."""
+    """Remove n devices: from the fullest fitting node, or whole free nodes in a row and a part of one more."""
     fitting = [i for i, in_node in enumerate(free) if len(in_node) >= n]
     if fitting:
         best = min(fitting, key=lambda i: (len(free[i]), i))

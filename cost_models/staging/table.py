@@ -57,7 +57,7 @@ class StageTable:
 
     @cached_property
     def places(self) -> tuple[Ints, list[Submesh]]:
-        """The place of each submesh, and a submesh that stands for each place."""
+        """Place of each submesh, and a submesh for each place."""
         number_of: dict[Hashable, int] = {}
         stand: list[Submesh] = []
         index = []
@@ -88,7 +88,7 @@ class StageTable:
 
     @cached_property
     def stage_edges(self) -> list[Floats]:
-        """For every cut, seconds one way [place before, place after]; cut 0 and the end of the chain cross nothing."""
+        """Seconds one way [place before, place after] for every cut; the end of the chain passes nothing on."""
         problem, (_, stand) = self.problem, self.places
         names: Sequence[Hashable] = problem.classes or range(problem.n_blocks)
         nothing = np.zeros((len(stand), len(stand)))
@@ -102,7 +102,7 @@ class StageTable:
         return [*seconds, nothing]
 
     def recomputed(self, in_flight: Floats, memory_factor: float = 1.0) -> Floats:
-        """The fewest recomputed blocks with which each row fits [rows, in flight]; inf where none do.
+        """Return the fewest recomputed blocks with which each row fits [rows, in flight]; inf where none do.
 
         `in_flight` is a row of microbatch counts; `memory_factor` scales the devices' memory.
         """
@@ -138,7 +138,7 @@ def _least(cost: StageCost) -> float:
 
 
 def table(problem: StagingProblem) -> StageTable:
-    """Asks the problem for the cost of every distinct run on every submesh."""
+    """Compute the cost of every distinct run on every submesh."""
     names: Sequence[Hashable] = problem.classes or range(problem.n_blocks)
     # A run's identity is built from the run that is one block shorter, so that no tuple of labels is hashed whole.
     run_number: dict[tuple[int, Hashable], int] = {}
@@ -184,7 +184,7 @@ class Timed:
 def timed(
     table: StageTable, fill: Fill, n_microbatches: int, n_stages: int | None, memory_factor: float = 1.0
 ) -> Timed:
-    """With `n_stages` None the schedule must depend on the distance from the end alone."""
+    """Return the times of a schedule; with `n_stages` None it must depend on the distance from the end alone."""
     limit = table.problem.stage_limit if n_stages is None else n_stages
     counts = [fill.in_flight(limit - r, limit, n_microbatches) for r in range(1, limit + 1)]
     distinct, back = np.unique(np.array(counts, dtype=float), return_inverse=True)
@@ -201,7 +201,7 @@ def timed(
 
 
 def _useless(table: StageTable, fill: Fill, seconds: Floats, backward: Floats) -> NDArray[np.bool_]:
-    """Rows that another one of the same run, size and place beats in time, once-a-step time, and what hides it."""
+    """Return the rows that another one of the same run, size and place beats in every time."""
     starts, _ = table.groups
     group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(seconds))))
     place = table.places[0][table.submesh]

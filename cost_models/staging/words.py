@@ -37,6 +37,7 @@ class Pool:
 
     @property
     def n_devices(self) -> int:
+        """Number of devices."""
         return sum(self.node_sizes)
 
 
@@ -63,16 +64,16 @@ class StageCost:
     recompute_seconds: float = 0.0
 
     def kept_bytes(self, n_recomputed: int, n_blocks: int) -> float:
-        """Activation bytes of one microbatch with `n_recomputed` of the stage's `n_blocks` recomputed."""
+        """Return the activation bytes of one microbatch with `n_recomputed` of the stage's `n_blocks` recomputed."""
         least = self.activation_bytes if self.recomputed_bytes is None else self.recomputed_bytes
         return self.activation_bytes - n_recomputed * (self.activation_bytes - least) / n_blocks
 
     def needed_bytes(self, n_recomputed: int, n_blocks: int, in_flight: float) -> float:
-        """Of one device, with `in_flight` microbatches between forward and backward."""
+        """Return the bytes of one device, with `in_flight` microbatches between forward and backward."""
         return self.static_bytes + in_flight * self.kept_bytes(n_recomputed, n_blocks)
 
     def extra_seconds(self, n_recomputed: int, n_blocks: int) -> float:
-        """What recomputing adds to a backward."""
+        """Return the seconds that recomputing adds to a backward."""
         return n_recomputed * self.recompute_seconds / n_blocks
 
 
@@ -82,8 +83,8 @@ Transfer = Callable[[int, Submesh, Submesh], float]
 """(first block after the cut, from, to) -> seconds of one microbatch's tensors; its gradients take as long back."""
 
 
-def no_transfer(cut: int, source: Submesh, target: Submesh) -> float:
-    """Stages hand over for free."""
+def no_transfer(_cut: int, _source: Submesh, _target: Submesh) -> float:
+    """Return 0: transfers between stages are free."""
     return 0.0
 
 
@@ -194,7 +195,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class StagingEstimate:
-    """A way to cut, with the estimate of its step.
+    """A cut with the estimate of its step.
 
     `lower_bound_seconds` is of all ways that the search looked for: equal to the best candidate's `seconds` when it
     is proved optimal.
@@ -218,7 +219,7 @@ class StagingEstimate:
 
 
 class NothingFits(ValueError):
-    """No way to cut is possible.
+    """No cut is possible.
 
     `excess_bytes` is what the worst device of the nearest attempt lacks; 0 where memory is not the reason.
     """

@@ -82,7 +82,7 @@ def test_gathering_again_is_priced_in_the_program_with_the_cuts(fold: bool) -> N
     problem, decoder = setting.problem(True, choices=True)
     gathering = 0
     for choice in program(replace(problem, limit_bytes=UNLIMITED)).hull((0.3, 2.0, 10.0, 100.0)):
-        decided = decoder.decided(choice.picked, setting.folding)
+        decided = decoder.decided(choice.picked)
         plan = setting.realise(decided)
         if plan.gather_again:
             gathering += 1

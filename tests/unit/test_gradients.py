@@ -1023,7 +1023,7 @@ def test_a_rule_in_one_line() -> None:
     captured = capture(model, (batches()[0],))
     plan = plan_graph(captured.graph, CLUSTER, MESH)
     assert plan.ops["function"] == ("I",)
-    assert notes_on(captured.graph) == ("no rule for function.Cubed: kept whole on every rank",)
+    assert notes_on(captured.graph) == ("no rule for function.Cubed: replicated",)
     function_rule(Cubed, "b k, k -> b k")
     rule = next(r for r in rules_of(captured.graph) if r is not None and r.whole_gradients)
     assert str(rule) == "b k, k -> b k"

@@ -13,9 +13,9 @@ import pulp
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.building.integer_program import ROUGH, Item, MomentBytes, Problem, SharedBytes, Tensor
+from autopar.planner.effort import BRIEF, EFFORT, PATIENT, SolverWork, requested_seconds
+from autopar.planner.intra_op.building.integer_program import Item, MomentBytes, Problem, SharedBytes, Tensor
 from autopar.planner.intra_op.solving import highs, relaxation
-from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT, Effort, asked_seconds
 
 
 def _random_problem(rng: random.Random, limit: bool) -> Problem:
@@ -137,7 +137,7 @@ def test_rows_without_a_solution_are_found_by_the_fewest_bytes_too(monkeypatch: 
         return asked[-1]
 
     before = answers()
-    monkeypatch.setattr(relaxation, "MANY", 1)
+    monkeypatch.setattr(relaxation, "EFFORT", replace(EFFORT, iterations_before_check=1))
     monkeypatch.setattr(relaxation.Relaxation, "_has_no_room", has_no_room)
     after = answers()
     assert before == [pytest.approx(x, abs=1e-6) if x is not None else None for x in after]
@@ -223,15 +223,15 @@ class _Slow(int):
 
 
 def test_where_the_solver_stops_does_not_depend_on_how_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, effort, steps_of = _knapsacks(), Effort(1000, 40, 1.0), Effort.steps_of
+    problem, effort, steps_of = _knapsacks(), SolverWork(1000, 40, 1.0), SolverWork.steps_of
     idle = highs.program(problem, effort=effort).solve()
     assert idle.status == "time limit"
     begun = time.perf_counter()
-    monkeypatch.setattr(Effort, "steps_of", lambda self, n_entries: _Slow(steps_of(self, n_entries)))
+    monkeypatch.setattr(SolverWork, "steps_of", lambda self, n_entries: _Slow(steps_of(self, n_entries)))
     busy = highs.program(problem, effort=effort).solve()
     assert time.perf_counter() - begun > 40 * 0.005
     assert busy == idle
-    more = highs.program(problem, effort=Effort(1000, 100, 1.0)).solve()
+    more = highs.program(problem, effort=SolverWork(1000, 100, 1.0)).solve()
     assert (more.objective, -more.bound) < (idle.objective, -idle.bound), "more work gets further"
 
 
@@ -243,7 +243,7 @@ def test_the_clock_counts_only_where_seconds_are_asked_for() -> None:
         assert isinstance(program, highs.HighsProgram)
         assert program.engine.getOptionValue("time_limit")[1] == float("inf")
     with suppress(InfeasibleError):  # a busy machine ends it before there is any choice
-        assert highs.program(problem, effort=asked_seconds(0.02)).solve().status == "time limit"
+        assert highs.program(problem, effort=requested_seconds(0.02)).solve().status == "time limit"
 
 
 def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
@@ -267,7 +267,7 @@ def test_memory_by_prices_is_within_its_gap_of_brute_force() -> None:
 
 def test_large_programs_of_a_rough_search_fit_and_know_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Presolved, and whole next to the relaxation: within the limit, no better than the best, the bound no worse."""
-    monkeypatch.setattr(relaxation, "LARGE", 0)
+    monkeypatch.setattr(relaxation, "EFFORT", replace(EFFORT, presolve_columns=0))
     rng, rough, searched = random.Random(8), 0, []
     real = highs.HighsProgram.best
     monkeypatch.setattr(highs.HighsProgram, "best", lambda *a, **k: searched.append(1) or real(*a, **k))
@@ -276,10 +276,10 @@ def test_large_programs_of_a_rough_search_fit_and_know_their_bound(monkeypatch: 
         expected = _brute_force(problem)
         if expected == float("inf"):
             with pytest.raises(InfeasibleError):
-                highs.program(problem).solve(gap=ROUGH)
+                highs.program(problem).solve(gap=EFFORT.rough_gap)
             continue
-        choice = highs.program(problem).solve(gap=ROUGH)
+        choice = highs.program(problem).solve(gap=EFFORT.rough_gap)
         assert _bytes(problem, choice.picked) <= problem.limit_bytes
         assert choice.bound <= expected + 1e-6 <= choice.objective + 2e-6
-        rough += choice.objective > expected * (1 + ROUGH)
+        rough += choice.objective > expected * (1 + EFFORT.rough_gap)
     assert rough and len(searched) < 75, "branch and bound is rare, and so is what it would have found"

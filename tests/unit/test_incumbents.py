@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
-from autopar.planner.inter_op.candidates import SMALL, Candidate
-from autopar.planner.inter_op.incumbents import FEW_PROGRAMS, Incumbents
+from autopar.planner.effort import EFFORT
+from autopar.planner.inter_op.candidates import Candidate
+from autopar.planner.inter_op.incumbents import Incumbents
 from autopar.words.meshes import Mesh
 
-MANY = 4 * SMALL
+MANY = 4 * EFFORT.few_devices
 GROUPS = 4
 
 
 class Search:
     """Plans candidates exactly by a table: seconds of a step by their estimates, each by so many programs."""
 
-    def __init__(self, exact: dict[float, float], programs: int = FEW_PROGRAMS) -> None:
+    def __init__(self, exact: dict[float, float], programs: int = EFFORT.few_programs) -> None:
         self.seconds, self.planned, self.programs = exact, [], programs
 
     def n_programs(self, candidate: Candidate) -> int:
@@ -56,7 +57,7 @@ def test_what_looks_better_than_the_best_is_planned_whatever_comes_before(
     assert best.fastest.seconds == 10.85
 
 
-@pytest.mark.parametrize("programs, fastest", [(4, 10.4), (FEW_PROGRAMS, 10.8)])
+@pytest.mark.parametrize("programs, fastest", [(4, 10.4), (EFFORT.few_programs, 10.8)])
 def test_what_costs_little_is_planned_where_its_estimate_may_be_too_long(programs: int, fastest: float) -> None:
     """Llama-3-8B on 64 devices had three exact plans, and a fourth estimate whose plan is 2% better than theirs."""
     exact = {10.8: 10.8, 10.9: 10.9, 10.95: 10.95, 11.2: 10.4, 11.6: 10.0}

@@ -13,10 +13,11 @@ from zoo import ZOO
 from autopar.capture import capture
 from autopar.comparison import program_vs_eager as V
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op import stage_search
 from autopar.planner.inter_op.candidates import Candidate
 from autopar.planner.inter_op.estimating.block_costs import Menus
-from autopar.planner.inter_op.exact.memory_shares import STEP, beside, counted_in_flight, share_of
+from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of
 from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.planner.inter_op.single_stage import least_seconds
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
@@ -41,7 +42,7 @@ def graphs() -> dict[int, Graph]:
 
 def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, sizes, planned = load_cluster("dgx-h100"), set(), []
-    real_ways, real_exact = Menus.ways, OneNumber.exact
+    real_ways, real_exact = Menus.of, OneNumber.exact
 
     def ways(self: Menus, block: Any, mesh: Any, devices: Any) -> Any:
         sizes.add(mesh.n_devices)
@@ -54,7 +55,7 @@ def test_one_group_goes_from_its_bound_to_the_exact_plan(monkeypatch: pytest.Mon
         return plan
 
     plans: list[Any] = []
-    monkeypatch.setattr(Menus, "ways", ways)
+    monkeypatch.setattr(Menus, "of", ways)
     monkeypatch.setattr(OneNumber, "exact", exact)
     best = plan_pipeline(graphs(), cluster, DEVICES, PipelineOptions(1)).plan
     assert DEVICES not in sizes, "blocks are estimated for pipelines alone"
@@ -155,7 +156,7 @@ def test_what_a_group_needs_once_is_counted_once() -> None:
     live = (3,) * 7
     limits = [share_of(s, of_group, live, live, way) * memory + beside(s, of_group, way) for s in of_group]
     lasting = [limit - once * 2**30 for limit in limits]
-    needed = (persistent + 3 * kept) * 2**30 - STEP
+    needed = (persistent + 3 * kept) * 2**30 - EFFORT.memory_step
     assert all(n >= needed for n in lasting), "each has room for what it was estimated to need, but for rounding"
     assert sum(lasting) + once * 2**30 <= memory * (1 + 1e-9), "and all of them, one of which works, fit"
     alone = replace(way, n_bytes=scaled[:1], once_bytes=way.once_bytes[:1])

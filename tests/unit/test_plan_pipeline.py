@@ -18,7 +18,7 @@ from autopar import planfile as files
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.inter_op.blocks import blocks
-from autopar.planner.inter_op.estimating.block_costs import Way
+from autopar.planner.inter_op.estimating.block_costs import BlockOption
 from autopar.planner.inter_op.estimating.filling import Filler, Places
 from autopar.planner.inter_op.simulating.phases import phases
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
@@ -46,13 +46,13 @@ def gpt(layers: int, hidden: int, heads: int, batch: int, seq: int) -> Graph:
     return gpt2(batch, seq, torch.float16, vocab_size=51200, n_embd=hidden, n_layer=layers, n_head=heads)
 
 
-def random_way(rng: random.Random) -> Way:
+def random_way(rng: random.Random) -> BlockOption:
     forward, kept = rng.uniform(1, 4), rng.uniform(2, 6)
     step = rng.uniform(0, 2)
-    way = Way(forward, 2 * forward, step, rng.uniform(1, 8), kept, optimizer_seconds=step)
+    way = BlockOption(forward, 2 * forward, step, rng.uniform(1, 8), kept, optimizer_seconds=step)
     if rng.random() < 0.4:
         way = replace(
-            way, backward_seconds=3 * forward, kept_bytes=kept / 4, again_bytes=kept, recomputed=True,
+            way, backward_seconds=3 * forward, kept_bytes=kept / 4, recompute_peak_bytes=kept, recomputed=True,
         )  # fmt: skip
     return way
 
@@ -72,11 +72,11 @@ def test_stages_are_filled_within_memory_and_near_the_best_choice_of_ways() -> N
         end = rng.randint(1, min(5, len(filler.kinds)))
         memory = rng.uniform(3, 25) * end
 
-        def bytes_of(ways: tuple[Way, ...], in_flight: float = in_flight) -> float:
-            again = max(w.again_bytes for w in ways)
+        def bytes_of(ways: tuple[BlockOption, ...], in_flight: float = in_flight) -> float:
+            again = max(w.recompute_peak_bytes for w in ways)
             return again + sum(w.static_bytes + in_flight * w.kept_bytes for w in ways)
 
-        def total_of(ways: tuple[Way, ...], filler: Filler = filler) -> float:
+        def total_of(ways: tuple[BlockOption, ...], filler: Filler = filler) -> float:
             return sum(filler.microbatches * w.seconds + w.step_seconds for w in ways)
 
         every = itertools.product(*(filler.menus[k] for k in filler.kinds[:end]))

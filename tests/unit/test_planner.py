@@ -16,6 +16,7 @@ import autopar
 from autopar.capture import capture
 from autopar.certificate import check
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import BRIEF, PATIENT, SolverWork, requested_seconds
 from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.building.integer_program import Beaten, Problem
 from autopar.planner.intra_op.building.price import pricer
@@ -23,7 +24,6 @@ from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.random_plans import random_plan
 from autopar.planner.intra_op.solving import highs
 from autopar.planner.intra_op.solving.cbc import ByCbc
-from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT, Effort, asked_seconds
 from autopar.planner.intra_op.solving.highs import HighsProgram
 from autopar.planner.intra_op.within_memory import OutOfReach
 from autopar.plans.plan import StagePlan
@@ -150,9 +150,9 @@ def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyP
     """Also where memory binds, where the planner would give it less of its own."""
     graph, cluster, mesh = graph_of("mlp"), load_cluster("dgx-h100"), Mesh.of(data=2)
     limit = 0.9 * plan_graph(graph, cluster, mesh).price.memory_bytes
-    efforts: list[Effort] = []
+    efforts: list[SolverWork] = []
 
-    def program(problem: Problem, effort: Effort) -> HighsProgram | ByCbc:
+    def program(problem: Problem, effort: SolverWork) -> HighsProgram | ByCbc:
         efforts.append(effort)
         return solver_program(problem, effort=effort)
 
@@ -160,7 +160,7 @@ def test_the_solver_gets_the_time_that_was_asked_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(highs, "program", program)
     plan_graph(graph, cluster, mesh, Options(memory_limit_bytes=limit, time_limit_seconds=asked))
     assert len(efforts) > 1
-    assert set(efforts) == ({PATIENT, BRIEF} if asked is None else {asked_seconds(asked)})
+    assert set(efforts) == ({PATIENT, BRIEF} if asked is None else {requested_seconds(asked)})
 
 
 @pytest.mark.parametrize(

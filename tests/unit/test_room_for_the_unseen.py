@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.planner.intra_op.within_memory import CLOSE, _Room
+from autopar.planner.effort import EFFORT
+from autopar.planner.intra_op.within_memory import _Room
 
 LIMIT = 1000.0
 
@@ -58,8 +59,8 @@ def test_nothing_is_taken_back_where_no_plan_fits_or_little_would_be_won() -> No
     room, program = room_of()
     assert not room.take_back()
     room.note(False)
-    room.leave(1, CLOSE * LIMIT / 2)
+    room.leave(1, EFFORT.refined_share * LIMIT / 2)
     assert not room.take_back(), "no plan is known to fit with it"
     room.note(True)
     assert not room.take_back()
-    assert program.less[1] == CLOSE * LIMIT / 2
+    assert program.less[1] == EFFORT.refined_share * LIMIT / 2

@@ -11,18 +11,19 @@ import pytest
 import torch
 
 from autopar.capture.microbatches import resized
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.estimating.block_costs import BlockPlans, Menus, evenly_cut
 from autopar.planner.inter_op.estimating.equal import Equal
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group
 from autopar.planner.inter_op.estimating.filling import Filled, Fillers
-from autopar.planner.inter_op.estimating.simulated_estimate import STEADY, best, simulated
+from autopar.planner.inter_op.estimating.simulated_estimate import best, simulated
 from autopar.planner.inter_op.exact import stage_plans
 from autopar.planner.inter_op.exact.exact_stages import spread_out
 from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.planner.inter_op.simulating.timing import OnceAStep
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.planner.intra_op.building.integer_program import Beaten
-from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
+from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, repriced
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from cost_models.schedules import Edge, Fill, build, fill_of, simulate, times
@@ -72,7 +73,7 @@ def test_many_microbatches_are_carried_on_from_fewer(schedule: str) -> None:
         every = build(fill_of(schedule).name, len(stages), groups, microbatches)
         timeline = simulate(every, timing)
         whole, step = timeline.makespan_seconds, OnceAStep.of(stages, every.stages_of_rank).more(timeline)
-        exact = microbatches <= (STEADY + 1) * groups
+        exact = microbatches <= (EFFORT.steady_microbatches + 1) * groups
         assert simulated(cut, microbatches) == pytest.approx(whole + step, rel=1e-9 if exact else 0.02)
     assert [s for s, _ in best([cut, random_cut(rng, schedule, 8)], 16, 1)] == [simulated(cut, 16)]
 
@@ -99,8 +100,8 @@ def test_fastest_ways_alone_find_the_cut_that_all_ways_find(monkeypatch: pytest.
     graph, cluster, microbatches = llama(), load_cluster("dgx-h100-x4"), 32
     search = OneNumber(graph, cluster, 32, PipelineOptions(microbatches), "")
     every: list[bool] = []
-    ways = Menus.ways
-    monkeypatch.setattr(Menus, "ways", lambda *args: every.append(True) or ways(*args))
+    ways = Menus.of
+    monkeypatch.setattr(Menus, "of", lambda *args: every.append(True) or ways(*args))
 
     def all_ways(self: Equal, groups: list[Group], fill: Fill, near: float, only: int | None) -> EstimatedCut | None:
         found = self._filled(groups, fill, near, only, fastest=False)
@@ -147,7 +148,7 @@ def test_plans_priced_at_another_size_run_the_same_again() -> None:
     options = search.menus._options(graph)
     plans = PlansByMemory(graph, cluster, mesh, options, devices=range(8)).every()
     assert any(plan.recompute for plan in plans)
-    same = priced_again(graph, cluster, mesh, options, plans, devices=range(8))
+    same = repriced(graph, cluster, mesh, options, plans, devices=range(8))
     assert same is not None
     for plan, again in zip(plans, same, strict=True):
         assert (again.recompute, again.make_again, again.kept_bytes) == (

@@ -92,12 +92,14 @@ def test_rows_of_the_limit_see_a_loss_that_runs_again() -> None:
     problem, decoder = setting.problem(True, choices=True)
     assert decoder.moments is not None
     loss = next(i for i, node in graph.of_kind("op") if "cross_entropy" in node.target)
-    ((number, rows),) = [(item, rows) for item, rows in decoder.repeats if any(loss in again for again in rows)]
+    ((number, rows),) = [
+        (k, chain.recomputed) for k, chain in enumerate(decoder.chains) if any(loss in r for r in chain.recomputed)
+    ]
     item = problem.items[number]  # keeping what the loss has inside would take very long
     dear = tuple(s + (loss not in again) for s, again in zip(item.seconds, rows, strict=True))
     items = (*problem.items[:number], replace(item, seconds=dear), *problem.items[number + 1 :])
     choice = program(replace(problem, items=items)).nearest()
-    plan = setting.realise(decoder.decided(choice.picked, setting.folding))
+    plan = setting.realise(decoder.decided(choice.picked))
     assert plan.fullest is not None and plan.fullest.node == loss
     assert graph.nodes[loss].name in {last for _, last in plan.recompute}
     row = decoder.moments.at(plan.fullest).n_bytes(problem, choice.picked)

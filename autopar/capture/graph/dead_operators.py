@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.capture.graph.drafts import Draft
-from autopar.words.graph import NORMS, Ref, map_refs, refs_in
+from autopar.words.graph import Ref, has_effect, map_refs, refs_in
 
 
 def drop_dead_operators(draft: Draft) -> Draft:
@@ -32,9 +32,4 @@ def drop_dead_operators(draft: Draft) -> Draft:
     )  # fmt: skip
 
 
-def has_effect(target: str) -> bool:
-    """Check whether an operator writes to its inputs though its schema does not say so."""
-    return target in NORMS
-
-
-__all__ = ["drop_dead_operators", "has_effect"]
+__all__ = ["drop_dead_operators"]

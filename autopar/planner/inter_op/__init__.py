@@ -1,4 +1,4 @@
-"""Where the pipeline is cut, on which devices each stage runs, and in which order.
+"""Cuts of a pipeline, the devices of each stage, and the order of their actions.
 
 A search, driven by :mod:`.stage_search`, goes through four steps: bound, estimate, simulate, plan exactly. Its folders
 are in that order, and import only from those above them.

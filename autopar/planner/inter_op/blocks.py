@@ -1,10 +1,10 @@
-"""Where a pipeline may cut a model: blocks of operators, found in the graph.
+"""Blocks of operators, found in the graph, between which a pipeline may be cut.
 
-Repeated blocks are what folding finds; they begin where in their period the fewest bytes cross, and of places that are
-alike in that where the outermost module ends: between two layers, and not between the attention of one and the rest of
-it. Where nothing repeats, a long stretch is cut into pieces of about equal work, none of which has less than a block
-that repeats. None begins between operators that read and change one buffer. Blocks of the same kind cost the same, so
-they share one solve.
+Repeated blocks are what folding finds; they begin where in their period the fewest bytes are passed on, and of such
+places where the outermost module ends: between two layers, and not between the attention of one and the rest of it.
+Where nothing repeats, a long stretch is cut into pieces of about equal work, none of which has less than a block that
+repeats. None begins between operators that read and change one buffer. Blocks of the same kind cost the same, so they
+share one solve.
 """
 
 from __future__ import annotations
@@ -14,25 +14,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from autopar.planner.effort import EFFORT
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.plans.stage_graphs import hot_ops, spans_of_written_buffers
 from autopar.rules.notation import Rule
 from autopar.words.graph import Graph, Ref
 from autopar.words.labels import common_depth
 
-MAX_PIECES = 16
-"""Pieces that a stretch without repeats is cut into at most."""
-FLOPS_A_BYTE = 100.0
-"""What a device computes while it moves a byte, roughly: data-sheet rates of the accelerators that are known are within
-a few times that."""
-NEAR = 0.4
-"""A cut between pieces may be moved by this part of a piece, to where fewer bytes cross."""
-
 
 @dataclass(frozen=True)
 class Block:
-    """Operators ``first`` to ``end`` (positions in :func:`autopar.plans.stage_graphs.hot_ops`); equal ``kind``: equal
-    cost."""
+    """Operators ``first`` to ``end`` (positions in :func:`~autopar.plans.stage_graphs.hot_ops`).
+
+    Equal ``kind``: equal cost.
+    """
 
     first: int
     end: int
@@ -41,7 +36,7 @@ class Block:
 
 
 def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Block]:
-    """The blocks of a graph in execution order; every operator that a stage is made of is in one."""
+    """Return the blocks of a graph in execution order; every operator of a stage is in one."""
     ops = hot_ops(graph)
     position = {i: p for p, i in enumerate(ops)}
     modules = [graph.nodes[i].module for i in ops]
@@ -66,8 +61,8 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
     for a, b in pairwise(sorted(cuts)):
         if a not in inside and a + 1 not in inside:
             share = (work[b] - work[a]) / work[-1] if work[-1] else 0.0
-            most = (work[b] - work[a]) // least if folding.blocks and least else MAX_PIECES
-            cuts.update(_pieces(stage_edge, depths, work, a, b, min(round(share * MAX_PIECES), int(most))))
+            most = (work[b] - work[a]) // least if folding.blocks and least else EFFORT.pieces
+            cuts.update(_pieces(stage_edge, depths, work, a, b, min(round(share * EFFORT.pieces), int(most))))
     parted = spans_of_written_buffers(graph)
     ends = [at for at in sorted(cuts) if not any(first < at <= last for first, last in parted)]
     return [
@@ -78,7 +73,7 @@ def blocks(graph: Graph, folding: Fold, rules: Sequence[Rule | None]) -> list[Bl
 
 
 def _hot_from(every: Sequence[int], position: dict[int, int], at: int) -> int:
-    """Position of the first hot operator from operator position ``at`` on."""
+    """Return the position of the first hot operator from operator position ``at`` on."""
     for i in every[at:]:
         if i in position:
             return position[i]
@@ -86,14 +81,14 @@ def _hot_from(every: Sequence[int], position: dict[int, int], at: int) -> int:
 
 
 def _work(graph: Graph, rules: Sequence[Rule | None], i: int) -> float:
-    """Something like seconds: flops, and what could be computed while bytes are moved."""
+    """Return a rough measure of seconds: flops, and what could be computed while bytes are moved."""
     node, rule = graph.nodes[i], rules[i]
     flops = rule.flops_at({}) if rule is not None else 0.0
-    return flops + FLOPS_A_BYTE * sum(o.n_bytes for o in node.outs if o is not None)
+    return flops + EFFORT.flops_a_byte * sum(o.n_bytes for o in node.outs if o is not None)
 
 
 def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> list[int]:
-    """Bytes of the tensors made before and read from each position on."""
+    """Return the bytes of the tensors made before and read from each position on."""
     change = [0] * (len(ops) + 2)
     for i in ops:
         for out, spec in enumerate(graph.nodes[i].outs):
@@ -109,11 +104,13 @@ def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> lis
 def _pieces(
     stage_edge: Sequence[int], depths: Sequence[int], work: Sequence[float], a: int, b: int, n: int
 ) -> list[int]:  # fmt: skip
-    """Up to ``n - 1`` cuts between ``a`` and ``b``: near equal shares of the work, where the fewest bytes cross, and of
-    such places where the outermost module ends."""
+    """Return up to ``n - 1`` cuts near equal shares of the work, where the fewest bytes are passed on.
+
+    Of such places they are where the outermost module ends.
+    """
     cuts = []
     for k in range(1, n):
-        low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-NEAR, NEAR))
+        low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-EFFORT.moved_cut, EFFORT.moved_cut))
         start, stop = bisect_left(work, low, a + 1, b), bisect_left(work, high, a + 1, b)
         if start <= stop < b:
             cuts.append(min(range(start, stop + 1), key=lambda p: (stage_edge[p], depths[p], p)))

@@ -1,4 +1,4 @@
-"""What is asked of a search over stages, and the ways to cut that its estimates propose for exact plans."""
+"""Options of a search over stages, and the layouts that its estimates propose for exact plans."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from autopar.plans.plan_options import MOST_AXES
 from autopar.words.meshes import Mesh
 from cost_models.schedules import USUAL
 
-SMALL = 16
-"""Devices up to which more ways are looked at: exact plans of few stages cost little."""
-
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What a user may ask of a pipeline.
+    """Options of a user for a pipeline.
 
     Attributes:
         microbatches: per step; the graph is that of one.
@@ -48,11 +45,13 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to cut: positions of the stages' first operators, the groups, and an estimate of the step.
+    """A layout: positions of the stages' first operators, the groups of devices, and an estimate of the step.
 
-    ``n_bytes`` are estimates for each stage of what it holds all the time and of what it keeps of a microbatch; empty
-    where they are not known; so are ``once_bytes``, of each stage what is there only while it works, of which the first
-    has a part for each stage of the group, and ``estimate``, which has the stages' times.
+    Attributes:
+        n_bytes: estimates of each stage's persistent bytes and of what it keeps of a microbatch; empty if not known.
+        estimate: has the stages' times; None if not known.
+        once_bytes: of each stage, bytes that are there only while it works; ``n_bytes`` have a part of them for each
+            stage of the group.
     """
 
     meshes: tuple[Mesh, ...]
@@ -66,6 +65,7 @@ class Candidate:
 
     @property
     def groups(self) -> int:
+        """Number of groups of devices."""
         return len(self.meshes)
 
     def __str__(self) -> str:
@@ -74,4 +74,4 @@ class Candidate:
         return ", ".join(f"{n} group{'s' if n > 1 else ''} of {shape}" for shape, n in runs)
 
 
-__all__ = ["SMALL", "Candidate", "PipelineOptions"]
+__all__ = ["Candidate", "PipelineOptions"]

@@ -1,4 +1,4 @@
-"""The exact plans that a search over stages made so far, and what of its estimates may still beat them."""
+"""The exact plans that a search over stages made so far, and the estimates that may still beat them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,13 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from autopar.errors import InfeasibleError
-from autopar.planner.inter_op.candidates import SMALL, Candidate
+from autopar.planner.effort import EFFORT
+from autopar.planner.inter_op.candidates import Candidate
 from autopar.planner.inter_op.exact.exact_stages import Exact
-from autopar.planner.inter_op.per_microbatch_count import CANDIDATES, OneNumber
+from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.planner.intra_op.building.integer_program import Beaten
 from autopar.progress import note_best, tell
 from autopar.words.texts import show_seconds
-
-FAILED = 12
-"""Of what looked promising on more than :data:`SMALL` devices, and does not fit when planned exactly, at most."""
-CLOSE = 0.005
-"""On more than :data:`SMALL` devices, the next is planned exactly if it looks at most this much worse than the best;
-once estimates of stages were compared with exact plans, if it is better where it is as much too long as the worst."""
-FEW_PROGRAMS, TOO_LONG = 24, 0.95
-"""On more than :data:`SMALL` devices, exact plans that take so many programs in all cost little beside the estimates:
-until then, other layouts are planned too if they are better where their estimates are too long by a twentieth. (That of
-``zb-h1``, whose order is searched only then, was by 4.3% for Llama-3-8B on 64 devices.)"""
-SLACK = 1.02
-"""What the fastest layout may take longer with other shares of memory, at first."""
-MARGIN, CLOSER, KNOWN = 0.9, 0.98, 8
-"""On few devices, a way is not planned exactly if it takes longer than the best even where its estimate is as much too
-long as the worst so far, and a tenth more; a fiftieth, once so many errors are known."""
-SLOWER = 2
-"""Of the next best layouts, so many in a row that are slower than those that there are, and no more are planned."""
 
 
 @dataclass
@@ -44,7 +28,7 @@ class Incumbents:
         plans: in the order in which they were made.
         errors: seconds of exact plans over their estimates.
         failed: how many looked promising, and did not fit.
-        programs: about how many programs the exact plans of stages took, on more than :data:`SMALL` devices.
+        programs: about how many programs the exact plans of stages took, on more than ``EFFORT.few_devices`` devices.
         interrupted: Ctrl-C ended the search.
         slower: what was given up because the best plan so far was faster, and what was not begun for that.
         unfit: what did not fit, or cannot be.
@@ -62,6 +46,11 @@ class Incumbents:
     unfit: set[tuple[int, Candidate]] = field(default_factory=set)
 
     @property
+    def few(self) -> bool:
+        """Devices so few that more layouts are planned exactly."""
+        return self.n_devices <= EFFORT.few_devices
+
+    @property
     def fastest(self) -> Exact:
         """The best plan so far."""
         return min(self.plans, key=lambda plan: plan.seconds)
@@ -77,7 +66,7 @@ class Incumbents:
 
     @contextmanager
     def interruptible(self, estimates: Sequence[object] = ()) -> Iterator[None]:
-        """A part of the search that Ctrl-C ends, with what there is by then, if there is a plan or an estimate."""
+        """Let Ctrl-C end this part of the search, if there is a plan or an estimate by then."""
         try:
             yield
         except KeyboardInterrupt:
@@ -88,8 +77,7 @@ class Incumbents:
     def add(self, search: OneNumber, candidate: Candidate, slack: float = 1.0) -> float:
         """Plan a candidate exactly; the seconds of its step, for ever if it does not fit, cannot be or is beaten.
 
-        Args:
-            slack: by this factor it may take longer than what it has to beat until its slowest stages were refined.
+        ``slack``: by this factor it may take longer than what it has to beat until its slowest stages were refined.
         """
         tell(lambda: search.what(candidate), often=False)
         try:
@@ -109,11 +97,11 @@ class Incumbents:
         return plan.seconds
 
     def next_best(self, top: int, promising: Sequence[tuple[OneNumber, Candidate]]) -> None:
-        """Plan what the search knows of and did not plan to its end, the best estimates first, until there are so many
-        different layouts and two in a row are no faster than the last of them: at most so many more.
+        """Plan the best estimates that were not planned, until there are ``top`` different layouts.
 
-        The search itself looks for one plan alone: to prove of hundreds of ways that they are not among five took three
-        times as long as to find the best.
+        It ends when two in a row are no faster than the last of them, after at most so many more. The search itself
+        looks for one plan alone: to prove of hundreds of layouts that they are not among five took three times as long
+        as to find the best.
         """
         self.top, self.failed, more, worse = top, 0, 0, 0
         unplanned = [
@@ -122,29 +110,36 @@ class Incumbents:
         ]  # fmt: skip
         unplanned.sort(key=lambda way: way[1].seconds)
         near, far = unplanned[: 2 * top], unplanned[2 * top :]
-        if self.n_devices > SMALL:  # what takes few programs first: those of many take minutes where memory binds
+        if not self.few:  # what takes few programs first: those of many take minutes where memory binds
             near.sort(key=lambda way: (way[0].n_programs(way[1]), way[1].seconds))
         for search, candidate in (*near, *far):
             enough = len(self._different) >= top
-            if self.interrupted or self.failed >= FAILED or (enough and (more >= top or worse >= SLOWER)):
+            if self.interrupted or self.failed >= EFFORT.failed_plans:
+                return
+            if enough and (more >= top or worse >= EFFORT.worse_in_a_row):
                 return
             if search.what(candidate) not in self._different and candidate.seconds < self.to_beat:
                 last, more = self.to_beat, more + 1
                 worse = 0 if self.add(search, candidate) < last else worse + 1
 
     def share_equally(self, searches: Sequence[OneNumber]) -> None:
-        """Plan the fastest once more with the memory of a group shared equally among its stages: what each needs is
-        only estimated, and what an estimate gives to one of them the others lack. 405B on 16,384 devices takes 6.386 s
-        a step so for 6.416."""
+        """Plan the fastest layout once more with the memory of a group shared equally among its stages.
+
+        What each needs is only estimated, and what an estimate gives to one the others lack: 405B on 16,384 devices
+        takes 6.386 s a step so for 6.416.
+        """
         fastest = self.fastest
         search = next((search for search in searches if search is fastest.search), None)
         candidate = fastest.candidate
         if search is not None and len(candidate.n_bytes) > candidate.groups:  # groups of several stages
-            self.add(search, replace(candidate, n_bytes=(), once_bytes=()), SLACK)
+            self.add(search, replace(candidate, n_bytes=(), once_bytes=()), EFFORT.equal_shares_slack)
 
     def look_closer(self, searches: Sequence[OneNumber]) -> None:
-        """Plan something that did not fit once more, down to its smallest plan: of the most microbatches, which need
-        the least. It fits after all, or the error says by how much it does not."""
+        """Plan something that did not fit once more, down to its smallest plan.
+
+        It is of the most microbatches, which need the least. It fits after all, or the error has by how much it does
+        not.
+        """
         for search in reversed(searches):
             if search.unfit is not None:
                 try:
@@ -156,52 +151,62 @@ class Incumbents:
                 return
 
     def plan_exactly(self, promising: Sequence[tuple[OneNumber, Candidate]]) -> None:
-        """Plan exactly what may beat the best so far, the best estimates first: at least ``top`` different layouts, if
-        there are; where Ctrl-C ended the search, only the first that fits."""
+        """Plan exactly what may beat the best so far, the best estimates first.
+
+        At least ``top`` different layouts are planned, if there are; after Ctrl-C only the first that fits.
+        """
         self.failed = 0
         for search, candidate in promising:
             if self.interrupted and self.plans:
                 return
             enough = self._has_enough(candidate)
-            if enough and self.programs >= FEW_PROGRAMS:
+            if enough and self.programs >= EFFORT.few_programs:
                 return
             if (enough or self._is_far(candidate)) and not self._is_cheap(search, candidate):
                 continue
             if not self._is_of_interest(search, candidate):
                 continue
             seconds = self.add(search, candidate)
-            if self.n_devices > SMALL and candidate.groups > 1:
+            if not self.few and candidate.groups > 1:
                 self.programs += search.n_programs(candidate)
             if seconds < inf and candidate.seconds and candidate.groups > 1:
                 self.errors.append(seconds / candidate.seconds)
 
     def _has_enough(self, candidate: Candidate) -> bool:
-        """Whether neither a candidate nor those after it are worth exact plans, on many devices, because enough were
-        tried."""
-        if self.n_devices <= SMALL or candidate.groups == 1 or len(self._different) < self.top:
+        """Return whether, on many devices, enough was tried to skip a candidate and those after it."""
+        if self.few or candidate.groups == 1 or len(self._different) < self.top:
             return False
-        return sum(plan.candidate.groups > 1 for plan in self.plans) >= CANDIDATES or self.failed >= FAILED
+        piped = sum(plan.candidate.groups > 1 for plan in self.plans)
+        return piped >= EFFORT.candidates or self.failed >= EFFORT.failed_plans
 
     def _is_far(self, candidate: Candidate) -> bool:
-        """Whether a candidate looks worse than the best, on many devices: estimates that were simulated are seldom much
-        too long. The next one may look better, as the first few come in the order of their programs."""
-        if self.n_devices <= SMALL or candidate.groups == 1 or len(self._different) < self.top:
+        """Return whether, on many devices, a candidate looks worse than the best.
+
+        Simulated estimates are seldom much too long. The next one may look better, as the first few come in the order
+        of their programs.
+        """
+        if self.few or candidate.groups == 1 or len(self._different) < self.top:
             return False
-        hopeful = min([1.0, *self.errors]) if self.errors else 1 - CLOSE
+        hopeful = min([1.0, *self.errors]) if self.errors else 1 - EFFORT.close_estimate
         return self.fastest.seconds < hopeful * candidate.seconds
 
     def _is_cheap(self, search: OneNumber, candidate: Candidate) -> bool:
-        """Whether another layout that does not look too bad takes few programs, on many devices."""
-        if self.n_devices <= SMALL or candidate.groups == 1 or self.failed >= FAILED:
+        """Return whether, on many devices, another layout that does not look too bad takes few programs."""
+        if self.few or candidate.groups == 1 or self.failed >= EFFORT.failed_plans:
             return False
-        if self.fastest.seconds < TOO_LONG * candidate.seconds or search.what(candidate) in self._different:
+        if self.fastest.seconds < EFFORT.few_programs_gain * candidate.seconds:
             return False
-        return self.programs + search.n_programs(candidate) <= FEW_PROGRAMS
+        if search.what(candidate) in self._different:
+            return False
+        return self.programs + search.n_programs(candidate) <= EFFORT.few_programs
 
     def _is_of_interest(self, search: OneNumber, candidate: Candidate) -> bool:
-        """Whether a candidate may beat the best so far, on few devices by the errors of estimates so far; on many,
-        where several layouts are wanted, whether it is another one."""
-        many = self.n_devices > SMALL
+        """Return whether a candidate may beat the best so far.
+
+        On few devices the errors of estimates decide; on many, where several layouts are wanted, whether it is another
+        one.
+        """
+        many = not self.few
         if many and self.top > 1 and search.what(candidate) in self._different:
             return False
         if many or len(self._different) < self.top:
@@ -215,10 +220,11 @@ class Incumbents:
 
     @property
     def _trust(self) -> float:
-        """What part of an estimate a step takes at least."""
-        if len(self.errors) < CANDIDATES:
+        """The part of an estimate that a step takes at least."""
+        if len(self.errors) < EFFORT.candidates:
             return 0.0
-        return (MARGIN if len(self.errors) < KNOWN else CLOSER) * min(1.0, *self.errors)
+        known = len(self.errors) >= EFFORT.known_errors
+        return (EFFORT.close_trust_margin if known else EFFORT.trust_margin) * min(1.0, *self.errors)
 
 
 __all__ = ["Incumbents"]

@@ -11,8 +11,10 @@ from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.words.texts import show_bytes
 
 
-def nothing_fits(searches: Sequence[OneNumber], request: PipelineOptions, n_devices: int) -> PlanError | InfeasibleError:
-    """The error where no way to cut was planned: what was tried, and the least change that would do."""
+def nothing_fits(
+    searches: Sequence[OneNumber], request: PipelineOptions, n_devices: int
+) -> PlanError | InfeasibleError:  # fmt: skip
+    """Return the error where no layout was planned: what was tried, and the least change that would do."""
     counts = ", ".join(str(s.request.microbatches) for s in searches)
     groups = f"{request.groups} group{'s' * (request.groups > 1)}" if request.groups else "any number of groups"
     devices = f"{n_devices} device{'s' * (n_devices > 1)}"

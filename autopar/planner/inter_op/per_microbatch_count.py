@@ -1,5 +1,4 @@
-"""Ways to cut for one number of microbatches, with their estimates: on equal groups of devices, on unequal ones, and
-those that are pinned."""
+"""Layouts for one number of microbatches, with estimates: equal groups of devices, unequal ones, and pinned cuts."""
 
 from __future__ import annotations
 
@@ -10,11 +9,12 @@ from functools import cached_property
 from math import inf
 
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.candidates import SMALL, Candidate
+from autopar.planner.inter_op.candidates import Candidate
 from autopar.planner.inter_op.estimating import simulated_estimate
 from autopar.planner.inter_op.estimating.block_costs import ALONE, BlockPlans, Menus
-from autopar.planner.inter_op.estimating.equal import FAR, Equal, Need
+from autopar.planner.inter_op.estimating.equal import Equal, Need
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut
 from autopar.planner.inter_op.estimating.filling import Fillers
 from autopar.planner.inter_op.estimating.unequal import Unequal
@@ -27,22 +27,6 @@ from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh, mesh_shapes
 from cost_models.costs import costs_of
 from cost_models.schedules import Fill, fill_of, parse_kind
-
-CANDIDATES = 3
-"""Ways to cut that are planned exactly and simulated, at most."""
-TRIALS = 16
-"""Cuts for every number of microbatches that are simulated with the times of their estimates."""
-RARE = 32
-"""A kind of block of which there is at most one among so many is rare, on more than :data:`SMALL` devices."""
-AXES = 2
-"""Axes of a group's mesh, at most, in the first look. Those of more are looked at for groups of the number that is best
-so far, once that is known: they are many, take several times as long to plan, and win by little where they win."""
-DEEPER = 0.99
-"""On more than :data:`SMALL` devices, meshes of more axes are planned exactly only where they seem to take less than
-this factor of the best: the programs of their stages, where memory binds, take minutes."""
-WORTH_A_LOOK = 2.0
-"""The best way of every number of groups is planned exactly too, on few devices, if its estimate is within this factor
-of the best; and so is every schedule of the best cuts."""
 
 
 @dataclass(eq=False)
@@ -64,17 +48,14 @@ class OneNumber(ExactPlans):
     decided: BlockPlans = field(default_factory=BlockPlans)
 
     def candidates(
-        self, floors: Mapping[tuple[int, Mesh], float] | None = None, best_known: float = inf, far: float = FAR,
-        share: float = 1.0, groups: int | None = None, beaten: float = inf, fewest: int = 1,
-        shapes: Sequence[Mesh] = (),
+        self, floors: Mapping[tuple[int, Mesh], float] | None = None, best_known: float = inf,
+        far: float = EFFORT.far_mesh, share: float = 1.0, groups: int | None = None, beaten: float = inf,
+        fewest: int = 1, shapes: Sequence[Mesh] = (),
     ) -> list[Candidate]:  # fmt: skip
-        """The most promising ways to cut, by estimate.
+        """Return the most promising layouts, by estimate.
 
-        Args:
-            floors, best_known, far, beaten, fewest: as for :class:`Equal`.
-            share: of the devices' memory that may be filled.
-            groups: how many, where the user leaves that open; None for any number.
-            shapes: the only meshes to look at.
+        ``floors``, ``best_known``, ``far``, ``beaten`` and ``fewest`` are those of :class:`Equal`; estimates may fill
+        ``share`` of the memory; ``groups`` and ``shapes`` restrict what the user leaves open.
         """
         if self.request.starts is not None:
             return self._pinned(self.request.starts)
@@ -86,25 +67,26 @@ class OneNumber(ExactPlans):
         search = Equal(
             self.cluster, pools, self.blocks, fillers, shapes_of, schedules, request.microbatches,
             [share * self.limit(pool) for pool in pools], request.groups or groups, floors or {}, best_known, far,
-            self.n_devices <= SMALL and not shapes, beaten, fewest,
+            self.few and not shapes, beaten, fewest,
         )  # fmt: skip
         cuts = search.cuts()
         self.fastest = search.fastest
         self.infeasible = self.infeasible or search.infeasible
         self.leanest = self.leanest or search.leanest
-        if self.n_devices > SMALL:
-            cuts = [replace(c, seconds=s) for s, c in simulated_estimate.best(cuts, request.microbatches, TRIALS)]
-        best = cuts[:CANDIDATES] if self.n_devices <= SMALL else cuts
-        if self.n_devices <= SMALL and cuts:  # the estimate knows neither the order of actions nor the exact plans
-            near = [c for c in cuts if c.seconds <= WORTH_A_LOOK * cuts[0].seconds]
+        if not self.few:
+            timed = simulated_estimate.best(cuts, request.microbatches, EFFORT.simulated_cuts)
+            cuts = [replace(c, seconds=s) for s, c in timed]
+        best = cuts[: EFFORT.candidates] if self.few else cuts
+        if self.few and cuts:  # the estimate knows neither the order of actions nor the exact plans
+            near = [c for c in cuts if c.seconds <= EFFORT.worth_a_look * cuts[0].seconds]
             for groups in sorted({len(c.groups) for c in near}):
                 best += [c for c in near if len(c.groups) == groups][:1]
-            best += [c for c in near if any(c.groups == d.groups for d in cuts[:CANDIDATES])]
+            best += [c for c in near if any(c.groups == d.groups for d in cuts[:EFFORT.candidates])]
         unequal = [] if shapes else self._unequal(fillers)
         return [self._candidate(cut) for cut in (*dict.fromkeys(best), *unequal)]
 
     def _candidate(self, cut: EstimatedCut) -> Candidate:
-        """An estimated cut as what is planned exactly."""
+        """Return an estimated cut as a candidate for an exact plan."""
         return Candidate(
             tuple(g.mesh for g in cut.groups), tuple(g.devices for g in cut.groups), self._named(cut.schedule),
             tuple(self.blocks[b].first for b in cut.bounds), cut.seconds,
@@ -113,8 +95,7 @@ class OneNumber(ExactPlans):
         )  # fmt: skip
 
     def launches_most(self) -> bool:
-        """Whether launches of operators, which every device has to do, take longer than the rest of the work shared by
-        all devices."""
+        """Return whether launches, which every device does, take longer than a device's share of the work."""
         if not costs_of(self.cluster).share_bounds:
             return False
         counts = Counter(block.kind for block in self.blocks)
@@ -129,7 +110,7 @@ class OneNumber(ExactPlans):
         return launches > (alone - launches) / self.n_devices
 
     def _pinned(self, starts: Sequence[str]) -> list[Candidate]:
-        """All groups, shapes and schedules for which the user's cuts are right."""
+        """Return all groups, shapes and schedules for which the user's cuts are right."""
         positions = {self.name(p): p for p in range(len(self.ops))}
         bounds = tuple(positions.get(s, 0) for s in starts)
         candidates = []
@@ -147,22 +128,21 @@ class OneNumber(ExactPlans):
         return candidates
 
     def _named(self, fill: Fill) -> str:
-        """The schedule's name; that of the one that is searched for, where its stages are planned for this one."""
+        """Return the schedule's name; that of the searched one, where its stages are planned for this one."""
         return SEARCHED if fill.name == START and SEARCHED in self.request.schedules else fill.name
 
     @cached_property
     def menus(self) -> Menus:
-        """What blocks can cost."""
+        """Options of blocks with their costs."""
         options = replace(self.request.options, microbatches=self.request.microbatches)
         may = self.request.may_recompute and not is_asked(self.graph, options.recompute)
         counts = Counter(b.kind for b in self.blocks)
-        rare = [k for k, n in counts.items() if RARE * n <= len(self.blocks) and self.n_devices > SMALL]
-        many = self.n_devices > SMALL
-        common = counts.most_common(1)[0][0] if many else None
-        return Menus(self.cluster, self._graph_of, options, may, frozenset(rare), self.decided, many, common)
+        rare = [k for k, n in counts.items() if EFFORT.rare_block * n <= len(self.blocks) and not self.few]
+        common = None if self.few else counts.most_common(1)[0][0]
+        return Menus(self.cluster, self._graph_of, options, may, frozenset(rare), self.decided, not self.few, common)
 
     def _unequal(self, fillers: Fillers) -> list[EstimatedCut]:
-        """Cuts over unequal groups, where these are worth a search: devices that differ, or divide badly."""
+        """Return cuts over unequal groups, where they are worth a search: devices that differ, or divide badly."""
         request, n = self.request, self.n_devices
         names = [name for name in request.schedules if name != SEARCHED and fill_of(name).chunks == 1]
         divides = sum(n % g == 0 for g in range(1, n + 1)) > 2
@@ -172,33 +152,38 @@ class OneNumber(ExactPlans):
             return []
         search = Unequal(self.cluster, self.blocks, fillers, self.shapes, request.microbatches, self.limit)
         try:
-            return search.cuts(names, CANDIDATES, request.groups)
+            return search.cuts(names, EFFORT.candidates, request.groups)
         except InfeasibleError as error:
             self.infeasible = self.infeasible or error
             return []
 
     def _graph_of(self, block: Block) -> Graph:
-        """The block alone."""
+        """Return the graph of a block alone."""
         starts = [self.name(block.first)] if block.first else []
         starts += [self.name(block.end)] if block.end < len(self.ops) else []
         return cut(self.graph, starts)[1 if block.first else 0].graph
 
-    def shapes(self, size: int, most_axes: int = AXES) -> list[Mesh]:
-        """Mesh shapes of a group. The last axis joins neighbours; one larger than a node is better split in two. If
-        more than :data:`AXES` axes are asked for, only those that have more."""
+    def shapes(self, size: int, most_axes: int = EFFORT.first_axes) -> list[Mesh]:
+        """Return the mesh shapes of a group; one axis larger than a node is better split in two.
+
+        The last axis joins neighbours. If more than ``EFFORT.first_axes`` axes are wanted, only those that have more
+        are returned.
+        """
         if self.request.mesh:
             return [self.request.mesh] if self.request.mesh.n_devices == size else []
         near = max(1, self.cluster.n_devices // self.cluster.n_nodes)
         every = mesh_shapes(size, min(most_axes, self.request.max_axes), self.request.options.named_axes)
         shapes = [m for m in every if len(m) == 1 or m.inner(1).n_devices <= near]
-        if most_axes > AXES:  # those with fewer were looked at before
-            shapes = [m for m in shapes if len(m) > AXES]
+        if most_axes > EFFORT.first_axes:  # those with fewer were looked at before
+            shapes = [m for m in shapes if len(m) > EFFORT.first_axes]
         return [m for m in shapes if allows(m, self.request.options)]
 
     def deeper_shapes(self, fewer: Mesh, devices: Sequence[int]) -> list[Mesh]:
-        """Meshes of more than :data:`AXES` axes that split those of one of fewer, and on which the commonest block is
-        faster: where it is not, the stages' programs would take long to say the same."""
-        if self.request.mesh or self.request.max_axes <= AXES:
+        """Return meshes of more axes that refine one of fewer, and on which the most frequent block is faster.
+
+        Where it is not, the stages' programs would take long for the same result.
+        """
+        if self.request.mesh or self.request.max_axes <= EFFORT.first_axes:
             return []
         common, _ = Counter(b.kind for b in self.blocks).most_common(1)[0]
         block = next(b for b in self.blocks if b.kind == common)
@@ -208,7 +193,7 @@ class OneNumber(ExactPlans):
                 continue
             try:
                 before = self.menus.fastest(block, fewer, devices)
-                faster += [mesh] if self.menus.fastest(block, mesh, devices) <= DEEPER * before else []
+                faster += [mesh] if self.menus.fastest(block, mesh, devices) <= EFFORT.deeper_gain * before else []
             except InfeasibleError:
                 continue
         return faster
@@ -219,11 +204,11 @@ class OneNumber(ExactPlans):
         by_type: dict[str, list[int]] = {}
         for d in range(self.n_devices):
             by_type.setdefault(self.cluster.device(d).name, []).append(d)
-        return list(by_type.values()) if self.n_devices > SMALL else [list(range(self.n_devices))]
+        return list(by_type.values()) if not self.few else [list(range(self.n_devices))]
 
     @cached_property
     def _uneven(self) -> bool:
-        """Whether groups of equal size can differ: devices of several types."""
+        """Devices of several types, so that groups of equal size can differ."""
         return len({self.cluster.device(d).name for d in range(self.n_devices)}) > 1
 
 
@@ -233,4 +218,4 @@ def _equal(groups: int, mesh: Mesh, schedule: str, bounds: tuple[int, ...]) -> C
     return Candidate((mesh,) * groups, devices, schedule, bounds, 0.0)
 
 
-__all__ = ["AXES", "CANDIDATES", "DEEPER", "WORTH_A_LOOK", "OneNumber"]
+__all__ = ["OneNumber"]

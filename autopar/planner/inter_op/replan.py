@@ -1,4 +1,4 @@
-"""A pipelined plan with one thing changed: a stage solved again with another wish, or a cut moved.
+"""A pipelined plan with one thing changed: a stage solved again with another option, or a cut moved.
 
 Groups, meshes, devices and the schedule stay as they are; only the stages that change are solved, and the whole step is
 simulated again.
@@ -26,14 +26,11 @@ from hardware_profiles import Cluster
 
 
 def limit_of_stage(plan: Plan, number: int, cluster: Cluster, request: float | None) -> float:
-    """Bytes of a device that a stage of a finished plan may fill: what the other stages of its group leave.
+    """Return the bytes of a device that a stage of a finished plan may fill: what the other stages of its group leave.
 
-    While a plan is made, stages of a group get shares of this limit by what each is estimated to need
-    (:mod:`.exact`); in a finished plan that is what each has. So this is never less than the stage's
-    share was, and whatever one stage grows to within it, the group fits.
-
-    Args:
-        asked: the limit that was asked for; None for what a plan may fill of the device.
+    While a plan is made, stages of a group get shares of this limit by what each is estimated to need (:mod:`.exact`);
+    in a finished plan that is what each has. So this is never less than the stage's share was, and whatever one stage
+    grows to within it, the group fits. ``request`` is the user's limit; None for what a plan may fill of the device.
     """
     limit = device_limit(cluster, plan.stages[number].devices, request)
     of_group = plan.schedule.stages_of_rank[plan.schedule.rank_of_stage[number]]
@@ -42,17 +39,17 @@ def limit_of_stage(plan: Plan, number: int, cluster: Cluster, request: float | N
 
 
 def block_starts(graph: Graph) -> list[str]:
-    """First operators of the blocks, of which stages are made."""
+    """Return the first operators of the blocks, of which stages are made."""
     folding, hot = fold(graph), hot_ops(graph)
     all_blocks = blocks(graph, folding, rules_of(graph, folding.representative))
     return [graph.nodes[hot[b.first]].name for b in all_blocks]
 
 
 class Replanner:
-    """A pipelined plan with its model and its cluster, to be asked "what if".
+    """A pipelined plan with its model and its cluster, to answer what changes would do.
 
     Args:
-        options: wishes for the whole model, under which stages are solved again.
+        options: of the whole model, under which stages are solved again.
     """
 
     def __init__(self, graph: Graph, plan: Plan, cluster: Cluster, options: Options) -> None:
@@ -61,7 +58,7 @@ class Replanner:
         self._group = plan.schedule.rank_of_stage
 
     def simulated(self, stages: Sequence[StagePlan] | None = None) -> tuple[Plan, Timeline]:
-        """The plan with these stages, where they begin and end as now, and its step action by action."""
+        """Return the plan with these stages, which begin and end as now, and its step action by action."""
         return self._simulated(self.graphs, tuple(stages or self.plan.stages))
 
     def _simulated(self, graphs: Sequence[StageGraph], stages: tuple[StagePlan, ...]) -> tuple[Plan, Timeline]:
@@ -72,18 +69,13 @@ class Replanner:
         return replace(self.plan, stages=stages, stage_edges=stage_edges_of(graphs), seconds=seconds), timeline
 
     def limit_bytes(self, number: int, options: Options | None = None) -> float:
-        """The memory of a device that a stage may fill; see :func:`limit_of_stage`."""
+        """Return the memory of a device that a stage may fill; see :func:`limit_of_stage`."""
         return limit_of_stage(self.plan, number, self.cluster, (options or self.options).memory_limit_bytes)
 
     def solved(self, number: int, options: Options | None = None, stage: StageGraph | None = None) -> StagePlan:
-        """A stage solved again.
+        """Solve a stage again under options of the whole model, by default those of the plan.
 
-        Args:
-            options: wishes for the whole model; by default those of the plan.
-            stage: what it computes, if that is not as now.
-
-        Raises:
-            InfeasibleError, PlanError: the wishes or the memory leave no plan.
+        ``stage`` is its graph, if that changes.
         """
         options, stage = options or self.options, stage or self.graphs[number]
         choice = self.plan.stages[number]
@@ -111,7 +103,10 @@ class Replanner:
         return block_starts(self.graph)
 
     def neighbour(self, number: int, by: int) -> str | None:
-        """Where stage ``number`` would begin, ``by`` blocks later (or earlier); None if a stage would be empty."""
+        """Return where stage ``number`` would begin, ``by`` blocks later (or earlier).
+
+        None if a stage would be empty.
+        """
         place = {self.graph.nodes[i].name: p for p, i in enumerate(hot_ops(self.graph))}
         at = [place[c.first] for c in self.plan.stages] + [len(place)]
         begins = sorted(place[name] for name in self.bounds)
@@ -122,11 +117,7 @@ class Replanner:
         return next(name for name, p in place.items() if p == ways[abs(by) - 1])
 
     def moved(self, number: int, first: str) -> tuple[Plan, Timeline]:
-        """The plan with stage ``number`` beginning at another operator; stages that change are solved again.
-
-        Raises:
-            InfeasibleError, PlanError: what a stage would then be cannot be planned.
-        """
+        """Return the plan with stage ``number`` beginning at another operator; stages that change are solved again."""
         starts = list(self.plan.starts)
         starts[number - 1] = first
         graphs = cut(self.graph, starts)

@@ -20,9 +20,11 @@ from cost_models.costs import costs_of
 
 
 def least_seconds(search: ExactPlans) -> float:
-    """Less than any step takes in so many microbatches: the model on one device with all the memory that it wants,
-    shared evenly by speed. 0 where the cost source does not promise that an operator that is cut in n takes an n-th of
-    its time at least, or where no device can run the model alone."""
+    """Return a lower bound of any step in so many microbatches: the model's work shared evenly by speed.
+
+    It is that of one device with all the memory that it wants; 0 where the cost source does not promise that an
+    operator cut in n takes an n-th of its time at least, or where no device can run the model alone.
+    """
     cluster, request = search.cluster, search.request
     if not costs_of(cluster).share_bounds:
         return 0.0
@@ -45,7 +47,7 @@ def least_seconds(search: ExactPlans) -> float:
 
 
 def one_group(mesh: Mesh) -> Candidate:
-    """All devices as one group, of which there is no estimate."""
+    """Return all devices as one group, without an estimate."""
     return Candidate((mesh,), (tuple(range(mesh.n_devices)),), "1f1b", (), 0.0)
 
 

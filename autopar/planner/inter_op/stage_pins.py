@@ -1,4 +1,4 @@
-"""What a user asks of a whole model, for the stages of a pipeline: where they begin, and which wishes are whose."""
+"""Options of a user for a whole model, divided over the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -23,13 +23,9 @@ from cost_models.schedules import parse_kind
 
 
 def starts_of(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:
-    """First operators of all stages but the first, by name.
+    """Return the names of the first operators of all stages but the first.
 
-    Args:
-        cuts: for each the path of the module that its stage begins with, or an operator as ``module:op``.
-
-    Raises:
-        PlanError: nothing has that name, or the stages would be empty or out of order.
+    A cut is the path of the module that a stage begins with, or an operator as ``module:op``.
     """
     labels = op_labels(graph)
     hot = [graph.nodes[i] for i in hot_ops(graph)]
@@ -54,13 +50,9 @@ def starts_of(graph: Graph, cuts: Sequence[str]) -> tuple[str, ...]:
 
 
 def check(graph: Graph, options: Options, mesh: Mesh | None) -> None:
-    """Refuse wishes that the model cannot meet, whatever the stages.
+    """Refuse options that no stage can honour.
 
-    Args:
-        mesh: of every group; None if it is still to be chosen, then only patterns and factors are checked.
-
-    Raises:
-        PlanError, InfeasibleError: as for a plan without pipeline.
+    ``mesh``: of every group; None if it is still to be chosen, then only patterns and factors are checked.
     """
     if mesh is None:
         named = {axis: None for axes in (options.constraints or {}).values() for axis in axes}
@@ -71,7 +63,7 @@ def check(graph: Graph, options: Options, mesh: Mesh | None) -> None:
 
 
 def allows(mesh: Mesh, options: Options) -> bool:
-    """Whether the wishes can be said of a mesh: it has the axes, and as many as the placements."""
+    """Return whether a mesh can honour the options: it has the axes, and as many as the placements."""
     axes = set(mesh.names)
     states: list[Sequence[str]] = [*(options.inputs or {}).values(), *(options.outputs or {}).values()]
     states += [how.split(",") for how in (options.params or {}).values() if how != REPLICATE]
@@ -79,11 +71,7 @@ def allows(mesh: Mesh, options: Options) -> bool:
 
 
 def of_stage(options: Options, stage: StageGraph, mesh: Mesh) -> Options:
-    """The wishes that concern a stage, in its own names.
-
-    Raises:
-        InfeasibleError: they name axes that the stage's mesh has not.
-    """
+    """Return the options that concern a stage, in its own names."""
     parts: dict[str, Any] = {
         _FIELDS[name]: part_of(getattr(options, _FIELDS[name]) or {}, stage) or None for name, part_of in PARTS.items()
     }
@@ -97,7 +85,7 @@ def of_stage(options: Options, stage: StageGraph, mesh: Mesh) -> Options:
 
 
 def _ops(constraints: Mapping[str, Mapping[str, str]], stage: StageGraph) -> dict[str, dict[str, str]]:
-    """The pins of operators that a stage has, with the factors that one of them has."""
+    """Return the pins of operators that a stage has, with the factors that one of them has."""
     pins: dict[str, dict[str, str]] = {}
     if not constraints:
         return pins
@@ -144,14 +132,9 @@ def check_counts(
     groups: int | None, cuts: Sequence[str], n: int, schedules: Sequence[str], mesh: Mesh | None, options: Options,
     sizes: Sequence[Mesh],
 ) -> None:  # fmt: skip
-    """Refuse cuts that no number of groups allows, and wishes that no mesh of a group can meet.
+    """Refuse counts of stages, cuts, schedules or meshes that do not go together.
 
-    Args:
-        schedules: names to choose from.
-        sizes: the meshes that a group may have.
-
-    Raises:
-        PlanError, MeshError: with the numbers on both sides.
+    ``schedules``: names to choose from; ``sizes``: the meshes that a group may have.
     """
     if mesh is None and not any(allows(m, options) for m in sizes):
         shown = "; ".join(m.text for m in sizes[:6])

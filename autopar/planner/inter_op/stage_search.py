@@ -21,19 +21,18 @@ from math import inf, log2
 
 from autopar.errors import PlanError
 from autopar.garbage_collection import uncollected
-from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
+from autopar.planner.effort import EFFORT
+from autopar.planner.inter_op.candidates import Candidate, PipelineOptions
 from autopar.planner.inter_op.estimating.block_costs import BlockPlans
-from autopar.planner.inter_op.estimating.equal import NEAR
 from autopar.planner.inter_op.exact.exact_stages import Exact
 from autopar.planner.inter_op.incumbents import Incumbents
 from autopar.planner.inter_op.nothing_fits import nothing_fits
-from autopar.planner.inter_op.per_microbatch_count import AXES, CANDIDATES, DEEPER, WORTH_A_LOOK, OneNumber
+from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.planner.inter_op.simulating.order import check_name
 from autopar.planner.inter_op.single_stage import least_seconds, one_group
 from autopar.planner.intra_op.building.fold import fold
 from autopar.planner.intra_op.building.integer_program import Beaten
 from autopar.planner.intra_op.memory.recompute import segments_of
-from autopar.planner.intra_op.within_memory import TIGHT
 from autopar.plans.plan import Plan
 from autopar.progress import note_best, tell
 from autopar.rules.registry import rules_of
@@ -43,25 +42,15 @@ from cost_models.costs import costs_of
 from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
-ROOM = (1.0, 0.85, 0.7)
-"""Shares of the devices' memory that estimates may fill: the next one where nothing of what was estimated fits."""
-WORSE = 2
-"""Numbers of microbatches in a row that are far from the best, after which no more are looked at."""
 INTERRUPTED = "the search was interrupted: this is the best plan so far"
-BESIDE = 1.1
-"""On more than :data:`SMALL` devices, one group is planned exactly where its estimate is within this factor of the
-best: that is done in a second or two."""
-DEVICES_A_MICROBATCH = 128
-"""On more devices than this, the search starts from the number of microbatches with which so many devices get
-one row each time: such as the group of a pipeline of 16 with tensor parallelism over 8, of which each row has one."""
-NUMBERS = 4
-"""Numbers of microbatches of which the best few ways are planned exactly; of the best two, all that are near."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A pipelined plan with its simulation and what else was tried: ``(what, seconds)``, best first; ``others`` has the
-    plans of all that were planned exactly, this one first."""
+    """A pipelined plan with its simulation, and the other layouts: ``(layout, seconds)``, best first.
+
+    ``others`` has all exact plans, this one first.
+    """
 
     plan: Plan
     timeline: Timeline
@@ -74,12 +63,10 @@ def plan_pipeline(
     graph: Graph | Mapping[int, Graph], cluster: Cluster, n_devices: int, request: PipelineOptions, *,
     cluster_name: str = "", beaten: float = inf,
 ) -> Planned:  # fmt: skip
-    """The best pipelined plan on the first ``n_devices`` of a cluster; one group of all of them is among the choices.
+    """Return the best pipelined plan on the first ``n_devices`` of a cluster; one group of all of them is a choice too.
 
-    Args:
-        graph: of a microbatch; or graphs by number of microbatches, all of the same batch, to choose the number too
-            (that of ``asked`` does not matter then).
-        beaten: seconds of a step: a plan that takes as long is of no interest, and not searched for.
+    ``graph`` is that of a microbatch, or graphs by number of microbatches, to choose the number too (that of
+    ``request`` does not matter then). A plan of ``beaten`` seconds or more is not searched for.
 
     Raises:
         PlanError: a schedule, a number of groups or cuts that cannot be.
@@ -101,15 +88,15 @@ def plan_pipeline(
     note_best("")
     promising: list[tuple[OneNumber, Candidate]] = []
     bounds = [0.0] * len(searches)
-    few = n_devices <= SMALL
+    few = n_devices <= EFFORT.few_devices
     alone = few and request.starts is None and request.groups in (None, 1)
     if alone:
         with best.interruptible():
             _in_one_group(searches, bounds, best)
-    for share in ROOM:
+    for share in EFFORT.room_shares:
         if best.interrupted or (best.plans and request.groups == 1):
             break
-        fewest = 2 if alone and request.groups is None else 1  # where one group is asked for, estimates say what it needs
+        fewest = 2 if alone and request.groups is None else 1  # where one group is wanted, estimates say what it needs
         numbers = _Numbers(searches, share, bounds, best.to_beat, fewest)
         with best.interruptible(numbers.found):
             numbers.look()
@@ -144,14 +131,14 @@ def plan_pipeline(
 
 
 def _in_one_group(searches: Sequence[OneNumber], bounds: list[float], best: Incumbents) -> None:
-    """Add exact plans in one group of all devices. ``bounds`` are filled in, as far as needed.
+    """Add exact plans in one group of all devices, and fill in ``bounds`` as far as needed.
 
     Every number of microbatches whose bound is below the best plan so far is planned on every mesh; on meshes of more
     axes, the best number alone, and where its commonest block is faster there.
     """
     n, seconds = searches[0].n_devices, [inf] * len(searches)
     order = list(range(len(searches)))
-    for n_axes in range(1, AXES + 1):  # those of one axis are planned in no time, and tell which numbers are good
+    for n_axes in range(1, EFFORT.first_axes + 1):  # meshes of one axis take no time, and show which numbers are good
         for k in order:
             bounds[k] = bounds[k] or max(least_seconds(searches[k]), *bounds[:k], 0.0)
             if bounds[k] >= best.to_beat:  # so are those of smaller microbatches
@@ -168,17 +155,19 @@ def _in_one_group(searches: Sequence[OneNumber], bounds: list[float], best: Incu
     if best.plans:
         fastest = best.fastest
         number = [search is fastest.search for search in searches].index(True)
-        if bounds[number] < DEEPER * fastest.seconds and not _is_full_of_state(fastest):
+        if bounds[number] < EFFORT.deeper_gain * fastest.seconds and not _is_full_of_state(fastest):
             for mesh in searches[number].deeper_shapes(fastest.candidate.meshes[0], range(n)):
                 best.add(searches[number], one_group(mesh))
 
 
 def _is_full_of_state(plan: Exact) -> bool:
-    """Whether parameters, gradients and optimizer state leave so little of a device that programs of more axes
-    take minutes: a relaxation of 200,000 columns took 96 s so near to what can be, where others take 2 s."""
+    """Return whether state leaves so little of a device that programs of more axes take minutes.
+
+    A relaxation of 200,000 columns took 96 s so near to what can be, where others take 2 s.
+    """
     (stage,) = plan.plan.stages
     state = stage.price.parameter_bytes + stage.price.gradient_bytes + stage.price.optimizer_bytes
-    return state > TIGHT * plan.search.limit(stage.devices)
+    return state > EFFORT.tight_share * plan.search.limit(stage.devices)
 
 
 @dataclass
@@ -206,14 +195,14 @@ class _Numbers:
 
     @property
     def few(self) -> bool:
-        """Whether devices are so few that every number is looked at."""
-        return self.searches[0].n_devices <= SMALL
+        """Devices so few that every number is looked at."""
+        return self.searches[0].few
 
     def look(self) -> None:
         """Look at all numbers that may be best.
 
         It starts where a good plan is expected, so that others can be left alone, and goes on to more and then to
-        fewer, to the ends, or until :data:`WORSE` numbers in a row are far from the best; on many devices to fewer
+        fewer, to the ends, or until ``EFFORT.worse_in_a_row`` numbers are far from the best; on many devices to fewer
         only if the start is not far from the best by then. A small model on many devices starts from the fewest.
         """
         if len(self.searches) == 1 or self.searches[0].request.starts is not None:
@@ -234,17 +223,20 @@ class _Numbers:
             worse = 0
             for number in order:
                 worse = 0 if self._look_at(number) else worse + 1
-                if worse == WORSE and not self.few:
+                if worse == EFFORT.worse_in_a_row and not self.few:
                     break
         self._look_deeper()
 
     def _likely_best(self, middle: int) -> int:
-        """The number of microbatches of which :data:`DEVICES_A_MICROBATCH` have one row each time, where the largest
-        number has microbatches of one row; the middle one on fewer devices, which one group may serve best."""
-        if self.searches[0].n_devices <= DEVICES_A_MICROBATCH:
+        """Return the number of microbatches of which ``EFFORT.devices_a_microbatch`` have one row each time.
+
+        The largest number has microbatches of one row. On fewer devices, which one group may serve best, it is the
+        middle one.
+        """
+        if self.searches[0].n_devices <= EFFORT.devices_a_microbatch:
             return middle
         numbers = [search.request.microbatches for search in self.searches]
-        wanted = log2(numbers[-1] * DEVICES_A_MICROBATCH / self.searches[0].n_devices)
+        wanted = log2(numbers[-1] * EFFORT.devices_a_microbatch / self.searches[0].n_devices)
         return min(range(len(numbers)), key=lambda k: abs(log2(numbers[k]) - wanted))
 
     def _look_deeper(self) -> None:
@@ -252,9 +244,10 @@ class _Numbers:
         ways = sorted(self.found, key=lambda f: f[:2])
         for _, _, search, candidate in ways[:1]:
             equal = len({mesh.n_devices for mesh in candidate.meshes}) == 1
-            if search.request.mesh or search.request.starts is not None or not equal or search.request.max_axes <= AXES:
+            request = search.request
+            if request.mesh or request.starts is not None or not equal or request.max_axes <= EFFORT.first_axes:
                 continue
-            far = NEAR if self.few else DEEPER
+            far = EFFORT.near_mesh if self.few else EFFORT.deeper_gain
             shapes = search.deeper_shapes(candidate.meshes[0], candidate.devices[0])
             if not shapes:
                 continue
@@ -262,7 +255,7 @@ class _Numbers:
             self._take(search, [c for c in deeper if c.seconds <= far * ways[0][0]])
 
     def _look_at(self, number: int) -> bool:
-        """Whether a number is near the best."""
+        """Look at a number of microbatches and return whether it is near the best."""
         search, m = self.searches[number], self.searches[number].request.microbatches
         if self.bounds[number] >= self.to_beat:
             return False
@@ -272,40 +265,41 @@ class _Numbers:
         for (n, pool, mesh), seconds in self.whole.items():
             if n <= number and costs_of(search.cluster).share_bounds:
                 floors[pool, mesh] = max(floors.get((pool, mesh), 0.0), seconds / m)
-        far = WORTH_A_LOOK if self.few else NEAR
+        far = EFFORT.worth_a_look if self.few else EFFORT.near_mesh
         candidates = search.candidates(floors, best, far, self.share, beaten=self.to_beat, fewest=self.fewest_groups)
         self._take(search, candidates)
         self.whole.update({(number, pool, mesh): s * m for (pool, mesh), s in search.fastest.items() if s < inf})
-        return bool(candidates) and candidates[0].seconds <= NEAR * best
+        return bool(candidates) and candidates[0].seconds <= EFFORT.near_mesh * best
 
     def _is_far(self, number: int) -> bool:
-        """Whether a number that was looked at is far from the best."""
+        """Return whether a number that was looked at is far from the best."""
         seconds = [found[0] for found in self.found if found[2] is self.searches[number]]
-        return bool(seconds) and min(seconds) > NEAR * min(found[0] for found in self.found)
+        return bool(seconds) and min(seconds) > EFFORT.near_mesh * min(found[0] for found in self.found)
 
     def _take(self, search: OneNumber, candidates: Sequence[Candidate]) -> None:
         self.found.extend((c.seconds, k, search, c) for k, c in enumerate(candidates))
 
     def promising(self) -> list[tuple[OneNumber, Candidate]]:
-        """What is planned exactly, the best first."""
+        """Return the candidates for exact plans, the best first."""
         if len(self.searches) == 1 or self.searches[0].request.starts is not None:
             return [(s, c) for _, _, s, c in self.found]
         ordered = sorted(self.found, key=lambda f: f[:2])
         if not ordered:
             return []
         if not self.few:
-            alone = [f for f in ordered if f[3].groups == 1 and f[0] <= BESIDE * ordered[0][0]][:CANDIDATES]
+            near = EFFORT.one_group_near * ordered[0][0]
+            alone = [f for f in ordered if f[3].groups == 1 and f[0] <= near][: EFFORT.candidates]
             stages = [f for f in ordered if f not in alone]
-            first = [f for f in stages[:CANDIDATES] if f[0] <= NEAR * stages[0][0]]
+            first = [f for f in stages[:EFFORT.candidates] if f[0] <= EFFORT.near_mesh * stages[0][0]]
             if len(first) > 1:  # what takes few programs is planned first: by what it takes, the others may end early
                 first.sort(key=lambda f: f[2].n_programs(f[3]))
             # estimates of one group are too long, mostly: its program chooses together
             return [(s, c) for _, _, s, c in (*alone, *first, *stages[len(first):])]
-        near = [f for f in ordered if f[0] <= WORTH_A_LOOK * ordered[0][0]]
+        near = [f for f in ordered if f[0] <= EFFORT.worth_a_look * ordered[0][0]]
         counts = list(dict.fromkeys(id(f[2]) for f in near))  # by the best estimate of each number of microbatches
         return [
             (s, c) for _, k, s, c in near
-            if id(s) in counts[:2] or (id(s) in counts[:NUMBERS] and k < CANDIDATES)
+            if id(s) in counts[:2] or (id(s) in counts[:EFFORT.exact_numbers] and k < EFFORT.candidates)
         ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.garbage_collection import uncollected
+from autopar.planner.effort import EFFORT
 from autopar.planner.intra_op.building.decoder import Decided, Decoder
 from autopar.planner.intra_op.building.integer_program import Beaten, Choice, MomentBytes
 from autopar.planner.intra_op.building.space import fitting_strategy
@@ -17,8 +18,8 @@ from autopar.planner.intra_op.memory.memory_errors import AllTooLarge, OutOfReac
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.intra_op.solving import highs
-from autopar.planner.intra_op.within_memory import FAR, UNLIMITED, WithinMemory, against
-from autopar.plans.memory_decisions import GATHER_AGAIN
+from autopar.planner.intra_op.within_memory import UNLIMITED, WithinMemory, against
+from autopar.plans.memory_decisions import REGATHER
 from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Graph
@@ -26,13 +27,10 @@ from autopar.words.meshes import Mesh
 from autopar.words.texts import show_bytes
 from hardware_profiles import Cluster
 
-PEAK_SHARE = 0.125
-"""Of what a block gathers for a use, where its bytes are weighed: the blocks of a stage share it."""
-
 
 @dataclass
 class Earlier:
-    """What plans of one graph on one mesh, under other limits or with other microbatches in flight, leave to the next.
+    """Results that plans of one graph on one mesh pass to later plans under other limits.
 
     Attributes:
         free: the fastest plan, whatever memory it needs.
@@ -48,11 +46,10 @@ def plan_graph(
     graph: Graph, cluster: Cluster, mesh: Mesh, options: Options | None = None, *,
     devices: Sequence[int] | None = None, earlier: Earlier | None = None,
 ) -> StagePlan:  # fmt: skip
-    """The cheapest plan of a graph on a mesh: of the cluster's first devices, or of those given, in row-major order.
+    """Return the cheapest plan of a graph on a mesh of the cluster's first devices, or of those given.
 
-    Args:
-        earlier: of the same graph on the same mesh and devices of the same type, with the same options but for the
-            limit and the microbatches in flight; what this plan finds is added.
+    ``earlier``: of the same graph on the same mesh and devices of the same type, with the same options but for the
+    limit and the microbatches in flight; what this plan finds is added.
 
     Raises:
         MeshError: the mesh does not fit the cluster.
@@ -80,41 +77,46 @@ def plan_graph(
     best, bound, too_large = choosing(setting, limit, earlier.ends)  # the same problem, and more to choose from
     if best is None and not too_large and bound == float("inf") and not options.explains:  # nor with fewer choices
         raise OutOfReach(f"no plan fits {show_bytes(limit)} per device on {mesh.shown()}")
-    # what runs again is priced in the finished plan only: a plan without may be faster than the program says
-    if best is None or (best.solution is not None and best.solution.gap > min(FAR, options.memory_gap)):
-        keeping().known_seconds = best.price.seconds if best is not None else float("inf")
-        try:
-            keeping_all = keeping().plan()
-        except AllTooLarge as error:
-            too_large.append(error.smallest)
-        except OutOfReach:
-            if best is None and not too_large:
-                raise
-        except Beaten:
-            if best is None:
-                raise
-        else:
-            if best is None or keeping_all.price.seconds < best.price.seconds:
-                bound = min(bound, keeping().bound)
-                best = replace(keeping_all, solution=against(bound, keeping_all, options.memory_gap))
+    # recomputation is priced in the finished plan only: a plan without may be faster than the program says
+    if best is None or (best.solution is not None and best.solution.gap > min(EFFORT.far_gap, options.memory_gap)):
+        best = _or_keeping_all(keeping(), best, bound, too_large)
     if best is None:
         smallest = min(too_large, key=lambda p: p.price.memory_bytes)
         raise InfeasibleError(too_big(graph, free, smallest, limit))
     return best
 
 
+def _or_keeping_all(
+    within: WithinMemory, best: StagePlan | None, bound: float, too_large: list[StagePlan]
+) -> StagePlan | None:
+    """Return the plan of a program without decisions about memory, if it is faster than the best one.
+
+    A smallest plan that does not fit is added to those that are too large.
+    """
+    within.known_seconds = best.price.seconds if best is not None else float("inf")
+    try:
+        plan = within.plan()
+    except AllTooLarge as error:
+        too_large.append(error.smallest)
+        return best
+    except (OutOfReach, Beaten) as error:
+        if best is None and not (isinstance(error, OutOfReach) and too_large):
+            raise
+        return best
+    if best is not None and best.price.seconds <= plan.price.seconds:
+        return best
+    return replace(plan, solution=against(min(bound, within.bound), plan, within.setting.options.memory_gap))
+
+
 def choosing(
     setting: MeshProblem, limit: float, ends: dict[object, Any] | None = None
 ) -> tuple[StagePlan | None, float, list[StagePlan]]:
-    """The cheapest plan within the limit, with what may be done again in the backward to choose from; the seconds that
-    none beats; and small plans that do not fit, if none does.
+    """Return the cheapest plan within the limit when recomputing and regathering are choices of the program.
 
-    What runs again of a block is taken to do so at once, at first. That is so where whole blocks run again, and too
-    much where pieces do: so where nothing repeats, or it leaves nothing, the least that is there in any case gives
-    another bound, of which the smaller counts, and another plan, where the first is far from it.
-
-    Args:
-        ends: where earlier programs of this kind ended; where these do is added.
+    Also return the seconds that no such plan beats, and small plans that do not fit if none does. At first, all that is
+    recomputed of a block is counted as recomputed at once. That is so where whole blocks are, and too much where parts
+    are: so where nothing repeats, or nothing fits, the least that is there in any case gives another bound, of which
+    the smaller counts, and another plan, where the first is far from it.
 
     Raises:
         Beaten: it is not worth the search.
@@ -122,8 +124,8 @@ def choosing(
     problem, decoder = setting.problem(True, choices=True)
 
     @cache
-    def all_again() -> StagePlan | None:
-        return with_all_again(setting, limit)
+    def all_recomputed() -> StagePlan | None:
+        return with_all_recomputed(setting, limit)
 
     too_large: list[StagePlan] = []
     plans: list[StagePlan] = []
@@ -136,9 +138,9 @@ def choosing(
                 break  # the same program, of which it is known that nothing fits
             first = decoder.moments.first()
         within = WithinMemory(
-            setting, problem, decoder, limit, ends={} if ends is None else ends, otherwise=all_again
+            setting, problem, decoder, limit, ends={} if ends is None else ends, otherwise=all_recomputed
         )  # fmt: skip
-        near = plans and plans[0].solution is not None and plans[0].solution.gap <= FAR
+        near = plans and plans[0].solution is not None and plans[0].solution.gap <= EFFORT.far_gap
         try:
             if near:
                 within.relax()
@@ -151,7 +153,7 @@ def choosing(
         except InfeasibleError:  # of the relaxation alone
             assert near
         bounds.append(within.bound)
-        if decoder.again is None or (plans and setting.folding.blocks):
+        if decoder.recomputable is None or (plans and setting.folding.blocks):
             break
     if not plans:
         return None, min(bounds), too_large
@@ -161,13 +163,13 @@ def choosing(
     return best, bound, []
 
 
-def with_all_again(setting: MeshProblem, limit: float) -> StagePlan | None:
-    """The cheapest plan within the limit in which all runs again that may, or None if none is found.
+def with_all_recomputed(setting: MeshProblem, limit: float) -> StagePlan | None:
+    """Return the cheapest plan within the limit in which everything that may be recomputed is, or None.
 
-    What runs again is not chosen there, so that its program is as easy as one without recomputation: 0.8 s for two
-    layers of 405B in a stage of 7 GiB, where the choice was not found in a minute.
+    Recomputation is not chosen there, so its program is as easy as one without: 0.8 s for two layers of 405B in a stage
+    of 7 GiB, where the choice was not found in a minute.
     """
-    fixed = setting.with_all_again()
+    fixed = setting.with_all_recomputed()
     if fixed is None:
         return None
     with suppress(InfeasibleError, Beaten):
@@ -178,11 +180,9 @@ def with_all_again(setting: MeshProblem, limit: float) -> StagePlan | None:
 class PlansByMemory:
     """The fastest plan of a graph on a mesh, and smaller ones: of these plans, no other has less of both.
 
-    Of each there are the same cuts with nothing done again in the backward, too, with all that can be gathered again,
-    and with all that may run again.
-
-    They are the optima at rising prices of a byte, so they lie on the convex hull of seconds over bytes. With a solver
-    that cannot price bytes there is only the fastest.
+    Of each there are variants with the same cuts: nothing recomputed, all copies regathered that may be, and all
+    operators recomputed that may be. They are the optima at rising prices of a byte, so they lie on the convex hull of
+    seconds over bytes. With a solver that cannot price bytes there is only the fastest.
 
     Raises:
         MeshError, InfeasibleError: as for :func:`plan_graph`, but for memory.
@@ -196,19 +196,17 @@ class PlansByMemory:
 
     @uncollected()
     def fastest(self) -> StagePlan:
-        """The fastest plan, for a small part of what all of them cost to find: with nothing to choose from that only
-        saves memory."""
+        """Return the fastest plan alone, from a program without strategies that only save memory."""
         problem, decoder = self.setting.problem(False)
         program = highs.program(problem, effort=self.setting.options.effort())
-        return self.setting.realise(decoder.decided(program.hull(())[0].picked, self.setting.folding))
+        return self.setting.realise(decoder.decided(program.hull(())[0].picked))
 
     @uncollected()
-    def every(self, prices: Sequence[float] = highs.PRICES) -> list[StagePlan]:
-        """All of them, the fastest first; prices as for
-        :meth:`autopar.planner.intra_op.solving.highs.HighsProgram.hull`."""
+    def every(self, prices: Sequence[float] = EFFORT.byte_prices) -> list[StagePlan]:
+        """Return all plans, the fastest first, at the prices of :meth:`~.solving.highs.HighsProgram.hull`."""
         problem, decoder = self.setting.problem(True, choices=True)
         program = highs.program(replace(problem, limit_bytes=UNLIMITED), effort=self.setting.options.effort())
-        fastest, *others = program.hull(prices, PEAK_SHARE)
+        fastest, *others = program.hull(prices, EFFORT.peak_share)
         plans: dict[object, StagePlan] = {}
         self._add_ways(decoder, fastest, plans)
         for choice in others:
@@ -217,35 +215,33 @@ class PlansByMemory:
         return list(plans.values())
 
     def _add_ways(self, decoder: Decoder, choice: Choice, plans: dict[object, StagePlan]) -> None:
-        """Add the same cuts with nothing done again, with what was chosen, and with all that can be.
+        """Add the cuts of a choice without its decisions about memory, with them, and with all that may be made.
 
-        Args:
-            plans: those made so far, by cuts and by what is done again: choices at rising prices of a byte may differ
-                in the latter alone.
+        ``plans`` are those so far, by cuts and decisions about memory: choices at rising prices may differ in the
+        latter alone.
         """
-        decided = decoder.decided(choice.picked, self.setting.folding)
+        decided = decoder.decided(choice.picked)
         cuts, nothing = decided.cuts, frozenset[int]()
         if cuts not in plans:
-            plans[cuts] = self.setting.realise(decided._replace(again=nothing, tensors={}))
-        sets = [(decided.again, decided.tensors), (nothing, {GATHER_AGAIN.name: frozenset(plans[cuts].reshard_paths)})]
-        if decoder.again is not None:
-            sets.append((decoder.again.every(self.setting.folding), {}))
-        sets += [(nothing, tensors) for tensors in decoder.every_waiting(self.setting.folding)]
+            plans[cuts] = self.setting.realise(decided._replace(recomputed=nothing, tensors={}))
+        sets = [(decided.recomputed, decided.tensors), (nothing, {REGATHER.name: frozenset(plans[cuts].reshard_paths)})]
+        if decoder.recomputable is not None:
+            sets.append((decoder.recomputable.every(self.setting.folding), {}))
+        sets += [(nothing, tensors) for tensors in decoder.all_given_up()]
         for again, tensors in sets:
             key = cuts, again, frozenset((name, keys) for name, keys in tensors.items() if keys)
             if key not in plans and any(key[1:]):
-                way = self.setting.realise(decided._replace(again=again, tensors=tensors))
+                way = self.setting.realise(decided._replace(recomputed=again, tensors=tensors))
                 if way.memory:
                     plans[key] = way
 
 
 @uncollected()
-def priced_again(
+def repriced(
     graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, plans: Sequence[StagePlan], *,
     devices: Sequence[int] | None = None, weighed: bool = True,
 ) -> list[StagePlan] | None:  # fmt: skip
-    """The plans of a graph that differs from another in sizes only, decided as those of the other; None if the sizes
-    do not allow it. ``weighed`` as for :func:`.plan_completion.complete`."""
+    """Return plans with the decisions of another graph's plans; None if the sizes, in which they differ, forbid it."""
     setting = MeshProblem(graph, cluster, mesh, options, devices)
     priced = []
     for plan in plans:
@@ -270,4 +266,4 @@ def priced_again(
     return priced
 
 
-__all__ = ["Earlier", "Options", "PlansByMemory", "device_limit", "plan_graph", "priced_again"]
+__all__ = ["Earlier", "Options", "PlansByMemory", "device_limit", "plan_graph", "repriced"]

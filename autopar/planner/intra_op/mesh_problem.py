@@ -1,4 +1,4 @@
-"""A graph on a mesh with what is asked of it: where its problems come from, and what makes plans of their solutions."""
+"""A graph on a mesh with a user's options: the source of its integer programs, and of plans from their solutions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autopar.planner.intra_op.building.integer_program import Problem
 from autopar.planner.intra_op.building.parameter_sharding import cost
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.memory.recompute import segments_of
-from autopar.planner.intra_op.memory.recompute_choices import Again
+from autopar.planner.intra_op.memory.recompute_choices import Recomputable
 from autopar.planner.intra_op.pins.options import Options
 from autopar.planner.intra_op.pins.pinned_choices import PinnedChoices
 from autopar.planner.intra_op.plan_completion import complete
 from autopar.plans.clusters import check_mesh
-from autopar.plans.memory_decisions import MAKE_AGAIN, RECOMPUTE
+from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT
 from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
@@ -28,7 +28,7 @@ from hardware_profiles import Cluster
 
 
 class MeshProblem:
-    """A graph on a mesh with what is asked of it: where problems come from, and what makes plans of their solutions."""
+    """A graph on a mesh with a user's options: the source of its programs, and of plans from their solutions."""
 
     def __init__(
         self, graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, devices: Sequence[int] | None
@@ -39,70 +39,65 @@ class MeshProblem:
         folding = fold(graph) if options.fold else unfolded(graph)
         self.rules = rules_of(graph, folding.representative)
         self.pins = PinnedChoices(graph, self.rules, mesh, options)
-        self.again = segments_of(graph, self.rules, options.recompute)
+        self.segments = segments_of(graph, self.rules, options.recompute)
         # blocks that are pinned differently are different blocks
         self.folding = folding if self.pins.uniform(folding) else unfolded(graph)
-        self.may_again: Again | None = None
+        self.recomputable: Recomputable | None = None
 
     def problem(self, keep_memory: bool, choices: bool = False) -> tuple[Problem, Decoder]:
-        """The problem.
+        """Return the integer program and its decoder.
 
-        Args:
-            keep_memory: with strategies that only help where memory is short.
-            choices: with what may be done again in the backward instead of being kept: gathered copies, and operators
-                unless it is said which run again.
+        With ``keep_memory`` there are strategies that only help where memory is short; with ``choices`` gathered copies
+        may be regathered in the backward, and operators recomputed unless the user decided that.
         """
         pins, options = self.pins, self.options
-        choose_again = choices and options.may_recompute and not self.again
+        choose_recompute = choices and options.may_recompute and not self.segments
         problem, decoder = Builder(
             self.graph, self.rules, self.folding, self.priced, options.optimizer, options.microbatches,
             pins.op if pins.ops or pins.uncut else None, pins.param if pins.params else None,
             dict(options.outputs or {}), dict(options.inputs or {}), keep_memory, bool(self.cluster.abstract),
-            options.in_flight, self.again, choose_again, choices, options.blocks,
+            options.in_flight, self.segments, choose_recompute, choices, options.blocks,
         ).build()  # fmt: skip
-        if choose_again:
-            self.may_again = decoder.again
+        if choose_recompute:
+            self.recomputable = decoder.recomputable
         pins.require(problem)
         return problem, decoder
 
-    def with_all_again(self) -> MeshProblem | None:
-        """The same, with all that may run again asked to: less to choose from. None where nothing is to be chosen of
-        it, or :meth:`problem` was not asked for the choices yet."""
-        if self.may_again is None:
+    def with_all_recomputed(self) -> MeshProblem | None:
+        """Return the same problem with everything recomputed that may be, or None if nothing may."""
+        if self.recomputable is None:
             return None
-        segments = self.may_again.segments(self.graph, self.rules, self.may_again.every(self.folding))
+        segments = self.recomputable.segments(self.graph, self.rules, self.recomputable.every(self.folding))
         if not segments:
             return None
         other = copy(self)
-        other.again, other.may_again = segments, None
+        other.segments, other.recomputable = segments, None
         other.options = replace(self.options, explains=False)
         return other
 
     def realise(self, decided: Decided, like: StagePlan | None = None, weighed: bool = True) -> StagePlan:
-        """The plan of what was decided.
+        """Return the plan of decisions.
 
-        Args:
-            like: a plan of the same operators, by which runs again what runs again there.
-            weighed: as for :func:`complete`.
+        ``like`` is a plan of the same operators whose recomputed segments are taken; ``weighed`` as for
+        :func:`complete`.
         """
-        options, segments = self.options, self.again
+        options, segments = self.options, self.segments
         remade: Sequence[str] = ()
         if like is not None:
             segments, remade = like.recompute, like.make_again
-        elif decided.again:
-            assert self.may_again is not None
-            segments = self.may_again.segments(self.graph, self.rules, decided.again)
-            remade = self.may_again.results(self.graph, segments, self.folding)
+        elif decided.recomputed:
+            assert self.recomputable is not None
+            segments = self.recomputable.segments(self.graph, self.rules, decided.recomputed)
+            remade = self.recomputable.results(self.graph, segments, self.folding)
         return complete(
             self.graph, self.rules, self.priced, decided.ops, decided.params, decided.outputs,
             inputs={**decided.inputs, **(options.inputs or {})}, optimizer=options.optimizer,
             microbatches=options.microbatches, in_flight=options.in_flight,
-            memory={**decided.tensors, RECOMPUTE.name: segments, MAKE_AGAIN.name: remade}, weighed=weighed,
+            memory={**decided.tensors, RECOMPUTE.name: segments, RECOMPUTE_RESULT.name: remade}, weighed=weighed,
         )  # fmt: skip
 
     def decided_seconds(self, plan: StagePlan) -> float:
-        """Return the seconds of a plan without what the problem leaves out: operators that follow demand, and what is
-        done beside operators, parameters apart."""
+        """Return the seconds of a plan that the problem counts: without operators that follow demand and overheads."""
         follow = 0.0
         for node, rule in zip(self.graph.nodes, self.rules, strict=True):
             if node.kind == "op" and not node.hot and rule is not None:

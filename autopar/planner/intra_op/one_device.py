@@ -11,14 +11,15 @@ from autopar.words.placements import INVARIANT, REPLICATED, State, whole_state
 
 
 def one_device(graph: Graph) -> StagePlan:
-    """The plan for a mesh of one device.
+    """Return the plan for a mesh of one device.
 
-    What is whole with a whole gradient may also be read where no gradient comes back, and the other way round (a value
-    that is detached, a branch without parameters): on one device that step is nothing.
+    A value with a complete gradient may also be read where no gradient comes back, and the other way round (a detached
+    value, a branch without parameters): on one device that step is nothing.
     """
     whole, pending_gradient = State((INVARIANT,)), State((REPLICATED,))
     steps = ((whole, pending_gradient), (pending_gradient, whole))
-    reshard_paths = {reshard_key(graph, Ref(i, k)): steps for i, n in enumerate(graph.nodes) for k in range(len(n.outs))}
+    refs = [Ref(i, k) for i, n in enumerate(graph.nodes) for k in range(len(n.outs))]
+    reshard_paths = {reshard_key(graph, ref): steps for ref in refs}
     mesh = Mesh.of(one=1)
     return StagePlan(
         graph.fingerprint, mesh,

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
-from autopar.capture.graph.dead_operators import has_effect
 from autopar.errors import PlanError
 from autopar.planner.intra_op.building.hidden_seconds import hidden
 from autopar.planner.intra_op.building.parameter_load import beside_ops, parameter_load
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.building.space import strategies
-from autopar.planner.intra_op.memory.ledger import Ledger, seconds_again
+from autopar.planner.intra_op.memory.ledger import Ledger, recompute_seconds
 from autopar.planner.intra_op.memory.memory_walk import Walk
 from autopar.planner.intra_op.memory.stage_peaks import with_working_bytes
 from autopar.planner.intra_op.reshard import Edge, reshard_path
 from autopar.planner.intra_op.written_buffers import held_whole
-from autopar.plans.memory_decisions import GATHER_AGAIN, RECOMPUTE, Memory, about_tensors, in_order
+from autopar.plans.memory_decisions import RECOMPUTE, REGATHER, Memory, about_tensors, in_order
 from autopar.plans.plan import ParamChoice, StagePlan, reshard_key, segment_numbers
 from autopar.plans.prices import Price
 from autopar.plans.regather import gathers, may_wait, ref_of
@@ -25,7 +24,7 @@ from autopar.plans.stage_graphs import first_op
 from autopar.rules.lowering_helpers.overlapped_steps import ReshardPaths
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Graph, Ref
+from autopar.words.graph import Graph, Ref, has_effect
 from autopar.words.meshes import Mesh
 from autopar.words.placements import PENDING, State, whole_state
 
@@ -34,16 +33,12 @@ def demand(
     graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, decided: Mapping[int, Strategy],
     *, partly: bool = False,
 ) -> tuple[dict[int, Strategy], dict[str, State]]:  # fmt: skip
-    """Strategies of the undecided ops, and placements of buffers.
+    """Return the strategies of the undecided operators, and the placements of buffers.
 
     Backwards through the graph: if all readers of a tensor want the same shard, and its op can make just that, it
     does (positions and masks are made sharded); else it is computed whole and sliced, which costs nothing.
 
-    Args:
-        partly: more is to be decided, so buffers need not agree yet.
-
-    Raises:
-        PlanError: a buffer is written to in different pieces.
+    ``partly``: more is to be decided, so buffers need not agree yet.
     """
     whole = whole_state(mesh)
     chosen = dict(decided)
@@ -61,28 +56,12 @@ def demand(
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
         if node.kind == "buffer":
-            states = wanted.get(Ref(i), set())
-            only = next(iter(states)) if len(states) == 1 else whole
-            updated = node.target in graph.updates
             inside = written.get(i, set())
-            if len(inside) == 1 and not updated:
-                only = next(iter(inside))
-            buffers[node.target] = whole if updated or PENDING in only else only
-            if partly:
-                continue
-            moved = [k for k, state in readers.get(i, ()) if state != buffers[node.target]]
-            writers = [k for k, _ in readers.get(i, ()) if inside and has_effect(graph.nodes[k].target)]
-            if any(min(moved) < k < max(moved) for k in writers if moved):
-                raise PlanError(
-                    f"buffer '{node.target}' is read in other pieces before and after an operator that writes to it, "
-                    "and one copy would serve both; constrain that operator to a cut of the batch, or clone it first"
-                )
-            if inside - {buffers[node.target]}:
-                raise PlanError(
-                    f"buffer '{node.target}' is written by operators that hold it in different pieces "
-                    f"({'; '.join(sorted(state.text for state in inside))}): no placement keeps what all of them "
-                    "write; constrain them to the same cut, such as the batch"
-                )
+            states = inside if len(inside) == 1 else wanted.get(Ref(i), set())
+            only = next(iter(states)) if len(states) == 1 and node.target not in graph.updates else whole
+            buffers[node.target] = whole if PENDING in only else only
+            if not partly:
+                _check_written(graph, node.target, buffers[node.target], inside, readers.get(i, ()))
         if node.kind != "op":
             continue
         if i not in chosen:
@@ -107,8 +86,30 @@ def demand(
     return chosen, buffers
 
 
+def _check_written(
+    graph: Graph, name: str, stored: State, inside: Set[State], readers: Sequence[tuple[int, State]]
+) -> None:
+    """Refuse a buffer that operators write to in placements that its storage cannot keep.
+
+    ``inside`` are the states in which operators write to it, ``readers`` all readers with the states that they want.
+    """
+    moved = [k for k, state in readers if state != stored]
+    writers = [k for k, _ in readers if inside and has_effect(graph.nodes[k].target)]
+    if any(min(moved) < k < max(moved) for k in writers if moved):
+        raise PlanError(
+            f"buffer '{name}' is read in other shards before and after an operator that writes to it, and one copy "
+            "would serve both; constrain that operator to a cut of the batch, or clone it first"
+        )
+    if inside - {stored}:
+        raise PlanError(
+            f"buffer '{name}' is written by operators that hold it in different shards "
+            f"({'; '.join(sorted(state.text for state in inside))}): no placement keeps what all of them write; "
+            "constrain them to the same cut, such as the batch"
+        )
+
+
 def _plain(strategy: Strategy) -> bool:
-    """No pending sums: only those need communication."""
+    """Return whether a strategy makes no pending sums: only those need communication."""
     return not any(PENDING in state for state in (*strategy.ins, *strategy.outs))
 
 
@@ -116,8 +117,7 @@ def needs(
     graph: Graph, mesh: Mesh, chosen: Mapping[int, Strategy], params: Mapping[int, ParamChoice],
     buffers: Mapping[str, State], inputs: Mapping[str, State], outputs: Mapping[int, State],
 ) -> tuple[dict[Ref, State], dict[Ref, dict[State, None]], list[State | None]]:  # fmt: skip
-    """``(made, wanted, outputs)``: the state in which each tensor is made, those in which it is wanted, and the
-    placement of every output (None for one that is no tensor)."""
+    """Return the states in which each tensor is made and wanted, and the placement of every output."""
     whole_grad, whole = whole_state(mesh, True), whole_state(mesh)
     made_as: dict[Ref, State] = {}
     wanted: dict[Ref, dict[State, None]] = {}
@@ -170,23 +170,16 @@ def complete(
     memory: Mapping[str, Collection[Any]] | None = None,
     weighed: bool = True,
 ) -> StagePlan:
-    """The plan of the given decisions, with routes and price.
+    """Return the plan of decisions, with its reshard paths and its price.
 
-    Args:
-        decided: strategies by node; ops left out follow demand.
-        params: by parameter node; parameters left out (nobody reads them) are replicated.
-        outputs: placements by output position; the others come out whole.
-        buffers: placements by name; the others follow demand.
-        memory: what is not kept for the backward, by decision. Tensors that are not gathered after all, and results
-            that nobody keeps, are left out.
-        weighed: with the bytes of activations and of what works on them, which take longer to find than all else;
-            without, and if nothing is done again, they count as none: for who asks only how long a plan takes.
-        weighed: with the bytes of activations and of what works on them, which take longer to find than all else;
-            without, they count as none, for who asks how long a plan takes that does nothing again.
-        devices: ranks of the mesh, in row-major order; by default the first.
-
-    Raises:
-        PlanError: a tensor cannot be brought to where it is wanted.
+    ``graph``, ``rules``, ``pricer``: with the rule of each node and the prices of the mesh; ``decided``: strategies
+    by node; operators left out follow demand; ``params``: by parameter node; parameters left out (nobody reads
+    them) are replicated; ``outputs``: placements by output position; the others are replicated; ``buffers``,
+    ``inputs``: placements by name; other buffers follow demand; ``memory``: decisions about memory; tensors that
+    are not gathered, and results that nobody keeps, are left out; ``optimizer``, ``microbatches``, ``in_flight``:
+    of the step; microbatches in flight keep their activations; ``weighed``: with the bytes of activations, which
+    take longest to find; without, and if no decision is made about memory, they count as none; ``devices``: ranks
+    of the mesh, in row-major order; by default the first.
     """
     mesh = pricer.mesh
     chosen, buffer_states = demand(graph, rules, mesh, decided)
@@ -225,8 +218,8 @@ def complete(
     segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
     beside_others = sum(h.total for h in hidden(graph, rules, pricer, chosen, reshard_paths, segment_of).values())
     price = _price(
-        graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight, reshard_paths, holds,
-        made_as,
+        graph, rules, pricer, chosen, owned, seconds - beside_others, optimizer, microbatches, in_flight,
+        reshard_paths, holds, made_as,
     )  # fmt: skip
     peaks = None
     if walk is not None:
@@ -245,14 +238,13 @@ def complete(
 def that_can_be(
     graph: Graph, mesh: Mesh, reshard_paths: Mapping[str, Sequence[Edge]], decided: Mapping[str, Collection[Any]]
 ) -> Memory:
-    """What is decided about memory, without copies of tensors that are not gathered after all, and without tensors that
-    what is recomputed makes or reads."""
+    """Return decisions about memory without tensors that are not gathered, or that recomputed segments make or read."""
     can = {name: tuple(entries) for name, entries in decided.items()}
     if not can:
         return can
     segment_of = segment_numbers(graph, can.get(RECOMPUTE.name, ()))
-    if copies := can.get(GATHER_AGAIN.name):
-        can[GATHER_AGAIN.name] = tuple(sorted(set(copies).intersection(gathers(graph, mesh, reshard_paths, segment_of))))
+    if copies := can.get(REGATHER.name):
+        can[REGATHER.name] = tuple(sorted(set(copies).intersection(gathers(graph, mesh, reshard_paths, segment_of))))
     for record in about_tensors():
         refs = {key: ref_of(graph, key) for key in can.get(record.name, ())}
         can[record.name] = tuple(
@@ -267,12 +259,8 @@ def _price(
     owned: Mapping[int, ParamChoice], moved_seconds: float, optimizer: str, microbatches: int,
     in_flight: int, reshard_paths: ReshardPaths, holds: Ledger, made_as: Mapping[Ref, State],
 ) -> Price:  # fmt: skip
-    """The price, in which passing bytes are still missing.
-
-    Args:
-        moved_seconds: of reshards, without what others' computation hides of collectives inside operators.
-    """
-    compute, inside = seconds_again(graph, rules, pricer, chosen, reshard_paths, holds)
+    """Return the price without its transient bytes; ``moved_seconds`` are those of reshards, less overlapped parts."""
+    compute, inside = recompute_seconds(graph, rules, pricer, chosen, reshard_paths, holds)
     memo: dict[object, tuple[float, float]] = {}
     nodes, alike = graph.nodes, graph.alike
     for i, node in enumerate(nodes):

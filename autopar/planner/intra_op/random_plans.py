@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from autopar.capture.graph.dead_operators import has_effect
 from autopar.errors import PlanError
 from autopar.planner.intra_op.building import parameter_sharding as P
 from autopar.planner.intra_op.building.price import Pricer
@@ -13,10 +12,10 @@ from autopar.planner.intra_op.building.space import strategies
 from autopar.planner.intra_op.plan_completion import complete
 from autopar.plans.memory_decisions import memory
 from autopar.plans.plan import ParamChoice, Recompute, StagePlan, reshard_key, segment_numbers
-from autopar.plans.regather import can_make_again, gathers
+from autopar.plans.regather import can_recompute_result, gathers
 from autopar.rules.notation import Rule
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Graph, Ref, Spec
+from autopar.words.graph import Graph, Ref, Spec, has_effect
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, replicated_placement, shard, whole_state
 from autopar.words.shards import fits
@@ -29,14 +28,11 @@ def random_plan(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, seed: int, *,
     recompute: Recompute = (), gather_again: bool = False, make_again: bool = False,
 ) -> StagePlan:  # fmt: skip
-    """A feasible plan with every decision drawn at random: ops (cold ones too), parameters and lifetimes.
+    """Return a feasible plan with every decision drawn at random: operators, parameters and lifetimes.
 
-    With ``gather_again``, about half of the copies that could be gathered again are. With ``make_again``, stretches of
-    operators run again beside ``recompute`` (about half of all), and about half of what they make for others is given
-    up until then.
-
-    Raises:
-        PlanError: ``ATTEMPTS`` draws gave no plan in which every tensor can reach its readers.
+    With ``gather_again``, about half of the copies that could be are regathered. With ``make_again``, stretches of
+    operators are recomputed in addition to ``recompute`` (about half of all), and about half of their results that
+    others read are given up until then.
     """
     rng = random.Random(seed)
     mesh = pricer.mesh
@@ -74,7 +70,7 @@ def random_plan(
             results = [Ref(i, k) for i in segment_of for k, spec in enumerate(graph.nodes[i].outs) if spec is not None]
             remade = [
                 reshard_key(graph, ref) for ref in results
-                if make_again and can_make_again(graph, ref, segment_of) and rng.random() < 0.5
+                if make_again and can_recompute_result(graph, ref, segment_of) and rng.random() < 0.5
             ]  # fmt: skip
             plan = complete(
                 graph, rules, pricer, decided, params, outputs, inputs=inputs,
@@ -94,7 +90,7 @@ def random_plan(
 
 
 def stretches(graph: Graph, recompute: Recompute, rng: random.Random) -> Recompute:
-    """Segments, and random stretches of the operators between them."""
+    """Return segments, and random stretches of the operators between them."""
     taken = segment_numbers(graph, recompute)
     runs: list[tuple[str, str]] = []
     now: list[str] = []
@@ -109,7 +105,7 @@ def stretches(graph: Graph, recompute: Recompute, rng: random.Random) -> Recompu
 
 
 def _at_the_borders(graph: Graph, mesh: Mesh, rng: random.Random) -> tuple[dict[str, State], dict[int, State]]:
-    """Random placements of what comes from earlier pipeline stages and goes to later ones."""
+    """Return random placements of the tensors from earlier pipeline stages and to later ones."""
 
     def drawn(spec: Spec, grad: bool) -> State:
         whole = replicated_placement(grad)

@@ -1,4 +1,4 @@
-"""Routes: the cheapest tree of single-axis steps from the state a tensor is made in to all states it is wanted in.
+"""The cheapest tree of single-axis steps from the state in which a tensor is made to all states its readers want.
 
 Each step changes one axis and is one collective or none. Consumers that want the same state share its copy, and routes
 share their common beginnings, so the whole tree is a directed Steiner tree in the small graph of states. With few
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 
+from autopar.planner.effort import EFFORT
 from autopar.words.meshes import Mesh
 from autopar.words.placements import INVARIANT, REPLICATED, Placement, State, steps_from
 from autopar.words.shards import fits
@@ -20,8 +21,6 @@ from autopar.words.shards import fits
 Edge = tuple[State, State]
 STEP_SECONDS = 1e-15
 """Added to every step, so that of two ways that cost the same, or nothing, the one of fewer steps is taken."""
-EXACT = 6
-"""Readers' states up to which the tree is exact: its time grows with 3 to the power of their number."""
 
 
 @lru_cache(maxsize=200_000)
@@ -31,7 +30,7 @@ def state_graph(
     sources: tuple[tuple[Placement, ...], ...],
     targets: tuple[tuple[Placement, ...], ...],
 ) -> tuple[tuple[State, ...], tuple[Edge, ...]]:
-    """``(states, steps)`` between the placements that producers give and consumers want on each axis.
+    """Return the states between the placements that producers make and consumers want, and the steps between them.
 
     A step never makes a placement that no consumer wants, but for the whole value that two steps may pass through.
     """
@@ -47,7 +46,7 @@ def state_graph(
 
 
 def axis_sets(states: Sequence[State], n_axes: int) -> tuple[tuple[Placement, ...], ...]:
-    """The placements that occur on each axis, sorted."""
+    """Return the placements that occur on each axis, sorted."""
     return tuple(tuple(sorted({s[a] for s in states})) for a in range(n_axes))
 
 
@@ -55,11 +54,10 @@ def reshard_path(
     shape: tuple[int, ...], mesh: Mesh, grad: bool, source: State, targets: Sequence[State],
     price: Callable[[State, State], float],
 ) -> tuple[float, tuple[Edge, ...]] | None:  # fmt: skip
-    """``(price, steps)`` of the cheapest tree from ``source`` to every target; None if some target is out of reach.
+    """Return the price and the steps of the cheapest tree from a state to every target; None if one is out of reach.
 
-    Args:
-        grad: whether gradients flow; without, ``R`` is the only spelling of a whole value.
-        price: seconds of one step.
+    Without ``grad`` (no gradient flows) ``R`` is the only spelling of a replicated value; ``price`` gives the seconds
+    of a step.
     """
     wanted = sorted(set(targets) - {source})
     if not wanted:
@@ -75,22 +73,35 @@ def reshard_path(
     into: list[list[tuple[int, float]]] = [[] for _ in states]
     for s, d in edges:
         into[number[d]].append((number[s], price(s, d) + STEP_SECONDS))
-    inf = float("inf")
-    if len(wanted) > EXACT:  # too many to be exact: one after the other, each from the nearest state that exists
+    if len(wanted) > EFFORT.exact_readers:  # one after the other, each from the nearest state that exists
         return _greedy(states, number, into, source, wanted)
+    tree = _cheapest_tree(into, number[source], [number[t] for t in wanted])
+    if tree is None:
+        return None
+    return _as_tree(source, wanted, {(states[v], states[u]): None for v, u in tree}, price)
+
+
+def _cheapest_tree(
+    into: Sequence[Sequence[tuple[int, float]]], source: int, wanted: Sequence[int]
+) -> dict[tuple[int, int], None] | None:
+    """Return the edges of the cheapest tree from a state to all wanted ones, by numbers; None if one is out of reach.
+
+    ``into`` are the edges into each state with their prices. The dynamic program is that of Dreyfus and Wagner.
+    """
+    inf = float("inf")
     full = (1 << len(wanted)) - 1
-    best = [[inf] * len(states) for _ in range(full + 1)]
-    how: list[list[object]] = [[None] * len(states) for _ in range(full + 1)]
+    best = [[inf] * len(into) for _ in range(full + 1)]
+    how: list[list[object]] = [[None] * len(into) for _ in range(full + 1)]
     for mask in range(1, full + 1):
         row, steps = best[mask], how[mask]
         if mask & (mask - 1) == 0:
-            row[number[wanted[mask.bit_length() - 1]]] = 0.0
+            row[wanted[mask.bit_length() - 1]] = 0.0
         sub = (mask - 1) & mask
         while sub:
             complement = mask ^ sub
             if sub < complement:
                 a, b = best[sub], best[complement]
-                for v in range(len(states)):
+                for v in range(len(into)):
                     cost = a[v] + b[v]
                     if cost < row[v]:
                         row[v], steps[v] = cost, (sub, complement)
@@ -105,10 +116,10 @@ def reshard_path(
                 if c + w < row[u]:
                     row[u], steps[u] = c + w, v
                     heapq.heappush(heap, (c + w, u))
-    if best[full][number[source]] == inf:
+    if best[full][source] == inf:
         return None
-    tree: dict[Edge, None] = {}
-    stack = [(full, number[source])]
+    tree: dict[tuple[int, int], None] = {}
+    stack = [(full, source)]
     while stack:
         mask, v = stack.pop()
         step = how[mask][v]
@@ -118,15 +129,15 @@ def reshard_path(
             stack.extend([(step[0], v), (step[1], v)])
         else:
             assert isinstance(step, int)
-            tree[states[v], states[step]] = None
+            tree[v, step] = None
             stack.append((mask, step))
-    return _as_tree(source, wanted, tree, price)
+    return tree
 
 
 def _as_tree(
     source: State, wanted: Sequence[State], edges: dict[Edge, None], price: Callable[[State, State], float]
 ) -> tuple[float, tuple[Edge, ...]]:
-    """Keep one way into each state, ordered from the root, and only what leads to a wanted state."""
+    """Keep one step into each state, ordered from the root, and only those that lead to a wanted state."""
     parent: dict[State, State] = {}
     reached = [source]
     for state in reached:

@@ -15,42 +15,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.effort import BRIEF, EFFORT, PATIENT
 from autopar.planner.intra_op.building.decoder import Decoder
-from autopar.planner.intra_op.building.integer_program import ROUGH, ROUNDING, Beaten, Choice, Item, Problem
+from autopar.planner.intra_op.building.integer_program import ROUNDING, Beaten, Choice, Item, Problem
 from autopar.planner.intra_op.memory.memory_errors import AllTooLarge, OutOfReach
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.solving import highs
-from autopar.planner.intra_op.solving.effort import BRIEF, PATIENT
 from autopar.planner.intra_op.solving.mixture import mixture
 from autopar.plans.plan import Solution, StagePlan
 from autopar.plans.prices import Moment
 from autopar.words.texts import show_bytes
 
-ATTEMPTS = 12
-"""Limits that are tried until what the solver finds fits: its bytes are not quite those of the finished plan."""
 FIRST = 2
 """Moments that the program knows from the first: the end of the forward, and the optimizer's step."""
-ROUNDS, MOMENTS = 6, 16
-"""How often the relaxation is solved to see which moments bind, and how many become rows of the program, at most."""
-REFINED, CLOSE = 2, 1e-3
-"""Of these, how often a plan that fits is made better, and the part of the memory that is too little to try it for."""
-DEARER, HALVED = (1.02, 1.1, 1.3, 1.8, 3.0, 6.0), 3
-"""Prices of a byte, times its worth in the relaxation, that are tried for a plan that fits; and how often the last step
-between them is halved."""
-LOWER = (0.92, 0.84, 0.76)
-"""Parts of the limit, for blocks that differ: what the rows do not see is in the rest."""
-FAR = 0.1
-"""Where a plan is further than this from its bound, it is looked for in other ways, too."""
-SLOW = 1
-"""How often the solver may stop at its time limit."""
-MIXED_GAP = 0.02
-"""The gap of a mixture that is good enough where operators may run again: the search for a better one is long there."""
-STEEP_PRICES = (10.0, 30.0, 100.0)
-"""Like :data:`autopar.planner.intra_op.building.integer_program.PRICES`, where little memory is all that counts."""
 BOUNDED = "rows of the first moments"
 """The kind of program that :attr:`WithinMemory.ends` are of."""
-TIGHT = 0.9
-"""Part of the limit: where what every item has at least is more, it is asked first whether there is a choice at all."""
 UNLIMITED = 1e18
 """Bytes that no device has."""
 
@@ -87,7 +66,7 @@ class WithinMemory:
     fitting: StagePlan | None = None
 
     def plan(self) -> StagePlan:
-        """The plan.
+        """Return the fastest feasible plan of all that the search finished.
 
         Raises:
             AllTooLarge: nothing fits.
@@ -100,86 +79,106 @@ class WithinMemory:
             if self.fitting is None:
                 raise
             return replace(self.fitting, solution=against(0.0, self.fitting, self.setting.options.memory_gap))
-        seen, said = self.fitting, found.solution
-        if seen is None or said is None or seen.price.seconds >= found.price.seconds:
+        seen, solution = self.fitting, found.solution
+        if seen is None or solution is None or seen.price.seconds >= found.price.seconds:
             return found
-        bound = said.objective_seconds * (1 - said.gap)
+        bound = solution.objective_seconds * (1 - solution.gap)
         return replace(seen, solution=against(bound, seen, self.setting.options.memory_gap))
 
     def _searched(self) -> StagePlan:
-        """:meth:`plan`, of the last that was looked for; a faster one that fits may have been seen on the way."""
-        limit, gap = self.limit, self.setting.options.memory_gap
-        enough = gap if self.decoder.again is None else max(gap, MIXED_GAP)
-        program = self._limited(limit)
-        tried: list[StagePlan] = []
-        best: StagePlan | None = None
-        bound, refined, slow = 0.0, 0, 0
-        room = _Room(program, limit)
-        fits = self.fewest is None or self.fewest[0] <= limit
-        for attempt in range(ATTEMPTS if fits else 0):
-            try:
-                if attempt == 0:
-                    bound = program.least()
-                    if bound >= self.setting.options.worth_seconds:
-                        raise Beaten(bound)
-                if best is None and gap > 0.0:
-                    best = self._mixed(program, gap, bound)
-                    tried += [best] if best is not None else []
-                    if best is not None and best.solution is not None:
-                        if best.solution.gap <= enough or program.is_rough(gap):
-                            return best
-                if attempt == 0 and best is None and gap >= ROUGH:
-                    roughly = self._roughly(program, gap, bound)
-                    if roughly is not None:
-                        return roughly
-                if self._is_hopeless:
-                    break
-                plan = self._finish(program.solve(gap, min(self.setting.options.worth_seconds, self.known_seconds)))
-            except InfeasibleError:
-                break
-            tried.append(plan)
+        """Search at the limit without branch and bound, then with it under lower and lower limits, then otherwise."""
+        program = self._limited(self.limit)
+        search = _Search(program, _Room(program, self.limit))
+        if self.fewest is None or self.fewest[0] <= self.limit:
+            with suppress(InfeasibleError):  # nothing has as few bytes as the present limit leaves
+                done = self._found_quickly(search)
+                if done or (not self._is_hopeless and self._found_by_branching(search)):
+                    assert search.best is not None
+                    return search.best
+        return self._otherwise(search)
+
+    def _found_quickly(self, search: _Search) -> bool:
+        """Bound the seconds and look for a mixture, then for a rough plan; return whether the search may end there."""
+        program, gap, worth = search.program, self.setting.options.memory_gap, self.setting.options.worth_seconds
+        search.bound = program.least()
+        if search.bound >= worth:
+            raise Beaten(search.bound)
+        if self._found_mixed(search):
+            return True
+        if search.best is None and gap >= EFFORT.rough_gap:
+            search.best = self._roughly(program, gap, search.bound)
+            return search.best is not None
+        return False
+
+    def _found_mixed(self, search: _Search) -> bool:
+        """Look for a mixture at the program's present limit; return whether it is good enough."""
+        program, gap = search.program, self.setting.options.memory_gap
+        search.best = self._mixed(program, gap, search.bound) if gap > 0.0 else None
+        if search.best is None or search.best.solution is None:
+            return False
+        search.tried.append(search.best)
+        enough = gap if self.decoder.recomputable is None else max(gap, EFFORT.mixed_gap)
+        return search.best.solution.gap <= enough or program.is_rough(gap)
+
+    def _found_by_branching(self, search: _Search) -> bool:
+        """Solve under lower and lower limits until a finished plan fits; return whether the first one did."""
+        options, slow, refined = self.setting.options, 0, 0
+        gap = options.memory_gap
+        for attempt in range(EFFORT.limit_attempts):
+            if attempt and search.best is None and self._found_mixed(search):
+                return True
+            plan = self._finish(search.program.solve(gap, min(options.worth_seconds, self.known_seconds)))
             assert plan.solution is not None
+            search.tried.append(plan)
             slow += plan.solution.status == "time limit"
-            if slow > SLOW and best is None:
-                break
+            if slow > EFFORT.slow_runs and search.best is None:
+                return False
             if attempt == 0:
-                bound = max(bound, plan.solution.objective_seconds * (1 - plan.solution.gap))
-            over = plan.price.memory_bytes - limit
-            room.note(over <= 0)
-            if over <= 0 and (best is None or plan.price.seconds < best.price.seconds):
-                best = plan
-            if best is None:
-                if not self._sees(program, plan):
-                    room.leave(self.moments.get(plan.fullest) if plan.fullest is not None else None, over)
+                search.bound = max(search.bound, plan.solution.objective_seconds * (1 - plan.solution.gap))
+            over = plan.price.memory_bytes - self.limit
+            search.room.note(over <= 0)
+            if over <= 0 and (search.best is None or plan.price.seconds < search.best.price.seconds):
+                search.best = plan
+            if search.best is None:
+                if not self._sees(search.program, plan):
+                    row = self.moments.get(plan.fullest) if plan.fullest is not None else None
+                    search.room.leave(row, over)
                 continue
             if attempt == 0:
-                return best
-            best = replace(best, solution=against(bound, best, gap))
-            assert best.solution is not None
+                return True
+            solution = against(search.bound, search.best, gap)
+            search.best = replace(search.best, solution=solution)
             refined += 1
-            if best.solution.gap <= max(gap, ROUNDING) or refined > REFINED or not room.take_back():
-                break
+            if solution.gap <= max(gap, ROUNDING) or refined > EFFORT.refinements or not search.room.take_back():
+                return False
+        return False
+
+    def _otherwise(self, search: _Search) -> StagePlan:
+        """Return a plan of :attr:`otherwise` where that is faster, or the smallest one where none fits yet."""
+        best, bound, gap = search.best, search.bound, self.setting.options.memory_gap
         if best is None and self.known_seconds < float("inf"):
-            raise Beaten  # what is the smallest is of no interest then
-        if best is None or (best.solution is not None and best.solution.gap > FAR):
+            raise Beaten  # the smallest plan is of no interest then
+        if best is None or (best.solution is not None and best.solution.gap > EFFORT.far_gap):
             other = self.otherwise()
             if other is not None and (best is None or other.price.seconds < best.price.seconds):
                 best = replace(other, solution=against(bound, other, gap))
         if best is None and self._is_hopeless:
-            return self._of_fewest_bytes(program)
-        return best if best is not None else self._smallest(tried, bound)
+            return self._of_fewest_bytes(search.program)
+        return best if best is not None else self._smallest(search.tried, bound)
 
     @property
     def _is_hopeless(self) -> bool:
-        """Whether a search need not look for a plan that fits by branch and bound: not even the relaxation fits, or
-        there is a plan already, and state leaves so little room that minutes of it find none, mostly."""
+        """A search for which branch and bound is not worth its time.
+
+        Not even the relaxation fits, or there is a plan already and state leaves so little room that minutes of search
+        mostly find none.
+        """
         options = self.setting.options
         known = options.worth_seconds < float("inf")
         return not options.explains and (self.bound == float("inf") or (known and self.fewest is not None))
 
-    def _of_fewest_bytes(self, program: highs.HighsProgram | highs.ByCbc) -> StagePlan:
-        """The plan nearest to the fewest bytes of the relaxation, where that is too large, too: rows may count a little
-        that a finished plan does not have at once.
+    def _of_fewest_bytes(self, program: highs.Program) -> StagePlan:
+        """Return the plan nearest to the fewest bytes of the relaxation: rows may count more than the plan has at once.
 
         Raises:
             OutOfReach: it does not fit either.
@@ -192,12 +191,12 @@ class WithinMemory:
         return self._known_as_small(plan, 0.0)
 
     def _known_as_small(self, plan: StagePlan, bound: float) -> StagePlan:
-        """A plan that was found by its bytes, measured against a bound of seconds."""
+        """Return a plan that was found by its bytes, measured against a bound of seconds."""
         found = replace(plan, solution=Solution("smallest", "best found", plan.price.seconds, 0.0, True))
         return replace(found, solution=against(bound, found, self.setting.options.memory_gap))
 
-    def _mixed(self, program: highs.HighsProgram | highs.ByCbc, gap: float, bound: float) -> StagePlan | None:
-        """A plan whose blocks differ, at the program's present limit, measured against the bound at the full one."""
+    def _mixed(self, program: highs.Program, gap: float, bound: float) -> StagePlan | None:
+        """Return a plan whose blocks differ, at the program's limit, measured against the bound at the full one."""
         setting = self.setting
         plan = mixture(
             setting.graph, setting.folding, program, self.decoder, self.limit, setting.realise,
@@ -205,13 +204,16 @@ class WithinMemory:
         )  # fmt: skip
         return replace(plan, solution=against(bound, plan, gap)) if plan is not None else None
 
-    def _roughly(self, program: highs.HighsProgram | highs.ByCbc, gap: float, bound: float) -> StagePlan | None:
-        """The fastest plan that fits and is found without branch and bound: by the price of a byte, or, where that is
-        further from the bound than was asked, with blocks that differ under a limit so much lower that they fit."""
+    def _roughly(self, program: highs.Program, gap: float, bound: float) -> StagePlan | None:
+        """Return the fastest feasible plan that is found without branch and bound.
+
+        It comes from the price of a byte or, where that is further from the bound than the gap, from mixing blocks
+        under a limit so much lower that they fit.
+        """
         best = self._by_price(program, gap, bound)
         if best is not None and against(bound, best, gap).gap <= gap:
             return best
-        for share in LOWER:
+        for share in EFFORT.lowered_limits:
             if self.fewest is not None and self.fewest[0] > share * self.limit:
                 break  # nothing has so little, and that takes the simplex method long to find
             program.limit(share * self.limit)
@@ -223,15 +225,15 @@ class WithinMemory:
         program.limit(self.limit)
         return best
 
-    def _by_price(self, program: highs.HighsProgram | highs.ByCbc, gap: float, bound: float) -> StagePlan | None:
-        """The fastest plan that fits of those that are the best at a price of a byte, from the relaxation's on.
+    def _by_price(self, program: highs.Program, gap: float, bound: float) -> StagePlan | None:
+        """Return the fastest plan that fits of the best choices at rising prices of a byte, from the relaxation's on.
 
         Bytes are those of the finished plan, and no branch and bound is needed: a tenth of a second, where the solver
         takes ten for its first solution, which then has bytes that its rows do not see.
         """
         best: StagePlan | None = None
         low, high = 1.0, None
-        for factor in DEARER:
+        for factor in EFFORT.feasible_price_steps:
             plan = self._at_price(program, factor)
             if plan is not None and plan.price.memory_bytes <= self.limit:
                 best, high = plan, factor
@@ -239,7 +241,7 @@ class WithinMemory:
             low = factor
         if best is None or high is None:
             return None
-        for _ in range(HALVED):
+        for _ in range(EFFORT.price_halvings):
             if against(bound, best, gap).gap <= gap:
                 break
             middle = (low + high) / 2
@@ -251,46 +253,34 @@ class WithinMemory:
                 best = min(best, plan, key=lambda p: p.price.seconds)
         return replace(best, solution=against(bound, best, gap))
 
-    def _at_price(self, program: highs.HighsProgram | highs.ByCbc, factor: float) -> StagePlan | None:
+    def _at_price(self, program: highs.Program, factor: float) -> StagePlan | None:
         choice = program.at_price(factor)
         return self._finish(choice) if choice is not None else None
 
     def free(self) -> StagePlan:
-        """The fastest plan, whatever memory it needs: if it fits, the limit does not bind it.
-
-        Raises:
-            Beaten: it is not worth the search.
-        """
+        """Return the fastest plan, whatever memory it needs: if it fits, the limit does not bind it."""
         options = self.setting.options
         return self._finish(self._program(self.problem).solve(options.memory_gap, options.worth_seconds))
 
     def relax(self) -> None:
-        """Find :attr:`bound` alone.
-
-        Raises:
-            InfeasibleError: nothing fits.
-        """
+        """Find :attr:`bound` alone."""
         self._limited(self.limit)
 
-    def _limited(self, limit: float) -> highs.HighsProgram | highs.ByCbc:
-        """The program with the limit, and rows of the moments that it binds.
-
-        Raises:
-            InfeasibleError: nothing fits.
-        """
+    def _limited(self, limit: float) -> highs.Program:
+        """Return the program with the limit, and rows of the moments that it binds."""
         rows = self.decoder.moments
         if limit == float("inf") or rows is None:
             return self._program(self.problem)
         first = rows.first()
         program = self._program(replace(self.problem, limit_bytes=limit, moments=first))
         least = max(sum(map(min, moment.items)) for moment in first)
-        fewest = program.fewest_bytes() if least > TIGHT * limit else None
+        fewest = program.fewest_bytes() if least > EFFORT.tight_share * limit else None
         if fewest is not None:
             self.fewest = max(fewest[0], least), fewest[1]
             if self.fewest[0] > limit:
                 return program
         program.begin_at((self.ends or {}).get(BOUNDED))
-        for round_number in range(ROUNDS):
+        for round_number in range(EFFORT.moment_rounds):
             try:
                 choice = program.nearest()
                 if round_number == 0 and self.ends is not None:
@@ -303,22 +293,22 @@ class WithinMemory:
                 break
         return program
 
-    def _sees(self, program: highs.HighsProgram | highs.ByCbc, plan: StagePlan) -> bool:
-        """Make the fullest moment of a plan a row of the program; returns whether it was none yet."""
+    def _sees(self, program: highs.Program, plan: StagePlan) -> bool:
+        """Make the fullest moment of a plan a row of the program, and return whether it was none yet."""
         moment, rows = plan.fullest, self.decoder.moments
-        if moment is None or rows is None or moment in self.moments or len(self.moments) >= MOMENTS:
+        if moment is None or rows is None or moment in self.moments or len(self.moments) >= EFFORT.moment_rows:
             return False
         self.moments[moment] = FIRST + len(self.moments)
         program.add(rows.at(moment))
         return True
 
-    def _program(self, problem: Problem) -> highs.HighsProgram | highs.ByCbc:
+    def _program(self, problem: Problem) -> highs.Program:
         options = self.setting.options
-        binds = problem.moments or self.decoder.again is not None
+        binds = problem.moments or self.decoder.recomputable is not None
         return highs.program(problem, effort=options.effort(BRIEF if binds else PATIENT))
 
     def _finish(self, choice: Choice) -> StagePlan:
-        plan = self.setting.realise(self.decoder.decided(choice.picked, self.setting.folding))
+        plan = self.setting.realise(self.decoder.decided(choice.picked))
         said = Solution(choice.solver, choice.status, choice.objective, choice.gap, choice.binds)
         plan = replace(plan, solution=said)
         if plan.price.memory_bytes <= self.limit:
@@ -327,10 +317,10 @@ class WithinMemory:
         return plan
 
     def _smallest(self, tried: list[StagePlan], bound: float) -> StagePlan:
-        """The plan of the fewest bytes, when the limit was not met otherwise."""
+        """Return the plan of the fewest bytes, when the limit was not met otherwise."""
         tried = [*tried, *self._smaller_and_smaller()]
         choices: list[Choice] = []
-        if self.decoder.again is not None:  # what rows do not see may be less where the sum of all that stays is least
+        if self.decoder.recomputable is not None:  # what rows do not see may be less where all bytes together are least
             sums = replace(
                 self.problem,
                 items=tuple(_by_bytes(item) for item in self.problem.items),
@@ -342,7 +332,7 @@ class WithinMemory:
             )
             with suppress(InfeasibleError):  # not solved in time
                 choices.append(self._program(sums).solve())
-            choices += self._program(replace(self.problem, limit_bytes=UNLIMITED)).hull(STEEP_PRICES)
+            choices += self._program(replace(self.problem, limit_bytes=UNLIMITED)).hull(EFFORT.steep_byte_prices)
         plan = min(
             [*tried, *map(self._finish, choices)] or [self.free()],
             key=lambda p: (max(p.price.memory_bytes, self.limit), p.price.seconds),
@@ -352,15 +342,14 @@ class WithinMemory:
         return self._known_as_small(plan, bound)
 
     def _smaller_and_smaller(self) -> list[StagePlan]:
-        """Plans whose fullest moment is the least there is, as far as the program's rows say: where another moment of
-        such a plan is fuller, that becomes a row, too."""
+        """Return plans of the least fullest moment by the rows, with new rows where another moment is fuller."""
         rows = self.decoder.moments
         assert rows is not None
         first = *rows.first(), *map(rows.at, self.moments)
         program = self._program(replace(self.problem, moments=first, smallest=True))
         plans: list[StagePlan] = []
         with suppress(InfeasibleError):  # not solved in time
-            for _ in range(ROUNDS):
+            for _ in range(EFFORT.moment_rounds):
                 plans.append(self._finish(program.nearest()))
                 if plans[-1].price.memory_bytes <= self.limit:
                     return plans
@@ -370,15 +359,26 @@ class WithinMemory:
         return plans
 
 
+@dataclass
+class _Search:
+    """The state of one search: its program, seconds that no plan beats, the plans so far, and the best that fits."""
+
+    program: highs.Program
+    room: _Room
+    bound: float = 0.0
+    best: StagePlan | None = None
+    tried: list[StagePlan] = field(default_factory=list)
+
+
 class _Room:
-    """What of the limit is left to what the rows of a program do not see of a finished plan, moment by moment.
+    """The bytes of the limit that are left, per moment, for memory that the rows of a program do not see.
 
     The next choice may have more that its row does not see than the last one, so what turned out to be too little is
     raised steeply; and where a plan fits then, half of the last step is taken back, since it may be smaller than it
     need be.
     """
 
-    def __init__(self, program: highs.HighsProgram | highs.ByCbc, limit: float) -> None:
+    def __init__(self, program: highs.Program, limit: float) -> None:
         self.program, self.limit = program, limit
         self.left: dict[int | None, float] = {None: 0.0}
         """Bytes that are left now, by number of the moment's row; those of None, of every row."""
@@ -391,26 +391,27 @@ class _Room:
         """The one that was changed last."""
 
     def leave(self, number: int | None, over: float) -> None:
-        """Leave more, because a plan was so many bytes too large at a moment; of a moment whose row did not see all,
-        twice as much each time."""
+        """Leave more because a plan was ``over`` bytes too large at a moment.
+
+        Twice as much each time for one with a row.
+        """
         self.times[number] += number is not None
         self.latest = number
         self._set(number, self.left.get(number, 0.0) + over * 2 ** max(0, self.times[number] - 1))
 
     def note(self, fits: bool) -> None:
-        """Remember whether what is left was enough."""
+        """Remember whether the bytes left were enough."""
         if fits:
             self.enough = dict(self.left)
         else:
             self.too_little[self.latest] = self.left.get(self.latest, 0.0)
 
     def take_back(self) -> bool:
-        """Leave less where that may be enough, too: half-way between too little and enough; returns whether the two
-        are far enough apart to try."""
+        """Leave half-way between too little and enough; return whether the two are far enough apart to try."""
         number = self.latest
         low = self.too_little.get(number, 0.0)
         high = self.enough.get(number, low)
-        if high - low <= CLOSE * self.limit:
+        if high - low <= EFFORT.refined_share * self.limit:
             return False
         self._set(number, (low + high) / 2)
         return True
@@ -425,7 +426,7 @@ class _Room:
 
 
 def against(bound: float, plan: StagePlan, gap: float) -> Solution:
-    """What the solver said of a plan, measured against a bound of the whole search."""
+    """Return the solution of a plan, measured against a bound of the whole search."""
     said = plan.solution
     assert said is not None
     off = max(0.0, 1 - bound / said.objective_seconds) if said.objective_seconds else 0.0
@@ -440,4 +441,4 @@ def _by_bytes(item: Item) -> Item:
     )
 
 
-__all__ = ["FAR", "TIGHT", "UNLIMITED", "WithinMemory", "against"]
+__all__ = ["UNLIMITED", "WithinMemory", "against"]

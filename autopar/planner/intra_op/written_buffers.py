@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.capture.graph.dead_operators import has_effect
 from autopar.rules.strategy import Strategy
-from autopar.words.graph import Graph
+from autopar.words.graph import Graph, has_effect
 
 
 def held_whole(graph: Graph) -> Mapping[int, Sequence[int]]:
-    """Operators that have to hold a buffer whole, with the positions of such buffers among their ``refs``."""
+    """Return the operators that hold a buffer replicated, with the positions of such buffers in their ``refs``."""
     readers: dict[int, list[int]] = {}
     for i, node in enumerate(graph.nodes):
         for ref in {*node.refs} if node.kind == "op" else ():
@@ -32,7 +31,7 @@ def held_whole(graph: Graph) -> Mapping[int, Sequence[int]]:
 
 
 def holds_whole(strategy: Strategy, positions: Sequence[int]) -> bool:
-    """Whether a strategy takes the tensors at these positions uncut."""
+    """Return whether a strategy takes the tensors at these positions uncut."""
     return not any(strategy.ins[k].is_cut for k in positions)
 
 

@@ -88,7 +88,7 @@ class DimClasses:
 
     @staticmethod
     def _factors(rule: Rule | None) -> Iterator[str]:
-        """Yield the factors of a rule that stand in its terms and have more than one element."""
+        """Yield the factors of a rule that are in its terms and have more than one element."""
         if rule is not None:
             terms = (*rule.inputs, *rule.outputs)
             yield from dict.fromkeys(f for term in terms for dim in term for f in dim if rule.sizes[f] > 1)

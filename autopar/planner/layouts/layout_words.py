@@ -121,11 +121,7 @@ class Layout:
         return f"--like {self.text}"
 
     def microbatches_of(self, rows: int) -> int:
-        """Return into how many microbatches a batch of so many rows is cut.
-
-        Raises:
-            PlanError: it does not divide.
-        """
+        """Return into how many microbatches a batch of so many rows is cut."""
         each = self.sizes["dp"] * self.rows
         count = self.microbatches or rows // each
         if count < 1 or rows % count or (self.microbatches is None and rows % each):
@@ -143,11 +139,7 @@ class Layout:
         return count
 
     def check_devices(self, n_devices: int) -> None:
-        """Refuse a layout for another number of devices.
-
-        Raises:
-            PlanError: with both numbers.
-        """
+        """Refuse a layout for another number of devices."""
         if self.n_devices != n_devices:
             sizes = (*self.sizes.items(), ("pp", self.groups))
             words = " x ".join(f"{w}={n}" for w, n in sizes if n > 1) or "nothing"
@@ -164,10 +156,6 @@ class Layout:
             options: the memory limit and the optimizer, where no word says another one.
             n_devices: of the cluster.
             rows: of a step's batch.
-
-        Raises:
-            PlanError: the layout is for another number of devices, the rows do not divide, there is nothing to
-                recompute, or there are no experts.
         """
         self.check_devices(n_devices)
         if self.routed and all(node.target != BLOCK for _, node in graph.of_kind("op")):
@@ -192,7 +180,7 @@ class Layout:
         )  # fmt: skip
 
     def _recomputed(self, graph: Graph) -> tuple[str, ...]:
-        """The patterns of modules that run again."""
+        """Return the patterns of modules that are recomputed."""
         kind, _, which = self.recompute.partition(":")
         if kind == NONE:
             return ()
@@ -295,7 +283,7 @@ def _count(written: str, word: str, value: str) -> int:
 
 
 def _experts(written: str, numbers: Mapping[str, int]) -> tuple[int, bool]:
-    """How many ranks of ``dp`` share routed experts, and whether rows travel over ``tp``, too."""
+    """Return how many ranks of ``dp`` share routed experts, and whether rows are sent over ``tp``, too."""
     ep, tp, etp = numbers.get("ep", 1), numbers.get("tp", 1), numbers.get("etp")
     if etp in (None, tp):
         return ep, False
@@ -314,8 +302,10 @@ def _context(written: str, value: str | None) -> tuple[int, str]:
 
 
 def _zero(written: str, given: Mapping[str, str], dp: int) -> tuple[int, bool, int]:
-    """``zero``, whether gathered parameters are kept until the backward, and the ranks of ``dp`` that share parameters,
-    where these are fewer than all."""
+    """Return ``zero``, whether gathered parameters are kept until the backward, and the ranks that share them.
+
+    Those are some ranks of ``dp``, where they are fewer than all.
+    """
     value = given.get("zero", "0")
     if "fsdp" not in given:
         if value not in ("0", "1", "2", "3"):
@@ -338,7 +328,7 @@ def _zero(written: str, given: Mapping[str, str], dp: int) -> tuple[int, bool, i
 
 
 def _schedule(written: str, name: str | None, groups: int, vp: int | None) -> tuple[str, int]:
-    """The schedule, and the stages on each group: ``vp``, or as many as it always has (two under ``zb-v``)."""
+    """Return the schedule, and the stages on each group: ``vp``, or as many as it always has (two under ``zb-v``)."""
     if vp is not None and vp > 1 and groups == 1:
         raise PlanError(f"{written}: vp={vp} needs a pipeline; give pp=2 or more")
     name = name or ("interleaved-1f1b" if vp is not None and vp > 1 else "1f1b")
@@ -386,11 +376,7 @@ def _recompute(written: str, value: str) -> str:
 
 
 def _check_there(written: str, parts: Sequence[str], lists: Sequence[str], graph: Graph) -> None:
-    """Refuse modules to run again that no block has.
-
-    Raises:
-        PlanError: with names that blocks have.
-    """
+    """Refuse modules to recompute that no block has."""
     modules = {node.module for _, node in graph.of_kind("op")}
     inside = {path for module in modules for path in _with_parents(module) if numbered(path)[1] in lists}
     for part in parts:

@@ -64,7 +64,7 @@ def _by_places(graph: Graph) -> Graph:
 
 
 def _sources(graph: Graph, i: int) -> tuple[Ref, Ref] | None:
-    """The logits ``[batch sequence vocabulary]`` and labels ``[batch sequence]`` of a loss that adds up over both."""
+    """Return the logits ``[batch sequence vocabulary]`` and labels ``[batch sequence]`` of a summed loss."""
     node = graph.nodes[i]
     if node.target != LOSS or len(node.args) < 2 or (len(node.args) > REDUCTION and node.args[REDUCTION] == 0):
         return None

@@ -1,11 +1,11 @@
-"""What the words of a layout cut of each operator: one option for every axis of a mesh.
+"""Cuts of each operator by the words of a layout: one option for every axis of a mesh.
 
-``data`` (and ``shard``, the part of it whose ranks share parameters) cuts the rows of the batch, ``context`` the places
-of a sequence. ``tensor`` cuts what Megatron-LM cuts (Shoeybi et al. 2019, arXiv:1909.08053, section 3): classes of
-features that products with parameters make (their columns), that operators without communication go along, and that
-other products with parameters sum over (their rows), or that a loss takes in pieces; and the rows of the table of an
-embedding. All else is whole there, or, with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section
-4.2), in pieces of the sequence. ``expert`` cuts the rows of the batch, which travel to routed experts.
+``data`` (and ``shard``, the part of it whose ranks share parameters) cuts the rows of the batch, ``context`` the
+sequence. ``tensor`` cuts what Megatron-LM cuts (Shoeybi et al. 2019, arXiv:1909.08053, section 3): classes of features
+that products with parameters make (their columns), that operators without communication go along, and that other
+products with parameters sum over (their rows), or that a loss takes in shards; and the rows of the table of an
+embedding. All else is replicated there or, with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198,
+section 4.2), sharded by sequence. ``expert`` cuts the rows of the batch, which are sent to routed experts.
 """
 
 from __future__ import annotations
@@ -64,18 +64,19 @@ class OperatorCuts:
 
     @property
     def graph(self) -> Graph:
+        """The graph whose operators are cut."""
         return self.classes.graph
 
     @property
     def rules(self) -> Sequence[Rule | None]:
+        """The rule of each operator."""
         return self.classes.rules
 
     # -- what an operator is
 
     @cached_property
     def _products(self) -> dict[int, tuple[frozenset[str], frozenset[str]]]:
-        """Of products of an activation with a parameter: the factors of the features that they make, and of those that
-        they sum over."""
+        """Of products of an activation with a parameter, the factors of the features that they make and sum over."""
         found = {}
         for i, node in self.graph.of_kind("op"):
             rule = self.rules[i]
@@ -88,14 +89,14 @@ class OperatorCuts:
         return found
 
     def _sides(self, node: Node, rule: Rule) -> tuple[set[str], set[str]]:
-        """The factors of the tensors that follow from inputs, and of those that follow from parameters alone."""
+        """Return the factors of tensors that follow from inputs, and of those that follow from parameters alone."""
         sides: tuple[set[str], set[str]] = set(), set()
         for ref, term in zip(node.refs, rule.inputs, strict=False):
             sides[ref.node not in self.graph.from_inputs].update(_factors([term]))
         return sides
 
     def _factor(self, i: int, among: frozenset[Element], size: int) -> str | None:
-        """The factor of an operator that is in one of some classes, and that an axis may cut without communication."""
+        """Return the factor of an operator in one of some classes that an axis may cut without communication."""
         rule = self.rules[i]
         assert rule is not None
         for term in (*rule.outputs, *rule.inputs):
@@ -109,11 +110,7 @@ class OperatorCuts:
     # -- one axis each
 
     def of_axis(self, axis: str, size: int) -> dict[int, str]:
-        """Return the option of every operator that depends on a parameter, by node, on one axis.
-
-        Raises:
-            PlanError: the words cannot be honoured there.
-        """
+        """Return the option of every operator that depends on a parameter, by node, on one axis."""
         cuts = {
             DATA: self._rows, SHARD: self._rows, EXPERT: self._rows_to_experts, CONTEXT: self._places,
             TENSOR: self._features,
@@ -145,7 +142,7 @@ class OperatorCuts:
         return {**self._rows(size), **self._travelling(size, "ep")}
 
     def _travelling(self, size: int, word: str) -> dict[int, str]:
-        """Routed experts that are in pieces, to which rows travel."""
+        """Return routed experts that are sharded, to which rows are sent."""
         for i, rule in self._experts.items():
             if TRAVEL not in rule.cuttable or rule.sizes[TRAVEL] % size:
                 raise PlanError(
@@ -155,7 +152,10 @@ class OperatorCuts:
         return dict.fromkeys(self._experts, TRAVEL)
 
     def _experts_in_pieces(self, size: int) -> dict[int, str]:
-        """Routed experts over ``tensor``: rows travel, or every rank has a piece of the features of each."""
+        """Return the options of routed experts over ``tensor``.
+
+        Rows are sent, or each rank has a shard of the features.
+        """
         if self.experts_travel:
             return self._travelling(size, "tp")
         for i, rule in self._experts.items():
@@ -194,7 +194,7 @@ class OperatorCuts:
             raise PlanError(f"{self.text}: {would} {share:.0%} of the matrix products: {which}; these {because}")
 
     def _of_attention(self, i: int, rule: Rule, size: int) -> str | None:
-        """How an attention is cut over ``context``."""
+        """Return the option of an attention over ``context``."""
         node, wanted = self.graph.nodes[i], self.way
         if wanted == RING and RING in rule.absent:
             wanted = ALLGATHER  # queries that meet other keys: those are few, and gathered
@@ -240,7 +240,7 @@ class OperatorCuts:
         return rule is not None and any(factor in lowering.factors for lowering in rule.lowerings) and not rule.random
 
     def _tables(self, size: int) -> dict[int, str]:
-        """Embeddings of what the inputs say, whose table is cut by rows: each rank looks up what it has."""
+        """Return embeddings of inputs, whose table is cut by rows: each rank looks up what it has."""
         tables = {}
         for i in self._hot():
             node, rule = self.graph.nodes[i], self.rules[i]
@@ -253,12 +253,12 @@ class OperatorCuts:
         return tables
 
     def _by_first_product(self) -> list[tuple[Element, list[Element]]]:
-        """Classes with features that a product makes, in the order of the first one."""
+        """Return classes with features that a product makes, in the order of the first one."""
         roots = dict.fromkeys(self.classes.root((i, f)) for i, (made, _) in self._products.items() for f in made)
         return [(root, self.classes.factors_of[root]) for root in roots]
 
     def _why_not(self, root: Element, factors: Sequence[Element], cut: Mapping[int, str], size: int) -> str:
-        """Why a class of features cannot be cut as Megatron-LM cuts them; nothing where it can."""
+        """Return why a class of features cannot be cut as Megatron-LM cuts them; nothing where it can."""
         if root in self.classes.batch or root in self.classes.given:
             return "it is a dim of the model's inputs"
         made = ends = 0
@@ -291,7 +291,7 @@ class OperatorCuts:
         return "" if made and ends else "no product sums over them"
 
     def _ends_loss(self, i: int, factor: str) -> bool:
-        """Whether a loss takes a factor in pieces and gives what is whole on every rank."""
+        """Return whether a loss takes a factor in shards and gives a replicated result."""
         rule = self.rules[i]
         return rule is not None and factor not in _factors(rule.outputs) and (
             rule.out_as.get(factor) == (INVARIANT,) * len(rule.outputs)
@@ -325,7 +325,7 @@ class OperatorCuts:
 
     @cached_property
     def sequences(self) -> frozenset[Element]:
-        """The classes of the dims beside features of the residual, apart from the batch's."""
+        """The classes of the dims next to features of the residual, apart from the batch's."""
         classes, graph = self.classes, self.graph
         residual = {
             classes.root((i, f)) for i, (made, summed) in self._products.items() for f in (*made, *summed)
@@ -343,8 +343,11 @@ class OperatorCuts:
     # -- what is not cut
 
     def _completed(self, cut: dict[int, str]) -> dict[int, str]:
-        """Return the options of all operators on an axis: sums stay pending where numbers are only moved, and gradients
-        where all readers leave them pending; functions of parameters make what their readers want."""
+        """Return the options of all operators on an axis.
+
+        Sums stay pending where numbers are only moved, and gradients where all readers leave them pending; functions of
+        parameters make what their readers want.
+        """
         graph, hot = self.graph, self._hot()
         options = {i: options_of(graph, graph.nodes[i], self._rule(i)) for i in hot}
         names: dict[int, str] = {}
@@ -374,8 +377,11 @@ class OperatorCuts:
         return rule
 
     def _with_sums(self, i: int, made: Mapping[Ref, Placement]) -> str:
-        """The option of an operator that is not cut: it lets pending sums through if it is their only reader, linear in
-        just these, and gives no more bytes; or if it gives a single number."""
+        """Return the option of an operator that is not cut, which may let pending sums through.
+
+        It does if it is their only reader, linear in just these, and gives no more bytes; or if it gives a single
+        number.
+        """
         node, rule = self.graph.nodes[i], self._rule(i)
         pending = {p for p, ref in enumerate(node.refs) if ref in made and made[ref].is_pending}
         alone = all(len(self.graph.consumers[node.refs[p]]) == 1 for p in pending)
@@ -389,11 +395,7 @@ class OperatorCuts:
 
 
 def strategy_of(graph: Graph, node: Node, rule: Rule, names: Sequence[str], mesh: Mesh, text: str) -> Strategy:
-    """Return the strategy of an operator on a mesh from its options, one for each axis.
-
-    Raises:
-        InfeasibleError: the axes cannot cut it so together.
-    """
+    """Return the strategy of an operator on a mesh from its options, one for each axis."""
     offered = options_of(graph, node, rule)
     options = [offered.get(name, offered[WHOLE]) for name in names]
     if not can_be_cut(rule, options, mesh):

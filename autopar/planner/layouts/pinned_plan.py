@@ -1,8 +1,8 @@
-"""The plan of a layout in which everything is said: its stages, the step that they make, and whether it fits.
+"""The plan of a layout that decides everything: its stages, the step that they make, and whether it fits.
 
 Nothing is searched: the words decide every operator and parameter (:mod:`.operator_cuts`), so a stage's plan is
-completed and priced at once. A layout that needs more memory than there is has a plan all the same, and says by how
-much.
+completed and priced at once. A layout that needs more memory than there is has a plan all the same, with the bytes that
+lack.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.planner.intra_op.pins.options import Options, device_limit
 from autopar.planner.layouts.dim_classes import DimClasses
 from autopar.planner.layouts.operator_cuts import CONTEXT, DATA, EXPERT, SHARD, OperatorCuts, strategy_of
 from autopar.planner.layouts.stage_starts import blocks_of, described, sizes_of, starts
-from autopar.plans.memory_decisions import GATHER_AGAIN
+from autopar.plans.memory_decisions import REGATHER
 from autopar.plans.plan import ParamChoice, Pins, Plan, StagePlan, one_stage, reshard_key
 from autopar.plans.prices import bytes_together
 from autopar.plans.stage_graphs import StageGraph, cut, stage_edges_of
@@ -42,7 +42,7 @@ STEP, USE = "step", "use"
 
 @dataclass(frozen=True)
 class Said:
-    """What the words of a layout say of a pipeline.
+    """A layout of a pipeline, as its words give it.
 
     Attributes:
         text: the words, for messages and tables.
@@ -97,7 +97,7 @@ class PinnedPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has the memory."""
+        """Every device has the memory."""
         return self.memory_bytes <= self.limit_bytes
 
 
@@ -107,14 +107,8 @@ def pinned_plan(
 ) -> PinnedPlan:
     """Return the plan of a layout.
 
-    Args:
-        graph: of one of ``said.microbatches``.
-        rows: inputs that have the rows of the batch, by node number.
-        cluster_name: by which the plan finds the cluster again.
-
-    Raises:
-        PlanError: the words cannot be honoured for this model.
-        InfeasibleError: operators cannot be cut into so many pieces.
+    ``graph``: of one of ``said.microbatches``; ``rows``: inputs that have the rows of the batch, by node number;
+    ``cluster_name``: by which the plan finds the cluster again.
     """
     return _Pinned(graph, cluster, said, rows).plan(cluster_name or cluster.name)
 
@@ -167,7 +161,7 @@ class _Pinned:
 
     @property
     def _pins(self) -> Pins:
-        """What the plan remembers of the words."""
+        """Return the pins by which the plan remembers the words."""
         said, options = self.said, self.said.options
         limit = options.memory_limit_bytes
         return Pins(
@@ -190,8 +184,10 @@ class _Pinned:
     def _stages(
         self, graphs: Sequence[StageGraph], devices: Sequence[tuple[int, ...]]
     ) -> tuple[list[StagePlan], list[int]]:
-        """Return the plans of all stages, and for each the first one with the same plan: stages alike in all but names,
-        on devices alike, share one."""
+        """Return the plans of all stages, and for each the first one with the same plan.
+
+        Stages alike in all but names, on devices alike, share one.
+        """
         first: dict[object, int] = {}
         kinds = {of: self._kind(of) for of in dict.fromkeys(devices)}
         plans: list[StagePlan] = []
@@ -208,8 +204,7 @@ class _Pinned:
         return plans, alike
 
     def _kind(self, devices: tuple[int, ...]) -> object:
-        """Return what is equal for groups of devices on which a plan has one price: their makes, and which of them
-        share a machine."""
+        """Return what is equal for groups of devices on which a plan has one price: types, and shared machines."""
         nodes = self.cluster.node_of
         return tuple((self.cluster.device(d).name, nodes[d] - nodes[devices[0]]) for d in devices)
 
@@ -243,7 +238,7 @@ class _Pinned:
             tensors = [k for k, spec in enumerate(node.outs) if spec is not None]
             made.update({Ref(i, k): state for k, state in zip(tensors, ops[i].outs, strict=True)})
         params = {
-            i: self._kept(node, graph, [s.started(node.needs_grad) for s in wanted.get(Ref(i), [])])
+            i: self._kept(node, [s.started(node.needs_grad) for s in wanted.get(Ref(i), [])])
             for i, node in graph.of_kind("param")
         }  # fmt: skip
         outputs = {
@@ -257,11 +252,11 @@ class _Pinned:
         }  # fmt: skip
         regathers = self.said.sequence_parallel and self.cluster.software.regathers
         again = frozenset(reshard_key(graph, ref) for ref in made) if regathers else frozenset()
-        return Decided(ops, params, outputs, inputs, tensors={GATHER_AGAIN.name: again})
+        return Decided(ops, params, outputs, inputs, tensors={REGATHER.name: again})
 
     @staticmethod
     def _whole_sums(state: State, grad: bool) -> State:
-        """Return the state of an output that is made in this one: sums are added up."""
+        """Return the state of an output that is made in this one, with pending sums reduced."""
         whole = replicated_placement(grad)
         return State(whole if p.is_pending or (grad and p.is_replicated) else p for p in state)
 
@@ -271,9 +266,11 @@ class _Pinned:
 
     # -- parameters
 
-    def _kept(self, node: Node, graph: Graph, uses: Sequence[State]) -> ParamChoice:
-        """Return how a parameter is stored and used: cut as its readers want it, and over ``data`` and ``context`` as
-        ``zero`` says, where a dim divides."""
+    def _kept(self, node: Node, uses: Sequence[State]) -> ParamChoice:
+        """Return how a parameter is stored and used.
+
+        Cut as its readers want it, and by ``zero`` where a dim divides.
+        """
         mesh, grad, zero = self.said.mesh, node.needs_grad, self.said.zero
         used = self._used(uses, grad)
         offered = choices(node.out, grad, [used], mesh)

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from autopar.capture import Captured, capture
+from autopar.capture import Captured, capture, none_narrow
 from autopar.capture.batch_factor import inputs_with_rows
-from autopar.capture.graph.marked_products import none_narrow
 from autopar.capture.in_parts import InputRows
 from autopar.capture.microbatches import rows_of
 from autopar.errors import InfeasibleError, PlanError, first_few
@@ -79,16 +78,11 @@ class PricedLayout:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has the memory."""
+        """Every device has the memory."""
         return self.pinned.fits
 
     def check_fits(self) -> None:
-        """Refuse a layout that does not fit, or cannot be run.
-
-        Raises:
-            InfeasibleError: with both numbers, and what needs less.
-            PlanError: the module has to be written in another way for it.
-        """
+        """Refuse a layout that does not fit, or cannot be run."""
         if not self.pinned.runs:
             raise PlanError(f"{self.layout.written}: {self.pinned.notes[0]}")
         if not self.fits:
@@ -122,10 +116,6 @@ class PricedLayouts:
         Args:
             cluster: its name, the path of its file, or the cluster itself.
             text: the words of the layout (:mod:`autopar.planner.layouts.layout_words`).
-
-        Raises:
-            PlanError, InfeasibleError: the words cannot be honoured for this model on this cluster.
-            ClusterError: there is no such cluster.
         """
         where = get_cluster(cluster)
         layout = parse_layout(text) if isinstance(text, str) else text
@@ -143,7 +133,7 @@ class PricedLayouts:
         return PricedLayout(layout, pinned, part if pinned.runs else replace(part, graph=pinned.graph, example=None))
 
     def _graphs(self, precision: Precision | None) -> MicrobatchGraphs:
-        """The graphs of microbatches under a policy; None: under that of the capture."""
+        """Return the graphs of microbatches under a policy; None: under that of the capture."""
         policy = precision if precision is not None else self.captured.graph.precision
         if policy not in self._by_policy:
             self._by_policy[policy] = MicrobatchGraphs(
@@ -168,11 +158,8 @@ def pinned_layout(
 ) -> PinnedPlan:  # fmt: skip
     """Return the plan of a layout of graphs that were captured elsewhere.
 
-    Args:
-        graph_of: the graph of one of so many microbatches of a step.
-        text: the words of the layout.
-        rows: of the batch of a step.
-        n_devices: the first so many of the cluster; None for all.
+    ``graph_of``: the graph of one of so many microbatches of a step; ``text``: the words of the layout; ``rows``:
+    of the batch of a step; ``n_devices``: the first so many of the cluster; None for all.
 
     Raises:
         PlanError, InfeasibleError: the words cannot be honoured for this model on these devices.
@@ -187,10 +174,9 @@ def pinned_layout(
 def _pinned(
     graph: Graph, cluster: Cluster, said: Said, with_rows: frozenset[str], cluster_name: str = ""
 ) -> PinnedPlan:
-    """The plan of a layout; where it has tensor parallelism, with products for each of what one product makes.
+    """Return the plan of a layout; with tensor parallelism, fused products are split into one for each result.
 
-    Args:
-        with_rows: names of the inputs that have the rows of the batch.
+    ``with_rows`` names the inputs that have the rows of the batch.
     """
     def planned(graph: Graph, notes: Sequence[str] = ()) -> PinnedPlan:
         rows = frozenset(i for i, node in graph.of_kind("input") if node.target in with_rows)
@@ -226,11 +212,7 @@ APART = "products have to be taken apart"
 
 
 def names_with_rows(graph: Graph, rows: int) -> frozenset[str]:
-    """Return the names of the inputs that have the rows of the batch.
-
-    Args:
-        graph: of a batch of so many rows.
-    """
+    """Return the names of the inputs that have the rows of the batch. ``graph``: of a batch of so many rows."""
     key = "inputs with rows", rows
     names: frozenset[str] | None = graph.derived.get(key)
     if names is None:

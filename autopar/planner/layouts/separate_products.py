@@ -32,8 +32,10 @@ class _Fused:
 
 
 def separated(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """Return a graph in which products whose features are taken apart are one product for each part; and the modules
-    that had one. The same graph where there are none."""
+    """Return a graph in which fused products are one product for each part of their features, and their modules.
+
+    It is the same graph where there are none.
+    """
     known = graph.derived.get("separated products")
     if known is None:
         known = graph.derived["separated products"] = _separated(graph)
@@ -113,7 +115,7 @@ def _part(
 
 
 def _params(graph: Graph, i: int) -> dict[int, Ref]:
-    """The parameters that a product has features of, by position in its arguments."""
+    """Return the parameters that a product has features of, by position in its arguments."""
     node = graph.nodes[i]
     return {
         position: arg for position, _ in PRODUCTS[node.target]
@@ -122,7 +124,7 @@ def _params(graph: Graph, i: int) -> dict[int, Ref]:
 
 
 def _fused(graph: Graph, i: int) -> _Fused | None:
-    """The operators from a product to the one that takes its features apart; None where there is none."""
+    """Return the operators from a product to the one that splits its features; None where there is none."""
     node = graph.nodes[i]
     if node.target not in PRODUCTS:
         return None

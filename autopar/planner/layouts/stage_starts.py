@@ -32,8 +32,7 @@ def block_of(module: str) -> str:
 
 
 def blocks_of(graph: Graph) -> dict[str, tuple[int, int]]:
-    """Return the first and the last position, in :func:`autopar.plans.stage_graphs.hot_ops`, of every block, in
-    execution order."""
+    """Return the first and the last position among :func:`~autopar.plans.stage_graphs.hot_ops` of every block."""
     rules = rules_of(graph)
     spans: dict[str, tuple[int, int]] = {}
     works: set[str] = set()
@@ -62,14 +61,7 @@ def sizes_of(n_blocks: int, n_stages: int) -> list[int]:
 
 
 def starts(graph: Graph, n_stages: int, text: str) -> list[str]:
-    """Return the names of the first operators of all stages but the first.
-
-    Args:
-        text: the layout, for messages.
-
-    Raises:
-        PlanError: there are too few blocks.
-    """
+    """Return the names of the first operators of all stages but the first. ``text``: the layout, for messages."""
     if n_stages == 1:
         return []
     spans = list(blocks_of(graph).values())
@@ -89,8 +81,7 @@ def starts(graph: Graph, n_stages: int, text: str) -> list[str]:
 
 
 def described(sizes: Sequence[int]) -> str:
-    """Return how blocks are divided, for a note: ``blocks of the stages: 0, 126 x 1, 0``; nothing where all stages have
-    as many."""
+    """Return how blocks are divided, for a note: ``blocks of the stages: 0, 126 x 1, 0``; nothing if they are even."""
     if len(set(sizes)) < 2:
         return ""
     runs = [(size, len(list(run))) for size, run in groupby(sizes)]

@@ -1,4 +1,4 @@
-"""What a block can cost on a mesh: a few plans from the fastest to the smallest, with more and less that runs again.
+"""Options to run a block on a mesh: a few plans from the fastest to the smallest, with more and less recomputed.
 
 Stages are put together from these (:mod:`.filling`) before any stage is planned.
 """
@@ -12,35 +12,29 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.simulating.phases import phases
-from autopar.planner.intra_op.building.integer_program import PRICES
 from autopar.planner.intra_op.building.parameter_load import NOTHING, ParameterLoad
 from autopar.planner.intra_op.building.parameter_sharding import peak_bytes
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.memory.recompute import patterns_in
-from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, priced_again
+from autopar.planner.intra_op.mesh_plan import Options, PlansByMemory, repriced
 from autopar.plans.plan import StagePlan
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
 
-WAYS = 1 + len(PRICES)
+MOST_OPTIONS = 1 + len(EFFORT.byte_prices)
 """Plans of a block on a mesh, at most."""
-RARE_PRICES = (2.0,)
-"""Like :data:`PRICES`, for blocks that hardly count, and on meshes of more than :data:`AXES` axes."""
-AXES = 2
-"""Of a mesh whose programs are quickly solved: with three, each price takes five times as long."""
 ALONE = Mesh.of(data=1)
 """The mesh of one device."""
-IN_FLIGHT = 4
-"""Microbatches in flight for which the bytes of a block's plans are weighed."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to run a block; seconds of one microbatch (but for ``step_seconds``), bytes of one device.
+class BlockOption:
+    """One option to run a block; seconds of one microbatch (except ``step_seconds``), bytes of one device.
 
     Attributes:
         step_seconds: of the whole step: the optimizer, and what is waited for of collectives of parameters if the block
@@ -48,9 +42,9 @@ class Way:
         weight_seconds: of the backward, what is for gradients of weights and may run later.
         static_bytes: whatever does not grow with the microbatches in flight, but for ``peak_bytes``.
         kept_bytes: of one microbatch in flight.
-        again_bytes: what lives beside at the fullest moment, while parts of the block run again say: once for all
+        recompute_peak_bytes: transient bytes of the peak, while parts of the block are recomputed say: once for all
             blocks of a stage.
-        recomputed: something of it runs again.
+        recomputed: something of it is recomputed.
         peak_bytes: of parameters that are gathered for each use: once for all blocks of a stage, too.
         optimizer_seconds: the optimizer's part of ``step_seconds``.
         load: its parameters' collectives, and what is computed beside them.
@@ -61,7 +55,7 @@ class Way:
     step_seconds: float
     static_bytes: float
     kept_bytes: float
-    again_bytes: float = 0.0
+    recompute_peak_bytes: float = 0.0
     recomputed: bool = False
     weight_seconds: float = 0.0
     peak_bytes: float = 0.0
@@ -81,9 +75,13 @@ class SizedPlans(NamedTuple):
     cuts: tuple[frozenset[int], ...]
 
     def serves(self, cuts: tuple[frozenset[int], ...]) -> bool:
-        """Whether these plans are good ones of the same block at another size too: nothing can be cut there that could
-        not be cut here. Eight rows cannot be cut over 64 devices; a plan that cuts their sequence instead says
-        nothing of the fastest way for 64 rows."""
+        """Return whether these plans are good ones of the same block at another size too.
+
+        Nothing else can be cut there.
+
+        Eight rows cannot be cut over 64 devices; a plan that cuts their sequence instead is no measure of the fastest
+        one for 64 rows.
+        """
         return len(cuts) == len(self.cuts) and all(a <= b for a, b in zip(cuts, self.cuts, strict=True))
 
 
@@ -102,22 +100,26 @@ class BlockPlans:
     def alike(
         self, key: tuple[object, ...], share: bool, cuts: tuple[frozenset[int], ...]
     ) -> list[StagePlan] | None:  # fmt: skip
-        """Every plan for the key, or, if they are shared, for the same kind and mesh on other devices; of a size at
-        which all ``cuts`` could be made."""
+        """Return every plan for the key or, if shared, for the same kind and mesh on other devices.
+
+        They are of a size at which all ``cuts`` could be made.
+        """
         if key in self.every and self.every[key].serves(cuts):
             return self.every[key].plans
         alike = (sized for place, sized in self.every.items() if share and place[:2] == key[:2])
         return next((sized.plans for sized in alike if sized.serves(cuts)), None)
 
     def fastest_alike(self, key: tuple[object, ...], cuts: tuple[frozenset[int], ...]) -> list[StagePlan]:
-        """The fastest plan for the same kind and mesh, on any devices, of a size at which all ``cuts`` could be made;
-        empty if there is none."""
+        """Return the fastest plan for the same kind and mesh, on any devices; empty if there is none.
+
+        It is of a size at which all ``cuts`` could be made.
+        """
         sized = self.fastest.get(key[:2])
         return sized.plans if sized is not None and sized.serves(cuts) else []
 
 
 def evenly_cut(graph: Graph, mesh: Mesh) -> tuple[frozenset[int], ...]:
-    """Into how many even pieces the axes of a mesh can cut each dim of every tensor."""
+    """Return the numbers of even shards into which the axes of a mesh can cut each dim of every tensor."""
     sizes = [size for size in mesh.sizes if size > 1]
     pieces = {prod(axes) for n in range(1, len(sizes) + 1) for axes in combinations(sizes, n)}
     sets: dict[int, frozenset[int]] = {}
@@ -136,8 +138,8 @@ class Menus:
         graph_of: the graph of one block.
         options: for its plans; those that name operators or placements are left out.
         recompute: whether operators of a block may run again.
-        rare: kinds of which there are so few that one smaller way is enough.
-        common: the one kind for which programs of more than :data:`AXES` axes are worth solving; None for all.
+        rare: kinds of which there are so few that one smaller option is enough.
+        common: the one kind for which programs of more than ``EFFORT.first_axes`` axes are worth solving; None for all.
         decided: plans of the same blocks at another size: these are priced at this size, which takes a tenth of the
             time of finding the best ones here, unless more can be cut here. What is decided here is added.
         share: whether what is decided for some devices serves for others too.
@@ -152,68 +154,61 @@ class Menus:
     share: bool = False
     common: tuple[int, ...] | None = None
     _graphs: dict[tuple[int, ...], Graph] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
-    _fastest: dict[tuple[object, ...], tuple[Way, ...]] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], tuple[BlockOption, ...]] = field(default_factory=dict)
+    _fastest: dict[tuple[object, ...], tuple[BlockOption, ...]] = field(default_factory=dict)
     _begun: dict[tuple[object, ...], PlansByMemory] = field(default_factory=dict)
     _launches: dict[tuple[object, ...], float] = field(default_factory=dict)
     _evenly_cut: dict[tuple[object, ...], tuple[frozenset[int], ...]] = field(default_factory=dict)
 
-    def ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
-        """From the fastest to the smallest; those that gather copies again are the last.
-
-        Raises:
-            InfeasibleError: the block cannot be planned on the mesh at all.
-        """
+    def of(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[BlockOption, ...]:
+        """Return the options from the fastest to the smallest; those that regather copies are the last."""
         key = self._key(block, mesh, devices)
-        if len(mesh) > AXES and self.common not in (None, block.kind):
-            return self._of_fewer_axes(self.ways, block, mesh, devices)
+        if len(mesh) > EFFORT.first_axes and self.common not in (None, block.kind):
+            return self._of_fewer_axes(self.of, block, mesh, devices)
         if not self._know(block, mesh, devices):
-            prices = RARE_PRICES if block.kind in self.rare or len(mesh) > AXES else PRICES
+            rare = block.kind in self.rare or len(mesh) > EFFORT.first_axes
+            prices = EFFORT.rare_byte_prices if rare else EFFORT.byte_prices
             plans = self._plans(block, mesh, devices).every(prices)
             self.decided.every[key] = SizedPlans(plans, self._cuts(block, mesh))
-            self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
+            self._known[key] = self._block_options(self._graph(block), plans, mesh, devices)
             del self._begun[key]
         return self._known[key]
 
     def _of_fewer_axes(
-        self, of: Callable[[Block, Mesh, Sequence[int]], tuple[Way, ...]], block: Block, mesh: Mesh,
+        self, of: Callable[[Block, Mesh, Sequence[int]], tuple[BlockOption, ...]], block: Block, mesh: Mesh,
         devices: Sequence[int],
-    ) -> tuple[Way, ...]:  # fmt: skip
-        """The ways of a block on the same devices with two neighbouring axes taken as one: it can be run so, and the
-        program of three axes, of which there is one for every price, takes ten times as long to solve."""
-        ways: list[Way] = []
+    ) -> tuple[BlockOption, ...]:  # fmt: skip
+        """Return the options of a block with two neighbouring axes taken as one.
+
+        The program of three axes, of which there is one for every price, takes ten times as long to solve.
+        """
+        choices: list[BlockOption] = []
         failed: InfeasibleError | None = None
         for fewer in mesh.merged():
             try:
-                ways += of(block, fewer, devices)
+                choices += of(block, fewer, devices)
             except InfeasibleError as error:
                 failed = error
-        if not ways and failed is not None:
+        if not choices and failed is not None:
             raise failed
-        return tuple(ways)
+        return tuple(choices)
 
     def fastest(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> float:
-        """Seconds of a microbatch in the fastest way, which is found before the others.
+        """Return the seconds of a microbatch in the fastest option, which is found before the others."""
+        return min(w.seconds for w in self.fastest_of(block, mesh, devices))
 
-        Raises:
-            InfeasibleError: as for :meth:`ways`.
-        """
-        return min(w.seconds for w in self.fastest_ways(block, mesh, devices))
+    def fastest_of(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[BlockOption, ...]:
+        """Return all options, where they are known; else the fastest alone, for a small part of the time.
 
-    def fastest_ways(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
-        """All ways, where they are known; else the fastest alone, for a small part of what all of them cost to find.
         Where memory does not bind, no other is of interest.
-
-        Raises:
-            InfeasibleError: as for :meth:`ways`.
         """
         key = self._key(block, mesh, devices)
         if key in self._known:
             return self._known[key]
         if key in self._fastest:
             return self._fastest[key]
-        if len(mesh) > AXES and self.common not in (None, block.kind):
-            return self._of_fewer_axes(self.fastest_ways, block, mesh, devices)
+        if len(mesh) > EFFORT.first_axes and self.common not in (None, block.kind):
+            return self._of_fewer_axes(self.fastest_of, block, mesh, devices)
         plans: list[StagePlan] | None = None
         if key not in self._begun:  # begun: what was decided at another size is not possible here
             cuts = self._cuts(block, mesh)
@@ -225,31 +220,31 @@ class Menus:
             plans = [self._plans(block, mesh, devices).fastest()]
             if self.share:
                 self.decided.fastest[key[:2]] = SizedPlans(plans, self._cuts(block, mesh))
-        self._fastest[key] = self._ways(self._graph(block), plans, mesh, devices)
+        self._fastest[key] = self._block_options(self._graph(block), plans, mesh, devices)
         return self._fastest[key]
 
     def launches(self, block: Block, device: int) -> float:
-        """Seconds of a microbatch that launches of a block's operators take on any mesh with that device."""
+        """Return the seconds of a microbatch that launches of a block's operators take on any mesh with that device."""
         key = block.kind, device
         if key not in self._launches:
             self._launches[key] = pricer(self.cluster, ALONE, (device,)).launches(self._graph(block))
         return self._launches[key]
 
     def _know(self, block: Block, mesh: Mesh, devices: Sequence[int]) -> bool:
-        """Whether the ways are known: by what was decided at another size, or on others, if that is possible here."""
+        """Return whether the options are known from another size or other devices, if these can be used here."""
         key = self._key(block, mesh, devices)
         if key not in self._known and key not in self._begun:  # begun: it was not possible
             decided = self.decided.alike(key, self.share, self._cuts(block, mesh))
             plans = self._again(block, mesh, devices, decided) if decided is not None else None
             if plans is not None:
-                self._known[key] = self._ways(self._graph(block), plans, mesh, devices)
+                self._known[key] = self._block_options(self._graph(block), plans, mesh, devices)
         return key in self._known
 
     def _again(
         self, block: Block, mesh: Mesh, devices: Sequence[int], plans: Sequence[StagePlan]
     ) -> list[StagePlan] | None:
         graph = self._graph(block)
-        return priced_again(graph, self.cluster, mesh, self._options(graph), plans, devices=devices)
+        return repriced(graph, self.cluster, mesh, self._options(graph), plans, devices=devices)
 
     def forget(self) -> None:
         """Let go of what was begun for :meth:`fastest` and not needed since."""
@@ -267,7 +262,7 @@ class Menus:
         return self._begun[key]
 
     def _cuts(self, block: Block, mesh: Mesh) -> tuple[frozenset[int], ...]:
-        """:func:`evenly_cut` of a block."""
+        """Return :func:`evenly_cut` of a block."""
         key = block.kind, mesh
         if key not in self._evenly_cut:
             self._evenly_cut[key] = evenly_cut(self._graph(block), mesh)
@@ -281,20 +276,22 @@ class Menus:
     def _options(self, graph: Graph) -> Options:
         return replace(
             self.options, constraints=None, params=None, inputs=None, outputs=None,
-            in_flight=min(IN_FLIGHT, self.options.microbatches),
+            in_flight=min(EFFORT.weighed_in_flight, self.options.microbatches),
             recompute=patterns_in(graph, self.options.recompute), may_recompute=self.recompute,
         )  # fmt: skip
 
-    def _ways(self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]) -> tuple[Way, ...]:
+    def _block_options(
+        self, graph: Graph, plans: Sequence[StagePlan], mesh: Mesh, devices: Sequence[int]
+    ) -> tuple[BlockOption, ...]:  # fmt: skip
         priced = pricer(self.cluster, mesh, devices)
         rules = rules_of(graph)
         peaks = [peak_bytes(graph, plan, priced) for plan in plans]
-        ways = []
+        choices = []
         for plan, peak in _undominated(plans, peaks):
             spent, price = phases(graph, plan, priced, rules), plan.price
             waits = spent.load.exposed()
-            ways.append(
-                Way(
+            choices.append(
+                BlockOption(
                     spent.forward_seconds - waits.forward_each, spent.backward_seconds - waits.backward_each,
                     waits.of_step(plan.microbatches) + spent.optimizer_seconds,
                     price.stored_bytes - peak, plan.kept_bytes, max(0, price.transient_bytes),
@@ -303,18 +300,20 @@ class Menus:
                     optimizer_seconds=spent.optimizer_seconds, load=spent.load,
                 )
             )  # fmt: skip
-        return tuple(ways)
+        return tuple(choices)
 
 
 def _is_whole(plan: StagePlan) -> bool:
-    """Whether the backward is not split: something is done again in it."""
+    """Return whether the backward is not split, because of a decision about memory."""
     return plan.whole_backward
 
 
 def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple[StagePlan, int]]:
-    """The plans, with their peaks, of which no other is as good in everything: seconds and bytes of every sort, and
-    whether the backward is split. Of several that are the same in all of it, the first. To tell when within a step
-    the seconds of a plan are spent takes half as long as to make the plan, and many are dominated."""
+    """Return the plans, with their peaks, of which no other is as good in everything.
+
+    That is seconds and bytes of every sort, and whether the backward is split; the first of equal ones. To find when
+    within a step the seconds of a plan are spent takes half as long as to make the plan, and many are dominated.
+    """
 
     def account(plan: StagePlan, peak: int) -> tuple[float, ...]:
         price = plan.price
@@ -337,37 +336,36 @@ def _undominated(plans: Sequence[StagePlan], peaks: Sequence[int]) -> list[tuple
     return best
 
 
-FREE = Way(0.0, 0.0, 0.0, 0.0, 0.0)
+FREE = BlockOption(0.0, 0.0, 0.0, 0.0, 0.0)
 """Of a block that is left out of account."""
 
 
 def menus_of(
     menus: Menus, blocks: Sequence[Block], mesh: Mesh, devices: Sequence[int], only: int | None = None,
     fastest: bool = False,
-) -> dict[int, tuple[Way, ...]] | None:
-    """Ways of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh.
+) -> dict[int, tuple[BlockOption, ...]] | None:
+    """Return the options of every kind, numbered as :func:`kinds_of` does; None if a block has none on this mesh.
 
-    Args:
-        only: the number of the one kind that is taken into account; the others are free.
-        fastest: the fastest way of each is enough.
+    ``only`` is the one kind that is taken into account, the others being free; with ``fastest`` one option of each is
+    enough.
     """
-    ways = menus.fastest_ways if fastest else menus.ways
-    menus_by_kind: dict[int, tuple[Way, ...]] = {}
+    choices = menus.fastest_of if fastest else menus.of
+    menus_by_kind: dict[int, tuple[BlockOption, ...]] = {}
     for number, block in zip(kinds_of(blocks), blocks, strict=True):
         if only is not None and number != only:
             menus_by_kind[number] = (FREE,)
         elif number not in menus_by_kind:
             try:
-                menus_by_kind[number] = ways(block, mesh, devices)
+                menus_by_kind[number] = choices(block, mesh, devices)
             except InfeasibleError:
                 return None
     return menus_by_kind
 
 
 def kinds_of(blocks: Sequence[Block]) -> list[int]:
-    """The number of every block's kind, in order of appearance."""
+    """Return the number of every block's kind, in order of appearance."""
     number_of: dict[tuple[int, ...], int] = {}
     return [number_of.setdefault(b.kind, len(number_of)) for b in blocks]
 
 
-__all__ = ["ALONE", "BlockPlans", "Menus", "Way", "kinds_of", "menus_of"]
+__all__ = ["ALONE", "BlockOption", "BlockPlans", "Menus", "kinds_of", "menus_of"]

@@ -1,8 +1,8 @@
 """Stages on groups of devices: for every group size, mesh shape and schedule, the cut with the best estimate.
 
 Groups are equal, or, on large clusters of several device types, equal among those of a type. So they are given before
-blocks are dealt out (:mod:`.filling`), and there are few ways to shape them, which are tried by their bounds, the least
-first. Unequal groups are shaped and filled together (:mod:`.unequal`).
+blocks are dealt out (:mod:`.filling`), and there are few choices to shape them, which are tried by their bounds, the
+least first. Unequal groups are shaped and filled together (:mod:`.unequal`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from itertools import product
 from math import inf
 
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block
 from autopar.planner.inter_op.estimating.block_costs import ALONE, kinds_of
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, estimated, stage_edge_seconds
-from autopar.planner.inter_op.estimating.filling import PRECISE, Fillers, Places
+from autopar.planner.inter_op.estimating.filling import Fillers, Places
 from autopar.planner.intra_op.within_memory import UNLIMITED
 from autopar.progress import tell
 from autopar.words.meshes import Mesh
@@ -28,21 +29,10 @@ from cost_models.costs import costs_of
 from cost_models.schedules import Fill, fill_of, parse_kind
 from hardware_profiles import Cluster
 
-FAR = 1.3
-"""A mesh is looked at further if its lower bound is within this factor of the best estimate."""
-NEAR = 1.05
-"""The same where numbers of microbatches compete, so that there are more ways to come close."""
-MOST_PLACES = 64
-"""Meshes, or pairs of them for two device types, that are filled at most."""
-LOOSE = 0.97
-"""Bounds are this much too high at most: blocks that stand alone pay for tensors at their ends which neighbours might
-take as they are."""
-
 
 @dataclass(frozen=True)
 class Need:
-    """What the leanest cut needs of every device, its stages evenly filled and one microbatch in flight, and what of a
-    device may be filled."""
+    """Bytes that the leanest cut needs of every device, evenly filled with one microbatch in flight, and the limit."""
 
     n_bytes: float
     limit_bytes: float
@@ -82,7 +72,7 @@ class Equal:
     groups: int | None = None
     floors: Mapping[tuple[int, Mesh], float] = field(default_factory=dict)
     best_known: float = inf
-    far: float = FAR
+    far: float = EFFORT.far_mesh
     thorough: bool = False
     beaten: float = inf
     fewest_groups: int = 1
@@ -92,17 +82,17 @@ class Equal:
     _of_others: dict[tuple[int, Mesh, int], float] = field(default_factory=dict, init=False)
     _known_fills: dict[int, tuple[Fill, ...]] = field(default_factory=dict, init=False)
     _tight: set[tuple[tuple[Mesh, ...], Fill]] = field(default_factory=set, init=False)
-    """Where the fastest ways need more memory than there is."""
+    """Where the fastest options need more memory than there is."""
 
     def cuts(self) -> list[EstimatedCut]:
-        """All that are worth a further look, best first."""
+        """Return all cuts that are worth a further look, best first."""
         places = [(self._bound(meshes), meshes) for meshes in self._places()]
         heapify(places)
         cuts: list[EstimatedCut] = []
         seen: list[tuple[Mesh, ...]] = []
         filled: set[tuple[Mesh, ...]] = set()  # with the commonest blocks alone
         looked = 0
-        while places and looked < MOST_PLACES:
+        while places and looked < EFFORT.filled_meshes:
             least, meshes = heappop(places)
             shown = " and ".join(mesh.shown() for mesh in meshes)
             tell(lambda shown=shown: f"estimates for {self.microbatches} microbatches, {shown}")  # type: ignore[misc]
@@ -116,24 +106,28 @@ class Equal:
                 filled.add(meshes)
                 of_commonest = self._cuts_on(meshes, near, self._common)
                 if of_commonest:
-                    heappush(places, (max(least, (1 - PRECISE) * min(c.seconds for c in of_commonest)), meshes))
+                    fastest = min(c.seconds for c in of_commonest)
+                    heappush(places, (max(least, (1 - EFFORT.pace_precision) * fastest), meshes))
                 else:
                     seen.append(meshes)
                 continue
             seen.append(meshes)  # so some schedule allows so many groups
             looked += 1
-            cuts += self._cuts_on(meshes, self.beaten / LOOSE if self.thorough else near)
+            cuts += self._cuts_on(meshes, self.beaten / EFFORT.loose_bound if self.thorough else near)
         self.fillers.menus.forget()
         if not cuts and seen and self.infeasible is None:
             self.infeasible = self._too_small(seen)
         return sorted(cuts, key=lambda c: (c.seconds, len(c.groups), c.groups))
 
     def _near(self, cuts: Sequence[EstimatedCut]) -> float:
-        """Bounds from which on nothing is of interest."""
-        return min(self.beaten / LOOSE, self.far * min([self.best_known, *(c.seconds for c in cuts)]))
+        """Return the bound from which on nothing is of interest."""
+        return min(self.beaten / EFFORT.loose_bound, self.far * min([self.best_known, *(c.seconds for c in cuts)]))
 
     def _cuts_on(self, meshes: tuple[Mesh, ...], near: float, only: int | None = None) -> list[EstimatedCut]:
-        """The best cut of every schedule that may take less than ``near`` seconds; ``only`` as for :class:`Fillers`."""
+        """Return the best cut of every schedule that may take less than ``near`` seconds.
+
+        ``only`` as for :class:`Fillers`.
+        """
         cuts = []
         for groups in self._orders(meshes):
             n = len(groups)
@@ -144,7 +138,7 @@ class Equal:
         return cuts
 
     def _places(self) -> list[tuple[Mesh, ...]]:
-        """A mesh for the groups of every pool."""
+        """Return a mesh for the groups of every pool."""
         most = len(self.blocks)
         by_pool = [
             [m for k in range(1, len(p) + 1) if len(p) % k == 0 and len(p) // k <= most for m in self.shapes(k)]
@@ -154,17 +148,17 @@ class Equal:
         return [meshes for n, meshes in counted if self.fewest_groups <= n <= most and self.groups in (None, n)]
 
     def _bound(self, meshes: tuple[Mesh, ...]) -> float:
-        """Less than any step takes: all blocks at the full pace, as far as it is known, and the bubble."""
+        """Return a lower bound of any step: all blocks at the full pace, as far as it is known, and the bubble."""
         n = self._count(meshes)
         bubbles = [fill.bubble for fill in self._fills(n)]
         return self._least(meshes, min(bubbles)) if bubbles else inf
 
     def _count(self, meshes: tuple[Mesh, ...]) -> int:
-        """Groups of all pools."""
+        """Return the number of groups of all pools."""
         return sum(len(p) // m.n_devices for p, m in zip(self.pools, meshes, strict=True))
 
     def _least(self, meshes: tuple[Mesh, ...], bubble: float) -> float:
-        """The same with the bubble of one schedule."""
+        """Return the same bound with the bubble of one schedule."""
         rate = 0.0
         for pool, mesh in enumerate(meshes):
             seconds = sum(n * self._pace(pool, mesh, kind) for kind, n in self._counts.items())
@@ -176,7 +170,7 @@ class Equal:
         return max(self.microbatches + bubble * (n - 1), 1 + (n - 1) * 2 / 3) / rate
 
     def _pace(self, pool: int, mesh: Mesh, kind: int) -> float:
-        """Seconds of a microbatch that a block of a kind takes at least: in its fastest plan, where that was found."""
+        """Return the least seconds of a microbatch of a kind of block: in its fastest plan, where that was found."""
         common = kind == self._common
         fastest = self.fastest.get((pool, mesh)) if common else self._of_others.get((pool, mesh, kind))
         if fastest is not None:
@@ -188,7 +182,7 @@ class Equal:
 
     @cached_property
     def _counts(self) -> dict[int, int]:
-        """How many blocks there are of each kind, by its number."""
+        """Number of blocks of each kind."""
         return Counter(kinds_of(self.blocks))
 
     @cached_property
@@ -203,8 +197,10 @@ class Equal:
 
     @cached_property
     def _alone(self) -> list[dict[int, float]]:
-        """What blocks of every kind take on one device of each pool: a part of a cut operator never takes less than
-        its share (see :mod:`cost_models.operator_cost`); 0 where the cost source does not promise that."""
+        """Seconds of every kind of block on one device of each pool, 0 where the cost source gives no bound.
+
+        A part of a cut operator never takes less than its share (:mod:`cost_models.operator_cost`).
+        """
         if not costs_of(self.cluster).share_bounds:
             return [dict.fromkeys(self._counts, 0.0) for _ in self.pools]
         least = []
@@ -216,16 +212,23 @@ class Equal:
 
     @cached_property
     def _launches(self) -> list[dict[int, float]]:
-        """What of that are launches, which grow no shorter where operators are cut."""
+        """The part of these seconds that launches take, which is no shorter where operators are cut."""
         return [
             {kind: self.fillers.menus.launches(block, pool[0]) for kind, block in self._blocks_of_kinds.items()}
             for pool in self.pools
         ]
 
     def _solve_next(self, meshes: tuple[Mesh, ...]) -> bool:
-        """Find what blocks of one more kind take on meshes at least, those that take the most first; whether there is
-        a kind of which it was not known. On many devices the commonest kind's is enough for a bound: some of the
-        others are seldom, and take long to plan."""
+        """Bound the seconds of one more kind of block on meshes, and return whether there was one.
+
+        The slowest kind comes first. On many devices the most frequent kind is enough for a bound: some of the others
+        are rare, and take long to plan.
+
+        And return whether there was one.
+
+        On many devices the most frequent kind is enough for a bound: some of the others are rare, and take long to
+        plan.
+        """
         for pool, mesh in enumerate(meshes):
             if (pool, mesh) not in self.fastest:
                 self.fastest[pool, mesh] = self._fastest_of(pool, mesh, self._common)
@@ -239,11 +242,11 @@ class Equal:
         return False
 
     def _weight(self, kind: int) -> float:
-        """What all blocks of a kind take on one device."""
+        """Return the seconds of all blocks of a kind on one device."""
         return self._counts[kind] * self._alone[0][kind]
 
     def _fastest_of(self, pool: int, mesh: Mesh, kind: int) -> float:
-        """What a block takes at least; for ever if it cannot be planned."""
+        """Return the least seconds of a block; infinite if it cannot be planned."""
         try:
             return self.fillers.menus.fastest(self._blocks_of_kinds[kind], mesh, self._first(pool, mesh))
         except InfeasibleError as error:
@@ -251,11 +254,11 @@ class Equal:
             return inf
 
     def _first(self, pool: int, mesh: Mesh) -> Sequence[int]:
-        """The first devices of a pool for a mesh."""
+        """Return the first devices of a pool for a mesh."""
         return self.pools[pool][: mesh.n_devices]
 
     def _orders(self, meshes: tuple[Mesh, ...]) -> list[list[Group]]:
-        """The groups, the pools in order and in reverse."""
+        """Return the groups, the pools in order and in reverse."""
         by_pool = []
         for pool, mesh in zip(self.pools, meshes, strict=True):
             size = mesh.n_devices
@@ -266,12 +269,12 @@ class Equal:
         return orders
 
     def _too_small(self, places: Sequence[tuple[Mesh, ...]]) -> InfeasibleError | None:
-        """What the leanest cut would need, spread evenly."""
+        """Return the error with what the leanest cut would need, spread evenly."""
         needs = []
         for mesh, *_ in places:
             filler = self.fillers.of(mesh, self._first(0, mesh))
             if filler is not None:
-                least = {k: min(w.static_bytes + w.kept_bytes for w in ways) for k, ways in filler.menus.items()}
+                least = {k: min(w.static_bytes + w.kept_bytes for w in choices) for k, choices in filler.menus.items()}
                 groups = sum(map(len, self.pools)) // mesh.n_devices
                 needs.append((sum(least[k] for k in kinds_of(self.blocks)) / max(1, groups), groups, mesh))
         if not needs:
@@ -292,8 +295,10 @@ class Equal:
         )
 
     def _fills(self, groups: int) -> tuple[Fill, ...]:
-        """The schedules for so many groups, at every degree of interleaving that is worth a look; one group runs its
-        microbatches in turn, whatever the schedule."""
+        """Return the schedules for so many groups, at every degree of interleaving that is worth a look.
+
+        One group runs its microbatches in turn, whatever the schedule.
+        """
         if groups == 1:
             return (fill_of("1f1b"),)
         if groups not in self._known_fills:
@@ -306,11 +311,11 @@ class Equal:
         return self._known_fills[groups]
 
     def _cut(self, groups: Sequence[Group], fill: Fill, near: float, only: int | None) -> EstimatedCut | None:
-        """The best cut of a schedule; None if it takes more than ``near`` seconds, as far as that is easily seen.
+        """Return the best cut of a schedule.
 
-        It is looked for with the fastest way of every block first, whatever memory that needs. Where there is as much,
-        no other ways are of interest; nor where even that takes too long. All others, of which to find takes ten times
-        as long, are for what is left.
+        It is looked for with the fastest option of every block first, whatever memory that needs. Where there is as
+        much, no other options are of interest; nor where even that takes too long. All others, which take ten times as
+        long to find, are for what is left.
         """
         meshes = tuple(g.mesh for g in groups)
         if (meshes, fill) not in self._tight:
@@ -324,10 +329,9 @@ class Equal:
     def _filled(
         self, groups: Sequence[Group], fill: Fill, near: float, only: int | None, fastest: bool
     ) -> tuple[EstimatedCut, bool] | None:  # fmt: skip
-        """A cut, and whether it fits the memory.
+        """Return a cut and whether it fits the memory.
 
-        Args:
-            fastest: with the fastest ways of blocks, whatever memory they need.
+        ``fastest``: of the fastest options, whatever memory they need.
         """
         n = len(groups)
         pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
@@ -350,7 +354,10 @@ class Equal:
         return cut, fits
 
     def _transfer(self, block: int, groups: Sequence[Group]) -> float:
-        """Of what crosses, between the first two groups: they are alike, or near enough for an estimate."""
+        """Return the seconds of a transfer between the first two groups.
+
+        The others are alike enough for an estimate.
+        """
         size = min(len(g.devices) for g in groups)
         return stage_edge_seconds(self.cluster, self.blocks[block], groups[0], groups[1], size)
 

@@ -28,8 +28,13 @@ class Group:
 
 @dataclass(frozen=True)
 class EstimatedCut:
-    """A cut with its estimate: the first block of every stage but the first, every stage's times, and the seconds of a
-    transfer over every bound. Stages and transfers are empty where they are not known."""
+    """A cut with its estimate.
+
+    Attributes:
+        bounds: the first block of every stage but the first.
+        stages: times of every stage, and ``stage_edge`` the seconds of a transfer over every bound; both empty where
+            they are not known.
+    """
 
     groups: tuple[Group, ...]
     schedule: Fill
@@ -40,7 +45,7 @@ class EstimatedCut:
 
 
 def stage_edge_seconds(cluster: Cluster, block: Block, source: Group, target: Group, size: int) -> float:
-    """Of what enters a block from another group, of which each of ``size`` devices sends its part."""
+    """Return the seconds of a block's input from another group, of which each of ``size`` devices sends its part."""
     return costs_of(cluster).transfer(source.devices[0], target.devices[0], block.stage_edge_bytes / size)
 
 
@@ -48,11 +53,9 @@ def estimated(
     groups: Sequence[Group], fill: Fill, stages: Sequence[tuple[int, Filled]], microbatches: int,
     transfer: Callable[[int, Group, Group], float],
 ) -> EstimatedCut:  # fmt: skip
-    """The cut of these stages.
+    """Return the cut of stages, each with its first block.
 
-    Args:
-        stages: ``(first block, what it takes)`` of each.
-        transfer: seconds of what crosses before a block, by its number and the groups on both sides.
+    ``transfer`` gives the seconds of the transfer before a block, by its number and the groups on both sides.
     """
     stages_of = fill.kind.placement(len(stages), len(groups))
     owner = {s: g for g, of_group in enumerate(stages_of) for s in of_group}
@@ -64,7 +67,8 @@ def estimated(
     loads = [
         StageLoad(
             sum(filled[s].seconds for s in of_group), sum(filled[s].backward_seconds for s in of_group),
-            sum(filled[s].reduction_seconds for s in of_group), sum(stage_edge[s] for s in of_group if s < len(stage_edge)),
+            sum(filled[s].reduction_seconds for s in of_group),
+            sum(stage_edge[s] for s in of_group if s < len(stage_edge)),
         )
         for of_group in stages_of
     ]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Stages put together from what blocks can cost, before any stage is planned: as many blocks as pace and memory allow.
+"""Stages filled with options of blocks before any stage is planned: as many blocks as pace and memory allow.
 
-A stage that has room takes the fast ways of its blocks, one that keeps many microbatches in flight takes smaller ones
-for as many blocks as it must (:class:`Filler`). For a pace (seconds that no stage may exceed) blocks are filled in from
-the last stage to the first, as many as fit the pace and the memory with the microbatches that the place in the schedule
-keeps in flight; the least pace at which all blocks find room is found by bisection (:class:`Places`). Greedy filling is
-optimal here: a stage that takes fewer blocks never helps those before it.
+A stage that has room takes the fast options of its blocks, one that keeps many microbatches in flight takes smaller
+ones for as many blocks as it must (:class:`Filler`). For a pace (seconds that no stage may exceed) blocks are filled in
+from the last stage to the first, as many as fit the pace and the memory with the microbatches that the place in the
+schedule keeps in flight; the least pace at which all blocks find room is found by bisection (:class:`Places`). Greedy
+filling is optimal here: a stage that takes fewer blocks never helps those before it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.estimating.block_costs import Menus, Way, kinds_of, menus_of
+from autopar.planner.inter_op.estimating.block_costs import BlockOption, Menus, kinds_of, menus_of
 from autopar.planner.intra_op.building.parameter_load import together
 from autopar.words.meshes import Mesh
 from cost_models.schedules import Fill
 
-PRECISE = 0.01
-"""Relative precision of the pace."""
 LEAST_BYTES = 1e-9
 """Ways that need no more bytes are taken first, as if they needed this much."""
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A stage put together from ways.
+    """A stage put together from options of blocks.
 
     Attributes:
         seconds: of a microbatch.
         gather_seconds, reduction_seconds, optimizer_seconds: once a step, of the simulation's phases.
-        recomputed: of how many blocks something runs again.
+        recomputed: number of blocks of which something is recomputed.
         forward_seconds: the part of a microbatch's seconds that is forward.
-        weight_seconds: the part of its backward that may run later: none where a block runs again.
+        weight_seconds: the part of its backward that may run later: none where a block is recomputed.
         kept_bytes: of one microbatch in flight; the rest of ``n_bytes`` is there all the time.
         static_bytes: that rest, with this stage's part of what its group needs once.
-        once_bytes: what is there while one stage of a group works, once for all of them: of blocks that run again, and
-            of parameters that are gathered for a use.
+        once_bytes: what is there while one stage of a group works, once for all of them: of blocks that are recomputed,
+            and of parameters that are gathered for a use.
     """
 
     seconds: float
@@ -69,21 +68,21 @@ class Filled:
 class Filler:
     """Stages of a chain of blocks on one kind of mesh: the least time for which a stage fits its memory.
 
-    Between the leanest ways and the fastest ones, blocks go step by step along the convex hull of seconds over bytes,
-    the best ratio first: optimal but for what is left over by the last step.
+    Between the leanest options and the fastest ones, blocks go step by step along the convex hull of seconds over
+    bytes, the best ratio first: optimal but for what is left over by the last step.
 
     Attributes:
         kinds: number of the kind of every block.
-        menus: ways of each kind.
+        menus: options of each kind.
         chunks: stages of a group, of which one works at a time.
     """
 
     kinds: Sequence[int]
-    menus: Mapping[int, tuple[Way, ...]]
+    menus: Mapping[int, tuple[BlockOption, ...]]
     microbatches: int
     chunks: int = 1
     _count: list[list[int]] = field(init=False)
-    _hulls: dict[tuple[int, float], list[Way]] = field(default_factory=dict)
+    _hulls: dict[tuple[int, float], list[BlockOption]] = field(default_factory=dict)
     _known: dict[tuple[tuple[int, ...], float, float], Filled | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,13 +94,15 @@ class Filler:
 
     @cached_property
     def least_seconds(self) -> float:
-        """Of all blocks, each in its fastest way."""
+        """Seconds of all blocks, each in its fastest option."""
         counts = {name: of_kind[-1] for name, of_kind in zip(self._names, self._count, strict=True)}
         return sum(n * min(w.seconds for w in self.menus[name]) for name, n in counts.items())
 
     def stage(self, first: int, end: int, in_flight: float, memory_bytes: float) -> Filled | None:
-        """Blocks ``first`` to ``end``, in this stage's part of its group's memory; None if not even the leanest ways
-        fit."""
+        """Return blocks ``first`` to ``end`` in this stage's part of its group's memory.
+
+        None if not even the leanest fit.
+        """
         counts = tuple(of_kind[end] - of_kind[first] for of_kind in self._count)
         key = counts, in_flight, memory_bytes
         if key not in self._known:
@@ -117,7 +118,7 @@ class Filler:
         return self._known[key]
 
     def _fill(self, counts: tuple[int, ...], in_flight: float, memory_bytes: float) -> Filled | None:
-        """The stage, its ``n_bytes`` without what it needs once."""
+        """Return the stage, its ``n_bytes`` without what it needs once."""
         hulls = [self._hull(name, in_flight) for name in self._names]
         used = [(n, hull) for n, hull in zip(counts, hulls, strict=True) if n]
         taken = [[0] * (len(hull) - 1) + [n] for n, hull in used]  # all start with the leanest
@@ -137,8 +138,9 @@ class Filler:
         picked = [(n, w) for ns, (_, hull) in zip(taken, used, strict=True) for n, w in zip(ns, hull, strict=True)]
         picked = [(n, w) for n, w in picked if n]
         again = sum(n for n, w in picked if w.recomputed)
-        ways = [w for _, w in picked]
-        once = max((w.again_bytes for w in ways), default=0.0) + max((w.peak_bytes for w in ways), default=0.0)
+        choices = [w for _, w in picked]
+        once = max((w.recompute_peak_bytes for w in choices), default=0.0)
+        once += max((w.peak_bytes for w in choices), default=0.0)
         waits = together([(n, w.load) for n, w in picked]).exposed()
         forward = sum(n * w.forward_seconds for n, w in picked) + waits.forward_each
         return Filled(
@@ -149,30 +151,30 @@ class Filler:
             optimizer_seconds=sum(n * w.optimizer_seconds for n, w in picked),
         )  # fmt: skip
 
-    def _total(self, way: Way) -> float:
-        return self.microbatches * way.seconds + way.step_seconds
+    def _total(self, option: BlockOption) -> float:
+        return self.microbatches * option.seconds + option.step_seconds
 
     @staticmethod
-    def _bytes(way: Way, in_flight: float) -> float:
-        return way.static_bytes + in_flight * way.kept_bytes
+    def _bytes(option: BlockOption, in_flight: float) -> float:
+        return option.static_bytes + in_flight * option.kept_bytes
 
-    def _hull(self, kind: int, in_flight: float) -> list[Way]:
-        """Ways on the lower convex hull of total seconds over bytes, the fastest first."""
+    def _hull(self, kind: int, in_flight: float) -> list[BlockOption]:
+        """Return the options on the lower convex hull of total seconds over bytes, the fastest first."""
         if (kind, in_flight) not in self._hulls:
             points = sorted(self.menus[kind], key=lambda w: (self._bytes(w, in_flight), self._total(w)))
-            hull: list[Way] = []
-            for way in points:
-                if hull and self._total(way) >= self._total(hull[-1]):
+            hull: list[BlockOption] = []
+            for option in points:
+                if hull and self._total(option) >= self._total(hull[-1]):
                     continue
                 while len(hull) > 1 and self._slope(hull[-2], hull[-1], in_flight) >= self._slope(
-                    hull[-2], way, in_flight
+                    hull[-2], option, in_flight
                 ):
                     hull.pop()
-                hull.append(way)
+                hull.append(option)
             self._hulls[kind, in_flight] = hull[::-1]
         return self._hulls[kind, in_flight]
 
-    def _slope(self, a: Way, b: Way, in_flight: float) -> float:
+    def _slope(self, a: BlockOption, b: BlockOption, in_flight: float) -> float:
         return (self._total(b) - self._total(a)) / (self._bytes(b, in_flight) - self._bytes(a, in_flight))
 
 
@@ -190,8 +192,10 @@ class Fillers:
     def of(
         self, mesh: Mesh, devices: Sequence[int], only: int | None = None, chunks: int = 1, fastest: bool = False
     ) -> Filler | None:  # fmt: skip
-        """That of a mesh, where each group has so many stages; None where some block cannot be planned on it. ``only``
-        and ``fastest`` as for :func:`menus_of`."""
+        """Return the filler of a mesh with ``chunks`` stages a group; None where some block cannot be planned on it.
+
+        ``only`` and ``fastest`` as for :func:`menus_of`.
+        """
         key = mesh, tuple(devices), only, chunks, fastest
         if key not in self._fillers:
             menus = menus_of(self.menus, self.blocks, mesh, devices, only, fastest)
@@ -228,13 +232,13 @@ class Places:
         ]
 
     def best(self, most: float = inf) -> list[tuple[int, Filled]] | None:
-        """``(first block, stage)`` of every stage, at the least pace; None if that is more than ``most``."""
+        """Return the first block and the stage of every place at the least pace; None if that is more than ``most``."""
         widest = self._filled(most)
         if widest is None:
             return None
         high = max(s.seconds for _, s in widest)
         low, stages_found = min(f.least_seconds for f in self.fillers) / self.n_stages, widest
-        while high - low > PRECISE * high:
+        while high - low > EFFORT.pace_precision * high:
             middle = (low + high) / 2
             stages = self._filled(middle)
             if stages is None:
@@ -244,11 +248,11 @@ class Places:
         return stages_found
 
     def fit(self, stages: Sequence[tuple[int, Filled]]) -> bool:
-        """Whether stages that were filled whatever memory they need are within their shares of it."""
+        """Return whether stages that were filled whatever memory they need are within their shares of it."""
         return all(stage.n_bytes <= self.memory[self.group_of[s]] for s, (_, stage) in enumerate(stages))
 
     def _filled(self, pace: float) -> list[tuple[int, Filled]] | None:
-        """Stages that no one is slower than a pace."""
+        """Return stages none of which is slower than a pace."""
         end, guess, filled = self.n_blocks, 1, []
         for s in range(self.n_stages - 1, -1, -1):
             one = self._longest(s, end, pace, guess)
@@ -259,8 +263,12 @@ class Places:
         return filled[::-1] if end == 0 else None
 
     def _longest(self, s: int, end: int, pace: float, guess: int) -> tuple[int, Filled] | None:
-        """Stage ``s`` that ends at ``end`` with as many blocks as may be, looked for around a guess of their number,
-        and its first block. Earlier stages get one each."""
+        """Return stage ``s`` that ends at ``end`` with the most blocks, and its first block.
+
+        Earlier stages get one each.
+
+        ``guess`` is the number around which that of the blocks is looked for.
+        """
         group, most = self.group_of[s], end - s
         filler, in_flight, memory = self.fillers[group], self.in_flight[s], self.memory[group]
         best: Filled | None = None
@@ -287,4 +295,4 @@ class Places:
         return end - low, best
 
 
-__all__ = ["PRECISE", "Filled", "Filler", "Fillers", "Places"]
+__all__ = ["Filled", "Filler", "Fillers", "Places"]

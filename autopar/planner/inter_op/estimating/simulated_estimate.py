@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut
 from autopar.planner.inter_op.simulating.timing import OnceAStep
 from cost_models.schedules import Edge, build, simulate, times
 
-BEYOND = 1.1
-"""Estimates are this much too long at most, or nearly always."""
-STEADY = 2
-"""Microbatches for every group after which each more costs about the same."""
-
 
 def simulated(cut: EstimatedCut, microbatches: int) -> float:
-    """Seconds of a step of the cut. With many microbatches those of two smaller numbers are carried on: beyond the
-    ramps, the time grows by the same with each microbatch, at least by that of the slowest group."""
+    """Return the seconds of a step of the cut.
+
+    Many microbatches are extrapolated from two smaller numbers: beyond the ramps, the time grows by the same with each
+    microbatch, at least by that of the slowest group.
+    """
     n = len(cut.groups)
     if n == 1:
         return microbatches * cut.stages[0].seconds + cut.stages[0].step_seconds
@@ -32,7 +31,7 @@ def simulated(cut: EstimatedCut, microbatches: int) -> float:
         [s.weight_seconds for s in stages],
         edges=[Edge(s, s + 1, wire, wire) for s, wire in enumerate(cut.stage_edge)],
     )  # fmt: skip
-    few, more = STEADY * n, (STEADY + 1) * n
+    few, more = EFFORT.steady_microbatches * n, (EFFORT.steady_microbatches + 1) * n
     schedule = build(cut.schedule.name, len(stages), n, min(microbatches, more))
     timeline = simulate(schedule, timing)
     last, step = timeline.makespan_seconds, OnceAStep.of(stages, schedule.stages_of_rank).more(timeline)
@@ -44,11 +43,13 @@ def simulated(cut: EstimatedCut, microbatches: int) -> float:
 
 
 def best(cuts: Sequence[EstimatedCut], microbatches: int, most: int) -> list[tuple[float, EstimatedCut]]:
-    """Up to ``most`` cuts of those with the best estimates, with their simulated seconds, the best first. Those whose
-    estimates are beyond what was simulated already are left out: estimates are seldom too long."""
+    """Return up to ``most`` of the cuts with the best estimates, with their simulated seconds, the best first.
+
+    Those whose estimates are beyond what was simulated already are left out: estimates are seldom too long.
+    """
     timed: list[tuple[float, EstimatedCut]] = []
     for cut in cuts[:most]:
-        if cut.seconds > BEYOND * min((s for s, _ in timed), default=inf):
+        if cut.seconds > EFFORT.estimate_too_long * min((s for s, _ in timed), default=inf):
             break
         timed.append((simulated(cut, microbatches), cut))
     return sorted(timed, key=lambda f: f[0])

@@ -1,10 +1,11 @@
-"""Stages on unequal groups of devices: the staging search of :mod:`cost_models.staging`, fed with planned blocks.
+"""Stages on unequal groups of devices: the staging search of :mod:`cost_models.staging` over planned blocks.
 
 For clusters of several device types, and for numbers of devices that few numbers divide. Schedules with one stage a
-group only. Which shape a group has and how many blocks it takes is decided together here, from every number of devices
-that may be left: that is a dynamic program over labels, which takes one of the ways of the menu for all blocks of a
-stage, and recomputes as many of them as it must. The stages of the best cuts are then filled as those of equal groups
-are (:mod:`.filling`), and their estimate is the same (:mod:`.estimates`).
+group only. The shape of a group and its number of blocks are decided together, from every number of devices that may be
+left: that is a dynamic program over labels, which takes one of the options of the menu for all blocks of a stage, and
+recomputes as many of them as it must. The stages of the best cuts are then filled as those of equal groups are
+(:mod:`.filling`), and their estimate is the same (:mod:`.estimates`).
+``docs/decisions/2026-11-26-two-searches-of-cuts.md`` has why there are two searches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import cached_property
 
 from autopar.errors import InfeasibleError
 from autopar.planner.inter_op.blocks import Block
-from autopar.planner.inter_op.estimating.block_costs import WAYS, Way
+from autopar.planner.inter_op.estimating.block_costs import MOST_OPTIONS, BlockOption
 from autopar.planner.inter_op.estimating.estimates import EstimatedCut, Group, estimated, stage_edge_seconds
 from autopar.planner.inter_op.estimating.filling import Fillers
 from autopar.words.meshes import Mesh
@@ -57,14 +58,9 @@ class Unequal:
         return by_type
 
     def cuts(self, schedules: Sequence[str], n: int, groups: int | None = None) -> list[EstimatedCut]:
-        """The ``n`` best ways to cut into two stages or more, by the estimate of the first schedule, each under every
-        schedule.
+        """Return the ``n`` best cuts into ``groups`` stages (None: two or more), by the estimate of the first schedule.
 
-        Args:
-            groups: exactly so many stages; None for any number.
-
-        Raises:
-            InfeasibleError: no way fits.
+        Each is returned under every schedule.
         """
         places = submeshes(self.pools, self._labels, sizes)
         problem = StagingProblem(
@@ -93,8 +89,10 @@ class Unequal:
         return cuts
 
     def _estimated(self, candidate: StagingEstimate, groups: Sequence[Group], fill: Fill) -> EstimatedCut:
-        """The cut, its stages filled as those of equal groups are; as the dynamic program has it, where one of them is
-        not known to fit so."""
+        """Return the cut, its stages filled as those of equal groups are.
+
+        It is as the dynamic program has it where one of them is not known to fit so.
+        """
         chosen = [s.choice for s in candidate.stages]
         stages = []
         for number, (choice, group) in enumerate(zip(chosen, groups, strict=True)):
@@ -113,10 +111,10 @@ class Unequal:
         return stage_edge_seconds(self.cluster, self.blocks[block], source, target, size)
 
     def _labels(self, n: int) -> list[str]:
-        return [f"{mesh.text} {way}" for mesh in self.shapes(n) for way in range(WAYS)]
+        return [f"{mesh.text} {option}" for mesh in self.shapes(n) for option in range(MOST_OPTIONS)]
 
     def _devices(self, submesh: Submesh) -> list[int]:
-        """The first of its type: what a block costs on the others is taken to be the same."""
+        """Return the first devices of a type: a block is taken to cost the same on the others."""
         return self.ranks[submesh.device_type][: submesh.n_devices]
 
     @staticmethod
@@ -124,10 +122,10 @@ class Unequal:
         return Mesh.parse(submesh.shape.partition(" ")[0])
 
     def _cost(self, first: int, last: int, submesh: Submesh) -> StageCost | None:
-        ways = [self._way(self.blocks[i], submesh) for i in range(first, last + 1)]
-        if any(pair is None for pair in ways):
+        choices = [self._option(self.blocks[i], submesh) for i in range(first, last + 1)]
+        if any(pair is None for pair in choices):
             return None
-        pairs = [pair for pair in ways if pair is not None]
+        pairs = [pair for pair in choices if pair is not None]
         plain, again = [p[0] for p in pairs], [p[1] for p in pairs]
         least = sum(w.kept_bytes for w in again)
         return StageCost(
@@ -137,19 +135,20 @@ class Unequal:
             sum(w.kept_bytes for w in plain), least, sum(a.seconds - w.seconds for w, a in pairs),
         )  # fmt: skip
 
-    def _way(self, block: Block, submesh: Submesh) -> tuple[Way, Way] | None:
-        """The way that a submesh names, and the same cuts with as much made again as may, if that saves bytes."""
+    def _option(self, block: Block, submesh: Submesh) -> tuple[BlockOption, BlockOption] | None:
+        """Return the option that a submesh names, and the one with the same cuts that keeps the fewest bytes."""
         try:
-            ways = self.fillers.menus.ways(block, self._mesh(submesh), self._devices(submesh))
+            choices = self.fillers.menus.of(block, self._mesh(submesh), self._devices(submesh))
         except InfeasibleError:
             return None
-        plain = [w for w in ways if not w.recomputed]
+        plain = [w for w in choices if not w.recomputed]
         number = int(submesh.shape.partition(" ")[2])
         if number >= len(plain):
             return None
-        way = plain[number]
-        alike = [w for w in ways if (w.static_bytes, w.forward_seconds) == (way.static_bytes, way.forward_seconds)]
-        return way, min(alike, key=lambda w: w.kept_bytes)
+        option = plain[number]
+        same = option.static_bytes, option.forward_seconds
+        alike = [w for w in choices if (w.static_bytes, w.forward_seconds) == same]
+        return option, min(alike, key=lambda w: w.kept_bytes)
 
     def _transfer(self, at: int, source: Submesh, target: Submesh) -> float:
         a = self.ranks[source.device_type][0]

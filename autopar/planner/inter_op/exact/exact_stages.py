@@ -1,8 +1,8 @@
-"""Exact plans of the stages of a way to cut, and the simulation of the step that they make.
+"""Exact plans of the stages of a layout, and the simulation of the step that they make.
 
 Plans of stages are shared (:mod:`.stage_plans`), and so is a group's memory among its stages (:mod:`.memory_shares`).
 Where memory binds, the slowest stages are planned again for just what they keep, and on few devices the cut itself is
-searched. What runs again in the backward is decided in the program of every stage, with its cuts.
+searched. Recomputation is decided in the program of every stage, with its cuts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from math import inf
 from typing import TypeVar
 
 from autopar.errors import InfeasibleError, first_few
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block, blocks
-from autopar.planner.inter_op.candidates import SMALL, Candidate, PipelineOptions
+from autopar.planner.inter_op.candidates import Candidate, PipelineOptions
 from autopar.planner.inter_op.estimating.simulated_estimate import simulated
 from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of, with_more, with_needs
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
@@ -53,21 +54,6 @@ from cost_models.schedules import (
 )
 from hardware_profiles import Cluster
 
-REFINED = 4
-"""Times that the slowest stages are planned again, or the bounds are moved."""
-WORTH = 1.1
-"""On few devices, a stage is not searched to its end if it alone takes this factor of the best step so far; what is no
-pipeline, if it takes as long."""
-FINER = 1.03
-"""On many devices, a way to cut is given up that takes more than this factor of the best so far, before its slowest
-stages are planned again for just what they keep: that hardly saves more."""
-LARGE_GAP = 0.06
-"""The gap that is good enough for stages where memory binds; on few devices, until the best is known."""
-
-RETRIED = 4
-"""Times that the memory of groups is shared anew where a stage of given cuts does not fit its share: each plans them
-all, and by then such a stage has had more than twice the share."""
-
 _Group = TypeVar("_Group")
 
 
@@ -96,7 +82,7 @@ class Exact:
 
 @dataclass(eq=False)
 class ExactPlans:
-    """Plans of a microbatch's graph on the first devices of a cluster, cut in any way."""
+    """Plans of a microbatch's graph on the first devices of a cluster, cut in any layout."""
 
     graph: Graph
     cluster: Cluster
@@ -104,33 +90,41 @@ class ExactPlans:
     request: PipelineOptions
     cluster_name: str
 
+    @property
+    def few(self) -> bool:
+        """Devices so few that more layouts are planned exactly."""
+        return self.n_devices <= EFFORT.few_devices
+
     @cached_property
     def stage_plans(self) -> StagePlans:
-        """Those that were made so far."""
+        """Plans of stages that were made so far."""
         return StagePlans(self.cluster)
 
     @cached_property
     def folding(self) -> Fold:
+        """Repeats of the graph."""
         return fold(self.graph)
 
     @cached_property
     def blocks(self) -> list[Block]:
+        """Blocks of the graph, of which stages are made."""
         return blocks(self.graph, self.folding, rules_of(self.graph, self.folding.representative))
 
     @cached_property
     def ops(self) -> list[int]:
+        """Operators of which stages are made."""
         return hot_ops(self.graph)
 
     def name(self, position: int) -> str:
+        """Return the name of the operator at a position among :attr:`ops`."""
         return self.graph.nodes[self.ops[position]].name
 
     def improved(self, best: Exact) -> list[Exact]:
-        """Plans of the best cut so far, its stages searched to their end, and of cuts that differ by one block at one
-        bound, as long as that is better."""
+        """Return plans of the best cut, searched to their end, and of cuts one block away, while these improve."""
         plans: list[Exact] = []
         near = [best.candidate]
         tried = set()
-        for _ in range(REFINED):
+        for _ in range(EFFORT.replans):
             new = []
             for candidate in near:
                 tried.add(candidate.bounds)
@@ -148,7 +142,7 @@ class ExactPlans:
         return plans
 
     def _moved(self, candidate: Candidate) -> list[Candidate]:
-        """Cuts that differ by one block at one bound."""
+        """Return the cuts that differ by one block at one bound."""
         if self.request.starts is not None:
             return []
         firsts = [b.first for b in self.blocks]
@@ -164,12 +158,10 @@ class ExactPlans:
     def exact(
         self, candidate: Candidate, best_known: float = inf, thorough: bool = False, explains: bool = False
     ) -> Exact | None:
-        """Plans of the stages, and the simulation; None if the schedule does not allow these counts.
+        """Return plans of the stages with their simulation; None if the schedule does not allow these counts.
 
-        Args:
-            best_known: seconds of a step.
-            thorough: stages are as near to their optimum as was asked, where memory binds too.
-            explains: the error where a stage does not fit says what the smallest would need.
+        ``best_known`` are seconds of a step. With ``thorough``, stages are as near to their optimum as wanted where
+        memory binds too; with ``explains``, the error of a stage that does not fit has what the smallest would need.
 
         Raises:
             InfeasibleError: a stage does not fit.
@@ -198,7 +190,7 @@ class ExactPlans:
         return Exact(seconds, self.what(candidate, label_of(schedule)), plan, timeline, self, candidate)
 
     def n_programs(self, candidate: Candidate) -> int:
-        """About how many different programs the exact plans of a candidate's stages take."""
+        """Return about how many different programs the exact plans of a candidate's stages take."""
         try:
             name = START if candidate.schedule == SEARCHED else candidate.schedule
             schedule = build(name, len(candidate.bounds) + 1, candidate.groups, self.request.microbatches)
@@ -211,10 +203,9 @@ class ExactPlans:
         return len({(rounded(n), share) for n, share in zip(in_turn, shares, strict=True)})
 
     def what(self, candidate: Candidate, schedule: str | None = None) -> str:
-        """The layout of a candidate in words.
+        """Return the layout of a candidate in words; ``schedule`` is its label, if it was built.
 
-        Args:
-            schedule: its label, if it was built.
+        ``schedule``: its label, if it was built.
         """
         if schedule is None:
             kind = SCHEDULES.get(candidate.schedule)
@@ -225,7 +216,7 @@ class ExactPlans:
         return f"{candidate}, {schedule}, {m} microbatch{'es' if m > 1 else ''}"
 
     def limit(self, devices: Sequence[int]) -> float:
-        """Bytes that a device of a group may hold."""
+        """Return the bytes that a device of a group may hold."""
         return device_limit(self.cluster, devices, self.request.options.memory_limit_bytes)
 
     def _stages(
@@ -237,7 +228,7 @@ class ExactPlans:
         thorough: bool,
         explains: bool,
     ) -> tuple[tuple[StagePlan, ...], Times, OnceAStep]:
-        """Return plans of the stages, what the schedule is simulated with, and what a step takes beside it.
+        """Return plans of the stages, the times that simulate the schedule, and those that a step takes in addition.
 
         Stages of a group share its memory. How many microbatches of each they keep when the group is fullest depends
         on what each keeps of one: an estimate at first, then what the plans say. Where that is more than the group
@@ -252,13 +243,13 @@ class ExactPlans:
         given = self.request.starts is not None and any(len(of) > 1 for of in of_groups) and max(limits) < inf
         if given and not candidate.n_bytes:
             rooms = [UNLIMITED] * len(limits)
-        while refined < REFINED:
+        while refined < EFFORT.replans:
             live = live_at_peak(schedule, kept)
             try:
                 choices = self._planned(graphs, schedule, candidate, live, rooms, best_known, thorough, explains)
             except _StageTooLarge as error:
                 retried += 1
-                if not (given and candidate.n_bytes) or retried > RETRIED:
+                if not (given and candidate.n_bytes) or retried > EFFORT.replans:
                     raise
                 candidate = with_more(candidate, error.stage)
                 continue
@@ -286,11 +277,10 @@ class ExactPlans:
         self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, live: Sequence[int],
         rooms: Sequence[float], best_known: float, thorough: bool, explains: bool,
     ) -> list[StagePlan]:  # fmt: skip
-        """Plans of all stages.
+        """Return plans of all stages.
 
-        Args:
-            live: microbatches in flight of each.
-            rooms: bytes of a device of each group, which its stages share.
+        ``live`` are the microbatches in flight of each, ``rooms`` the bytes of a device of each group, which its stages
+        share.
         """
         group = schedule.rank_of_stage
         stored: dict[tuple[int, str], str] = {}
@@ -307,8 +297,8 @@ class ExactPlans:
                 names = {n.target for _, n in stage.graph.of_kind("param")}
                 pins.update({n: how for (g, n), how in stored.items() if g == group[number] and n in names})
                 if not thorough:
-                    plan_options = replace(plan_options, memory_gap=max(plan_options.memory_gap, LARGE_GAP))
-                worth = WORTH * best_known if self.n_devices <= SMALL and candidate.groups > 1 else best_known
+                    plan_options = replace(plan_options, memory_gap=max(plan_options.memory_gap, EFFORT.first_gap))
+                worth = best_known * (EFFORT.lone_stage if self.few and candidate.groups > 1 else 1)
                 share = share_of(number, of_group, live, counted, candidate)
                 options = replace(
                     plan_options, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
@@ -325,7 +315,7 @@ class ExactPlans:
                     raise _StageTooLarge(error, number, of_group, self.limit(devices)) from error
                 stored.update({(group[number], n): ",".join(c.stored) for n, c in plan.params.items()})
                 planned[number] = plan, options
-                if self.n_devices > SMALL:
+                if not self.few:
                     spent += self.request.microbatches * pace_of(plan)
                     if spent >= worth:
                         raise Beaten
@@ -333,9 +323,9 @@ class ExactPlans:
                 raise Beaten
         choices = [planned[number][0] for number in range(len(graphs))]
         request = [planned[number][1] for number in range(len(graphs))]
-        if self.n_devices > SMALL and best_known < inf:
+        if not self.few and best_known < inf:
             timing, once = timing_of(graphs, choices, schedule, self.cluster)
-            if once.seconds(simulate(schedule, timing)) > FINER * best_known:
+            if once.seconds(simulate(schedule, timing)) > EFFORT.unrefined * best_known:
                 raise Beaten
         self._refine(graphs, choices, request, schedule)
         return with_agreed_buffers(graphs, choices, schedule, self.cluster)
@@ -344,10 +334,12 @@ class ExactPlans:
         self, graphs: Sequence[StageGraph], candidate: Candidate,
         planned: Mapping[int, tuple[StagePlan, Options]], groups: int, best_known: float,
     ) -> bool:  # fmt: skip
-        """Whether a step takes too long in the simulator with the stages that are planned so far, the others taking
-        what is estimated: on many devices, where that is asked after one group, two, four and so on."""
+        """Return whether a step is simulated to take too long with the stages planned so far, the others estimated.
+
+        It is checked on many devices, after one group, two, four and so on.
+        """
         done = len(planned) * groups // len(graphs)
-        if self.n_devices <= SMALL or best_known == inf or candidate.estimate is None or done & (done - 1):
+        if self.few or best_known == inf or candidate.estimate is None or done & (done - 1):
             return False
         exact = dict(enumerate(candidate.estimate.stages))
         for number, (plan, _) in planned.items():
@@ -361,31 +353,34 @@ class ExactPlans:
             )  # fmt: skip
         stages = tuple(exact[number] for number in range(len(graphs)))
         expected = simulated(replace(candidate.estimate, stages=stages), self.request.microbatches)
-        return expected > FINER * best_known
+        return expected > EFFORT.unrefined * best_known
 
     @cached_property
     def _may_recompute(self) -> bool:
-        """Whether the planner chooses what runs again: neither the user nor the model says it."""
+        """The planner chooses what is recomputed: neither the user nor the model does."""
         return self.request.may_recompute and not is_asked(self.graph, self.request.options.recompute)
 
     @cached_property
     def _repeated(self) -> list[str]:
-        """The operators with which repeated blocks of the whole model begin, which are also those of one mesh. Where it
-        is cut into pieces for want of repeats, they bound only where stages may begin, not what may run again."""
+        """The operators with which repeated blocks of the whole model begin, which are also those of one mesh.
+
+        Pieces of a model without repeats bound only where stages may begin, not what may be recomputed.
+        """
         return [self.graph.nodes[i].name for i in block_starts(self.graph, self.folding)]
 
     def _blocks_in(self, graph: Graph) -> tuple[str, ...]:
-        """The operators with which the repeated blocks begin that a stage's graph has: it may have too few to find
-        them again."""
+        """Return the first operators of repeated blocks in a stage's graph, which may have too few to find them."""
         return tuple(name for name in self._repeated if name in graph.index)
 
     def _refine(
         self, graphs: Sequence[StageGraph], choices: list[StagePlan], request: Sequence[Options], schedule: Schedule
     ) -> None:
-        """Plan the slowest stages again for just the microbatches that they keep in flight, where memory made them
-        slow: plans are shared between stages by counting up to a round number."""
+        """Plan slow stages again for just the microbatches that they keep in flight, where memory made them slow.
+
+        Plans are shared between stages by counting up to a round number.
+        """
         owners = Counter(n.target for stage in graphs for _, n in stage.graph.of_kind("param"))
-        for _ in range(REFINED):
+        for _ in range(EFFORT.replans):
             slowest = max(schedule.stages_of_rank, key=lambda of_group: sum(pace_of(choices[s]) for s in of_group))
             better = False
             for s in slowest:
@@ -401,7 +396,7 @@ class ExactPlans:
                 return
 
 def spread_out(groups: Sequence[_Group]) -> list[_Group]:
-    """Groups in an order in which the first few say most of all: the first, the middle one, those between, and so on.
+    """Return groups in an order in which the first few cover the range: the first, the middle one, those between.
 
     Their place in it is the number of a group with its binary digits reversed.
     """

@@ -1,7 +1,7 @@
-"""How the stages of one group share its memory: by what each needs when the group is fullest.
+"""Shares of one group's memory for its stages, by what each needs when the group is fullest.
 
 That is estimated where the search cuts the model. Where the cuts are given, it is what the stages' fastest plans need;
-and of a stage that does not fit its share, more is taken to be needed (:func:`with_more`).
+and a stage that does not fit its share is taken to need more (:func:`with_more`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.candidates import Candidate
 from autopar.plans.plan import StagePlan
-
-SHARES = 16
-"""Parts into which a group's memory is divided for every two of its stages: so that many stages get the same limit."""
-STEP = 2**26
-"""Bytes beside shares are multiples of this, for the same reason."""
-FEW = 4
-"""Times as many microbatches, kept at another moment than that at which the group is fullest, are many more."""
-
-
-MORE = 1.25
-"""By this factor a stage that did not fit its share is taken to need more, before the others of its group are planned
-with less: four such steps double it."""
 
 
 def with_needs(
@@ -41,18 +30,20 @@ def with_needs(
 
 
 def with_more(candidate: Candidate, stage: int) -> Candidate:
-    """Return the candidate with a stage that needs more of its group's memory than was thought, by :data:`MORE`."""
+    """Return the candidate with a stage that needs ``EFFORT.more_memory`` times as much of its group's memory."""
     static, kept = candidate.n_bytes[stage]
     n_bytes = list(candidate.n_bytes)
-    n_bytes[stage] = MORE * static, MORE * kept
+    n_bytes[stage] = EFFORT.more_memory * static, EFFORT.more_memory * kept
     return replace(candidate, n_bytes=tuple(n_bytes))
 
 
 def share_of(
     stage: int, of_group: Sequence[int], live: Sequence[int], counted: Sequence[int], candidate: Candidate
 ) -> float:
-    """The share of its group's memory that a stage is planned for, with the microbatches that are counted: by what
-    is estimated that each stage needs when the group is fullest, or else equal."""
+    """Return the share of its group's memory that a stage is planned for, with the counted microbatches.
+
+    It follows from the estimates of what each stage needs when the group is fullest, or else is equal.
+    """
     if not candidate.n_bytes or len(of_group) == 1:
         return 1 / len(of_group)
 
@@ -61,23 +52,28 @@ def share_of(
         return static + in_flight * kept
 
     needs = {s: need(s, live[s]) for s in of_group}
-    n_parts = SHARES * len(of_group) // 2
+    n_parts = EFFORT.memory_parts * len(of_group) // 2
     if counted[stage] != live[stage]:
         return ceil(n_parts * need(stage, counted[stage]) / sum(needs.values())) / n_parts
     return _parts(needs, n_parts)[stage] / n_parts
 
 
 def beside(stage: int, of_group: Sequence[int], candidate: Candidate) -> float:
-    """Bytes that a stage may fill beside its share while it works, and the others of its group do not: of what is
-    there once for the whole group, each stage's share has a part."""
+    """Return the bytes that a stage may fill, in addition to its share, while the others of its group do not work.
+
+    Of what is there once for the whole group, each stage's share has a part.
+    """
     if len(of_group) == 1 or not candidate.once_bytes:
         return 0.0
-    return candidate.once_bytes[stage] * (1 - 1 / len(of_group)) // STEP * STEP
+    return candidate.once_bytes[stage] * (1 - 1 / len(of_group)) // EFFORT.memory_step * EFFORT.memory_step
 
 
 def _parts(needs: Mapping[int, float], n_parts: int) -> dict[int, int]:
-    """How many of the equal parts of a group's memory each stage gets: the next one always goes to the stage that has
-    the fewest for what it needs, so that none is short by more than rounding."""
+    """Return the number of equal parts of a group's memory for each stage.
+
+    The next one always goes to the stage that has the fewest for what it needs, so that none is short by more than
+    rounding.
+    """
     parts = dict.fromkeys(needs, 1)
     for _ in range(n_parts - len(needs)):
         parts[max(needs, key=lambda s: (needs[s] / parts[s], -s))] += 1
@@ -85,10 +81,12 @@ def _parts(needs: Mapping[int, float], n_parts: int) -> dict[int, int]:
 
 
 def counted_in_flight(live: Sequence[int], most: Sequence[int]) -> list[int]:
-    """The microbatches in flight that each stage is planned for: those that it keeps when its group is fullest; where
-    it keeps many more at another moment, these. A stage that is planned for one alone would keep so much of it that the
-    group were fullest at that other moment."""
-    return [n if FEW * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
+    """Return the microbatches in flight that each stage is planned for: those when its group is fullest.
+
+    Where it keeps many more at another moment, it is these: a stage that is planned for one alone would keep so much of
+    it that the group were fullest at that other moment.
+    """
+    return [n if EFFORT.many_more_in_flight * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
 
 
 __all__ = ["beside", "counted_in_flight", "share_of", "with_more", "with_needs"]

@@ -26,12 +26,7 @@ from hardware_profiles import Cluster
 def with_agreed_buffers(
     graphs: Sequence[StageGraph], stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster
 ) -> list[StagePlan]:
-    """The stages' plans, in which stages of a group of devices store each buffer in one way.
-
-    Args:
-        graphs, stages: by stage.
-        cluster: prices the plans that change.
-    """
+    """Return the stages' plans such that stages of a group of devices store each buffer in one placement."""
     agreed = list(stages)
     for of_group in schedule.stages_of_rank:
         names = stored_differently([(stages[s].mesh, stages[s].buffers) for s in of_group])
@@ -43,11 +38,7 @@ def with_agreed_buffers(
 
 
 def with_buffers(graph: Graph, plan: StagePlan, changed: dict[str, State], cluster: Cluster) -> StagePlan:
-    """The same decisions with some buffers stored in another way, routed and priced anew.
-
-    Args:
-        changed: how, by name.
-    """
+    """Return the same decisions with some buffers, by name, stored in other placements, and priced anew."""
     rules = rules_of(graph)
     decided = {
         i: strategy_named(graph, node, rules[i], plan.ops[node.name])

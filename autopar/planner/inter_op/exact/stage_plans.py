@@ -1,5 +1,4 @@
-"""Plans of stages, which are shared: stages alike in all but names, on devices alike, are solved once, and so are those
-whose pins are alike.
+"""Plans of stages, shared between stages that differ only in names, on devices of the same types.
 
 Microbatches in flight are counted up to a round number, so that stages at different places in a schedule are alike too.
 """
@@ -9,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.exact.transplant import structure, transplant
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.planner.intra_op.mesh_plan import Earlier, Options, device_limit, plan_graph
@@ -20,14 +20,10 @@ from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
 
-NEARLY_FREE = 1e-3
-"""A plan that takes at most this much longer than the fastest one, whatever memory that needs, serves wherever it fits:
-the program for another limit, or other microbatches in flight, could gain no more."""
-
 
 @dataclass
 class StagePlans:
-    """Those on groups of a cluster's devices that were made so far."""
+    """Plans of stages on groups of a cluster's devices that were made so far."""
 
     cluster: Cluster
     _plans: dict[tuple[object, ...], dict[int, tuple[Graph, StagePlan, float]]] = field(
@@ -40,15 +36,15 @@ class StagePlans:
     def plan(
         self, graph: Graph, mesh: Mesh, options: Options, devices: tuple[int, ...], exact: bool = False
     ) -> StagePlan:
-        """The plan of a stage; stages alike in all but names, on devices alike, are solved once.
+        """Return the plan of a stage; stages alike in all but names, on devices alike, are solved once.
 
         A plan for more microbatches in flight serves for fewer too, if its memory does not bind; where it does, it is
         solved for a round number of them, and so for few different ones; or for just as many as there are (``exact``).
         One that was good enough where less was asked is solved again.
         """
         kinds = tuple(self.cluster.device(d).name for d in devices)
-        asked_again = segments_of(graph, rules_of(graph), options.recompute)
-        places = tuple((graph.index[first], graph.index[last]) for first, last in asked_again)
+        requested = segments_of(graph, rules_of(graph), options.recompute)
+        places = tuple((graph.index[first], graph.index[last]) for first, last in requested)
         begins = tuple(graph.index[name] for name in options.blocks)
         pinned = places_of_pins(graph, mesh, options)
         key = structure(graph), mesh, kinds, options.memory_limit_bytes, places, begins, pinned
@@ -82,21 +78,21 @@ class StagePlans:
                 raise
             n, plan = wanted, planned(wanted)
         by_in_flight[n] = graph, plan, options.memory_gap
-        near = _against_free(plan, earlier.free, min(NEARLY_FREE, options.memory_gap))
+        near = _against_free(plan, earlier.free, min(EFFORT.free_gap, options.memory_gap))
         if near is not None:
             self._nearly_free.setdefault(of_any_limit, []).append((graph, near))
         return plan.with_in_flight(wanted)
 
 
 def rounded(in_flight: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ...: at most half as much again."""
+    """Return the next of 1, 2, 3, 4, 6, 8, 12, 16, ...: at most half as much again."""
     power = 1 << (in_flight - 1).bit_length()  # the next power of two
     between = power * 3 // 4
     return between if power >= 4 and between >= in_flight else power
 
 
 def places_of_pins(graph: Graph, mesh: Mesh, options: Options) -> tuple[object, ...]:
-    """What is pinned, by the places of nodes in the graph: the same for stages whose pins differ in names alone."""
+    """Return the pins by the places of nodes in the graph: the same for stages whose pins differ in names alone."""
     if not (options.constraints or options.params or options.inputs or options.outputs):
         return ()
     pins = PinnedChoices(graph, rules_of(graph), mesh, options)
@@ -108,18 +104,20 @@ def places_of_pins(graph: Graph, mesh: Mesh, options: Options) -> tuple[object, 
 
 
 def pace_of(plan: StagePlan) -> float:
-    """Seconds of a microbatch, forward and backward."""
+    """Return the seconds of a microbatch, forward and backward."""
     return plan.price.microbatch_seconds / plan.microbatches
 
 
 def _gap(plan: StagePlan) -> float:
-    """How far a plan may be from its bound."""
+    """Return how far a plan may be from its bound."""
     return plan.solution.gap if plan.solution is not None else 0.0
 
 
 def _that_fits(plan: StagePlan, options: Options, limit: float) -> StagePlan | None:
-    """A plan with the microbatches in flight that are asked for; None if it is larger then, or was weighed for fewer
-    than all microbatches, where all are asked for."""
+    """Return a plan with the microbatches in flight of the options; None if it is larger then.
+
+    Also None if it was weighed for fewer than all microbatches, where all are wanted.
+    """
     if plan.in_flight < options.microbatches <= options.in_flight:
         return None
     alike = plan.with_in_flight(options.in_flight)
@@ -127,8 +125,10 @@ def _that_fits(plan: StagePlan, options: Options, limit: float) -> StagePlan | N
 
 
 def _against_free(plan: StagePlan, free: StagePlan | None, gap: float) -> StagePlan | None:
-    """The plan, measured against the fastest one whatever memory that needs, which bounds it under any limit; None if
-    it is further from that than the gap."""
+    """Return the plan, measured against the fastest one whatever memory that needs, which bounds it under any limit.
+
+    None if it is further from that than the gap.
+    """
     if free is None or free.solution is None or plan.solution is None:
         return None
     solution = against(free.solution.objective_seconds * (1 - free.solution.gap), plan, gap)
@@ -136,7 +136,7 @@ def _against_free(plan: StagePlan, free: StagePlan | None, gap: float) -> StageP
 
 
 def _is_free(plan: StagePlan) -> bool:
-    """Whether a plan is the optimum, and would be with more memory too."""
+    """Return whether a plan is the optimum, and would be with more memory too."""
     return plan.solution is not None and plan.solution.status == "optimal" and not plan.solution.binds
 
 

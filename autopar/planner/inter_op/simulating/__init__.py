@@ -1,4 +1,4 @@
-"""What planned stages give a simulator, and the orders that are searched with it.
+"""Input of the simulator from planned stages, and the orders that are searched with it.
 
 ============== ========================================================================================================
 :mod:`.timing` seconds of phases and of what crosses between stages, and bytes

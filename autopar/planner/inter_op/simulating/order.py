@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
+from autopar.planner.effort import EFFORT
 from autopar.plans.plan import StagePlan
 from cost_models.schedules import SCHEDULES, Schedule, Times, live_per_stage, parse_kind, search
 from cost_models.schedules.asynchronous import ASYNCHRONOUS
@@ -13,17 +14,10 @@ SEARCHED = "searched"
 """The name of a schedule that is searched for, one stage a group."""
 START = "1f1b"
 """Stages of a searched schedule are planned for this one, which keeps the fewest microbatches in flight."""
-SMALL = 48
-"""Actions up to which the exact solve is worth its time, and the states that it may visit."""
-STATES = 2000
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no schedule that can be asked for.
-
-    Raises:
-        PlanError: an unknown name, or an asynchronous schedule, which changes the training result.
-    """
+    """Refuse a name that is no schedule of a pipeline."""
     if name in ASYNCHRONOUS:
         raise PlanError(
             f"schedule '{name}' updates weights while microbatches are in flight, which changes the training result; "
@@ -43,12 +37,14 @@ def check_name(name: str) -> None:
 def better_order(
     stages: Sequence[StagePlan], start: Schedule, timing: Times, limits: Sequence[float]
 ) -> tuple[tuple[StagePlan, ...], Schedule]:
-    """A schedule at least as good as ``start``, whose groups hold no more bytes than their limits; the stages' prices
-    then count the microbatches that it keeps in flight."""
+    """Return a schedule at least as good as ``start``, whose groups hold no more bytes than their limits.
+
+    The stages' prices then count the microbatches that it keeps in flight.
+    """
     actions = 3 * start.n_stages * start.n_microbatches
     schedule = search(
         timing, start.n_microbatches, start.stages_of_rank, limit_bytes=limits,
-        exact_nodes=STATES if actions <= SMALL else 0,
+        exact_nodes=EFFORT.exact_order_states if actions <= EFFORT.exact_order_actions else 0,
     ).schedule  # fmt: skip
     live = live_per_stage(schedule)
     return tuple(s.with_in_flight(n) for s, n in zip(stages, live, strict=True)), schedule

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autopar.planner.intra_op.building.hidden_seconds import Hidden, hidden
 from autopar.planner.intra_op.building.parameter_load import NOTHING, ParameterLoad, beside_ops, parameter_load
 from autopar.planner.intra_op.building.price import Pricer
-from autopar.planner.intra_op.memory.ledger import seconds_again
+from autopar.planner.intra_op.memory.ledger import recompute_seconds
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.planner.intra_op.plan_completion import needs
 from autopar.plans.plan import StagePlan, reshard_key, segment_numbers
@@ -32,7 +32,7 @@ class Phases:
     microbatch. Once a step, ``gather_seconds`` come before the first forward, ``reduction_seconds`` follow the last
     backward, and ``optimizer_seconds`` follow the reductions of all stages.
 
-    ``again_seconds`` are those of recomputed forwards: part of ``input_seconds``. The runtime does not split a
+    ``recompute_seconds`` are those of recomputed forwards: part of ``input_seconds``. The runtime does not split a
     backward that recomputes: what is made again for the inputs' gradients would have to wait for those of the weights.
     ``split_seconds`` are what a split backward takes more than a whole one, as far as a profile knows.
     """
@@ -43,7 +43,7 @@ class Phases:
     gather_seconds: float = 0.0
     reduction_seconds: float = 0.0
     optimizer_seconds: float = 0.0
-    again_seconds: float = 0.0
+    recompute_seconds: float = 0.0
     split_seconds: float = 0.0
     load: ParameterLoad = NOTHING
 
@@ -61,10 +61,9 @@ class Phases:
 def phases(
     graph: Graph, plan: StagePlan, pricer: Pricer, rules: Sequence[Rule | None] | None = None
 ) -> Phases:  # fmt: skip
-    """Return the phases of a plan; their sum over a step is the plan's price.
+    """Return the phases of a plan; their sum over a step is the plan's price. ``rules`` may be given if they are known.
 
-    Args:
-        rules: of the graph, where they are at hand.
+    ``rules``: of the graph, where they are at hand.
     """
     forward = total = weights = 0.0
     second = bool(plan.memory)  # something is done again in the backward
@@ -106,7 +105,7 @@ def phases(
     again = 0.0
     if second:
         holds = ledger(graph, rules, plan.mesh, chosen, plan.reshard_paths, plan.memory, kernels=pricer.kernels)
-        again = sum(seconds_again(graph, rules, pricer, chosen, plan.reshard_paths, holds))
+        again = sum(recompute_seconds(graph, rules, pricer, chosen, plan.reshard_paths, holds))
     total += again
     inputs = max(0.0, total - forward - weights)  # rounding: all of it may be the weights'
     later = beside.backward - beside.split  # gradients of weights that a split backward computes beside nothing
@@ -115,7 +114,7 @@ def phases(
     waits = load.exposed()
     ops = Phases(
         forward + waits.forward_each, inputs + later + waits.backward_each, weights, waits.gathers, waits.reductions,
-        again_seconds=again, split_seconds=later, load=load,
+        recompute_seconds=again, split_seconds=later, load=load,
     )  # fmt: skip
 
     def work() -> StageWork:
@@ -127,13 +126,10 @@ def phases(
 
 
 def _with_overheads(ops: Phases, split_seconds: float, graph: Graph, extra: StageSeconds | None) -> Phases:
-    """Return the phases with what the executor does beside the operators, and with halves that take longer, where the
-    cost source knows of these.
+    """Return the phases with the executor's overheads, and with longer halves, where the cost source has these.
 
-    Args:
-        ops: what operators and collectives take.
-        split_seconds: what the halves of all operators take more, each by itself.
-        extra: what the cost source says.
+    ``ops`` are the phases of operators and collectives, ``split_seconds`` what the halves of all operators take more,
+    ``extra`` the overheads.
     """
     if extra is None:
         return ops

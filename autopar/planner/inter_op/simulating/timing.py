@@ -1,4 +1,4 @@
-"""What stages with their plans give a simulator: seconds of phases and of what crosses between stages, and bytes."""
+"""Input of the simulator from stages with their plans: seconds of phases and of transfers between stages, and bytes."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ class OnceAStep:
         )  # fmt: skip
 
     def more(self, timeline: Timeline) -> float:
-        """Return the seconds that a step takes more than its schedule. While a group waits for its first microbatch it
-        gathers, and the last group to be done is not the one that is done first with its gradients."""
+        """Return the seconds that a step takes more than its schedule.
+
+        While a group waits for its first microbatch it gathers, and the last group to be done is not the one that is
+        done first with its gradients.
+        """
         starts = [row[0] if row else 0.0 for row in timeline.starts]
         ends = [row[-1] if row else 0.0 for row in timeline.ends]
         before = max(max(0.0, gather - start) for gather, start in zip(self.gathers, starts, strict=True))
@@ -59,27 +62,29 @@ class OnceAStep:
 
 
 class Parts(Protocol):
-    """What a stage does once a step."""
+    """Seconds of a stage once a step."""
 
     @property
-    def gather_seconds(self) -> float: ...
+    def gather_seconds(self) -> float:
+        """Gathers of parameters."""
 
     @property
-    def reduction_seconds(self) -> float: ...
+    def reduction_seconds(self) -> float:
+        """Reductions of gradients."""
 
     @property
-    def optimizer_seconds(self) -> float: ...
+    def optimizer_seconds(self) -> float:
+        """The optimizer's step."""
 
 
 def timing_of(
     graphs: Sequence[StageGraph], stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster,
     alike: Sequence[int] = (),
 ) -> tuple[Times, OnceAStep]:  # fmt: skip
-    """Return what a schedule is simulated with, and what a step takes beside it.
+    """Return the times that a schedule is simulated with, and those that a step takes in addition.
 
-    Args:
-        alike: for each stage the first one with the same plan of the same operators, on devices alike, where that is
-            known: its phases are found once.
+    ``alike`` has for each stage the first one with the same plan of the same operators, on devices alike, where that is
+    known: its phases are found once.
     """
     first = list(alike) or list(range(len(stages)))
     by_first = {
@@ -119,15 +124,14 @@ def timing_of(
 
 
 def _static_bytes(plans: Sequence[StagePlan]) -> float:
-    """What a group's stages hold all the time, and what passes at the fullest moment, at most: of one at a time."""
+    """Return the persistent bytes of a group's stages, and at most their transient bytes: of one at a time."""
     return sum(p.price.stored_bytes for p in plans) + max(p.transient_bytes for p in plans)
 
 
 def stage_edge_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster) -> float:
-    """Seconds of what the runtime does with a tensor that crosses: the messages of the rank that sends or receives
-    longest, one after the other, and the gathers where it is wanted whole.
+    """Return the seconds of a transfer between stages: messages of the busiest rank, one by one, and gathers.
 
-    All messages are priced on the way from the first rank of one side to the first of the other.
+    All messages are priced on the route from the first rank of one side to the first of the other.
     """
     steps, busy = _apart(spec, source, target)
     priced = pricer(cluster, target.mesh, target.devices)
@@ -142,12 +146,12 @@ def stage_edge_seconds(spec: Spec, source: Side, target: Side, cluster: Cluster)
 
 
 def stage_edge_messages(spec: Spec, source: Side, target: Side) -> tuple[Load, ...]:
-    """What each rank sends, and what each receives, of one tensor that crosses; those that are alike once."""
+    """Return what each rank sends, and what each receives, of one transferred tensor; equal ones once."""
     return _apart(spec, source, target)[1]
 
 
 def _apart(spec: Spec, source: Side, target: Side) -> tuple[tuple[tuple[State, State], ...], tuple[Load, ...]]:
-    """:func:`_crossing`, asked once for all sides that differ only in which devices they are."""
+    """Return :func:`_crossing`, computed once for all sides that differ only in their devices."""
     near, far = source.devices, target.devices
     if not {*near} & {*far}:  # then it does not matter which devices they are
         near = tuple(range(len(source.devices)))
@@ -157,7 +161,7 @@ def _apart(spec: Spec, source: Side, target: Side) -> tuple[tuple[tuple[State, S
 
 @lru_cache(maxsize=4096)
 def _crossing(spec: Spec, source: Side, target: Side) -> tuple[tuple[tuple[State, State], ...], tuple[Load, ...]]:
-    """The gathers at the target, and what ranks send and receive."""
+    """Return the gathers at the target, and what ranks send and receive."""
     moved = transfer(spec, source, target)
     steps = path(moved.landing, target.state)
     assert steps is not None

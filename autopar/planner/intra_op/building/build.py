@@ -1,5 +1,4 @@
-"""From a graph to a :class:`~autopar.planner.intra_op.building.integer_program.Problem`, and from a choice back to
-strategies.
+"""The integer program of a graph, and the decoder of its solutions.
 
 Only hot nodes (those that depend on a parameter) are decided here; masks, positions and the like follow demand
 afterwards. A chain of operators is one item where nothing is lost by it: an operator that moves or maps its one input
@@ -58,8 +57,8 @@ class Builder:
         in_flight: microbatches whose activations are kept at once.
         recompute: segments that run again in the backward.
         keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
-        choose_again: let operators run again in the backward instead of keeping what they make.
-        choose_gathers: let gathered copies be gathered again in the backward instead of being kept, and results be
+        choose_recompute: let operators run again in the backward instead of keeping what they make.
+        choose_memory: let gathered copies be gathered again in the backward instead of being kept, and results be
             given up by decisions about tensors.
         blocks: names of the operators with which blocks begin, where they are known.
     """
@@ -78,82 +77,44 @@ class Builder:
     cut_contractions: bool = False
     in_flight: int = 1
     recompute: Recompute = ()
-    choose_again: bool = False
-    choose_gathers: bool = False
+    choose_recompute: bool = False
+    choose_memory: bool = False
     blocks: Sequence[str] = ()
 
     def build(self) -> tuple[Problem, Decoder]:
-        """The problem, and what reads its solution."""
-        graph, rep = self.graph, self.fold.representative
-        counts = self.fold.counts
+        """Return the integer program, and the decoder of its solutions."""
+        graph, counts = self.graph, self.fold.counts
         groups = read_alike(graph, self.fold, self._segment_of)
         chains, chain_of = self._chains(groups, counts)
-        for chain in chains if self.choose_again else ():
-            self._offers.run_again(chain, counts)
-        for chain in chains if self.choose_gathers else ():
-            self._offers.waiting(chain, counts)
-            self._offers.gathered_again(chain, chains, chain_of)
-        items: list[Item] = []
-        item_of: dict[int, int] = {}
-        decoded_chains = []
-        for chain in chains:
-            for node in chain.nodes:
-                item_of[node] = len(items)
-            decoded_chains.append((len(items), tuple(chain.nodes), tuple(chain.rows)))
-            items.append(Item(graph.nodes[chain.nodes[-1]].name, tuple(chain.seconds), tuple(chain.n_bytes)))
+        for chain in chains if self.choose_recompute else ():
+            self._offers.recompute(chain, counts)
+        for chain in chains if self.choose_memory else ():
+            self._offers.give_up(chain, counts)
+            self._offers.regather(chain, chains, chain_of)
+        items = [Item(graph.nodes[c.nodes[-1]].name, tuple(c.seconds), tuple(c.n_bytes)) for c in chains]
+        item_of = dict(chain_of)  # chains are the first items
         row_of = {node: (chain.rows, k) for chain in chains for k, node in enumerate(chain.nodes)}
-        again_of = {item_of[chain.nodes[0]]: chain.again for chain in chains if chain.again}
-        gathers_of = {item_of[chain.nodes[0]]: chain.gathers for chain in chains if chain.gathers}
-        waits_of = {item_of[chain.nodes[0]]: chain.waits for chain in chains if chain.waits}
+        recomputed_of = {item: chain.recomputed for item, chain in enumerate(chains) if chain.recomputed}
+        regathered_of = {item: chain.regathered for item, chain in enumerate(chains) if chain.regathered}
+        given_up_of = {item: chain.given_up for item, chain in enumerate(chains) if chain.given_up}
 
         def wanted(node: int, position: int) -> list[State]:
             rows, k = row_of[node]
             return [row[k].ins[position] for row in rows]
 
         def gathered(node: int, position: int) -> tuple[bool, ...]:
-            return tuple((node, position) in row for row in gathers_of.get(item_of[node], ()))
+            return tuple((node, position) in row for row in regathered_of.get(item_of[node], ()))
 
-        parameters = []
-        may_hide: list[tuple[int, list[ParameterSeconds]]] = []
-        first_read = P.first_read(graph, self.pricer.costs.bucket_bytes)
-        waits_first = Counter(rep[i] for i in first_read)
-        made_by_param: dict[int, list[State]] = {}
-        for i, node in enumerate(graph.nodes):
-            if node.kind != "param" or rep[i] != i:
-                continue
-            uses = {
-                s.started(node.needs_grad)
-                for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
-            }  # fmt: skip
-            options = self._param_options(node, uses)
-            parameters.append((len(items), i, tuple(o[0] for o in options)))
-            made_by_param[i] = [o[0].used for o in options]
-            item_of[i] = len(items)
-            costs, n = [o[1] for o in options], counts[i]
-            peaks = tuple(c.peak_bytes for c in costs) if self.keep_memory and any(c.peak_bytes for c in costs) else ()
-            seconds = tuple(n * (c.seconds + c.step_seconds) for c in costs)
-            items.append(Item(node.name, seconds, tuple(n * c.n_bytes for c in costs), peaks))
-            hides = n - waits_first[i]
-            if hides and any(any(c.may_hide) for c in costs):
-                may_hide.append((item_of[i], [ParameterSeconds().plus(c.may_hide, hides) for c in costs]))
-        arrivals = []
-        for i, node in enumerate(graph.nodes):
-            if node.kind == "input" and node.hot:
-                made_by_param[i] = self._arrivals(node)
-                arrivals.append((len(items), node.target, tuple(made_by_param[i])))
-                item_of[i] = len(items)
-                seconds = tuple(self._arrival_seconds(node, s) for s in made_by_param[i])
-                items.append(Item(node.name, seconds, (0.0,) * len(seconds)))
+        parameters, may_hide, made_as = self._add_parameters(items, item_of, groups, wanted)
+        arrivals = self._add_arrivals(items, item_of, made_as)
         tensors: list[Tensor] = []
         only_with: list[OnlyWith] = []
-        outputs = []
+        outputs: dict[int, tuple[int, list[State]]] = {}
         for i, of_node in sorted(groups.items()):
             for group in of_node:
-                made_as = (
-                    made_by_param[i]
-                    if i in made_by_param
-                    else [row[row_of[i][1]].outs[position_of(graph.nodes[i], group.ref.out)] for row in row_of[i][0]]
-                )
+                states = made_as.get(i) or [
+                    row[row_of[i][1]].outs[position_of(graph.nodes[i], group.ref.out)] for row in row_of[i][0]
+                ]
                 readers: list[tuple[int, list[State], tuple[bool, ...]]] = []
                 for reader, position in group.readers:
                     if chain_of.get(reader) is not None and chain_of.get(reader) == chain_of.get(i):
@@ -161,28 +122,18 @@ class Builder:
                     entry = (item_of[reader], wanted(reader, position), gathered(reader, position))
                     if entry not in readers:
                         readers.append(entry)
-                        only_with += pieces_for_copies(self.pricer.mesh, item_of[i], made_as, *entry)
-                for number in group.outputs:
-                    states = self._output_states(number, group.ref, made_as)
-                    outputs.append((len(items), number, tuple(states)))
-                    readers.append((len(items), states, ()))
-                    items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
-                for name in group.updates:
-                    states = [whole_state(self.pricer.mesh)]
-                    readers.append((len(items), states, ()))
-                    items.append(Item(f"update {name}", (0.0,), (0.0,)))
+                        only_with += pieces_for_copies(self.pricer.mesh, item_of[i], states, *entry)
+                readers += self._add_outputs(items, outputs, group, states)
                 if readers:
-                    tensors.append(
-                        flow(graph, self.pricer, self.microbatches, group, item_of[i], made_as, readers)
-                    )
+                    tensors.append(flow(graph, self.pricer, self.microbatches, group, item_of[i], states, readers))
         if not items:  # no parameter and no gradient: solvers want one decision, and this one changes nothing
             items.append(Item("nothing to decide", (0.0,), (0.0,)))
         kept = None
         if self.keep_memory:
-            rows = StrategyRows(self.graph, self.pricer, item_of, row_of, again_of, gathers_of, waits_of)
+            rows = StrategyRows(self.graph, self.pricer, item_of, row_of, recomputed_of, regathered_of, given_up_of)
             kept = KeptBytes(
                 rows, self.rules, self.fold, self._memory, self._segment_of, self.in_flight,
-                self._offers.may_again if self.choose_again else None,
+                self._offers.recomputable if self.choose_recompute else None,
             )  # fmt: skip
             items = kept.added_to(items)
         problem = Problem(
@@ -198,15 +149,61 @@ class Builder:
         moments = None
         if kept is not None:
             moments = MomentRows(kept, self.fold, problem, parameters, self.optimizer, self.microbatches)
-        repeats = tuple((item, tuple(rows)) for item, rows in again_of.items())
-        may = self._offers.may_again if self.choose_again else None
-        return problem, Decoder(
-            tuple(decoded_chains), tuple(parameters), tuple(outputs), tuple(arrivals), repeats, may,
-            tuple((item, tuple(map(frozenset, rows))) for item, rows in gathers_of.items()), graph,
-            moments, tuple((item, tuple(rows)) for item, rows in waits_of.items()),
-        )  # fmt: skip
+        may = self._offers.recomputable if self.choose_recompute else None
+        return problem, Decoder(graph, self.fold, chains, parameters, outputs, arrivals, may, moments)
+
+    def _add_parameters(
+        self, items: list[Item], item_of: dict[int, int], groups: Mapping[int, list[ReadAlike]],
+        wanted: Callable[[int, int], list[State]],
+    ) -> tuple[
+        dict[int, tuple[int, list[ParamChoice]]], list[tuple[int, list[ParameterSeconds]]], dict[int, list[State]]
+    ]:  # fmt: skip
+        """Add an item for each class of parameters.
+
+        Return by item its node and choices, the seconds of collectives that may be hidden, and by node the states of
+        its choices as readers use it.
+        """
+        graph, rep = self.graph, self.fold.representative
+        parameters: dict[int, tuple[int, list[ParamChoice]]] = {}
+        may_hide: list[tuple[int, list[ParameterSeconds]]] = []
+        made_as: dict[int, list[State]] = {}
+        waits_first = Counter(rep[i] for i in P.first_read(graph, self.pricer.costs.bucket_bytes))
+        for i, node in enumerate(graph.nodes):
+            if node.kind != "param" or rep[i] != i:
+                continue
+            uses = {
+                s.started(node.needs_grad)
+                for g in groups.get(i, ()) for reader, position in g.readers for s in wanted(reader, position)
+            }  # fmt: skip
+            options = self._param_options(node, uses)
+            item_of[i] = len(items)
+            parameters[len(items)] = i, [choice for choice, _ in options]
+            made_as[i] = [choice.used for choice, _ in options]
+            costs, n = [cost for _, cost in options], self.fold.counts[i]
+            peaks = tuple(c.peak_bytes for c in costs) if self.keep_memory and any(c.peak_bytes for c in costs) else ()
+            seconds = tuple(n * (c.seconds + c.step_seconds) for c in costs)
+            items.append(Item(node.name, seconds, tuple(n * c.n_bytes for c in costs), peaks))
+            hides = n - waits_first[i]
+            if hides and any(any(c.may_hide) for c in costs):
+                may_hide.append((item_of[i], [ParameterSeconds().plus(c.may_hide, hides) for c in costs]))
+        return parameters, may_hide, made_as
 
     # -- outputs
+
+    def _add_outputs(
+        self, items: list[Item], outputs: dict[int, tuple[int, list[State]]], group: ReadAlike, made_as: list[State]
+    ) -> list[tuple[int, list[State], tuple[bool, ...]]]:
+        """Add an item for each output and each new value of a buffer; return them as readers of the tensor."""
+        readers: list[tuple[int, list[State], tuple[bool, ...]]] = []
+        for number in group.outputs:
+            states = self._output_states(number, group.ref, made_as)
+            outputs[len(items)] = number, states
+            readers.append((len(items), states, ()))
+            items.append(Item(f"output{number}", (0.0,) * len(states), (0.0,) * len(states)))
+        for name in group.updates:
+            readers.append((len(items), [whole_state(self.pricer.mesh)], ()))
+            items.append(Item(f"update {name}", (0.0,), (0.0,)))
+        return readers
 
     def _output_states(self, number: int, ref: Ref, made_as: Sequence[State]) -> list[State]:
         graph, mesh = self.graph, self.pricer.mesh
@@ -226,8 +223,24 @@ class Builder:
 
     # -- tensors of earlier stages
 
+    def _add_arrivals(
+        self, items: list[Item], item_of: dict[int, int], made_as: dict[int, list[State]]
+    ) -> dict[int, tuple[str, list[State]]]:
+        """Add an item for each tensor of an earlier stage; return by item its name and the states of its strategies."""
+        arrivals: dict[int, tuple[str, list[State]]] = {}
+        for i, node in enumerate(self.graph.nodes):
+            if node.kind == "input" and node.hot:
+                made_as[i] = self._arrivals(node)
+                arrivals[len(items)] = node.target, made_as[i]
+                item_of[i] = len(items)
+                seconds = tuple(self._arrival_seconds(node, s) for s in made_as[i])
+                items.append(Item(node.name, seconds, (0.0,) * len(seconds)))
+        return arrivals
+
     def _arrivals(self, node: Node) -> list[State]:
-        """States in which a tensor of an earlier stage may arrive: whole, or sharded on one of its first dims.
+        """Return the states in which a tensor of an earlier stage may arrive.
+
+        Replicated, or sharded on one of its first dims.
 
         An input of the model that wants a gradient is whole, and so is its gradient: both are the caller's.
         """
@@ -240,7 +253,7 @@ class Builder:
         return [s for s in map(State, product(*options)) if fits(node.out.shape, s, mesh)]
 
     def _arrival_seconds(self, node: Node, state: State) -> float:
-        """A whole tensor of an earlier stage is sent in pieces and gathered on this side."""
+        """Return the seconds to gather a replicated tensor of an earlier stage, which is sent in shards."""
         if node.target not in self.graph.arriving:
             return 0.0
         n_bytes = self.pricer.local_bytes(node.out, state)
@@ -280,20 +293,20 @@ class Builder:
 
     @cached_property
     def _segment_of(self) -> dict[int, int]:
-        """Segment numbers of the operators that run again."""
+        """Segment numbers of the operators that are recomputed."""
         return segment_numbers(self.graph, self.recompute)
 
     @cached_property
     def _recomputed(self) -> Counter[int]:
-        """How many nodes that a representative stands for run again."""
+        """Numbers of recomputed nodes by their representative."""
         return Counter(self.fold.representative[i] for i in self._segment_of)
 
     @cached_property
     def _memory(self) -> Ledger:
-        """The ledger of whole tensors."""
+        """The ledger of global tensors."""
         decided = memory(recompute=self.recompute)
         return ledger(
-            self.graph, self.rules, self.pricer.mesh, None, {}, decided, self.choose_again, self.pricer.kernels
+            self.graph, self.rules, self.pricer.mesh, None, {}, decided, self.choose_recompute, self.pricer.kernels
         )
 
     @cached_property
@@ -351,8 +364,7 @@ class Builder:
         self, i: int, node: Node, rule: Rule, groups: dict[int, list[ReadAlike]], counts: Mapping[int, int],
         chain_of: Mapping[int, int],
     ) -> tuple[int, int] | None:  # fmt: skip
-        """``(producer, position)`` of the one activation that node ``i`` reads, if it alone reads that and may
-        follow."""
+        """Return the producer and the position of the one activation that node ``i`` reads, if it may follow that."""
         if rule.kind not in FOLLOWERS or len(node.outs) != 1:
             return None
         activations = [

@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.planner.effort import EFFORT
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import WHOLE
 from autopar.rules.strategy import Strategy
 from autopar.words.graph import Node
 from autopar.words.placements import State
 
-LONG_CHAIN, GROWTH = 48, 1.5
-"""Rows that a chain may have, or by how much it may grow when it has more: rows are the variables of the program."""
-
 
 @dataclass
 class Chain:
-    """Nodes decided as one item; ``rows[s]`` has the strategy of every node, ``again[s]`` those that run again, and
-    ``gathers[s]`` the inputs whose gathered copies are gathered again, by node and position, with the part of a copy
-    that is kept instead, ``waits[s]`` the decision about the result of each node that is not kept otherwise."""
+    """Nodes that are decided as one item; each row has one strategy for every node.
+
+    Attributes:
+        recomputed: by row, the nodes that run a second time in the backward; empty if none may.
+        regathered: by row, the inputs (node and position) whose gathered copies are gathered a second time, with the
+            part of a copy that is kept instead; empty if none may be.
+        given_up: by row, the decision about the result of each node that is not kept; empty if there are none.
+    """
 
     nodes: list[int]
     rows: list[tuple[Strategy, ...]]
     seconds: list[float]
     n_bytes: list[float]
-    again: list[frozenset[int]] = field(default_factory=list)
-    gathers: list[dict[tuple[int, int], float]] = field(default_factory=list)
-    waits: list[dict[int, str]] = field(default_factory=list)
+    recomputed: list[frozenset[int]] = field(default_factory=list)
+    regathered: list[dict[tuple[int, int], float]] = field(default_factory=list)
+    given_up: list[dict[int, str]] = field(default_factory=list)
 
     def follow(
         self,
@@ -37,15 +40,14 @@ class Chain:
         seconds: Sequence[float],
         n_bytes: Sequence[float],
     ) -> bool:
-        """Append node ``i``, which reads what the last one makes, if it can follow every strategy; returns whether it
-        did."""
+        """Append node ``i``, which reads the last node's result, and return whether it can follow all rows."""
         by_in: dict[State, list[int]] = {}
         for k, s in enumerate(strategies):
             by_in.setdefault(s.ins[position], []).append(k)
         if any(row[-1].outs[0] not in by_in for row in self.rows):
             return False
         pairs = [(r, k) for r, row in enumerate(self.rows) for k in by_in[row[-1].outs[0]]]
-        if len(pairs) > max(LONG_CHAIN, GROWTH * len(self.rows)):
+        if len(pairs) > max(EFFORT.long_chain, EFFORT.chain_growth * len(self.rows)):
             return False
         self.rows, self.seconds, self.n_bytes = (
             [(*self.rows[r], strategies[k]) for r, k in pairs],
@@ -57,24 +59,24 @@ class Chain:
 
 
 def is_plain(strategy: Strategy, rule: Rule) -> bool:
-    """Whether a pointwise strategy is worth offering on activations.
+    """Return whether a pointwise strategy is worth offering on activations.
 
-    Whole values with pending gradients (``R``), and pending sums through a product, only help tensors that are smaller
-    than what they become, such as position embeddings; on activations the same is to be had a step earlier or later
-    at the same price. Pending sums through an addition stay: they join the all-reduces of parallel branches.
+    Replicated values with pending gradients (``R``), and pending sums through a product, only help tensors that are
+    smaller than what they become, such as position embeddings; on activations the same costs as much a step earlier or
+    later. Pending sums through an addition stay: they join the all-reduces of parallel branches.
     """
     joint = {f"P{k}" for k, group in enumerate(rule.linear) if len(group) > 1}
     return all(rule.factor_of(name) or name == WHOLE or name in joint for name in strategy.names)
 
 
 def most_cut(strategies: list[Strategy], rule: Rule) -> list[Strategy]:
-    """The strategies that cut a factor on as many axes as any does."""
+    """Return the strategies that cut a factor on as many axes as any does."""
     cuts = [sum(rule.factor_of(name) is not None for name in s.names) for s in strategies]
     return [s for s, n in zip(strategies, cuts, strict=True) if n == max(cuts)]
 
 
 def position_of(node: Node, out: int) -> int:
-    """Position of output ``out`` among the outputs that are tensors."""
+    """Return the position of output ``out`` among the outputs that are tensors."""
     return sum(o is not None for o in node.outs[:out])
 
 

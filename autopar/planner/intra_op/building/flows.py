@@ -1,7 +1,7 @@
-"""Tensors on their way to their readers: the states in which each may be, and what every step between them costs.
+"""Tensors between producers and readers: the states in which each may be, and the cost of every step between them.
 
-The program decides one flow for all tensors of a class with the same readers. A copy that is gathered again in the
-backward is a state of its own, beside the same state kept, and the steps to it cost what gathers them twice.
+The program decides one flow for all tensors of a class with the same readers. A copy that is regathered in the backward
+is a state of its own, next to the same state kept, and steps to it cost both gathers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class ReadAlike:
 
 
 def read_alike(graph: Graph, fold: Fold, again: Collection[int]) -> dict[int, list[ReadAlike]]:
-    """Hot tensors by representative of their producer, those with the same readers together.
+    """Return hot tensors by the representative of their producer, those with the same readers together.
 
-    Args:
-        again: operators of segments that run again.
+    ``again`` are the operators of recomputed segments.
     """
     rep = fold.representative
     by_node: dict[int, dict[object, ReadAlike]] = {}
@@ -74,13 +73,10 @@ def flow(
     graph: Graph, pricer: Pricer, microbatches: int, group: ReadAlike, producer: int, made_as: Sequence[State],
     readers: Sequence[tuple[int, Sequence[State], Sequence[bool]]],
 ) -> Tensor:  # fmt: skip
-    """The flow of a tensor to its readers.
+    """Return the flow of a tensor to its readers.
 
-    Args:
-        producer: number of the item that makes it.
-        made_as: states by strategy of the producer.
-        readers: item, states by strategy, and by strategy whether the copy is gathered again in the backward (empty
-            if none is).
+    ``producer`` is the item that makes it in the states ``made_as``, one a strategy; ``readers`` are items with their
+    states, and whether each strategy regathers its copy (empty if none does).
     """
     spec = graph.spec(group.ref)
     grad = graph.nodes[group.ref.node].needs_grad and spec.is_float
@@ -125,8 +121,10 @@ def _network(
     shape: tuple[int, ...], mesh: Mesh, sources: tuple[tuple[Placement, ...], ...],
     goals: tuple[tuple[Placement, ...], ...], only_free: bool,
 ) -> tuple[dict[State, int], tuple[Edge, ...], tuple[tuple[int, int], ...]]:  # fmt: skip
-    """States by number, the steps between them, and the numbers of each step's ends; without collectives, if those
-    steps alone are wanted."""
+    """Return numbers of states, the steps between them and the numbers of each step's ends.
+
+    ``only_free``: no collectives.
+    """
     states, edges = state_graph(shape, mesh, sources, goals)
     if only_free:
         edges = tuple((a, b) for a, b in edges if _is_free(a, b))
@@ -137,10 +135,10 @@ def _network(
 def pieces_for_copies(
     mesh: Mesh, producer: int, made_as: Sequence[State], reader: int, wanted: Sequence[State], flags: Sequence[bool]
 ) -> list[OnlyWith]:
-    """That a copy is gathered again only along axes along which its tensor is made in pieces, or summed to pieces.
+    """Return the conditions under which a copy is regathered: only along axes along which its tensor is made in shards.
 
-    A tensor that is made whole could be cut, kept in pieces and gathered, by this flow; no program does that: it reads
-    the whole tensor as it is, and keeps it.
+    By this flow a replicated tensor could be cut, kept in shards and gathered; no program does that: it reads and keeps
+    the whole tensor.
     """
     conditions = []
     for axis in (a for a, (_, size) in enumerate(mesh) if size > 1 and any(state[a].is_shard for state in made_as)):
@@ -154,8 +152,7 @@ def pieces_for_copies(
 def _gathered_twice(
     wanted: Collection[State], edges: Sequence[tuple[State, State]], mesh: Mesh, first: int
 ) -> tuple[dict[State, int], list[tuple[State, State, bool]]]:
-    """``(numbers, steps)``: copies that are gathered again in the backward, counted from ``first``, and the steps to
-    them, with whether they start from such a copy too."""
+    """Return the numbers of regathered copies, counted from ``first``, and the steps to them and between them."""
     into: dict[State, list[State]] = {}
     for a, b in edges if wanted else ():
         if is_gather(a, b, mesh) or is_same(a, b):
@@ -176,7 +173,7 @@ def _gathered_twice(
 
 
 def _is_free(src: State, dst: State) -> bool:
-    """Whether a step makes no collective, forward or backward."""
+    """Return whether a step makes no collective, forward or backward."""
     axis = changed_axis(src, dst)
     return step_collectives(src[axis], dst[axis]) == (None, None)
 

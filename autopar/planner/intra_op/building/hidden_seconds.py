@@ -1,7 +1,7 @@
-"""Seconds of collectives that pass while other operators compute (:mod:`autopar.rules.lowering_helpers.overlapped_steps`).
+"""Seconds of collectives that overlap with computation (:mod:`~autopar.rules.lowering_helpers.overlapped_steps`).
 
-A collective and what is computed beside it take as long as the longer of the two, so what is hidden is the shorter. In
-the backward the gradients of a product's weights are computed beside it too, unless a schedule computes them later.
+A collective and the computation that overlaps with it take as long as the longer of the two, so the shorter one is
+hidden. In the backward the gradients of a product's weights overlap too, unless a schedule computes them later.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Hidden(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Seconds that are hidden in both passes."""
         return self.forward + self.backward
 
     def __add__(self, more: Hidden) -> Hidden:  # type: ignore[override]
@@ -38,14 +39,10 @@ class Hidden(NamedTuple):
 
 
 def hidden(
-    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths,
-    segment_of: Mapping[int, int],
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
+    reshard_paths: ReshardPaths, segment_of: Mapping[int, int],
 ) -> dict[int, Hidden]:  # fmt: skip
-    """What is hidden of the collectives of each operator beside which others run, by its number.
-
-    Args:
-        chosen, routes, segment_of: as :func:`~autopar.rules.lowering_helpers.overlapped_steps.beside` has them.
-    """
+    """Return what is hidden of the collectives of each operator that overlaps with others, by its number."""
     memo: dict[object, Hidden] = {}
     seconds: dict[int, Hidden] = {}
     for overlap in beside(graph, rules, pricer.mesh, chosen, reshard_paths, segment_of):
@@ -60,8 +57,7 @@ def hidden(
 def hidden_in(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, plan: StagePlan, i: int
 ) -> tuple[tuple[int, ...], float]:
-    """The operators that run beside the collectives of operator ``i`` in a plan, and the seconds of these that are
-    hidden, forward and backward; none, and 0, where it has no such collectives."""
+    """Return the operators that overlap with the collectives of operator ``i``, and the hidden seconds, both passes."""
     if not any_in_parts([rules[i]]):
         return (), 0.0
     chosen = {k: strategy_named(graph, node, rules[k], plan.ops[node.name]) for k, node in graph.of_kind("op")}
@@ -76,7 +72,7 @@ def hidden_in(
 def hidden_of(
     graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], overlap: OverlappedStep
 ) -> Hidden:
-    """What is hidden of the collectives of one operator."""
+    """Return what is hidden of the collectives of one operator."""
     rule = rules[overlap.op]
     assert rule is not None
     waits = pricer.waits(graph, graph.nodes[overlap.op], rule, chosen[overlap.op])

@@ -62,18 +62,20 @@ class Tensor:
 class SharedBytes:
     """Bytes that several items keep in common: held once if any of them picks one of its rows.
 
-    ``users`` are ``(item number, strategy numbers)``; ``n_bytes`` is a total over the tensors of the class. ``again``
-    is the item that makes them with the strategies that make them again, and so keep nothing for anyone.
+    Attributes:
+        n_bytes: a total over the tensors of the class.
+        users: ``(item number, strategy numbers)``.
+        recomputed: the item that makes them with the strategies that recompute them, and so keep nothing for anyone.
     """
 
     n_bytes: float
     users: tuple[tuple[int, tuple[int, ...]], ...]
     seconds: float = 0.0
-    again: tuple[int, tuple[int, ...]] | None = None
+    recomputed: tuple[int, tuple[int, ...]] | None = None
 
     def is_held(self, picked: Sequence[int]) -> bool:
-        """Whether a choice holds the bytes."""
-        if self.again is not None and picked[self.again[0]] in self.again[1]:
+        """Return whether a choice holds the bytes."""
+        if self.recomputed is not None and picked[self.recomputed[0]] in self.recomputed[1]:
             return False
         return any(picked[i] in rows for i, rows in self.users)
 
@@ -90,7 +92,7 @@ class OnlyWith:
 
 @dataclass(frozen=True)
 class HiddenSeconds:
-    """What two sides take at the same time, collectives and what is computed beside them: the shorter is hidden.
+    """Seconds of two sides that overlap, collectives and computation: the shorter side is hidden.
 
     ``sides`` are ``(item number, seconds per strategy)``, which are parts of the seconds of these items.
     """
@@ -100,13 +102,13 @@ class HiddenSeconds:
 
 @dataclass(frozen=True)
 class MomentBytes:
-    """What is there at one moment of a step, beside the peak: for every item by strategy, and of what items share."""
+    """Bytes at one moment of a step, without the peak: of every item by strategy, and of what items share."""
 
     items: tuple[tuple[float, ...], ...]
     shared: tuple[float, ...]
 
     def n_bytes(self, problem: Problem, picked: Sequence[int]) -> float:
-        """Of a choice, the peak apart."""
+        """Return the bytes of a choice, without the peak."""
         of_items = sum(of_item[s] for of_item, s in zip(self.items, picked, strict=True))
         of_shared = zip(self.shared, problem.shared, strict=True)
         return of_items + sum(n_bytes for n_bytes, common in of_shared if n_bytes and common.is_held(picked))
@@ -114,9 +116,12 @@ class MomentBytes:
 
 @dataclass(frozen=True)
 class Problem:
-    """Numbers for the solver. ``limit_bytes`` None means that memory does not bind; else each of the ``moments`` must
-    fit, or, where none are given, all bytes together. With ``smallest``, the fullest moment is what is minimised, and
-    seconds decide between choices that are alike in it."""
+    """The numbers of an integer program.
+
+    Attributes:
+        limit_bytes: each of the ``moments`` must fit it or, where none are given, all bytes together; None: no limit.
+        smallest: the fullest moment is minimised, and seconds decide between choices that are equal in it.
+    """
 
     items: tuple[Item, ...]
     tensors: tuple[Tensor, ...]
@@ -129,16 +134,11 @@ class Problem:
 
     @property
     def rows(self) -> tuple[MomentBytes, ...]:
-        """What must fit."""
+        """The moments that must fit."""
         together = MomentBytes(tuple(i.n_bytes for i in self.items), tuple(h.n_bytes for h in self.shared))
         return self.moments or (together,)
 
 
-ROUGH = 0.05
-"""Who is content with such a gap (a search that compares hundreds of plans) gets of a large program the whole choice
-that lies next to the relaxation's; branch and bound takes minutes there."""
-PRICES = (0.3, 0.8, 3.0, 10.0)
-"""Of all bytes of the fastest choice, in multiples of its seconds."""
 ROUNDING = 1e-6
 """Relative distances below this are the solvers' tolerances: such a choice is optimal."""
 
@@ -148,10 +148,10 @@ class NoChoice(InfeasibleError):
 
 
 class Beaten(Exception):
-    """What is searched is proven to take longer than what is known already, before it is found.
+    """A search that is proven to take longer than a known plan, before its result is found.
 
     Args:
-        seconds: that it takes at least, where they are known.
+        seconds: a lower bound of its result, where one is known.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -161,7 +161,7 @@ class Beaten(Exception):
 
 @dataclass(frozen=True)
 class Choice:
-    """One strategy number per item, and what the solver said of it; ``binds`` if more memory may allow a better one."""
+    """One strategy number per item, and the solver's verdict; ``binds`` if more memory may allow a better one."""
 
     picked: tuple[int, ...]
     objective: float

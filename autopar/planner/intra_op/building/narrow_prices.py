@@ -39,14 +39,7 @@ class LocalProduct:
 
 
 def product_seconds(costs: Costs, device: Device, work: OpWork, use: NarrowUse, local: LocalProduct) -> OpSeconds:
-    """Seconds of a narrow product with its casts.
-
-    Args:
-        work: of the same product as wide.
-
-    Raises:
-        PlanError: the device has no such products.
-    """
+    """Return the seconds of a narrow product with its casts; ``work`` is that of the same product as wide."""
     numbers = use.numbers
     check_device(device, use.format, numbers)
     narrow_inputs = sum(local.ins[position] for position in (*use.activations, *use.weights))
@@ -66,11 +59,7 @@ def product_seconds(costs: Costs, device: Device, work: OpWork, use: NarrowUse, 
 
 
 def check_device(device: Device, name: str, numbers: NarrowFormat) -> None:
-    """Refuse products that a device's cores do not have.
-
-    Raises:
-        PlanError: they do not.
-    """
+    """Refuse products that a device's cores do not have."""
     if numbers.needs not in device.peak_flops:
         has = ", ".join(device.peak_flops)
         raise PlanError(

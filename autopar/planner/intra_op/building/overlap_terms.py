@@ -1,9 +1,9 @@
-"""Collectives beside which others compute, as the integer program has them: what is hidden depends on both.
+"""Overlaps of collectives and computation as terms of the integer program: what is hidden depends on both sides.
 
-Collectives of parameters run beside all that is computed in their pass (:func:`parameter_overlaps`), those of operators
-beside some others (:func:`overlaps`).
-Where operators that might stand beside are cut in a way in which they communicate, or are brought there by collectives,
-or run again at another time, the plan hides less than is said here (:mod:`.hidden_seconds`), so the bound remains one.
+Collectives of parameters overlap with all computation of their pass (:func:`parameter_overlaps`), those of operators
+with some others (:func:`overlaps`). Where such operators are cut so that they communicate, need collectives before them
+or are recomputed at another time, the plan hides less than these terms (:mod:`.hidden_seconds`), so the bound remains
+one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ def overlaps(
     graph: Graph, rules: Sequence[Rule | None], fold: Fold, pricer: Pricer, microbatches: int,
     item_of: Mapping[int, int], row_of: Mapping[int, tuple[Sequence[Any], int]],
 ) -> tuple[HiddenSeconds, ...]:  # fmt: skip
-    """The overlaps of a problem, with the seconds of all blocks of a class.
+    """Return the overlaps of a problem, with the seconds of all blocks of a class.
 
-    Args:
-        item_of: the item of each operator that is decided.
-        row_of: of each of these, the rows of its item, of strategies by operator, and its place in them.
+    ``item_of`` is the item of each decided operator, ``row_of`` the rows of its item (strategies by operator) and its
+    place in them.
     """
     result: list[HiddenSeconds] = []
     for i, rule in enumerate(rules):
@@ -55,12 +54,9 @@ def parameter_overlaps(
     parameters: Sequence[tuple[int, Sequence[ParameterSeconds]]], item_of: Mapping[int, int],
     row_of: Mapping[int, tuple[Sequence[Any], int]],
 ) -> tuple[HiddenSeconds, ...]:  # fmt: skip
-    """Return the overlaps of collectives of parameters with what is computed in the same pass
-    (:mod:`cost_models.parameter_overlap`).
+    """Return the overlaps of collectives of parameters with computation (:mod:`cost_models.parameter_overlap`).
 
-    Args:
-        parameters: of each item that is a parameter, by strategy the seconds that may be hidden, of all of its class.
-        item_of, row_of: as for :func:`overlaps`.
+    ``parameters`` are items with the seconds that may be hidden, by strategy, of all of a class.
     """
     most = ParameterSeconds()
     for _, of_item in parameters:

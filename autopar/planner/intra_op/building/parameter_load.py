@@ -1,8 +1,8 @@
-"""The collectives of a stage's parameters against what the stage computes, and what it does beside operators.
+"""The collectives of a stage's parameters against its computation, and its work besides operators.
 
-How much of the collectives is hidden is said in :mod:`cost_models.parameter_overlap`; how long gradients take to be
-added up and parameters to be stepped is the cost source's business (:mod:`cost_models.costs`). This is where both are
-asked for a plan: by its price, by the phases of a pipeline and by the estimate of stages.
+:mod:`cost_models.parameter_overlap` has the rule of how much is hidden, the cost source (:mod:`cost_models.costs`) the
+seconds to accumulate gradients and step parameters. This is where a plan's price, the phases of a pipeline and the
+estimate of stages get both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cost_models.parameter_overlap import HIDES_NOTHING, Computing, ParameterSec
 
 @dataclass(frozen=True)
 class ParameterLoad:
-    """What the parameters of a stage cost a step.
+    """Seconds of a step that a stage's parameters cost.
 
     Attributes:
         costs: of every parameter; empty where loads were put together.
@@ -51,8 +51,7 @@ NOTHING = ParameterLoad((), NONE, NONE, NONE, Computing(0.0, 0.0), HIDES_NOTHING
 
 
 def together(loads: Sequence[tuple[int, ParameterLoad]]) -> ParameterLoad:
-    """Return the load of a stage of so many blocks each: all hide together, and of one block alone parameters are read
-    before anything is computed."""
+    """Return the load of a stage of ``n`` blocks each: all hide together; of one block parameters are read first."""
     collectives = may_hide = first = NONE
     forward = backward = 0.0
     for n, load in loads:
@@ -69,9 +68,8 @@ def parameter_load(
 ) -> ParameterLoad:  # fmt: skip
     """Return the load of a plan's parameters.
 
-    Args:
-        chosen: strategies by node, of all operators that depend on parameters.
-        owned: how parameters are stored and used, by node.
+    ``chosen``: strategies by node, of all operators that depend on parameters; ``owned``: how parameters are stored
+    and used, by node.
     """
     nodes, alike = graph.nodes, graph.alike
     first_read = P.first_read(graph, pricer.costs.bucket_bytes)
@@ -105,12 +103,7 @@ def beside_ops(
     graph: Graph, pricer: Pricer, owned: Mapping[int, ParamChoice], made_as: Mapping[Ref, State], microbatches: int,
     optimizer: str,
 ) -> StageWork:  # fmt: skip
-    """Return what one rank does on a stage beside operators.
-
-    Args:
-        owned: how parameters are stored and used, by node.
-        made_as: the state in which each tensor is made.
-    """
+    """Return the work of one rank on a stage besides operators, from how parameters are stored and tensors are made."""
     summed: list[tuple[int, float]] = []
     nodes = graph.nodes
     for ref, readers in graph.consumers.items():

@@ -1,4 +1,4 @@
-"""How a parameter may be stored and used, and what that costs per step.
+"""Options to store and use a parameter, and their cost per step.
 
 Changing a parameter from its stored to its used placement is the same kind of step as a reshard; the backward of the
 step is the gradient's way back. ``I -> R`` is plain data parallelism (all-reduce of the gradient), ``S -> R`` is ZeRO
@@ -50,15 +50,18 @@ class ParamCost:
 
     @property
     def n_bytes(self) -> int:
+        """Bytes that stay on a rank, without peaks."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
 
 
 def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_dims: bool = False) -> list[ParamChoice]:
-    """Every way to store a parameter for the given used placements: replicated or cut on each axis, both lifetimes.
+    """Return every option to store a parameter for the given used placements.
 
-    On an axis where the used placement is a shard, the stored one is the same, or, if that has a unit, whole or a shard
-    of another dim. Elsewhere it is whole, or sharded on
-    the first dim that divides, or, where none does, on the one whose largest piece is smallest (``all_dims``: on any).
+    Replicated or cut on each axis, both lifetimes.
+
+    On an axis where the used placement is a shard, the stored one is the same or, if that has a block size, replicated
+    or a shard of another dim. Elsewhere it is replicated or sharded on the first dim that divides or, where none does,
+    on the one whose largest shard is smallest (``all_dims``: on any).
     """
     result: list[ParamChoice] = []
     whole = replicated_placement(grad)
@@ -84,7 +87,7 @@ def choices(spec: Spec, grad: bool, used: Iterable[State], mesh: Mesh, *, all_di
 def _stored(
     shape: tuple[int, ...], options: Sequence[Sequence[Placement]], use: State, mesh: Mesh, all_dims: bool
 ) -> list[State]:
-    """The states to store a parameter in, of every pattern of axes that cut it one (``all_dims``: all)."""
+    """Return the states to store a parameter in, one for every set of axes that cut it (``all_dims``: all)."""
     legal = [
         stored for stored in map(State, product(*options))
         if fits(shape, stored, mesh) and path(stored, use) is not None
@@ -102,15 +105,19 @@ def _stored(
 
 
 def bucketed_seconds(cost: Axis, kind: str, n_bytes: float, bucket_bytes: float) -> float:
-    """Seconds of a collective that shares its bucket with others: a share of a full bucket's time."""
+    """Return the seconds of a collective that shares its bucket with others: a share of a full bucket's time."""
     if n_bytes >= bucket_bytes:
         return cost.seconds(kind, n_bytes)
     return cost.seconds(kind, bucket_bytes) * n_bytes / bucket_bytes
 
 
 class ParamCollective(NamedTuple):
-    """A collective that a parameter makes, once or in every microbatch: a gather on the way to its use, or a reduction
-    of its gradient on the way back. Bytes as collectives count them."""
+    """A collective of a parameter, once or in every microbatch.
+
+    A gather before its use, or a reduction of its gradient.
+
+    Bytes as collectives count them.
+    """
 
     axis: str
     kind: str
@@ -146,7 +153,7 @@ def param_collectives(
 def collectives(
     spec: Spec, grad: bool, choice: ParamChoice, mesh: Mesh, microbatches: int, precision: Precision | None = None
 ) -> list[tuple[str, str, int, int]]:
-    """``(axis, kind, bytes, times)`` of the collectives that a parameter costs per step, by its lifetime."""
+    """Return axis, kind, bytes and times of the collectives that a parameter costs per step, by its lifetime."""
     per_use = choice.lifetime == "use"
     return [
         (axis, kind, n_bytes, 1 if not per_use else microbatches * (2 if is_gather and grad else 1))
@@ -164,7 +171,7 @@ def places_of(choice: ParamChoice, grad: bool, is_gather: bool) -> tuple[int, ..
 def seconds_of(
     spec: Spec, grad: bool, choice: ParamChoice, pricer: Pricer, precision: Precision | None = None
 ) -> tuple[ParameterSeconds, ParameterSeconds]:
-    """Return the seconds of a parameter's collectives by when they run, and of those that may run beside computing."""
+    """Return the seconds of a parameter's collectives by when they run, and of those that may overlap."""
     seconds, may_hide = [0.0] * 4, [0.0] * 4  # in the order of ParameterSeconds
     for axis, kind, n_bytes, is_gather in param_collectives(spec, grad, choice, pricer.mesh, precision):
         one = bucketed_seconds(pricer.axes[axis], kind, n_bytes, pricer.costs.bucket_bytes)
@@ -200,9 +207,8 @@ def cost(
 ) -> ParamCost:  # fmt: skip
     """Price of one parameter.
 
-    Args:
-        spec: as the program reads it.
-        precision: a policy, under which it is stored, and its gradient added up, in other formats.
+    ``spec``: as the program reads it; ``precision``: a policy, under which it is stored, and its gradient added up,
+    in other formats.
     """
     mesh = pricer.mesh
     by_itself, may_hide = seconds_of(spec, grad, choice, pricer, precision)
@@ -238,12 +244,10 @@ def cost(
 def cast_bytes(
     spec: Spec, choice: ParamChoice, elements: float, microbatches: int, precision: Precision | None
 ) -> float:  # fmt: skip
-    """Bytes that are read and written in a step to cast a trained weight to narrow copies: once where a rank keeps
-    them, at every use where it gathers anew; nothing where ranks gather copies that the optimizer's step wrote.
+    """Return the bytes read and written in a step to cast a trained weight to narrow copies.
 
-    Args:
-        elements: of the weight on one rank, as products read it.
-        precision: as it is for this parameter.
+    Once where a rank keeps them, at every use where it gathers them; none where ranks gather copies that the
+    optimizer's step wrote. ``elements`` are those of the weight on one rank, as products read it.
     """
     if precision is None or precision.narrow is None or precision.narrow_gathers:
         return 0.0
@@ -252,18 +256,19 @@ def cast_bytes(
 
 
 def copy_bytes(precision: Precision, elements: int, wide: int) -> int:
-    """Bytes of what products read of a weight of so many elements: its narrow copies, and the wide one unless narrow
-    ones are gathered."""
+    """Return the bytes of the copies of a weight that products read: narrow ones, or else the wide one too.
+
+    Narrow ones, and the wide one unless narrow are gathered.
+    """
     assert precision.narrow is not None
     return round(elements * ((0 if precision.narrow_gathers else wide) + precision.narrow.copies_bytes))
 
 
 def cheapest(options: Sequence[tuple[float, ...]], keep_memory: bool) -> list[int]:
-    """Numbers of the options worth keeping: no other is as good in everything.
+    """Return the numbers of the options worth keeping: no other is as good in everything.
 
-    Args:
-        options: ``(seconds if nothing is hidden, seconds if all is that may be, bytes)``.
-        keep_memory: bytes count too.
+    An option is its seconds if nothing is hidden, its seconds if all is that may be, and its bytes (with
+    ``keep_memory``).
     """
     order = sorted(range(len(options)), key=lambda i: (options[i], i))
     kept: list[int] = []
@@ -275,7 +280,7 @@ def cheapest(options: Sequence[tuple[float, ...]], keep_memory: bool) -> list[in
 
 
 def peak_bytes(graph: Graph, plan: StagePlan, pricer: Pricer) -> int:
-    """Of a plan's bytes, those of copies that are gathered for one use."""
+    """Return the bytes of a plan that belong to copies gathered for one use."""
     nodes = {node.target: node for _, node in graph.of_kind("param")}
     return max(
         (

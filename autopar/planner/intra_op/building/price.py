@@ -68,7 +68,7 @@ class Pricer:
     # -- reshards
 
     def step(self, spec: Spec, grad: bool, src: State, dst: State) -> float:
-        """Seconds, forward and backward, of changing one axis of a tensor from ``src`` to ``dst``."""
+        """Return the seconds, forward and backward, of changing one axis of a tensor from ``src`` to ``dst``."""
         key = (spec, grad, src, dst)
         seconds = self._steps.get(key)
         if seconds is None:
@@ -76,7 +76,10 @@ class Pricer:
         return seconds
 
     def steps(self, spec: Spec, grad: bool, edges: tuple[tuple[State, State], ...]) -> list[float]:
-        """:meth:`step` of many, which are remembered together: tensors alike are asked about in every program."""
+        """Return :meth:`step` of many steps.
+
+        Results are remembered together, as each program needs those of similar tensors.
+        """
         key = spec, grad, id(edges)
         known = self._edges.get(key)
         if known is None or known[0] is not edges:
@@ -84,7 +87,7 @@ class Pricer:
         return known[1]
 
     def step_parts(self, spec: Spec, grad: bool, src: State, dst: State) -> tuple[float, float]:
-        """Seconds of the forward and of the backward of one step."""
+        """Return the seconds of the forward and of the backward of one step."""
         axis = changed_axis(src, dst)
         name, size = self.mesh[axis]
         if size == 1:
@@ -109,22 +112,22 @@ class Pricer:
     # -- ops
 
     def op(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float]:
-        """``(compute seconds, seconds of collectives inside)`` of one op, forward and backward."""
+        """Return the seconds of computation and of collectives inside of one op, forward and backward."""
         whole, inside, _ = self._priced(graph, node, rule, strategy)
         return whole.total, inside
 
     def forward(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[float, float]:
-        """``(compute seconds, seconds of collectives inside)`` of the forward of one op."""
+        """Return the seconds of computation and of collectives inside of the forward of one op."""
         whole, _, inside = self._priced(graph, node, rule, strategy)
         return whole.forward, inside
 
     def phases(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> OpSeconds:
-        """Seconds of one op, collectives inside included."""
+        """Return the seconds of one op, collectives inside included."""
         whole, inside, inside_forward = self._priced(graph, node, rule, strategy)
         return whole._replace(forward=whole.forward + inside_forward, total=whole.total + inside)
 
     def compute(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> OpSeconds:
-        """Seconds of what one device computes of an op, without collectives inside."""
+        """Return the seconds that one device computes for an op, without collectives inside."""
         return self._priced(graph, node, rule, strategy)[0]
 
     def of_kernel(self, graph: Graph, node: Node) -> tuple[bool, ...]:
@@ -135,9 +138,9 @@ class Pricer:
         return through_memory(graph, node) if self.costs.fuses else ()
 
     def _priced(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> tuple[OpSeconds, float, float]:
-        """Seconds of what one device computes of an op, and of collectives inside: of all, and of the forward alone.
+        """Return the seconds of computation of an op, of all collectives inside, and of those of the forward.
 
-        They are remembered with the rule, which equal ops share, for the mesh that was asked about last.
+        They are remembered with the rule, which equal ops share, for the latest mesh.
         """
         latest: tuple[object, dict[object, tuple[OpSeconds, float, float]]] | None = rule.derived.get("seconds")
         if latest is None or latest[0] is not self:
@@ -193,8 +196,11 @@ class Pricer:
         return product_seconds(self.costs, self.device, work, node.narrow, local)
 
     def waits(self, graph: Graph, node: Node, rule: Rule, strategy: Strategy) -> dict[str, tuple[float, float]]:
-        """Seconds of the collectives with which an op begins and ends, forward and backward, by
-        :attr:`~autopar.rules.notation.Comm.when`: those of one axis, beside which others may run."""
+        """Return the seconds of the collectives with which an op begins and ends, forward and backward.
+
+        They are keyed by :attr:`~autopar.rules.notation.Comm.when`, and of one axis, so that others may overlap with
+        them.
+        """
         pieces, axes = cuts_of(rule, strategy.options, self.mesh)
         differentiable, sizes = any(grads_of(graph, node)[1]), self.mesh.size_of
         seconds = {"first": (0.0, 0.0), "last": (0.0, 0.0)}
@@ -208,8 +214,10 @@ class Pricer:
     def parameter_step(
         self, used_bytes: float, stored_bytes: float, microbatches: int, optimizer: str, cast_bytes: float = 0.0
     ) -> float:  # fmt: skip
-        """Seconds of a step that the optimizer takes for one parameter, its gradient to be added up over microbatches,
-        and its narrow copies to be cast."""
+        """Return the seconds of the optimizer for one parameter, its accumulated gradient and its narrow casts.
+
+        With accumulation of its gradient and narrow casts.
+        """
         key = used_bytes, stored_bytes, microbatches, optimizer, cast_bytes
         if key not in self._parameters:
             sizes = ((used_bytes, stored_bytes),)
@@ -222,9 +230,10 @@ class Pricer:
         return self._parameters[key]
 
     def launches(self, graph: Graph) -> float:
-        """Seconds, forward and backward, that the graph's operators take however small a part of each a device has:
-        those of their launches, or of the smallest kernels where the host launches ahead. Of no meaning where the cost
-        source does not compute with them."""
+        """Return the seconds, both passes, of the launches of an op, or of the smallest kernels it may have.
+
+        They mean nothing where the cost source does not compute with them.
+        """
         least = self.device.kernel_seconds
         device = self.device if least is None else replace(self.device, launch_seconds=least)
         without, total = replace(device, launch_seconds=0.0, kernel_seconds=None if least is None else 0.0), 0.0
@@ -240,12 +249,7 @@ class Pricer:
         self, rule: Rule, pieces: Mapping[str, int | Fraction], axes: Mapping[str, tuple[str, ...]], compute: OpSeconds,
         differentiable: bool,
     ) -> float:  # fmt: skip
-        """Seconds of an op that its lowering's collectives take beside compute.
-
-        Args:
-            compute: what the device computes meanwhile.
-            differentiable: whether the backward is priced too.
-        """
+        """Return the seconds of an op's collectives that ``compute``, the seconds of its computation, does not hide."""
         sizes, blocking, beside = self.mesh.size_of, 0.0, {False: 0.0, True: 0.0}
         for comm, axis, n_bytes in collectives_inside(rule, pieces, axes, differentiable, sizes):
             seconds = self.axes[axis].seconds(comm.kind, n_bytes) * comm.times(sizes[axis])
@@ -259,11 +263,11 @@ class Pricer:
         return blocking + max(0.0, beside[False] - compute.forward) + max(0.0, beside[True] - backward)
 
     def local_bytes(self, spec: Spec, state: State) -> int:
-        """Bytes of a tensor on one rank."""
+        """Return the bytes of a tensor on one rank."""
         return self._local_elements(spec.shape, state) * spec.item_bytes
 
     def _local_elements(self, shape: tuple[int, ...], state: State) -> int:
-        """Elements of a tensor on one rank."""
+        """Return the elements of a tensor on one rank."""
         key = shape, state
         elements = self._elements.get(key)
         if elements is None:
@@ -272,8 +276,7 @@ class Pricer:
 
 
 def _backward_of(graph: Graph, node: Node, rule: Rule) -> tuple[bool, int, int]:
-    """Whether an operator has a backward, and of a contraction: how many of its inputs get gradients in it, and how
-    many of these are parameters."""
+    """Return whether an op has a backward and, of a contraction, how many inputs and parameters get gradients."""
     in_grads, out_grads = grads_of(graph, node)
     if not any(out_grads) or rule.kind not in ("matmul", "conv"):
         return any(out_grads), 0, 0
@@ -283,7 +286,7 @@ def _backward_of(graph: Graph, node: Node, rule: Rule) -> tuple[bool, int, int]:
 
 
 def key_of(graph: Graph, node: Node, rule: Rule, strategy: Strategy, mesh: Mesh) -> str | None:
-    """By what a profile knows an op under a strategy; None for one that communicates inside."""
+    """Return the key of an op under a strategy in a profile; None for one that communicates inside."""
     call = local_call(call_of(node, graph.spec), rule, strategy.options, mesh)
     if call.distributed and (not rule.random or cuts_of(rule, strategy.options, mesh)[0]):
         return None
@@ -296,11 +299,7 @@ def key_of(graph: Graph, node: Node, rule: Rule, strategy: Strategy, mesh: Mesh)
 
 
 def pricer(cluster: Cluster, mesh: Mesh, devices: Sequence[int] | None = None) -> Pricer:
-    """The :class:`Pricer` of a mesh on devices of a cluster, in row-major order, by the cluster's cost source.
-
-    Args:
-        devices: by default the cluster's first ones.
-    """
+    """Return the :class:`Pricer` of a mesh by the cluster's cost source, on its first devices or those given."""
     ranks = range(mesh.n_devices) if devices is None else devices
     return _pricer(cluster, mesh, tuple(ranks), costs_of(cluster))
 

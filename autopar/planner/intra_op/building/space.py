@@ -14,7 +14,7 @@ from autopar.words.shards import fits
 
 
 def strategies(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strategy]:
-    """Every strategy of one op; on an axis of size 1 the op is whole."""
+    """Return every strategy of one op; on an axis of size 1 the op is whole."""
     key = mesh, grads_of(graph, node), ends_gradients(graph, node)
     latest: tuple[object, list[Strategy]] = rule.derived.get("strategies", (None, []))
     if latest[0] != key:  # one mesh is looked at after the other, and those of all of them would take much memory
@@ -32,8 +32,7 @@ def _every(graph: Graph, node: Node, rule: Rule, mesh: Mesh) -> list[Strategy]:
 def fitting_strategy(
     graph: Graph, node: Node, rule: Rule, mesh: Mesh, names: Sequence[str]
 ) -> Strategy | None:
-    """The strategy of an op whose options have these names, one per axis; None if it has none or cannot be
-    cut so."""
+    """Return the strategy of an op whose options have these names, one per axis; None if it cannot be cut so."""
     options = options_of(graph, node, rule, blocks_named(rule, names))
     if any(name not in options for name in names):
         return None

@@ -1,4 +1,4 @@
-"""What is in a device's memory, tensor by tensor: at the fullest moment of a stage, and over a microbatch.
+"""Contents of a device's memory, tensor by tensor: at the fullest moment of a stage, and over a microbatch.
 
 The bytes are those of the price: the walk that counts them (:mod:`.memory_walk`, :mod:`.moments`) is made again for a
 finished plan, and this time every piece of memory is remembered with what it belongs to.
@@ -60,7 +60,7 @@ class HeldMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class StageContents:
-    """A stage of a finished plan, to be asked what is in the memory of one of its ranks."""
+    """A stage of a finished plan, as the source of the memory contents of one of its ranks."""
 
     graph: Graph
     plan: StagePlan
@@ -73,7 +73,7 @@ class StageContents:
 
     @cached_property
     def peaks(self) -> StagePeaks:
-        """What the peak of the stage follows from, which plan files do not have."""
+        """The moments from which the peak of the stage follows, which plan files do not have."""
         plan, (walk, holds) = self.plan, self._walked
         params = {i: plan.params[node.target] for i, node in self.graph.of_kind("param")}
         return with_working_bytes(
@@ -103,8 +103,10 @@ class StageContents:
 
     @cached_property
     def of_loss(self) -> frozenset[int]:
-        """Operators between the last product and the loss, and that product: what they make is as large as the
-        logits."""
+        """Operators between the last product and the loss, and that product.
+
+        Their results are as large as the logits.
+        """
         rules, found = rules_of(self.graph), set[int]()
         out = self.graph.outputs[self.graph.loss] if self.graph.loss is not None else None
         new = [out.node] if isinstance(out, Ref) else []
@@ -117,8 +119,7 @@ class StageContents:
         return frozenset(found)
 
     def category(self, kind: str, node: int) -> str:
-        """Return the category of some memory of a microbatch; ``kind`` as in
-        :class:`~autopar.planner.intra_op.memory.moments.Lifetime`."""
+        """Return the category of some memory of a microbatch; ``kind`` as in :class:`~.moments.Lifetime`."""
         if kind == "parameter gradient":
             return GRADIENTS
         if node in self.of_loss:
@@ -194,8 +195,7 @@ class StageContents:
         return next(at for at, n_bytes in enumerate(totals) if n_bytes == wanted and moments.moment(at) == moment)
 
     def beside(self, moments: StepMoments, at: int) -> str:
-        """Return the category of what is needed beside at a moment: of a step of a reshard or of the sum of a
-        parameter's gradient it is communication."""
+        """Return the category of working memory at a moment: communication in a reshard or a gradient's sum."""
         place = moments.n - 1 - (at - moments.n) // SLOTS if at >= moments.n else at
         reduces = at >= moments.n and (at - moments.n) % SLOTS == SLOTS - 1
         return WORKSPACE if isinstance(moments.order[place], int) and not reduces else COMMUNICATION

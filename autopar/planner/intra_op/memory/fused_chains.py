@@ -30,8 +30,7 @@ SCALE_SHARE = 1 / 16
 
 
 def may_fuse(node: Node, rule: Rule, strategy: Strategy) -> bool:
-    """Return whether an operator may be a part of a fused kernel: it draws nothing, is no loss and communicates with no
-    other rank inside."""
+    """Return whether an operator may be in a fused kernel: no random draw, no loss, no communication inside."""
     if rule.kind not in FUSED_KINDS or rule.random or is_loss(node):
         return False
     across = {factor for lowering in rule.lowerings for factor in lowering.factors}
@@ -44,7 +43,7 @@ def is_loss(node: Node) -> bool:
 
 
 class FusedChains:
-    """What a walk over a graph finds of chains, operator by operator in the order of the graph.
+    """Chains of operators that a walk over a graph finds, in the order of the graph.
 
     Attributes:
         fused: operators that may be parts of fused kernels.
@@ -62,7 +61,7 @@ class FusedChains:
         self.inside: dict[int, int] = {}
 
     def read(self, memory: int, reader: int, segment: int, made_in: int) -> None:
-        """An operator reads some memory; ``made_in`` is the segment in which that is made."""
+        """Note that an operator reads some memory; ``made_in`` is the segment in which that is made."""
         maker = self.inside.get(memory)
         if maker is None:
             return
@@ -73,11 +72,7 @@ class FusedChains:
             self.readers.setdefault(memory, []).append(reader)
 
     def op(self, i: int, rule: Rule, strategy: Strategy, is_view: bool) -> None:
-        """Note what an operator is, before what it reads.
-
-        Args:
-            is_view: all of its results lie in what it reads.
-        """
+        """Note what an operator is, before what it reads. ``is_view``: all of its results lie in what it reads."""
         node = self.graph.nodes[i]
         may = not is_view and (may_fuse(node, rule, strategy) or (self.loss_in_place and is_loss(node)))
         before = max((self.levels[ref.node] for ref in node.refs), default=0)
@@ -88,12 +83,12 @@ class FusedChains:
                 self.reductions.add(i)
 
     def made(self, memory: int, i: int, n_bytes: int, most_read: int) -> None:
-        """An operator makes some memory; the largest that it reads has ``most_read`` bytes."""
+        """Note that an operator makes some memory; the largest that it reads has ``most_read`` bytes."""
         if i in self.fused and n_bytes > SCALE_SHARE * most_read:
             self.inside[memory] = i
 
     def close(self) -> None:
-        """Leave, where only norms are fused, what hangs together with one: all operators were told."""
+        """Leave, where only norms are fused, only chains with a norm; call it after the last operator."""
         if not self.norms_only:
             return
         joined = nx.Graph()
@@ -104,7 +99,7 @@ class FusedChains:
         self.inside = {memory: maker for memory, maker in self.inside.items() if maker in self.fused}
 
     def written(self, memory: int) -> None:
-        """Some memory is written, whoever reads it: an output, what is sent or gathered or given up by a decision."""
+        """Note that some memory is written whoever reads it: an output, or sent, gathered or given up by a decision."""
         self.inside.pop(memory, None)
 
 

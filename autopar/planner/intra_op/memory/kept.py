@@ -1,4 +1,4 @@
-"""What autograd keeps of a microbatch, as bytes of the strategies of the integer program.
+"""Bytes that autograd keeps of a microbatch, by strategies of the integer program.
 
 The ledger of the whole tensors (:mod:`.ledger`) says which pieces of memory are kept, and by whom. An entry takes the
 share of its bytes that a strategy leaves of the tensor by which an operator keeps it. Memory that several operators
@@ -21,7 +21,7 @@ from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.integer_program import Item, SharedBytes
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
-from autopar.planner.intra_op.memory.recompute_choices import Again
+from autopar.planner.intra_op.memory.recompute_choices import Recomputable
 from autopar.rules.notation import Rule
 from autopar.rules.saved_tensors import saved_of
 from autopar.rules.strategy import Strategy
@@ -35,7 +35,7 @@ Times = Callable[[Entry], float]
 
 
 def share_of(graph: Graph, pricer: Pricer, i: int, position: int, strategy: Strategy) -> float:
-    """Which part of a tensor one rank has: of what operator ``i`` reads at a position, or makes (:data:`OUT`)."""
+    """Return the share of a tensor on one rank: of what operator ``i`` reads at a position, or makes (:data:`OUT`)."""
     node = graph.nodes[i]
     if position == OUT and not node.out.shape and node.refs:
         position = 0  # of a sum of everything: what it keeps is cut as its input is
@@ -51,31 +51,31 @@ class StrategyRows:
     Attributes:
         item_of: item numbers of operators, parameters and inputs.
         row_of: of an operator, the rows of its item and its place within each.
-        again_of: by item, for each row the operators that run again.
-        gathers_of: by item, for each row the inputs that are gathered again, with the part that is kept of them.
-        waits_of: by item, for each row the operators whose results are given up, with the decision about them.
+        recomputed_of: by item, for each row the operators that run again.
+        regathered_of: by item, for each row the inputs that are gathered again, with the part that is kept of them.
+        given_up_of: by item, for each row the operators whose results are given up, with the decision about them.
     """
 
     graph: Graph
     pricer: Pricer
     item_of: Mapping[int, int]
     row_of: Mapping[int, tuple[list[tuple[Strategy, ...]], int]]
-    again_of: Mapping[int, Sequence[frozenset[int]]]
-    gathers_of: Mapping[int, Sequence[Mapping[tuple[int, int], float]]]
-    waits_of: Mapping[int, Sequence[Mapping[int, str]]]
+    recomputed_of: Mapping[int, Sequence[frozenset[int]]]
+    regathered_of: Mapping[int, Sequence[Mapping[tuple[int, int], float]]]
+    given_up_of: Mapping[int, Sequence[Mapping[int, str]]]
 
     def shares(self, i: int, position: int) -> list[float]:
-        """Which part of a tensor one rank has, by row."""
+        """Return the share of a tensor on one rank, by row."""
         rows, k = self.row_of[i]
         return [share_of(self.graph, self.pricer, i, position, row[k]) for row in rows]
 
     def given_up(self, i: int) -> list[bool]:
-        """Whether the result of an operator is given up by a decision about tensors, by row; empty if it never is."""
-        return [i in nodes for nodes in self.waits_of.get(self.item_of[i], ())]
+        """Return by row whether an operator's result is given up by a decision about tensors; empty if it never is."""
+        return [i in nodes for nodes in self.given_up_of.get(self.item_of[i], ())]
 
-    def run_again(self, i: int) -> Sequence[bool]:
-        """Whether an operator runs again, by row; empty if it never does."""
-        return [i in nodes for nodes in self.again_of.get(self.item_of[i], ())]
+    def is_recomputed(self, i: int) -> Sequence[bool]:
+        """Return by row whether an operator is recomputed; empty if it never is."""
+        return [i in nodes for nodes in self.recomputed_of.get(self.item_of[i], ())]
 
 
 @dataclass(frozen=True)
@@ -84,30 +84,30 @@ class _Term:
 
     n_bytes: float
     users: tuple[tuple[int, tuple[int, ...]], ...]
-    again: tuple[int, tuple[int, ...]] | None
+    recomputed: tuple[int, tuple[int, ...]] | None
     entries: Sequence[Entry]
 
     @property
     def is_shared(self) -> bool:
-        return len(self.users) > 1 or (self.again is not None and self.users[0][0] != self.again[0])
+        return len(self.users) > 1 or (self.recomputed is not None and self.users[0][0] != self.recomputed[0])
 
 
 class KeptBytes:
-    """What is kept, by strategy.
+    """Bytes that are kept, by strategy.
 
     Args:
         whole: the ledger of whole tensors.
         segment_of: numbers of the segments that were asked to run again, by operator.
         in_flight: microbatches whose activations are kept at once.
-        again: what may run again, if that is to be chosen.
+        recomputable: the operators that may be recomputed, if that is to be chosen.
     """
 
     def __init__(
         self, rows: StrategyRows, rules: Sequence[Rule | None], fold: Fold, whole: Ledger,
-        segment_of: Mapping[int, int], in_flight: int, again: Again | None,
+        segment_of: Mapping[int, int], in_flight: int, recomputable: Recomputable | None,
     ) -> None:  # fmt: skip
         self.rows, self.rules, self.fold, self.whole = rows, rules, fold, whole
-        self.segment_of, self.in_flight, self.again = segment_of, in_flight, again
+        self.segment_of, self.in_flight, self.recomputable = segment_of, in_flight, recomputable
         bytes_of = whole.segment_bytes()
         self.largest_segment = max(bytes_of, key=lambda segment: bytes_of[segment], default=None)
         self.inside: dict[int, list[Entry]] = {}  # what operators keep that is neither input nor output
@@ -116,19 +116,19 @@ class KeptBytes:
         self._collect()
 
     def usual(self, entry: Entry) -> float:
-        """As often as the price of a plan counts an entry."""
+        """Return how often the price of a plan counts an entry."""
         return self.in_flight if entry.segment is None else 1
 
     def shared(self, times: Times | None = None) -> tuple[SharedBytes, ...]:
-        """The variables of the program."""
+        """Return the variables of the program."""
         times = times or self.usual
         return tuple(
-            SharedBytes(float(sum(map(times, t.entries)) * t.n_bytes), t.users, again=t.again)
+            SharedBytes(float(sum(map(times, t.entries)) * t.n_bytes), t.users, recomputed=t.recomputed)
             for t in self.terms if t.is_shared
         )  # fmt: skip
 
     def added_to(self, items: Sequence[Item], times: Times | None = None) -> list[Item]:
-        """The items with the bytes that they alone keep."""
+        """Return the items with the bytes that they alone keep."""
         times = times or self.usual
         more = [[0.0] * len(item.n_bytes) for item in items]
         for term in self.terms:
@@ -142,9 +142,9 @@ class KeptBytes:
             for r, share in enumerate(self.rows.shares(i, position)):
                 more[self.rows.item_of[i]][r] += (share < 1) * share * whole_bytes
         for i in self.rows.row_of:
-            runs_again = self.rows.run_again(i)
+            is_recomputed = self.rows.is_recomputed(i)
             for r, n_bytes in enumerate(self.inside_of(i, times)):
-                more[self.rows.item_of[i]][r] += 0.0 if runs_again and runs_again[r] else n_bytes
+                more[self.rows.item_of[i]][r] += 0.0 if is_recomputed and is_recomputed[r] else n_bytes
         return [
             replace(item, n_bytes=tuple(a + b for a, b in zip(item.n_bytes, added, strict=True)))
             for item, added in zip(items, more, strict=True)
@@ -152,9 +152,9 @@ class KeptBytes:
 
     def _collect(self) -> None:
         rep, row_of = self.fold.representative, self.rows.row_of
-        able = self.again.able if self.again is not None else frozenset()
-        gives_up = self.again.gives_up if self.again is not None else frozenset()
-        gives_up |= {node for rows in self.rows.waits_of.values() for nodes in rows for node in nodes}
+        able = self.recomputable.able if self.recomputable is not None else frozenset()
+        gives_up = self.recomputable.gives_up if self.recomputable is not None else frozenset()
+        gives_up |= {node for rows in self.rows.given_up_of.values() for nodes in rows for node in nodes}
         classes: dict[tuple[tuple[tuple[int, int, bool], ...], int, int], list[Entry]] = {}
         for entry in self.whole.entries:
             if entry.segment is not None and entry.segment != self.largest_segment:
@@ -179,47 +179,44 @@ class KeptBytes:
     def _add_terms(
         self, users_of: Sequence[tuple[int, int, bool]], n_bytes: int, maker: int, entries: Sequence[Entry]
     ) -> None:
-        """The terms of memory of one class: one for each number of bytes that a strategy leaves of it.
+        """Add the terms of memory of one class: one for each number of bytes that a strategy leaves of it.
 
-        Args:
-            users_of: operator, position, and whether it keeps the memory, or only reads it when it runs again.
-            maker: the operator that may make it again, or whose result may be given up; -1 if none may.
+        ``users_of`` are operator, position, and whether it keeps the memory or only reads it when recomputed; ``maker``
+        is the operator that may recompute it or whose result may be given up (-1: none).
         """
-        item_of, again_of, gathers_of = self.rows.item_of, self.rows.again_of, self.rows.gathers_of
+        item_of, recomputed_of, regathered_of = self.rows.item_of, self.rows.recomputed_of, self.rows.regathered_of
         made_by = item_of.get(maker, -1)
         remade: dict[int, set[int]] = {}  # bytes -> rows in which the maker makes them again; not copies of them
-        waits_of = self.rows.waits_of
-        shares = self.rows.shares(maker, OUT) if made_by in again_of or made_by in waits_of else []
-        for rows_of_maker in (again_of.get(made_by, ()), waits_of.get(made_by, ())):
+        given_up_of = self.rows.given_up_of
+        shares = self.rows.shares(maker, OUT) if made_by in recomputed_of or made_by in given_up_of else []
+        for rows_of_maker in (recomputed_of.get(made_by, ()), given_up_of.get(made_by, ())):
             for r, nodes in enumerate(rows_of_maker):
                 if maker in nodes:
                     remade.setdefault(round(n_bytes * shares[r]), set()).add(r)
         layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
-        least = self._least_made(entries) if again_of else n_bytes  # asked of what runs again alone
+        least = self._least_made(entries) if recomputed_of else n_bytes  # asked of what runs again alone
         for i, position, keeps in users_of:
-            runs_again, gathers = again_of.get(item_of[i], ()), gathers_of.get(item_of[i])
+            is_recomputed, gathers = recomputed_of.get(item_of[i], ()), regathered_of.get(item_of[i])
             for r, share in enumerate(self.rows.shares(i, position)):
                 piece = gathers[r].get((i, position), 1.0) if gathers is not None else 1.0
                 n = round(n_bytes * share * piece)
-                if runs_again and i in runs_again[r]:  # a copy that is gathered for it is made again with it
+                if is_recomputed and i in is_recomputed[r]:  # a copy that is gathered for it is made again with it
                     n = min(n, least)
-                if (keeps or i in runs_again[r]) and not (item_of[i] == made_by and r in remade.get(n, ())):
+                if (keeps or i in is_recomputed[r]) and not (item_of[i] == made_by and r in remade.get(n, ())):
                     layouts.setdefault(n, {}).setdefault(item_of[i], set()).add(r)
         for n, users_in in layouts.items():
             pairs = tuple((item, tuple(sorted(rows_of))) for item, rows_of in sorted(users_in.items()))
-            again_rows = tuple(sorted(remade.get(n, ())))
-            self.terms.append(_Term(n, pairs, (made_by, again_rows) if again_rows else None, entries))
+            recomputed_rows = tuple(sorted(remade.get(n, ())))
+            self.terms.append(_Term(n, pairs, (made_by, recomputed_rows) if recomputed_rows else None, entries))
 
     def _least_made(self, entries: Sequence[Entry]) -> int:
-        """The fewest bytes of a piece in which operators of this class may make such memory; no bound if they are not
-        decided."""
+        """Return the fewest bytes in which operators of this class may make such memory; no bound if not decided."""
         makers = {self.fold.representative[entry.since] for entry in entries} & self.rows.row_of.keys()
         shares = [share for maker in makers for share in self.rows.shares(maker, OUT)]
         return round(entries[0].n_bytes * min(shares)) if shares else entries[0].n_bytes
 
     def inside_of(self, i: int, times: Times) -> list[float]:
-        """By row, what the operators of a class keep that is neither input nor output; where they run again, from then
-        on.
+        """Return by row what the operators of a class keep besides inputs and output, from when they are recomputed on.
 
         A distributed lowering keeps what it likes, so it is asked, once for every set of factors that are cut inside
         it; otherwise a strategy leaves a share of what is kept of the whole.
@@ -250,7 +247,7 @@ class KeptBytes:
         return kept
 
     def _times_of_class(self, i: int, times: Times) -> float:
-        """As :data:`Times`, of what the operators of a class keep inside, though nothing of the whole tensors."""
+        """Return :data:`Times` of what operators of a class keep inside, though nothing of the global tensors."""
         return sum(
             times(Entry(0, node, (Keeper(node, "inside"),))) for node in self._of_class[i]
             if node not in self.segment_of
@@ -264,7 +261,7 @@ class KeptBytes:
         return nodes
 
     def _user(self, entry: Entry, keeper: Keeper) -> tuple[int, int]:
-        """The operator and the position (:data:`OUT` for its output) by whose layout an entry is counted."""
+        """Return the operator and the position (:data:`OUT`: its output) by whose layout an entry is counted."""
         node = self.rows.graph.nodes[keeper.node]
         if keeper.what != "in":
             return keeper.node, OUT

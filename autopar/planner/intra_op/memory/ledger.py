@@ -69,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All entries of one microbatch, and the segments that run again.
+    """All entries of one microbatch, and its recomputed segments.
 
     Attributes:
         steps_again: the reshard steps that gather copies a second time: those that an operator's backward asks for.
@@ -86,11 +86,11 @@ class Ledger:
 
     @property
     def kept_bytes(self) -> int:
-        """What every microbatch in flight adds."""
+        """Bytes that every microbatch in flight adds."""
         return sum(e.n_bytes for e in self.entries if e.decision == KEEP.name)
 
     def segment_bytes(self) -> dict[int, int]:
-        """What each segment keeps while it runs again, beside its inputs."""
+        """Bytes that each segment keeps while it is recomputed, besides its inputs."""
         by_segment: dict[int, int] = {}
         for e in self.entries:
             if e.segment is not None:
@@ -99,8 +99,10 @@ class Ledger:
 
     @property
     def again_bytes(self) -> int:
-        """The most that segments keep at once which run again: one, and those whose results it asks for or that were
-        asked for before and are not through with their own backward yet."""
+        """The most bytes that recomputed segments keep at once.
+
+        One segment counts with those whose results it reads, and those whose backward is not over yet.
+        """
         bytes_of = self.segment_bytes()
         return max(
             (sum(n for s, n in bytes_of.items() if self.lives[s][0] >= begin >= self.lives[s][1])
@@ -108,11 +110,11 @@ class Ledger:
         )  # fmt: skip
 
 
-def seconds_again(
-    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy], reshard_paths: ReshardPaths,
-    holds: Ledger,
+def recompute_seconds(
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, chosen: Mapping[int, Strategy],
+    reshard_paths: ReshardPaths, holds: Ledger,
 ) -> tuple[float, float]:  # fmt: skip
-    """``(compute, collectives)``: seconds a microbatch that second forwards of segments and second gathers take."""
+    """Return the compute and collective seconds a microbatch of recomputed segments and regathered copies."""
     compute = moved = 0.0
     memo: dict[object, tuple[float, float]] = {}
     segment_of = segment_numbers(graph, holds.memory.get(RECOMPUTE.name, ()))
@@ -137,7 +139,7 @@ def seconds_again(
 
 
 def waiting_seconds(pricer: Pricer, holds: Ledger) -> dict[str, float]:
-    """By decision, the seconds that a microbatch waits for what leaves and comes back."""
+    """Return by decision the seconds that a microbatch waits for what leaves and comes back."""
     seconds: dict[str, float] = {}
     for entry in holds.entries:
         record = DECISIONS.get(entry.decision)
@@ -147,4 +149,4 @@ def waiting_seconds(pricer: Pricer, holds: Ledger) -> dict[str, float]:
     return seconds
 
 
-__all__ = ["GIVEN", "Entry", "Keeper", "Ledger", "seconds_again", "waiting_seconds"]
+__all__ = ["GIVEN", "Entry", "Keeper", "Ledger", "recompute_seconds", "waiting_seconds"]

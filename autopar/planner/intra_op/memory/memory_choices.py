@@ -1,7 +1,7 @@
-"""What operators may do about memory, as more strategies of their chains: run again, give a result up, gather again.
+"""Decisions about memory as more strategies of operators: recompute, give a result up, regather a copy.
 
-Each is offered beside keeping, with what it takes; what it leaves of the bytes is counted by :mod:`.kept` and
-:mod:`.moment_rows`. Which decisions there are is said by :mod:`autopar.plans.memory_decisions`.
+Each is offered in addition to keeping, with its seconds; :mod:`.kept` and :mod:`.moment_rows` count the bytes that it
+leaves. :mod:`autopar.plans.memory_decisions` lists the decisions.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.building.price import Pricer
 from autopar.planner.intra_op.memory.kept import OUT, share_of
 from autopar.planner.intra_op.memory.ledger import Ledger
-from autopar.planner.intra_op.memory.recompute_choices import Again, again
+from autopar.planner.intra_op.memory.recompute_choices import Recomputable, recomputable_of
 from autopar.plans.memory_decisions import KEEP, about_tensors
-from autopar.plans.regather import can_gather_again, may_wait
+from autopar.plans.regather import can_regather, may_wait
 from autopar.rules.notation import Rule
 from autopar.words.graph import Graph, Node, Ref
 from autopar.words.placements import State
@@ -46,22 +46,23 @@ class MemoryOffers:
     arrivals: Callable[[Node], list[State]]
 
     @cached_property
-    def may_again(self) -> Again:
-        return again(self.graph, self.fold, self.whole.entries, self.blocks)
+    def recomputable(self) -> Recomputable:
+        """The operators that may be recomputed."""
+        return recomputable_of(self.graph, self.fold, self.whole.entries, self.blocks)
 
-    def run_again(self, chain: Chain, counts: Mapping[int, int]) -> None:
-        """Add rows in which operators of a chain run again: all that may from one of them on.
+    def recompute(self, chain: Chain, counts: Mapping[int, int]) -> None:
+        """Add rows in which operators of a chain are recomputed: all that may be from one of them on.
 
-        What is made again is there for the backward of one block at a time: this is counted for the blocks of which
-        there are most and for the largest one, and seen of others in the price of the finished plan alone.
+        Recomputed memory is there for the backward of one block at a time: it is counted for the most frequent and the
+        largest block, and for others in the price of the finished plan alone.
         """
-        graph, able = self.graph, self.may_again.able
+        graph, able = self.graph, self.recomputable.able
         places = [k for k, node in enumerate(chain.nodes) if node in able]
         if not places:
             return
         once = counts[chain.nodes[0]] == self._most_repeated or chain.nodes[0] in self._in_largest_block
         plain = list(zip(chain.rows, chain.seconds, chain.n_bytes, strict=True))
-        chain.again = [frozenset()] * len(plain)
+        chain.recomputed = [frozenset()] * len(plain)
         spent: dict[tuple[int, int], tuple[float, float]] = {}  # seconds and bytes of a place, by its strategy
         for first in places:
             usable = [k for k in places if k >= first]
@@ -71,26 +72,27 @@ class MemoryOffers:
                     if (k, id(row[k])) not in spent:
                         node, rule = graph.nodes[chain.nodes[k]], self.rules[chain.nodes[k]]
                         assert rule is not None
-                        seconds_again = sum(self.pricer.forward(graph, node, rule, row[k]))
+                        recompute_seconds = sum(self.pricer.forward(graph, node, rule, row[k]))
                         share = share_of(graph, self.pricer, chain.nodes[k], OUT, row[k])
-                        spent[k, id(row[k])] = seconds_again, once * self._made.get(chain.nodes[k], 0) * share
+                        spent[k, id(row[k])] = recompute_seconds, once * self._made.get(chain.nodes[k], 0) * share
                     more += spent[k, id(row[k])][0]
                     lives += spent[k, id(row[k])][1]
                 chain.rows.append(row)
                 chain.seconds.append(seconds + counts[chain.nodes[0]] * self.microbatches * more)
                 chain.n_bytes.append(n_bytes + lives)
-                chain.again.append(frozenset(chain.nodes[k] for k in usable))
+                chain.recomputed.append(frozenset(chain.nodes[k] for k in usable))
 
-    def waiting(self, chain: Chain, counts: Mapping[int, int]) -> None:
-        """Add rows in which results of a chain are given up by decisions about tensors: for each of them all results
-        that may be, from one on. No more than what comes back for one operator is there at once, which is counted
-        moment by moment."""
+    def give_up(self, chain: Chain, counts: Mapping[int, int]) -> None:
+        """Add rows in which results of a chain, from one on, are given up by decisions about tensors.
+
+        No more than what comes back for one operator is there at once, which is counted moment by moment.
+        """
         graph, pricer = self.graph, self.pricer
-        plain = [r for r in range(len(chain.rows)) if not (chain.again and chain.again[r])]
+        plain = [r for r in range(len(chain.rows)) if not (chain.recomputed and chain.recomputed[r])]
         before = len(chain.rows)
         waits: list[dict[int, str]] = []
         for record in about_tensors():
-            places = [k for k, node in enumerate(chain.nodes) if node in self._may_wait[record.name]]
+            places = [k for k, node in enumerate(chain.nodes) if node in self._may_give_up[record.name]]
             for first in places:
                 usable = [k for k in places if k >= first]
                 for r in plain:
@@ -104,13 +106,12 @@ class MemoryOffers:
                     chain.n_bytes.append(chain.n_bytes[r])
                     waits.append({chain.nodes[k]: record.name for k in usable})
         if waits:
-            chain.waits = [{} for _ in range(before)] + waits
-            chain.again += [frozenset()] * len(waits) if chain.again else []
+            chain.given_up = [{} for _ in range(before)] + waits
+            chain.recomputed += [frozenset()] * len(waits) if chain.recomputed else []
 
     @cached_property
-    def _may_wait(self) -> dict[str, set[int]]:
-        """By decision about tensors, the operators, by representative, for whose results it may be made, which somebody
-        keeps."""
+    def _may_give_up(self) -> dict[str, set[int]]:
+        """By decision about tensors, the representatives of operators whose kept results it may be made for."""
         graph, rep = self.graph, self.fold.representative
         keeps = {
             rep[entry.since] for entry in self.whole.entries
@@ -125,11 +126,11 @@ class MemoryOffers:
             may[record.name] = keeps - cannot
         return may
 
-    def gathered_again(self, chain: Chain, chains: Sequence[Chain], chain_of: Mapping[int, int]) -> None:
-        """Add rows in which copies that operators of a chain keep are gathered again: all that can be of a row.
+    def regather(self, chain: Chain, chains: Sequence[Chain], chain_of: Mapping[int, int]) -> None:
+        """Add rows in which copies that operators of a chain keep are regathered: all that can be of a row.
 
-        The price of the second gather is in the flow of the tensor. Rows in which something runs again have none: the
-        gathers on the way to it belong to its segment.
+        The price of the second gather is in the flow of the tensor. Rows in which an operator is recomputed have none:
+        the gathers before it belong to its segment.
         """
         graph, mesh = self.graph, self.pricer.mesh
         reads: dict[tuple[int, int], tuple[int, list[State]]] = {}  # by node and position: place in the chain, made as
@@ -158,40 +159,40 @@ class MemoryOffers:
                     share /= size if cut[key][a] and state[a].is_replicated else 1
                 if share < 1.0:
                     shares[key] = share
-            if shares and not (chain.again and chain.again[r]):
+            if shares and not (chain.recomputed and chain.recomputed[r]):
                 gathering.append((r, shares))
         if not gathering:
             return
-        chain.gathers = [{} for _ in chain.rows] + [shares for _, shares in gathering]
+        chain.regathered = [{} for _ in chain.rows] + [shares for _, shares in gathering]
         for r, _ in gathering:
             chain.rows.append(chain.rows[r])
             chain.seconds.append(chain.seconds[r])
             chain.n_bytes.append(chain.n_bytes[r])
-            if chain.again:
-                chain.again.append(frozenset())
-            if chain.waits:
-                chain.waits.append(chain.waits[r])
+            if chain.recomputed:
+                chain.recomputed.append(frozenset())
+            if chain.given_up:
+                chain.given_up.append(chain.given_up[r])
 
     @cached_property
     def _gatherable(self) -> set[tuple[int, int]]:
-        """Inputs that operators keep and that may be gathered again, by representative and position."""
+        """Kept inputs that may be regathered, by representative of the operator and position."""
         graph, rep = self.graph, self.fold.representative
         return {
             (rep[keeper.node], keeper.number)
             for entry in self.whole.entries if entry.decision == KEEP.name and entry.segment is None
             for keeper in entry.keepers if keeper.what == "in"
-            and can_gather_again(graph, graph.nodes[keeper.node].refs[keeper.number], self.segment_of)
+            and can_regather(graph, graph.nodes[keeper.node].refs[keeper.number], self.segment_of)
         }  # fmt: skip
 
     @cached_property
     def _most_repeated(self) -> int:
-        """How many blocks there are of the commonest; more than any where none repeat."""
+        """Number of the most frequent blocks; more than any where none repeat."""
         return max((repeats for _, _, repeats in self.fold.blocks), default=2)
 
     @cached_property
     def _in_largest_block(self) -> set[int]:
         """Representatives of the operators of the block that makes most."""
-        block_of = self.may_again.block_of
+        block_of = self.recomputable.block_of
         size: Counter[int] = Counter()
         for i, n_bytes in self._made.items():
             if i in block_of:

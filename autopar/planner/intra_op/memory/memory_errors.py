@@ -20,11 +20,11 @@ class AllTooLarge(InfeasibleError):
 
 
 class OutOfReach(InfeasibleError):
-    """Not even the relaxation fits, nor the plan nearest to its fewest bytes, and no explanation was asked for."""
+    """An error without explanation: neither the relaxation fits, nor the plan nearest to its fewest bytes."""
 
 
 def too_big(graph: Graph, fastest: StagePlan, tight: StagePlan, limit: float) -> str:
-    """That nothing fits, and what would."""
+    """Return the message that nothing fits, with what would."""
     p = tight.price
     parts = sorted(
         [("parameters", p.parameter_bytes), ("gradients", p.gradient_bytes), ("optimizer state", p.optimizer_bytes),

@@ -16,10 +16,10 @@ from autopar.planner.intra_op.memory.ledger import GIVEN, Entry, Keeper, Ledger
 from autopar.planner.intra_op.memory.recompute import Segment
 from autopar.planner.intra_op.memory.reshard_needs import shape_in_memory
 from autopar.plans.memory_decisions import (
-    GATHER_AGAIN,
     KEEP,
-    MAKE_AGAIN,
     RECOMPUTE,
+    RECOMPUTE_RESULT,
+    REGATHER,
     Memory,
     MemoryDecision,
     in_order,
@@ -69,11 +69,11 @@ class Walk:
         self.segment_of = segment_numbers(graph, recompute)
         self.segments = tuple(Segment() for _ in recompute)
         self.copies_again = regathered(
-            graph, mesh, reshard_paths, memory.get(GATHER_AGAIN.name, ()), self.segment_of, chosen or {}
+            graph, mesh, reshard_paths, memory.get(REGATHER.name, ()), self.segment_of, chosen or {}
         )
         self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
         self.steps_again: dict[int, tuple[Ref, Sequence[tuple[State, State]]]] = {}  # on the way from that piece
-        self.made_again = frozenset(segment_outputs(graph, memory.get(MAKE_AGAIN.name, ()), self.segment_of))
+        self.made_again = frozenset(segment_outputs(graph, memory.get(RECOMPUTE_RESULT.name, ()), self.segment_of))
         self.given_up: dict[int, Ref] = {}  # memory that a segment makes again for its readers outside
         self.readers: dict[int, list[int]] = {}  # operators whose backward asks for memory that was given up
         self.waits = waiting(graph, memory, self.segment_of)
@@ -99,13 +99,14 @@ class Walk:
         self.entries_of: dict[int, list[Entry]] = {}  # by memory, when all operators were walked through
 
     def new(self, n_bytes: int, since: int, segment: int, given: bool = False) -> int:
+        """Add some memory and return its number."""
         self.memories.append(_Memory(n_bytes, since, given, segment))
         self.made_at.append(len(self.order) - 1)
         self.read_at.append(len(self.order) - 1)
         return len(self.memories) - 1
 
     def keep(self, memory: int, keeper: Keeper, segment: int) -> None:
-        """An operator keeps some memory; one of a segment only its own memory, and only while it runs again."""
+        """Note that an operator keeps memory; in a segment, only the segment's own and only while it is recomputed."""
         kept = self.memories[memory]
         if kept.given and (segment >= 0 or self.graph.nodes[kept.since].kind == "param"):
             return
@@ -115,7 +116,7 @@ class Walk:
             self.keepers.setdefault((memory, segment), []).append(keeper)
 
     def place(self, ref: Ref, state: State, segment: int) -> tuple[int, Strides]:
-        """Where a value lies; steps on the way to it are made here."""
+        """Return the memory and strides of a value in a state; reshard steps to it are walked through here."""
         there_already = self.lies.get((ref, state))
         if there_already is not None:
             return there_already
@@ -162,6 +163,7 @@ class Walk:
         return self.finish()
 
     def op(self, i: int, node: Node, rule: Rule) -> None:
+        """Walk through one operator: its inputs, what autograd keeps of it, and its results."""
         segment = self.segment_of.get(i, -1)
         strategy = self.strategy(i, node)
         if segment >= 0:
@@ -178,25 +180,33 @@ class Walk:
         if self.chains is not None:
             self.chain(self.chains, i, rule, strategy, saved, segment)
             if self.kernels.loss_in_place and is_loss(node):
-                saved = self.in_place(i, node, strategy, saved)
+                saved = self.in_place(node, strategy, saved)
         fresh = [self.new(n_bytes, i, segment) for n_bytes, _ in saved.memories]
         if self.chains is not None:
             most_read = max([self.memories[memory].n_bytes for memory, _ in places], default=0)
             for memory in fresh:
                 self.chains.made(memory, i, self.memories[memory].n_bytes, most_read)
         self.makes[i] = sum([n_bytes for n_bytes, _ in saved.memories])
+        self._results(i, node, strategy, saved, fresh)
+        if self.made_again or self.copies_again or self.waits:
+            self.asks(i, node, strategy)
+        if node.needs_grad and saved.keeps:
+            self._kept(i, saved, fresh, segment)
+
+    def _results(self, i: int, node: Node, strategy: Strategy, saved: Saved, fresh: Sequence[int]) -> None:
+        """Note the memory of an operator's results, and which of it is given up until the backward."""
         outs = [k for k, spec in enumerate(node.outs) if spec is not None]
         for k, state, result in zip(outs, strategy.outs, saved.results, strict=True):
-            memory = fresh[result.memory] if result.source is None else places[result.source][0]
+            memory = fresh[result.memory] if result.source is None else self.places[i][result.source][0]
             self.lies[Ref(i, k), state] = memory, result.strides
             if result.source is None and Ref(i, k) in self.made_again:
                 self.given_up[memory] = Ref(i, k)
             if result.source is None and Ref(i, k) in self.waits:
                 self.waiting[memory] = Ref(i, k), self.waits[Ref(i, k)]
-        if self.made_again or self.copies_again or self.waits:
-            self.asks(i, node, strategy)
-        if not node.needs_grad or not saved.keeps:
-            return
+
+    def _kept(self, i: int, saved: Saved, fresh: Sequence[int], segment: int) -> None:
+        """Note the memory that an operator keeps for its backward."""
+        places = self.places[i]
         if segment >= 0:
             self.segments[segment].active, self.segments[segment].asks = True, i
         for position in saved.ins:
@@ -212,14 +222,16 @@ class Walk:
     def chain(
         self, chains: FusedChains, i: int, rule: Rule, strategy: Strategy, saved: Saved, segment: int
     ) -> None:  # fmt: skip
-        """Note what an operator is to fused chains, and what it reads of theirs; a view passes on what it is a view
-        of."""
+        """Note what an operator is to fused chains, and what it reads of theirs.
+
+        A view passes on what it is a view of.
+        """
         is_view = bool(saved.results) and all(result.source is not None for result in saved.results)
         chains.op(i, rule, strategy, is_view)
         for memory, _ in self.places[i] if not is_view else ():
             chains.read(memory, i, segment, self.memories[memory].segment)
 
-    def in_place(self, i: int, node: Node, strategy: Strategy, saved: Saved) -> Saved:
+    def in_place(self, node: Node, strategy: Strategy, saved: Saved) -> Saved:
         """Return what a loss keeps that is computed in place: one float32 number for each class, and its targets."""
         spec = self.graph.spec(node.refs[0])
         classes = prod(local_shape(spec.shape, strategy.ins[0], self.mesh))
@@ -228,9 +240,11 @@ class Walk:
         return replace(saved, ins=kept, memories=memories, inside_bytes=4 * classes)
 
     def unfuse(self, chains: FusedChains) -> None:
-        """Replace what keeps memory inside of fused chains, from the last one made to the first: the operator that
-        makes it keeps what it reads, unless that is more than the memory itself, which is written then: scales of
-        rows do not count."""
+        """Replace what keeps memory inside of fused chains, from the last one to the first.
+
+        The operator that makes it keeps what it reads instead, unless that is more than the memory itself, which is
+        written then: scales of rows do not count.
+        """
         chains.close()
         kept = {memory for memory, _ in self.keepers}
         for memory in sorted(chains.inside, reverse=True):
@@ -250,8 +264,10 @@ class Walk:
             self.memories[memory] = self.memories[memory]._replace(n_bytes=0)
 
     def follows_from(self, memory: int) -> set[int]:
-        """Return the memory outside of fused chains from which some inside of one is computed, without what is there
-        anyway."""
+        """Return the memory outside of fused chains from which some inside of one is computed.
+
+        Memory that is there anyway is left out.
+        """
         assert self.chains is not None
         sources, new = set[int](), [memory]
         while new:
@@ -267,12 +283,14 @@ class Walk:
         return self.chains is not None and self.lies[value][0] in self.chains.inside
 
     def is_fused(self, i: int) -> bool:
-        """Return whether an operator may be a part of a fused kernel, which needs no memory beside."""
+        """Return whether an operator may be in a fused kernel without working memory."""
         return self.chains is not None and i in self.chains.fused
 
     def asks(self, i: int, node: Node, strategy: Strategy) -> None:
-        """Note what the operator's backward asks for of what was given up: as the emitted program does, which follows
-        whatever may be a view to those that read it."""
+        """Note what the operator's backward reads of the memory that was given up.
+
+        It is what the emitted program does, which follows whatever may be a view to its readers.
+        """
         reads = frozenset[int]().union(*map(self.may_be, zip(node.refs, strategy.ins, strict=True)))
         if may_alias(call_of(node, self.graph.spec)):
             outs = (k for k, spec in enumerate(node.outs) if spec is not None)
@@ -283,7 +301,7 @@ class Walk:
                 self.readers.setdefault(memory, []).append(i)
 
     def may_be(self, value: Value) -> frozenset[int]:
-        """The memory that a value may lie in: its own, or that of what it may be a view of."""
+        """Return the memory of a value: its own, or that of what it may be a view of."""
         if value not in self.may_lie:
             ref, state = value
             src = self.way(ref).get(state)
@@ -294,7 +312,7 @@ class Walk:
         return self.may_lie[value]
 
     def inputs(self, i: int, node: Node, strategy: Strategy, segment: int) -> None:
-        """What a segment takes from outside is kept for its second run, as it lies outside."""
+        """Keep what a segment takes from outside for its second run, in its layout outside."""
         for position, (ref, state) in enumerate(zip(node.refs, strategy.ins, strict=True)):
             while (ref, state) not in self.lies and self.way(ref).get(state) is not None:
                 state = self.way(ref)[state]
@@ -310,11 +328,13 @@ class Walk:
                 self.taken.append((segment, memory, Keeper(i, "in", position)))
 
     def way(self, ref: Ref) -> dict[State, State]:
+        """Return the steps of a tensor's reshard path, as the state before each state."""
         if ref not in self.before:
             self.before[ref] = {dst: src for src, dst in self.reshard_paths.get(reshard_key(self.graph, ref), ())}
         return self.before[ref]
 
     def strategy(self, i: int, node: Node) -> Strategy:
+        """Return the strategy of an operator; a trivial one where global tensors are walked through."""
         if self.chosen is not None:
             return self.chosen[i]
         kind = self.graph.alike[i]
@@ -324,6 +344,7 @@ class Walk:
         return self.whole[kind]
 
     def saved(self, i: int, node: Node, rule: Rule, strategy: Strategy, strides: tuple[Strides, ...]) -> Saved:
+        """Return what autograd keeps of an operator's call."""
         key = self.graph.alike[i], id(strategy), strides
         saves = self.known.get(key)
         if saves is None:
@@ -338,12 +359,12 @@ class Walk:
         return saves
 
     def _asked(self, what: str, node: Node, strategy: Strategy, strides: tuple[Strides, ...]) -> object:
-        """By what a rule remembers what is found of a call."""
+        """Return the key by which a rule remembers the results for a call."""
         grads = node.needs_grad, tuple([self.graph.nodes[ref.node].needs_grad for ref in node.refs])
         return what, node.target, grads, strategy.names, self.mesh, strides, self.kernels.gpu
 
     def layouts(self, node: Node, strategy: Strategy, strides: Sequence[Strides]) -> list[LocalLayout]:
-        """The inputs of an operator on one rank."""
+        """Return the layouts of an operator's inputs on one rank."""
         grads, _ = grads_of(self.graph, node)
         return [
             LocalLayout(local_shape(spec.shape, state, self.mesh), lies, spec.dtype, grad)
@@ -353,12 +374,15 @@ class Walk:
         ]
 
     def local_bytes(self, ref: Ref, state: State) -> int:
-        """Bytes of a tensor on one rank."""
+        """Return the bytes of a tensor on one rank."""
         spec = self.graph.spec(ref)
         return _bytes(local_shape(spec.shape, state, self.mesh), spec.item_bytes)
 
     def needs(self, i: int, arriving: tuple[Strides, ...] = ()) -> Needs:
-        """What an operator needs while it runs; ``arriving`` as in :func:`~autopar.rules.working_memory.needs_of`."""
+        """Return the working memory of an operator.
+
+        ``arriving`` as in :func:`~autopar.rules.working_memory.needs_of`.
+        """
         node, rule, strategy = self.graph.nodes[i], self.rules[i], self.strategy(i, self.graph.nodes[i])
         strides = tuple([lies for _, lies in self.places[i]])
         key = self.graph.alike[i], id(strategy), strides, arriving
@@ -376,19 +400,17 @@ class Walk:
         return needed
 
     def finish(self) -> Ledger:
-        """The ledger, when all operators were walked through."""
+        """Return the ledger, once all operators were walked through."""
         outputs = {*(out for out in self.graph.outputs if isinstance(out, Ref)), *self.graph.updates.values()}
         for (ref, _), (memory, _) in self.lies.items() if self.given_up or self.waiting else ():
             if ref in outputs:  # a view of it outlives the forward
                 self.given_up.pop(memory, None)
                 self.waiting.pop(memory, None)
         if self.chains is not None:
-            for (ref, _), (memory, _) in self.lies.items():
-                if ref in outputs:
-                    self.chains.written(memory)
-            for memory in (*self.piece_of, *self.piece_of.values(), *self.given_up, *self.waiting):
-                self.chains.written(memory)
-            for _, memory, _ in self.taken:
+            of_outputs = [memory for (ref, _), (memory, _) in self.lies.items() if ref in outputs]
+            taken = [memory for _, memory, _ in self.taken]
+            pieces = (*self.piece_of, *self.piece_of.values())
+            for memory in (*of_outputs, *pieces, *self.given_up, *self.waiting, *taken):
                 self.chains.written(memory)
             self.unfuse(self.chains)
         keepers = {key: list(kept) for key, kept in self.keepers.items()}
@@ -396,6 +418,29 @@ class Walk:
             kept = keepers.get((copy, None), [])
             if not self.memories[piece].given:
                 keepers.setdefault((piece, None), []).extend(kept or [Keeper(self.memories[copy].since, "out")])
+        self._activate_segments(keepers)
+        if self.every:
+            for (ref, _), (memory, _) in self.lies.items():
+                if ref in outputs:
+                    self.reads.setdefault(memory, []).append((len(self.graph.nodes), 0))
+            for memory, is_there in enumerate(self.memories):
+                if not is_there.given:
+                    keepers.setdefault((memory, None), [])
+        entries = self._entries(keepers)
+        wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
+        regathered = {
+            (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
+            if self.lies[ref, state][0] in self.readers for a, b in steps
+        }  # fmt: skip
+        remade = tuple(sorted(reshard_key(self.graph, ref) for ref in wanted.values()))
+        decided: dict[str, tuple[Any, ...]] = {**self.decided, RECOMPUTE_RESULT.name: remade}
+        for record in set(self.waits.values()):
+            refs = [ref for memory, (ref, by) in self.waiting.items() if by is record and (memory, None) in keepers]
+            decided[record.name] = tuple(sorted(reshard_key(self.graph, ref) for ref in refs))
+        return Ledger(tuple(entries), self.segments, tuple(regathered), in_order(decided), self.lives(wanted))
+
+    def _activate_segments(self, keepers: dict[tuple[int, int | None], list[Keeper]]) -> None:
+        """Find the segments that are recomputed, and let them keep what they take from outside."""
         made_in_segment: dict[int, list[int]] = {}
         for memory in self.given_up:
             made_in_segment.setdefault(self.memories[memory].segment, []).append(memory)
@@ -407,18 +452,14 @@ class Walk:
             segment.active |= any((memory, None) in keepers for memory in made_in_segment.get(number, ()))
             for memory, keeper in taken_by.get(number, ()) if segment.active else ():
                 keepers.setdefault((memory, None), []).append(keeper)
-        if self.every:
-            for (ref, _), (memory, _) in self.lies.items():
-                if ref in outputs:
-                    self.reads.setdefault(memory, []).append((len(self.graph.nodes), 0))
-            for memory, is_there in enumerate(self.memories):
-                if not is_there.given:
-                    keepers.setdefault((memory, None), [])
+
+    def _entries(self, keepers: Mapping[tuple[int, int | None], list[Keeper]]) -> list[Entry]:
+        """Return an entry for memory with its keepers, with the decision about it."""
         entries = []
         for (memory, of_segment), kept in keepers.items():
             n_bytes, since, given, made_in = self.memories[memory]
             decision = RECOMPUTE.name if of_segment is not None else GIVEN if given else KEEP.name
-            decision = GATHER_AGAIN.name if memory in self.piece_of else decision
+            decision = REGATHER.name if memory in self.piece_of else decision
             if of_segment is None and memory in self.given_up:
                 decision, of_segment = RECOMPUTE.name, made_in
             if memory in self.waiting:
@@ -426,20 +467,10 @@ class Walk:
             readers = tuple(self.reads.get(memory, ()))
             entries.append(Entry(n_bytes, since, tuple(kept), of_segment, decision, readers))
             self.entries_of.setdefault(memory, []).append(entries[-1])
-        wanted = {memory: ref for memory, ref in self.given_up.items() if (memory, None) in keepers}
-        again = {
-            (ref, a, b): None for (ref, state), (_, steps) in self.copies_again.items()
-            if self.lies[ref, state][0] in self.readers for a, b in steps
-        }  # fmt: skip
-        remade = tuple(sorted(reshard_key(self.graph, ref) for ref in wanted.values()))
-        decided: dict[str, tuple[Any, ...]] = {**self.decided, MAKE_AGAIN.name: remade}
-        for record in set(self.waits.values()):
-            refs = [ref for memory, (ref, by) in self.waiting.items() if by is record and (memory, None) in keepers]
-            decided[record.name] = tuple(sorted(reshard_key(self.graph, ref) for ref in refs))
-        return Ledger(tuple(entries), self.segments, tuple(again), in_order(decided), self.lives(wanted))
+        return entries
 
     def lives(self, given_up: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """:attr:`Ledger.lives`, where this memory of segments is given up."""
+        """Return :attr:`Ledger.lives`, where this memory of segments is given up."""
         copies_of: dict[int, list[int]] = {}
         for copy, piece in self.piece_of.items():
             copies_of.setdefault(piece, []).append(copy)
@@ -473,17 +504,9 @@ def ledger(
     reshard_paths: Mapping[str, Sequence[tuple[State, State]]], memory: Memory, every: bool = False,
     kernels: Kernels = CPU,
 ) -> Ledger:  # fmt: skip
-    """The ledger of a graph whose operators are cut as ``chosen``; of whole tensors if that is None.
+    """Return the ledger of a graph whose operators are cut as ``chosen``; of global tensors if that is None.
 
-    Args:
-        routes: reshard steps by :func:`~autopar.plans.plan.reshard_key`.
-        memory: what is not kept for the backward.
-        every: entries of memory that nobody keeps, too.
-        kernels: those that run the operators.
-
-    Raises:
-        PlanError: segments are no operators of the graph, or overlap; a decision is made for a tensor for which it
-            cannot be.
+    ``memory`` are the decisions about memory; with ``every`` there are entries of memory that nobody keeps, too.
     """
     mesh = mesh if chosen is not None else Mesh()
     return Walk(graph, rules, mesh, chosen, reshard_paths, memory, every, kernels).ledger()

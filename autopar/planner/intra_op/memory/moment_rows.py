@@ -47,7 +47,7 @@ class MomentRows:
 
     Args:
         kept: what autograd keeps.
-        parameters: item number, node and choices of every parameter (of a class).
+        parameters: by item, the node and the choices of a parameter (of a class).
 
     Attributes:
         at_once: all that runs again of a block is taken to run again at once. Else less is counted: no more than there
@@ -56,7 +56,7 @@ class MomentRows:
 
     def __init__(
         self, kept: KeptBytes, fold: Fold, problem: Problem,
-        parameters: Sequence[tuple[int, int, Sequence[ParamChoice]]],
+        parameters: Mapping[int, tuple[int, Sequence[ParamChoice]]],
         optimizer: str, microbatches: int,
     ) -> None:  # fmt: skip
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
@@ -69,27 +69,27 @@ class MomentRows:
         self.accumulates = stay or microbatches > max(1, kept.in_flight)  # when it is fullest
 
     def first(self) -> tuple[MomentBytes, ...]:
-        """What a program knows at first: when all of the forward is kept, and when the optimizer steps."""
+        """Return the first rows of a program: when all of the forward is kept, and when the optimizer steps."""
         if self.at_once not in self._first:
             self._first[self.at_once] = self.at_the_end_of_the_forward(), self.stepping()
         return self._first[self.at_once]
 
     def stepping(self) -> MomentBytes:
-        """When the optimizer steps: all state, all gradients, and what it makes of the largest parameter."""
-        items = self._state(lambda node: 1.0)
+        """Return the row of the optimizer's step: all state, all gradients, its copies of the largest parameter."""
+        items = self._state(lambda _: 1.0)
         nodes = self.graph.nodes
-        trained = [(nodes[i].out.n_bytes, item) for item, i, _ in self.parameters if nodes[i].needs_grad]
+        trained = [(nodes[i].out.n_bytes, item) for item, (i, _) in self.parameters.items() if nodes[i].needs_grad]
         copies = OPTIMIZER_COPIES.get(self.optimizer, 0)
         for _, item in sorted(trained)[-1:] if copies else ():
             items[item] = [n + copies * c.parameter_bytes for n, c in zip(items[item], self._costs[item], strict=True)]
         return self._of(items, None)
 
     def at_the_end_of_the_forward(self) -> MomentBytes:
-        """When the last operator has run: all that is kept."""
+        """Return the row of the moment when the last operator has run: all that is kept."""
         return self.at(Moment(max(i for i, _ in self.graph.of_kind("op")), False, 0))
 
     def at(self, moment: Moment) -> MomentBytes:
-        """The row of a moment."""
+        """Return the row of a moment."""
         return self._of(self._state(lambda node: self._gradient_is_there(node, moment)), moment)
 
     def _of(self, items: list[list[float]], moment: Moment | None) -> MomentBytes:
@@ -104,7 +104,7 @@ class MomentRows:
             for row, item in zip(items, self.kept.added_to(empty, times), strict=True):
                 row[:] = [a + b for a, b in zip(row, item.n_bytes, strict=True)]
             shared_bytes = tuple(shared.n_bytes for shared in self.kept.shared(times))
-            self._add_made_again(items, moment, at)
+            self._add_recomputed(items, moment, at)
             self._add_waiting(items, at)
             self._add_passing(items, moment, at)
             self._add_stage_edge(items, moment)
@@ -116,14 +116,14 @@ class MomentRows:
 
     @cached_property
     def _costs(self) -> dict[int, list[P.ParamCost]]:
-        """Of every parameter's choices, by item."""
+        """Costs of every parameter's choices, by item."""
         nodes, optimizer, n, policy = self.graph.nodes, self.optimizer, self.microbatches, self.graph.policy_of
         return {
             item: [
                 P.cost(nodes[i].out, nodes[i].needs_grad, c, self.pricer, optimizer, n, policy(nodes[i]))
                 for c in choices
             ]
-            for item, i, choices in self.parameters
+            for item, (i, choices) in self.parameters.items()
         }
 
     @cached_property
@@ -135,10 +135,10 @@ class MomentRows:
         return nodes_of
 
     def _state(self, gradient: Callable[[int], float]) -> list[list[float]]:
-        """Stored state, gathered copies, and gradients of those parameters of a class that have theirs."""
+        """Return stored state, gathered copies, and gradients of the parameters of a class that have theirs."""
         items = [[0.0] * len(item.n_bytes) for item in self.problem.items]
         nodes_of = self._nodes_of
-        for item, i, _ in self.parameters:
+        for item, (i, _) in self.parameters.items():
             n = len(nodes_of[i])
             there = sum(map(gradient, nodes_of[i]))
             items[item] = [
@@ -148,13 +148,13 @@ class MomentRows:
         return items
 
     def _add_reductions(self, items: list[list[float]], moment: Moment, at: int) -> None:
-        """What it takes to reduce gradients that are complete now to where their parameters are stored."""
+        """Add the bytes to reduce gradients that are complete now to where their parameters are stored."""
         if not moment.backward or moment.slot != SLOTS - 1:
             return
         passing = {self._tensor_of(span) for span in self.timeline.spans if span.first <= at <= span.last}
         accumulates = self.accumulates
         nodes_of = self._nodes_of
-        for item, i, choices in self.parameters:
+        for item, (i, choices) in self.parameters.items():
             spec = self.graph.nodes[i].out
             for node in nodes_of[i]:
                 readers = [reader for reader, _ in self.graph.consumers.get(Ref(node), ())]
@@ -166,7 +166,7 @@ class MomentRows:
                         items[item][r] += self.pricer.local_bytes(spec, choice.used)
 
     def _gradient_is_there(self, node: int, moment: Moment) -> float:
-        """Whether a parameter's gradient is complete: all its readers are behind in the backward."""
+        """Return whether a parameter's gradient is complete: the backward has passed all its readers."""
         if self.accumulates:
             return 1.0
         readers = [reader for reader, _ in self.graph.consumers.get(Ref(node), ())]
@@ -176,7 +176,7 @@ class MomentRows:
 
     @cached_property
     def timeline(self) -> StepMoments:
-        """Of the whole tensors, nothing run again."""
+        """Moments of the global tensors, with nothing recomputed."""
         params = {i: ParamChoice(State(), State()) for i, _ in self.graph.of_kind("param")}
         outputs = [State() if isinstance(out, Ref) else None for out in self.graph.outputs]
         walk = Walk(self.graph, self.kept.rules, Mesh(), None, {}, {}, kernels=self.pricer.kernels)
@@ -184,7 +184,7 @@ class MomentRows:
         return StepMoments(walk, holds, params, outputs, self.accumulates)
 
     def _times(self, entry: Entry, moment: Moment, at: int) -> float:
-        """How often an entry is there."""
+        """Return how often an entry is there."""
         timeline = self.timeline
         made_at = timeline.at_of.get(entry.since, -1)
         let_go = [timeline.at_of.get(keeper.node, 0) for keeper in entry.keepers]
@@ -196,58 +196,62 @@ class MomentRows:
         return is_there * (moment.backward and self.kept.segment_of.get(moment.node) == entry.segment)
 
     def _is_counted_by_its_reader(self, entry: Entry, moment: Moment, at: int) -> bool:
-        """Whether :meth:`_add_made_again` counts an entry, kept or made again."""
-        may, reader = self.kept.again, self._only_reader_again(entry)
+        """Return whether :meth:`_add_recomputed` counts an entry, kept or recomputed."""
+        may, reader = self.kept.recomputable, self._only_recomputed_reader(entry)
         if may is None or reader is None or not moment.backward or moment.node not in may.block_of:
             return False
         gives_up = self.fold.representative[entry.since] in may.gives_up
-        return gives_up and self._is_made_again(entry, [reader[0]], may.block_of[moment.node], at)
+        return gives_up and self._is_recomputed_then(entry, [reader[0]], may.block_of[moment.node], at)
 
-    def _add_made_again(self, items: list[list[float]], moment: Moment, at: int) -> None:
-        """What runs again is there in the backward of its own block until the backward of the first that keeps it; from
-        the begin of the block's backward on if it runs again at once, else from the last on that keeps it: then it is
-        there for certain."""
-        may, rows = self.kept.again, self.kept.rows
+    def _add_recomputed(self, items: list[list[float]], moment: Moment, at: int) -> None:
+        """Add recomputed memory in the backward of its own block, until the backward of the first that keeps it.
+
+        It is there from the begin of the block's backward on if the block is recomputed at once, else at least from the
+        last operator on that keeps it.
+        """
+        may, rows = self.kept.recomputable, self.kept.rows
         if may is None or not moment.backward or moment.node not in may.block_of:
             return
         block = may.block_of[moment.node]
 
         def inside_is_there(entry: Entry) -> float:
-            return self._is_made_again(entry, [keeper.node for keeper in entry.keepers], block, at)
+            return self._is_recomputed_then(entry, [keeper.node for keeper in entry.keepers], block, at)
 
         for i in {self.fold.representative[node] for node in may.block_of if may.block_of[node] == block} & may.able:
             if i in rows.row_of:
-                runs_again = rows.run_again(i)
-                for r, n_bytes in enumerate(self.kept.inside_of(i, inside_is_there) if any(runs_again) else ()):
-                    items[rows.item_of[i]][r] += runs_again[r] * n_bytes
+                is_recomputed = rows.is_recomputed(i)
+                for r, n_bytes in enumerate(self.kept.inside_of(i, inside_is_there) if any(is_recomputed) else ()):
+                    items[rows.item_of[i]][r] += is_recomputed[r] * n_bytes
         for entry in self.kept.whole.entries:
             maker = self.fold.representative[entry.since]
             if entry.decision != KEEP.name or entry.segment is not None or maker not in may.gives_up:
                 continue
-            reader = self._only_reader_again(entry)
+            reader = self._only_recomputed_reader(entry)
             asking = [keeper.node for keeper in entry.keepers] if reader is None else [reader[0]]
-            if not asking or maker not in rows.row_of or not self._is_made_again(entry, asking, block, at):
+            if not asking or maker not in rows.row_of or not self._is_recomputed_then(entry, asking, block, at):
                 continue
             if entry.keepers and entry.keepers[0].what == "inside":
                 continue
             # what only the second run of a reader asks for is there with that, whether it is kept or made again
             i, position = (maker, MADE) if reader is None else (self.fold.representative[reader[0]], reader[1])
-            shares, runs_again = rows.shares(i, position), rows.run_again(i)
-            for r, again in enumerate(runs_again):
+            shares, is_recomputed = rows.shares(i, position), rows.is_recomputed(i)
+            for r, again in enumerate(is_recomputed):
                 items[rows.item_of[i]][r] += again * shares[r] * entry.n_bytes
 
-    def _is_made_again(self, entry: Entry, asking: Sequence[int], block: int, at: int) -> bool:
-        """Whether memory that a block makes again for these operators is there at a moment of the block's backward."""
-        may, timeline = self.kept.again, self.timeline
+    def _is_recomputed_then(self, entry: Entry, asking: Sequence[int], block: int, at: int) -> bool:
+        """Return whether memory that a block recomputes for operators is there at a moment of its backward."""
+        may, timeline = self.kept.recomputable, self.timeline
         if may is None or may.block_of.get(entry.since) != block or not asking:
             return False
         places = [timeline.at_of.get(node, 0) for node in asking]
         return at <= timeline.back(min(places)) and (self.at_once or at >= timeline.back(max(places)))
 
-    def _only_reader_again(self, entry: Entry) -> tuple[int, int] | None:
-        """The operator and its position that alone reads memory that nobody keeps, in the same block, and may run
-        again, but in another segment: within one, what is read next is not kept for it."""
-        may, graph = self.kept.again, self.graph
+    def _only_recomputed_reader(self, entry: Entry) -> tuple[int, int] | None:
+        """Return the one reader of memory that nobody keeps, and its position, if it may be recomputed apart.
+
+        It is in the same block, but another segment: within one, what is read next is not kept for it.
+        """
+        may, graph = self.kept.recomputable, self.graph
         if may is None or entry.keepers or len(entry.readers) != 1:
             return None
         ((reader, position),) = entry.readers
@@ -260,11 +264,13 @@ class MomentRows:
         return None if joins else (reader, position)
 
     def _add_waiting(self, items: list[list[float]], at: int) -> None:
-        """What is given up by a decision about tensors is there until its last reader has run, and from the backward of
-        that until its maker's."""
+        """Add results that are given up by decisions, while they are there.
+
+        They are until the last reader has run, and from the backward of that until their maker's.
+        """
         timeline, rows = self.timeline, self.kept.rows
         rep = self.fold.representative
-        for entry in self.kept.whole.entries if rows.waits_of else ():
+        for entry in self.kept.whole.entries if rows.given_up_of else ():
             maker = rep[entry.since]
             if entry.decision != KEEP.name or not entry.keepers or entry.keepers[0].what == "inside":
                 continue
@@ -280,7 +286,7 @@ class MomentRows:
     # -- what passes
 
     def _add_passing(self, items: list[list[float]], moment: Moment, at: int) -> None:
-        """Results and gradients on their way; gradients of what is read now are as large as that."""
+        """Add results and gradients that are passed on; gradients of what is read now are as large as that."""
         rep = self.fold.representative
         for span in self.timeline.spans:
             if not span.first <= at <= span.last or not span.n_bytes:
@@ -291,8 +297,7 @@ class MomentRows:
                 items[self.kept.rows.item_of[rep[node]]][r] += share * span.n_bytes
 
     def _add_stage_edge(self, items: list[list[float]], moment: Moment) -> None:
-        """What a pipeline's stage sends of other microbatches and gets back for it, that is on its way now. What it
-        gets, and sends back for that, is no choice of its own."""
+        """Add what a stage sends of other microbatches, and receives for it, which is no choice of its own."""
         graph, microbatches, in_flight = self.graph, self.microbatches, self.kept.in_flight
         there = OnTheirWay.at(in_flight, microbatches, moment.backward, in_flight >= microbatches)
         peers = [
@@ -306,11 +311,11 @@ class MomentRows:
                 items[self.kept.rows.item_of[node]][r] += share * n_bytes
 
     def _tensor_of(self, span: Span) -> int:
-        """The node that makes the tensor as large as a span."""
+        """Return the node that makes the tensor as large as a span."""
         return span.node if span.position == MADE else self.graph.nodes[span.node].refs[span.position].node
 
     def _shares(self, node: int, position: int) -> Sequence[float]:
-        """Which part of a tensor one rank has, by row of its item; nothing of what is not decided."""
+        """Return the share of a tensor on one rank, by row of its item; nothing of what is not decided."""
         if node in self.kept.rows.row_of:
             return self.kept.rows.shares(node, position)
         return self._param_shares.get(node, ())
@@ -321,11 +326,11 @@ class MomentRows:
         nodes = self.graph.nodes
         return {
             i: [self.pricer.local_bytes(nodes[i].out, c.used) / max(1, nodes[i].out.n_bytes) for c in choices]
-            for _, i, choices in self.parameters
+            for i, choices in self.parameters.values()
         }
 
     def _add_needs(self, items: list[list[float]], moment: Moment, at: int) -> None:
-        """What the operator needs that runs now."""
+        """Add the working memory of the operator that runs at the moment."""
         node = self.fold.representative[moment.node]
         if not self.timeline.beside[at] or node not in self.kept.rows.row_of:
             return

@@ -74,7 +74,7 @@ class Lifetime(NamedTuple):
 
 
 class StepMoments:
-    """One microbatch on one rank: what begins and ceases to live, and what is needed beside, moment by moment.
+    """One microbatch on one rank: the begin and end of all memory, and working memory, moment by moment.
 
     Attributes:
         accumulates: gradients of parameters are there already, of microbatches before.
@@ -110,24 +110,24 @@ class StepMoments:
         self._backward(outputs)
 
     def back(self, at: int, slot: int = 1) -> int:
-        """The moment of the backward of what stands at ``at`` in the order."""
+        """Return the moment of the backward of the operator at ``at`` in the order."""
         return self.n + SLOTS * (self.n - 1 - at) + slot
 
     def lives(self, kind: str, n_bytes: int, first: int, last: int, node: int) -> None:
-        """Some memory lives from one moment to another, both included; words as in :class:`Lifetime`."""
+        """Note memory that lives from one moment to another, both included; words as in :class:`Lifetime`."""
         self.more[first] += n_bytes
         self.more[last + 1] -= n_bytes
         if self.lifetimes is not None and n_bytes:
             self.lifetimes.append(Lifetime(kind, n_bytes, first, last, node))
 
     def stays(self, n_bytes: int, first: int, node: int) -> None:
-        """The gradient of a parameter is there from a moment on."""
+        """Note that the gradient of a parameter is there from a moment on."""
         self.more[first] += n_bytes
         if self.lifetimes is not None and n_bytes:
             self.lifetimes.append(Lifetime("parameter gradient", n_bytes, first, self.back(0, SLOTS - 1), node))
 
     def peaks(self) -> MicrobatchPeaks:
-        """The fullest moment of the forward and that of the backward, the earlier of moments that are alike."""
+        """Return the fullest moment of the forward and that of the backward, the earlier of equal moments."""
         if not self.n:
             return MicrobatchPeaks(0, 0, None, None)
         totals = self.totals()
@@ -141,7 +141,7 @@ class StepMoments:
         return [live + beside for live, beside in zip(accumulate(self.more), self.beside, strict=False)]
 
     def moment(self, at: int) -> Moment:
-        """A moment by the operator that runs then, or for which a step of a reshard is made."""
+        """Return a moment by the operator that runs then, or for which a reshard step is made."""
         backward = at >= self.n
         place = self.n - 1 - (at - self.n) // SLOTS if backward else at
         place = min(max(place, 0), self.n - 1)
@@ -151,7 +151,7 @@ class StepMoments:
         return Moment(operators[0], backward, (at - self.n) % SLOTS if backward else 0)
 
     def at(self, moment: Moment) -> int:
-        """The number of a moment."""
+        """Return the number of a moment."""
         return self.back(self.at_of[moment.node], moment.slot) if moment.backward else self.at_of[moment.node]
 
     # -- the forward
@@ -167,17 +167,20 @@ class StepMoments:
                 self.beside[at] = self._step(ref, src, dst, self._is_strided(ref, src))
 
     def _shape(self, value: Value) -> tuple[int, ...]:
-        """The shape of a value on one rank."""
+        """Return the shape of a value on one rank."""
         return local_shape(self.graph.spec(value[0]).shape, value[1], self.mesh)
 
     def _is_strided(self, ref: Ref, state: State) -> bool:
-        """Whether a value is not contiguous."""
+        """Return whether a value is not contiguous."""
         place = self.walk.lies.get((ref, state))
         return place is not None and not is_contiguous(self._shape((ref, state)), place[1])
 
     def _memory(self) -> None:
-        """What the ledger knows: memory with its readers and keepers. A pipeline's stage holds what it got to the end
-        of its forward; then it lives, as what it sent, as long as autograd keeps it."""
+        """Note the ledger's memory with its readers and keepers.
+
+        A stage of a pipeline holds what it received to the end of its forward; then that lives, as what it sent, as
+        long as autograd keeps it.
+        """
         walk = self.walk
         of_segment: dict[int, list[int]] = {}
         last_asks: dict[int, int] = {}  # of pieces, the operator whose backward is the last to ask for a copy
@@ -218,9 +221,11 @@ class StepMoments:
                 self._second_run(segment, memories)
 
     def _back_for(self, memory: int, entry: Entry) -> tuple[int, int]:
-        """From when to when memory is there that was given up by a decision about tensors: from the backward of its
-        last reader, or of a copy's that is gathered again from it, to that of its maker, or through it if that keeps
-        it."""
+        """Return from when to when memory is there that was given up by a decision about tensors.
+
+        It is from the backward of its last reader, or of that of a copy regathered from it, to that of its maker, or
+        through it if that keeps it.
+        """
         walk = self.walk
         mine = any(keeper.node == entry.since for keeper in entry.keepers)
         asking = [*walk.readers.get(memory, ()), *([entry.since] if mine else [])]
@@ -229,8 +234,10 @@ class StepMoments:
         return self.back(self.at_of[max(asking)], 0), self.back(self.at_of[entry.since], 1 if mine else 0)
 
     def _gathered_again(self, memory: int, n_bytes: int) -> int:
-        """What it takes, beside a copy itself, to gather it again: it is gathered beside, and copied into its place.
-        What is made again is made one after the other."""
+        """Return the bytes to regather a copy, besides itself: it is gathered elsewhere and copied into its place.
+
+        What is recomputed is so one after the other.
+        """
         ref, steps = self.walk.steps_again[memory]
         most = before = 0
         for src, dst in steps:
@@ -240,20 +247,24 @@ class StepMoments:
         return max(n_bytes, most - n_bytes)
 
     def _let_go(self, keeper: int, entry: Entry) -> int:
-        """Where in the order something stands whose backward is the last that a keeper needs its memory for: what a
-        segment takes from outside lives as long as the segment."""
+        """Return the place in the order of the last operator for whose backward a keeper needs its memory.
+
+        What a segment takes from outside lives as long as the segment.
+        """
         segment = self.walk.segment_of.get(keeper)
         if entry.segment is None and segment is not None:
             keeper = self.holds.segments[segment].ops[0]
         return self.at_of.get(keeper, 0)  # what came from another stage is kept to the end
 
     def _comes_back(self, entry: Entry) -> bool:
-        """Whether an entry is the memory of a segment's result, which is filled again for its readers outside; it is
-        another one than that which the second run makes and what is in the segment keeps."""
+        """Return whether an entry is a segment's result that is filled once more for its readers outside.
+
+        It is other memory than what the second run makes and what is in the segment keeps.
+        """
         return any(self.walk.segment_of.get(keeper.node) != entry.segment for keeper in entry.keepers)
 
     def _second_run(self, number: int, memories: Sequence[int]) -> None:
-        """What a segment needs while it runs again, beside what it keeps then."""
+        """Note the working memory of a segment while it is recomputed, besides what it keeps then."""
         walk, ops = self.walk, self.holds.segments[number].ops
         first, last = min(self.at_of[ops[0]], *(walk.made_at[m] for m in memories)), self.at_of[ops[-1]]
         kept = copied = 0
@@ -311,8 +322,7 @@ class StepMoments:
                 self._lived(entry, end)
 
     def _complete_at(self) -> dict[int, list[Value]]:
-        """Where in the order the first reader of each parameter stands: behind its backward all of the gradient is
-        there."""
+        """Return the place of each parameter's first reader: after its backward all of the gradient is there."""
         first: dict[Value, int] = {}
         for at, what in enumerate(self.order):
             if isinstance(what, int):
@@ -370,7 +380,7 @@ class StepMoments:
             self._deposit(value, memory, at, strides)
 
     def _arriving(self, values: Sequence[Value]) -> tuple[Strides, ...]:
-        """How the gradients of an operator's outputs lie; nothing where they lie as copies of the outputs do."""
+        """Return the strides of the gradients of an operator's outputs; nothing where they are those of copies."""
         usual = [strides_of_copy(self._shape(value), self.walk.lies[value][1]) for value in values]
         arriving = [self.strides_of.get(value, strides) for value, strides in zip(values, usual, strict=True)]
         alike = all(lie_alike(self._shape(v), a, b) for v, a, b in zip(values, arriving, usual, strict=True))
@@ -402,15 +412,17 @@ class StepMoments:
         self.spans.append(Span(n_bytes, first, last, node, position))
 
     def _drop(self, gradient: int, at: int) -> None:
-        """One fewer has a gradient."""
+        """Let go of a gradient for one of its holders."""
         entry = self.gradients[gradient]
         entry[1] -= 1
         if not entry[1]:
             self._lived(entry, at)
 
     def _deposit(self, value: Value, gradient: int, at: int, strides: Strides | None) -> None:
-        """A gradient of a value arrives; its sum with that which is there is a third, which lies as a copy of the first
-        does."""
+        """Add a gradient of a value that arrives; its sum with an earlier one is new memory, with that one's strides.
+
+        Its sum with one that is there is new memory, strided as the first's copy.
+        """
         there = self.of_value.get(value)
         if there is None:
             self.of_value[value] = gradient
@@ -424,8 +436,10 @@ class StepMoments:
         self._drop(gradient, at + 1)
 
     def _parameter(self, value: Value, at: int) -> None:
-        """All of a parameter's gradient is there: it is reduced to where the parameter is stored, and stays; under a
-        policy in the format of the master, which it is cast to."""
+        """Reduce the complete gradient of a parameter to where that is stored, where it stays.
+
+        Under a policy it is cast to the master's format.
+        """
         ref, used = value
         gradient, choice = self.of_value.pop(value), self.params[ref.node]
         spec, stored = self.graph.spec(ref), self.graph.stored(self.graph.nodes[ref.node])

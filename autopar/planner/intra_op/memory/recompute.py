@@ -1,8 +1,8 @@
-"""Recompute (activation checkpointing): which stretches of operators run again in the backward, and what that changes.
+"""Activation checkpointing: the stretches of operators that are recomputed in the backward, and what that changes.
 
 A segment is a run of operators in execution order. Its inputs are kept for the backward; everything that autograd would
-keep inside it is made again when the backward arrives there. Reshard steps first needed by an operator of a segment
-belong to the segment.
+keep inside is recomputed when the backward arrives there. Reshard steps first needed by an operator of a segment belong
+to the segment.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ SHOWN = 12
 
 
 def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[str]) -> Recompute:
-    """The segments ``(first op, last op)`` of the modules whose paths match one of the patterns, and of the regions
-    that the model itself runs under activation checkpointing.
+    """Return the segments of modules whose paths match a pattern, and of regions under activation checkpointing.
 
-    A module inside another one that matches belongs to that one's segment. Operators at the end of a module that keep
-    nothing for the backward (a residual addition, say) are left out: making their result again would serve nobody, and
-    the collectives before them need not be made twice.
+    A segment is named by its first and last operator. A module inside another one that matches belongs to that one's
+    segment. Operators at the end of a module that keep nothing for the backward (a residual addition, say) are left
+    out: to recompute their result would serve nobody.
 
     Raises:
         PlanError: a pattern matches no module, or the operators of a module are not one contiguous run.
@@ -61,7 +60,7 @@ def segments_of(graph: Graph, rules: Sequence[Rule | None], patterns: Sequence[s
 
 
 def _segments(graph: Graph, rules: Sequence[Rule | None], runs: list[tuple[int, int]]) -> Recompute:
-    """Runs of operators as segments; those that have operators in common are one."""
+    """Return runs of operators as segments; those that have operators in common are one."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(runs):
         if joined and first <= joined[-1][1]:
@@ -73,7 +72,7 @@ def _segments(graph: Graph, rules: Sequence[Rule | None], runs: list[tuple[int, 
 
 
 def _regions(graph: Graph) -> list[tuple[int, int]]:
-    """Runs of operators of one region under activation checkpointing, first and last."""
+    """Return the first and last operator of each region under activation checkpointing."""
     regions: list[tuple[int, int]] = []
     now = -1
     for i, node in enumerate(graph.nodes):
@@ -88,19 +87,19 @@ def _regions(graph: Graph) -> list[tuple[int, int]]:
 
 
 def is_asked(graph: Graph, patterns: Sequence[str]) -> bool:
-    """Whether it is said what runs again: by patterns, or by the model."""
+    """Return whether patterns or the model itself decide what is recomputed."""
     return bool(patterns) or any(node.again >= 0 for node in graph.nodes)
 
 
 def segment(graph: Graph, rules: Sequence[Rule | None], first: int, last: int) -> tuple[str, str] | None:
-    """Operators from node ``first`` to ``last``, but for those at the end that keep nothing; None if none keeps any."""
+    """Return the operators from ``first`` to ``last`` without a tail that keeps nothing; None if none keeps any."""
     while last > first and not (graph.nodes[last].kind == "op" and keeps(graph, rules, last)):
         last -= 1
     return (graph.nodes[first].name, graph.nodes[last].name) if keeps(graph, rules, last) else None
 
 
 def _modules(graph: Graph) -> dict[str, None]:
-    """Paths of the modules that have operators, those around them included."""
+    """Return the paths of the modules that have operators, outer ones included."""
     paths: dict[str, None] = {}
     for node in graph.nodes:
         parts = node.module.split(".") if node.kind == "op" else [""]
@@ -109,13 +108,13 @@ def _modules(graph: Graph) -> dict[str, None]:
 
 
 def patterns_in(graph: Graph, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Those of the patterns that match a module of a part of a model."""
+    """Return the patterns that match a module of a part of a model."""
     modules = _modules(graph) if patterns else {}
     return tuple(p for p in patterns if any(fnmatchcase(path, p) for path in modules))
 
 
 def _outer(path: str) -> set[str]:
-    """The modules around a module."""
+    """Return the modules around a module."""
     parts = path.split(".")
     return {".".join(parts[:k]) for k in range(1, len(parts))}
 
@@ -124,7 +123,7 @@ def _outer(path: str) -> set[str]:
 
 @dataclass
 class Segment:
-    """What a plan puts into one segment.
+    """Operators and reshard steps of one segment of a plan.
 
     Attributes:
         ops: numbers of its operators.

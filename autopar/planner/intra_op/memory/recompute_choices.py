@@ -1,12 +1,12 @@
-"""What may run again in the backward instead of being kept, as choices of the integer program.
+"""Operators that may be recomputed in the backward instead of being kept, as choices of the integer program.
 
-An operator that runs again keeps nothing: neither what autograd would keep inside of it, nor its results for those who
-read them. It needs its inputs for that, which are kept or made again in their turn. So which operators run again is one
-choice for each of them, made together with its cut: none, some pointwise operators and norms, attention's inside, or
-all of a block are points of one space.
+A recomputed operator keeps nothing: neither what autograd would keep inside of it, nor its results for their readers.
+It needs its inputs for that, which are kept or recomputed in their turn. So it is one choice for each operator, made
+together with its cut: none, some pointwise operators and norms, attention's inside, or all of a block are points of one
+space.
 
-What a block gives to the next is kept, though what made it may run again for what it would keep inside: if it were made
-again for the next block, the backward of the last block would run the whole model again.
+What a block gives to the next is kept, though its maker may be recomputed for what it would keep inside: if it were
+recomputed for the next block, the backward of the last block would run the whole model a second time.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from autopar.capture.graph.dead_operators import has_effect
 from autopar.planner.intra_op.building.fold import Fold
 from autopar.planner.intra_op.memory.ledger import Entry
 from autopar.plans.plan import Recompute, reshard_key
-from autopar.plans.regather import can_make_again
+from autopar.plans.regather import can_recompute_result
 from autopar.rules.notation import Rule
-from autopar.words.graph import Graph, Node, Ref
+from autopar.words.graph import Graph, Node, Ref, has_effect
 from autopar.words.labels import common_depth
 
 
 @dataclass(frozen=True)
-class Again:
-    """What may run again in a graph.
+class Recomputable:
+    """The operators of a graph that may be recomputed.
 
     Attributes:
         able: operators that may, by representative of their fold class.
@@ -41,12 +40,11 @@ class Again:
     block_of: dict[int, int]
 
     def every(self, folding: Fold) -> frozenset[int]:
-        """All operators that may run again, of every block."""
+        """Return all operators that may be recomputed, of every block."""
         return frozenset(i for i, r in enumerate(folding.representative) if r in self.able)
 
     def segments(self, graph: Graph, rules: Sequence[Rule | None], chosen: Collection[int]) -> Recompute:
-        """Runs of operators that were chosen to run again, with the views between them, none over the end of a
-        block."""
+        """Return runs of chosen operators with the views between them, none over the end of a block."""
         runs: list[list[int]] = []
         between: list[int] = []  # views behind the last run
         block = -1
@@ -67,29 +65,28 @@ class Again:
     def may_join(
         self, graph: Graph, rules: Sequence[Rule | None], folding: Fold, first: int, last: int
     ) -> bool:  # fmt: skip
-        """Whether two operators of a block can run again in one segment: all between them may, or are views."""
+        """Return whether two operators of a block fit one segment: all between them may be recomputed, or are views."""
         between = (i for i in range(first + 1, last) if graph.nodes[i].kind == "op")
         return all(folding.representative[i] in self.able or _is_view(graph.nodes[i], rules[i]) for i in between)
 
     def results(self, graph: Graph, segments: Recompute, folding: Fold) -> list[str]:
-        """Results of the operators of these segments that need not be kept for other readers either."""
+        """Return the results of these segments that need not be kept for other readers either."""
         results = []
         for first, last in segments:
             inside = range(graph.index[first], graph.index[last] + 1)
             results += [
                 reshard_key(graph, Ref(i, k)) for i in inside if folding.representative[i] in self.gives_up
                 for k, spec in enumerate(graph.nodes[i].outs)
-                if spec is not None and can_make_again(graph, Ref(i, k), {i: 0})
+                if spec is not None and can_recompute_result(graph, Ref(i, k), {i: 0})
             ]  # fmt: skip
         return results
 
 
-def again(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence[str] = ()) -> Again:
-    """What may run again.
+def recomputable_of(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence[str] = ()) -> Recomputable:
+    """Return the operators that may be recomputed.
 
-    Args:
-        memory: all memory of the whole tensors, that which nobody keeps included.
-        begins: names of the operators with which blocks begin, where they are known.
+    ``memory`` is all memory of the global tensors, also what nobody keeps; ``begins`` names the first operators of
+    blocks.
     """
     starts = [graph.index[name] for name in begins] if begins else block_starts(graph, folding)
     block_of = blocks_from(graph, starts)
@@ -103,12 +100,15 @@ def again(graph: Graph, folding: Fold, memory: Sequence[Entry], begins: Sequence
             if any(i >= len(graph.nodes) or block_of[i] != here for i, _ in entry.readers):
                 read_behind.add(folding.representative[entry.since])
     able &= makes
-    return Again(frozenset(able), frozenset(able - read_behind), block_of)
+    return Recomputable(frozenset(able), frozenset(able - read_behind), block_of)
 
 
 def block_starts(graph: Graph, folding: Fold) -> list[int]:
-    """The operators with which repeated blocks begin, and what stands behind them: where in their period the fewest
-    bytes cross, and of such places where the outermost module ends, which is between two layers."""
+    """Return the operators with which repeated blocks begin, and those that follow the blocks.
+
+    They begin where in their period the fewest bytes are passed on, and of such places where the outermost module ends,
+    which is between two layers.
+    """
     ops = [i for i, node in enumerate(graph.nodes) if node.kind == "op"]
     position = {i: p for p, i in enumerate(ops)}
     change = [0] * (len(ops) + 1)
@@ -134,20 +134,21 @@ def block_starts(graph: Graph, folding: Fold) -> list[int]:
 
 
 def blocks_from(graph: Graph, starts: Sequence[int]) -> dict[int, int]:
-    """The number of every operator's block, if blocks begin at these nodes."""
+    """Return the number of every operator's block, if blocks begin at these nodes."""
     begins = sorted(starts)
     return {i: bisect_right(begins, i) for i, _ in graph.of_kind("op")}
 
 
 def _may(node: Node) -> bool:
-    """Whether an operator may run again: it has a gradient, writes to nothing and is not a user's own."""
+    """Return whether an operator may be recomputed: it has a gradient, writes to nothing and is not a user's own."""
     grads = all(spec.is_float for spec in node.outs if spec is not None)
     fit = node.hot and node.needs_grad and grads and not has_effect(node.target)
     return fit and node.target.startswith("aten.")
 
 
 def _is_view(node: Node, rule: Rule | None) -> bool:
+    """Return whether an operator only views its input."""
     return rule is not None and rule.kind == "none" and not has_effect(node.target)
 
 
-__all__ = ["Again", "again", "block_starts", "blocks_from"]
+__all__ = ["Recomputable", "block_starts", "blocks_from", "recomputable_of"]

@@ -1,10 +1,9 @@
-"""What steps of reshards need in memory beside the tensors that they lead from and to, and what reductions of gradients
-need, which are such steps.
+"""Working memory of reshard steps, and of reductions of gradients, which are such steps.
 
-A step is what :mod:`autopar.lower.collectives` makes of it: pieces that are not equal are padded to the largest, a
-collective runs, and what was added is cut off by a copy. Each of these makes its result out of that of the one before,
-which is let go of then; the backward makes them in the reverse order. All counts are those of the first rank, whose
-piece is the largest.
+A step is what :mod:`autopar.lower.collectives` makes of it: shards that are not equal are padded to the largest, a
+collective runs, and a copy cuts off what was added. Each of these makes its result from that of the one before, which
+is freed then; the backward makes them in the reverse order. All counts are those of the first rank, whose shard is the
+largest.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from autopar.words.shards import largest_shard, local_shape
 
 
 def reduction_needs(spec: Spec, choice: ParamChoice, mesh: Mesh, accumulates: bool) -> int:
-    """The most that is there, beside the gradient as the parameter is used, while that is reduced to where the
-    parameter is stored: the result included, unless it is added to what is there."""
+    """Return the most bytes, besides the gradient as used, while it is reduced to where its parameter is stored.
+
+    The result counts unless it is added to what is there.
+    """
     needs = reduced = 0
     for axis, src, dst in reversed(path(choice.stored, choice.used) or ()):
         if mesh.size(axis) == 1 or (accumulates and choice.lifetime != "use"):
@@ -36,22 +37,21 @@ def reduction_needs(spec: Spec, choice: ParamChoice, mesh: Mesh, accumulates: bo
 
 
 def is_alias(src: State, dst: State, mesh: Mesh) -> bool:
-    """Whether the gradient of a step's result goes on, in its memory, as that of what the step reads."""
+    """Return whether the gradient of a step's result goes on, in its memory, as that of its input."""
     axis = Step.between(src, dst).axis
     return mesh.size(axis) == 1 or {src[axis], dst[axis]} == {PENDING, INVARIANT}
 
 
 def copies_gradient(src: State, dst: State) -> bool:
-    """Whether the backward of a step copies the gradient, which then lies as before: one rank has it, others zeros."""
+    """Return whether the backward of a step copies the gradient into the same layout: one rank has it, others zeros."""
     axis = Step.between(src, dst).axis
     return dst[axis].adjoint.is_replicated and src[axis].adjoint.is_pending
 
 
 def step_needs(spec: Spec, src: State, dst: State, mesh: Mesh, is_strided: bool) -> int:
-    """The most bytes that the forward of a step of one axis has at once beside what it reads and its result.
+    """Return the most bytes that the forward of a step has at once, besides its input and its result.
 
-    Args:
-        is_strided: what it reads is not contiguous.
+    ``is_strided``: its input is not contiguous.
     """
     axis = Step.between(src, dst).axis
     if mesh.size(axis) == 1:
@@ -66,11 +66,10 @@ def step_needs(spec: Spec, src: State, dst: State, mesh: Mesh, is_strided: bool)
 
 
 def step_back_needs(spec: Spec, src: State, dst: State, mesh: Mesh, is_strided: bool, stays: bool) -> int:
-    """The same of its backward, beside the gradient of its result, and that of what it reads.
+    """Return the same of its backward, besides the gradient of its result and that of its input.
 
-    Args:
-        is_strided: the gradient that arrives is not contiguous.
-        stays: that gradient outlives the step, because somebody else has it, too.
+    ``is_strided``: the gradient that arrives is not contiguous; ``stays``: it outlives the step, as somebody else has
+    it.
     """
     if is_alias(src, dst, mesh):
         return 0
@@ -85,17 +84,16 @@ def step_back_needs(spec: Spec, src: State, dst: State, mesh: Mesh, is_strided: 
 
 
 class _Link(NamedTuple):
-    """One operator of a step: elements of what it makes, and of what it has beside while it runs."""
+    """One operator of a step: elements of its result, and of its working memory."""
 
     made: int
     beside: int
 
 
 def _most_beside(links: Sequence[_Link], let_go: int = 0) -> int:
-    """The most elements that a chain of operators has at once beside what the first one reads and the last one makes.
+    """Return the most elements that a chain of operators has at once, besides its input and its result.
 
-    Args:
-        let_go: elements of what the first one reads that are let go of when it has run.
+    ``let_go`` are elements of the input that are freed when the first one has run.
     """
     most = before = 0
     for number, link in enumerate(links):
@@ -107,7 +105,7 @@ def _most_beside(links: Sequence[_Link], let_go: int = 0) -> int:
 def _padded_shapes(
     shape: Sequence[int], src: State, dst: State, mesh: Mesh
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Local shapes of what a step's collective reads and of what it makes: pieces as large as the largest one."""
+    """Return the local shapes of the input and the result of a step's collective: shards as large as the largest."""
     axis = Step.between(src, dst).axis
     size = mesh.size(axis)
     read, result = list(local_shape(shape, src, mesh)), list(local_shape(shape, dst, mesh))
@@ -120,22 +118,26 @@ def _padded_shapes(
 
 
 def shape_in_memory(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the memory in which a step's result lies on one rank: where what was added can be cut off without a
-    copy, the result is a view, which keeps all of it."""
+    """Return the shape of the memory in which a step's result is on one rank.
+
+    Where padding can be cut off without a copy, the result is a view, which keeps all of it.
+    """
     _, padded = _padded_shapes(shape, src, dst, mesh)
     wanted = local_shape(shape, dst, mesh)
     return padded if padded != wanted and _is_view(padded, wanted) else wanted
 
 
 def _is_view(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether what is left of a contiguous tensor is contiguous, so that cutting off the rest makes no copy."""
+    """Return whether the rest of a contiguous tensor is contiguous, so that cutting off its padding makes no copy."""
     dims = [d for d, (n, rest) in enumerate(zip(shape, wanted, strict=True)) if n != rest]
     return all(n == 1 for n in shape[: dims[-1]])
 
 
 def _moved(read: Sequence[int], made: Sequence[int], src: Placement, dst: Placement, is_strided: bool) -> _Link:
-    """A collective of one tensor. One that is not contiguous is copied first, but by what is none; those along a dim
-    that is not the first are made of pieces that lie one behind the other."""
+    """Return a collective of one tensor; a strided one is copied first, except for steps without a collective.
+
+    Those along a dim that is not the first are made of shards that lie one after the other.
+    """
     before, after = src.dim, dst.dim
     if before is not None and after is not None:  # its pieces are copied, unless they are contiguous, and put together
         return _Link(prod(made), prod(made) + (prod(read) if is_strided or not _leads(read, after) else 0))
@@ -148,7 +150,7 @@ def _moved(read: Sequence[int], made: Sequence[int], src: Placement, dst: Placem
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Whether a dim is the first that has more than one element, so that parts along it are contiguous."""
+    """Return whether a dim is the first that has more than one element, so that parts along it are contiguous."""
     return all(n == 1 for n in shape[:dim])
 
 

@@ -1,5 +1,8 @@
-"""The peak of a step on one rank of a stage: that of its microbatches (:mod:`.moments`), with others in flight and what
-crosses to other stages (:mod:`autopar.plans.prices`), or that of the optimizer's step."""
+"""The peak of a step on one rank of a stage.
+
+It is that of its microbatches (:mod:`.moments`), with others in flight and what is passed to other stages
+(:mod:`autopar.plans.prices`), or that of the optimizer's step.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,9 @@ def with_working_bytes(
     price: Price, walk: Walk, holds: Ledger, params: Mapping[int, ParamChoice], outputs: Sequence[State | None],
     optimizer: str, microbatches: int, in_flight: int,
 ) -> tuple[Price, StagePeaks]:  # fmt: skip
-    """The price with what the fullest moment of a step needs beside all that it counts, and what it follows from.
+    """Return the price with the working memory of a step's fullest moment, and the moments from which it follows.
 
-    Args:
-        holds: the ledger of ``walk``.
-        params: by parameter node.
-        outputs: placements of the graph's outputs.
+    ``holds`` is the ledger of ``walk``; ``outputs`` are the placements of the graph's outputs.
     """
     first = later = None
     stay = walk.kernels.keeps_gradients
@@ -48,7 +48,7 @@ def with_working_bytes(
 
 
 def _arrived(walk: Walk) -> tuple[Crossed, ...]:
-    """What a pipeline's stage gets from others."""
+    """Return what a stage of a pipeline receives."""
     graph = walk.graph
     crossed = []
     for memory in sorted((walk.memories[number] for number in walk.arrived), key=lambda memory: memory.since):
@@ -59,8 +59,7 @@ def _arrived(walk: Walk) -> tuple[Crossed, ...]:
 
 
 def _sent(walk: Walk, outputs: Sequence[State | None]) -> tuple[Crossed, ...]:
-    """What a pipeline's stage gives to others, placed as the graph's outputs are; what autograd keeps of it is there
-    anyway."""
+    """Return what a stage of a pipeline sends, without what autograd keeps anyway, placed as the graph's outputs."""
     graph = walk.graph
     sent = []
     for out, state, targets in zip(graph.outputs, outputs, graph.targets, strict=False):
@@ -72,7 +71,7 @@ def _sent(walk: Walk, outputs: Sequence[State | None]) -> tuple[Crossed, ...]:
 
 
 def sends_back(graph: Graph, sent: Ref) -> bool:
-    """Whether a gradient comes back for what is sent."""
+    """Return whether a gradient comes back for what is sent."""
     return graph.nodes[sent.node].needs_grad and graph.spec(sent).is_float
 
 

@@ -1,9 +1,9 @@
-"""What a user asks of one mesh.
+"""The options of a user for one mesh.
 
 ======================== ==============================================================================================
-:mod:`.options`          what may be asked, checked
-:mod:`.pinned_choices`   what pins leave of the choices
-:mod:`.small_parameters` what stays whole although a pattern asks for pieces
-:mod:`.clashing_pins`    which pins leave no plan, where there is none
+:mod:`.options`          the options, checked
+:mod:`.pinned_choices`   the choices that pins leave
+:mod:`.small_parameters` parameters that stay replicated although a pattern shards them
+:mod:`.clashing_pins`    the pins that together leave no plan
 ======================== ==============================================================================================
 """

@@ -1,4 +1,4 @@
-"""Which pins clash, where no choice of strategies satisfies all of them: for the message only.
+"""The pins that clash, where no choice of strategies satisfies all of them: for the message only.
 
 A smallest set of pins that leaves no plan is found as in QuickXplain (Junker 2004, AAAI): by halves, with about
 ``2 k log2(n / k)`` problems for ``k`` of ``n`` pins. Operators that are decided as one are pinned as one.
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError
+from autopar.planner.effort import EFFORT
 from autopar.planner.intra_op.building.integer_program import NoChoice
 from autopar.planner.intra_op.mesh_problem import MeshProblem
 from autopar.planner.intra_op.pins.options import Options
@@ -22,8 +23,6 @@ from autopar.words.labels import matches, op_labels
 from autopar.words.meshes import Mesh
 from hardware_profiles import Cluster
 
-MOST_TRIALS = 40
-"""Problems that are solved for a message."""
 SHOWN = 8
 """Pins that it lists."""
 
@@ -36,7 +35,7 @@ class PinnedOption(NamedTuple):
 
 
 def explained(graph: Graph, cluster: Cluster, mesh: Mesh, options: Options, error: NoChoice) -> InfeasibleError:
-    """The error of :func:`~autopar.planner.intra_op.mesh_plan.plan_graph` with the pins that clash.
+    """Return the error of :func:`~.mesh_plan.plan_graph` with the pins that clash, or unchanged where none do.
 
     The same error where the pins are not to blame.
     """
@@ -63,7 +62,7 @@ class _Clash:
         )
 
     def _pins(self) -> list[PinnedOption]:
-        """All pins; those of nodes that are decided as one are one."""
+        """Return all pins; those of nodes that are decided as one are one."""
         graph, pins, options = self.setting.graph, self.setting.pins, self.setting.options
         grouped: dict[tuple[str, int], list[str | int]] = {}
         for i, node in enumerate(graph.nodes):
@@ -77,12 +76,11 @@ class _Clash:
         return listed + [PinnedOption("output", (number,)) for number in options.outputs or {}]
 
     def _has_plan(self, kept: Sequence[PinnedOption], whole: PinnedOption | None = None) -> bool:
-        """Whether there is a plan with these pins alone; yes, when too many were asked for already.
+        """Return whether there is a plan with these pins alone; yes, when too many problems were solved already.
 
-        Args:
-            whole: operators of a pin that are replicated instead.
+        ``whole``: operators of a pin that are replicated instead.
         """
-        if self.trials >= MOST_TRIALS:
+        if self.trials >= EFFORT.clash_trials:
             return True
         self.trials += 1
         named = {what: {n for pin in kept if pin.what == what for n in pin.names} for what in _WHATS}
@@ -127,17 +125,17 @@ class _Clash:
         return self.setting.pins.mesh.name(number)
 
     def _pattern(self, name: str, axis: str) -> str:
-        """The pattern of constraints that pins an operator on an axis: the last one that matches."""
+        """Return the pattern of constraints that pins an operator on an axis: the last one that matches."""
         graph = self.setting.graph
         node, label = graph.nodes[graph.index[name]], op_labels(graph)[name]
         patterns = (self.setting.options.constraints or {}).items()
         return [pattern for pattern, request in patterns if axis in request and matches(pattern, node, label)][-1]
 
     def _instead(self, pins: Sequence[PinnedOption], clash: Sequence[PinnedOption]) -> str:
-        """What to change: with one operator whole and all other pins as they are there is a plan, if that is so."""
+        """Return the pin to change: with one operator replicated and all other pins kept there is a plan."""
         for pin in reversed(clash):
             others = [p for p in pins if p is not pin]
-            if pin.what == "op" and self.trials < MOST_TRIALS and self._has_plan(others, whole=pin):
+            if pin.what == "op" and self.trials < EFFORT.clash_trials and self._has_plan(others, whole=pin):
                 labels = op_labels(self.setting.graph)
                 axes = [self._axis(axis) for axis in self.setting.pins.ops[str(pin.names[0])]]
                 said = {labels[str(name)]: dict.fromkeys(axes, as_written(WHOLE)) for name in pin.names[:SHOWN]}
@@ -148,11 +146,13 @@ class _Clash:
 _WHATS = ("op", "param", "input", "output")
 
 
-def smallest_clash(pins: Sequence[PinnedOption], clashes: Callable[[Sequence[PinnedOption]], bool]) -> list[PinnedOption]:
-    """Pins that clash, and without any one of which the others of them do not.
+def smallest_clash(
+    pins: Sequence[PinnedOption], clashes: Callable[[Sequence[PinnedOption]], bool]
+) -> list[PinnedOption]:
+    """Return pins that clash, and without any one of which the others do not.
 
-    Args:
-        clashes: whether some pins leave no plan. Where it says no for want of time, more pins than needed are given.
+    ``clashes`` returns whether some pins leave no plan. Where it returns False for want of time, more pins than needed
+    are returned.
     """
 
     def search(base: list[PinnedOption], added: bool, candidates: list[PinnedOption]) -> list[PinnedOption]:

@@ -1,4 +1,4 @@
-"""What a user may ask of the plan of one mesh, and how much memory there is."""
+"""Options of a user for the plan of one mesh, and the memory of its devices."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from autopar.planner.intra_op.solving.effort import PATIENT, Effort, asked_seconds
+from autopar.planner.effort import PATIENT, SolverWork, requested_seconds
 from autopar.words.placements import State
 from hardware_profiles import Cluster, budget_of
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may ask of the planner.
+    """Options of a user for the plan of one mesh.
 
     Attributes:
         constraints: ``{pattern: {axis: factor}}``; the pattern (``*`` matches anything) names a module path, or one op
@@ -62,14 +62,13 @@ class Options:
         """Names of the mesh axes that constraints are about."""
         return frozenset(axis for wanted in (self.constraints or {}).values() for axis in wanted)
 
-    def effort(self, enough: Effort = PATIENT) -> Effort:
-        """What one run of the solver may take: the seconds that were asked for, else what is enough."""
-        return enough if self.time_limit_seconds is None else asked_seconds(self.time_limit_seconds)
+    def effort(self, enough: SolverWork = PATIENT) -> SolverWork:
+        """Return the work of one run of the solver: the seconds of the user, else what is enough."""
+        return enough if self.time_limit_seconds is None else requested_seconds(self.time_limit_seconds)
 
 
 def device_limit(cluster: Cluster, devices: Iterable[int], request: float | None) -> float:
-    """Return the bytes that the counted peak of a step may be on each of these devices: what was asked for, or what the
-    smallest may fill (:func:`hardware_profiles.budget_of`)."""
+    """Return the bytes that the peak of a step may take: the user's, or what the smallest of the devices may fill."""
     if request is not None:
         return request
     of_kinds = {device.name: device for device in map(cluster.device, devices)}

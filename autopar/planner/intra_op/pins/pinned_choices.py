@@ -1,4 +1,4 @@
-"""What pins leave of the choices: strategies of operators, ways to keep parameters, placements of inputs, outputs."""
+"""Choices that pins leave: strategies of operators, storage of parameters, placements of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -105,14 +105,7 @@ class PinnedChoices:
         self._params_large_enough(request)
 
     def _params_large_enough(self, request: Mapping[str, str]) -> None:
-        """Pin parameters as they are asked for, or whole where they are too small and a wildcard found them.
-
-        Args:
-            asked: the pattern that holds for each parameter.
-
-        Raises:
-            TooSmallError: it names all others that are too small, with their sizes.
-        """
+        """Pin parameters as requested, or replicated where they are too small and a wildcard matched them."""
         hows = self.options.params or {}
         shapes = {node.target: node.out.shape for _, node in self.graph.of_kind("param")}
         small = {name: why_too_small(name, shapes[name], hows[pattern], self.mesh) for name, pattern in request.items()}
@@ -168,7 +161,7 @@ class PinnedChoices:
             )
 
     def uniform(self, folding: Fold) -> bool:
-        """Whether all nodes of every fold class are pinned alike."""
+        """Return whether all nodes of every fold class are pinned alike."""
         nodes = self.graph.nodes
         return not (self.ops or self.params or self.uncut) or all(
             self.uncut.get(nodes[i].name) == self.uncut.get(nodes[r].name)
@@ -178,7 +171,7 @@ class PinnedChoices:
         )
 
     def op(self, node: Node, strategy: Strategy) -> bool:
-        """Whether the pins allow a strategy; without one, whether it keeps whole what other operators write to."""
+        """Return whether pins allow a strategy; without, whether it keeps whole what other operators write to."""
         wanted = self.ops.get(node.name)
         if wanted is None:
             return holds_whole(strategy, self.uncut.get(node.name, ()))
@@ -187,7 +180,7 @@ class PinnedChoices:
         )
 
     def param(self, node: Node, choice: ParamChoice) -> bool:
-        """Whether the pins allow a way to keep a parameter."""
+        """Return whether the pins allow an option to store a parameter."""
         how = self.params.get(node.target)
         if how is None:
             return True
@@ -220,7 +213,7 @@ class PinnedChoices:
 
 
 def _is_state(text: str, mesh: Mesh) -> bool:
-    """Whether a text names a placement for each axis of a mesh."""
+    """Return whether a text names a placement for each axis of a mesh."""
     try:
         State.parse(text, mesh, "")
     except MeshError:

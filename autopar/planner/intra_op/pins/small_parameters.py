@@ -1,7 +1,7 @@
-"""Parameters that are too small for the pieces that are asked for: a scalar, a bias of fewer elements than ranks.
+"""Parameters that are too small for the shards of a pattern: a scalar, a bias of fewer elements than ranks.
 
-A pattern with a wildcard (``"*": "S0 use"``, as ``fully_shard`` of a whole model) says how what can be is stored: what
-is too small for it stays whole, and a note of the plan says so. A name that is written out is meant.
+A pattern with a wildcard (``"*": "S0 use"``, as ``fully_shard`` of a whole model) applies to whatever can be stored so:
+what is too small stays replicated, with a note in the plan. A name that is written out is meant.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from autopar.words.placements import REPLICATE, State
 
 
 class TooSmallError(InfeasibleError):
-    """Parameters cannot be stored in the pieces that are asked for by their names, on whatever plan of this mesh."""
+    """Parameters that no plan on this mesh can store as their names request."""
 
 
 def stored_and_lifetime(how: str) -> tuple[str, str]:
-    """``"S0, I use"`` as ``("S0,I", "use")``; no lifetime is ``""``."""
+    """Return ``"S0, I use"`` as ``("S0,I", "use")``; no lifetime is ``""``."""
     words = how.split()
     lifetime = words.pop() if words and words[-1] in LIFETIMES else ""
     return "".join(words), lifetime
 
 
 def why_too_small(name: str, shape: Sequence[int], how: str, mesh: Mesh) -> str:
-    """Why a parameter cannot be stored as it is asked for, such as ``on axis 'data' it has no dim 0``; else nothing."""
+    """Return why a parameter cannot be stored as requested, such as ``on axis 'data' it has no dim 0``."""
     if how == REPLICATE:
         return ""
     left = list(shape)
@@ -46,12 +46,12 @@ def why_too_small(name: str, shape: Sequence[int], how: str, mesh: Mesh) -> str:
 
 
 def asks_for_what_fits(pattern: str) -> bool:
-    """Whether a pattern of ``params=`` has a wildcard, and is not the name of one parameter."""
+    """Return whether a pattern of ``params=`` has a wildcard, and is not the name of one parameter."""
     return glob.has_magic(pattern)
 
 
 def note_on_small(graph: Graph, params: Mapping[str, str], stages: Sequence[StagePlan]) -> tuple[str, ...]:
-    """Says which parameters a plan keeps whole although a pattern asks for pieces."""
+    """Return a note on the parameters that a plan keeps replicated although a pattern shards them."""
     shapes = {node.target: node.out.shape for _, node in graph.of_kind("param")}
     small: dict[str, str] = {}
     for stage in stages:

@@ -1,4 +1,4 @@
-"""CBC, through PuLP, in the place of HiGHS: a second solver of the same programs, asked by the same methods."""
+"""CBC, through PuLP, in the place of HiGHS: a second solver of the same programs, with the same methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pulp
 
-from autopar.planner.intra_op.building.integer_program import PRICES, ROUGH, Choice, MomentBytes, NoChoice, Problem
+from autopar.planner.effort import EFFORT
+from autopar.planner.intra_op.building.integer_program import Choice, MomentBytes, NoChoice, Problem
 from autopar.planner.intra_op.solving.program_matrix import Matrix, matrix
 
 for _solver in vars(pulp.apis).values():
@@ -26,62 +27,62 @@ class ByCbc:
         self.problem, self.cpu_seconds = problem, cpu_seconds
 
     def limit(self, n_bytes: float | None) -> None:
-        """As in :class:`~.highs.HighsProgram`."""
+        """Set the limit, as :class:`~.highs.HighsProgram` does."""
         if self.problem.limit_bytes is not None:
             self.problem = replace(self.problem, limit_bytes=n_bytes)
 
     def nearest(self) -> Choice:
-        """As in :class:`~.highs.HighsProgram`."""
-        return self.solve(ROUGH)
+        """Return a solution within a wide gap."""
+        return self.solve(EFFORT.rough_gap)
 
     def add(self, moment: MomentBytes) -> None:
-        """As in :class:`~.highs.HighsProgram`."""
+        """Add a moment that must fit."""
         self.problem = replace(self.problem, moments=(*self.problem.moments, moment))
 
-    def lower(self, number: int, n_bytes: float) -> None:
-        """As in :class:`~.highs.HighsProgram`, of all moments."""
+    def lower(self, _number: int, n_bytes: float) -> None:
+        """Lower the limit of all moments."""
         if self.problem.limit_bytes is not None:
             self.limit(self.problem.limit_bytes - n_bytes)
 
-    def is_rough(self, gap: float) -> bool:
-        """Never: CBC knows no choices near the relaxation."""
+    def is_rough(self, _gap: float) -> bool:
+        """Return False: CBC gives no choices near the relaxation."""
         return False
 
     @property
     def end(self) -> None:
-        """Not known."""
+        """The end of the simplex method, which CBC does not give."""
         return None
 
     def begin_at(self, end: object) -> None:
-        """Nowhere else."""
+        """Ignore where an earlier program ended."""
 
-    def at_price(self, factor: float) -> Choice | None:
-        """Not known."""
+    def at_price(self, _factor: float) -> Choice | None:
+        """Return None: CBC prices no bytes."""
         return None
 
     def whole(self) -> Choice | None:
-        """Not known before the problem is solved."""
+        """Return None: nothing is known before the problem is solved."""
         return None
 
     def least(self) -> float:
-        """Not known before the problem is solved."""
+        """Return 0: nothing is known before the problem is solved."""
         return 0.0
 
     def fewest_bytes(self) -> None:
-        """Not known."""
+        """Return None: CBC gives no relaxation."""
         return None
 
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
-        """Not known."""
+        """Yield nothing: CBC gives no relaxation."""
         return iter(())
 
-    def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
-        """The fastest alone."""
+    def hull(self, _prices: Sequence[float] = EFFORT.byte_prices, _peak_share: float = 1.0) -> list[Choice]:
+        """Return the fastest choice alone."""
         self.limit(None)
         return [self.solve()]
 
-    def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
-        """As :meth:`~.highs.HighsProgram.solve`."""
+    def solve(self, gap: float = 0.0, _worth_seconds: float = math.inf) -> Choice:
+        """Solve the program, as :meth:`~.highs.HighsProgram.solve` does."""
         problem = self.problem
         lp = matrix(problem)
         model, columns = _pulp(lp)
@@ -101,13 +102,13 @@ class ByCbc:
         return Choice(picked, objective, bound, status, "cbc", binds=problem.limit_bytes is not None)
 
     def _relaxed(self, model: pulp.LpProblem) -> float:
-        """The objective of the relaxation, which no choice is below; 0 if that takes too long, too."""
+        """Return the objective of the relaxation, which no choice is below; 0 if that takes too long."""
         model.solve(_cbc()(msg=False, timeLimit=self.cpu_seconds, timeMode="cpu", threads=1, mip=False))
         return float(pulp.value(model.objective)) if model.sol_status == pulp.LpSolutionOptimal else 0.0
 
 
 def _cbc() -> type:
-    """CBC as its own program (``pulp[cbc]``) if it is installed, else the one that PuLP 3 brings along."""
+    """Return CBC as its own program (``pulp[cbc]``) if it is installed, else the one that PuLP 3 includes."""
     if pulp.COIN_CMD(msg=False).available():
         return pulp.COIN_CMD
     warnings.filterwarnings("ignore", message="PULP_CBC_CMD is deprecated")
@@ -115,7 +116,7 @@ def _cbc() -> type:
 
 
 def _pulp(lp: Matrix) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
-    """The program in PuLP, with its columns."""
+    """Return the program in PuLP, with its columns."""
     model = pulp.LpProblem("autopar", pulp.LpMinimize)
     columns = [
         model.add_variable(f"v{k}", 0, None if up == math.inf else up, pulp.LpInteger if whole else pulp.LpContinuous)

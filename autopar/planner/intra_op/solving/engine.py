@@ -29,7 +29,7 @@ def silent_engine() -> Any:
 
 @contextlib.contextmanager
 def _stdout_nowhere() -> Iterator[None]:
-    """In here, what C code prints is gone; what Python has printed before is written first."""
+    """Discard what C code prints in this scope, after writing what Python has printed before."""
     with _one_at_a_time, contextlib.ExitStack() as at_end:
         try:
             if sys.stdout is not None:

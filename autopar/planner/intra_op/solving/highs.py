@@ -1,9 +1,9 @@
-"""A :class:`~autopar.planner.intra_op.building.integer_program.Problem` becomes an integer program, and whole choices.
-Solvers are known here, in :mod:`.relaxation` and in :mod:`.cbc` alone.
+"""Integer programs in HiGHS, solved to whole choices.
 
-HiGHS solves it in process (highspy); CBC, through PuLP, is the fallback. One thread and a fixed seed: same
-problem, same answer. See :mod:`autopar.planner.intra_op.building.integer_program` for the mathematics; the names here
-are those there.
+The only file besides :mod:`.relaxation` and :mod:`.cbc` with solvers.
+
+HiGHS solves in process (highspy); CBC, through PuLP, is the fallback. One thread and a fixed seed: same problem, same
+answer. See :mod:`autopar.planner.intra_op.building.integer_program` for the mathematics; the names are those there.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.building.integer_program import PRICES, Beaten, Choice, NoChoice, Problem
-from autopar.planner.intra_op.solving.effort import PATIENT, Effort
+from autopar.planner.effort import EFFORT, PATIENT, SolverWork
+from autopar.planner.intra_op.building.integer_program import Beaten, Choice, NoChoice, Problem
 from autopar.planner.intra_op.solving.relaxation import NOTHING, Point, Relaxation
 
 if TYPE_CHECKING:
@@ -29,22 +29,18 @@ try:
 except ImportError:  # CBC solves then
     highspy = None  # type: ignore[assignment]
 
-DEARER = (1.05, 1.2, 1.6, 3.0)
-"""Times the relaxation's price of a byte, where the choice next to it does not fit."""
-NUDGE = 1e-3
-"""By this part the price of a byte is moved to see the solutions on both sides of it."""
 ITERATIONS = 2**31 - 1
 """HiGHS's own limit of simplex iterations: none."""
-HULL_GAP = 0.01
-"""How far the fastest choice may be from the best, where branch and bound is needed to find it."""
 
 
-def program(problem: Problem, *, effort: Effort = PATIENT, solver: str = "auto") -> HighsProgram | ByCbc:
-    """A problem that may be solved several times, with several limits.
+Program: TypeAlias = "HighsProgram | ByCbc"
 
-    Args:
-        effort: of one run; after it, the best solution so far is returned with its gap.
-        solver: ``highs``, ``cbc`` or ``auto`` (HiGHS if highspy is installed).
+
+def program(problem: Problem, *, effort: SolverWork = PATIENT, solver: str = "auto") -> Program:
+    """Return a problem that may be solved several times, with several limits.
+
+    ``effort`` is that of one run, after which the best solution so far is returned with its gap; ``solver`` is
+    ``highs``, ``cbc`` or ``auto`` (HiGHS if highspy is installed).
     """
     if _pick(solver) == "cbc":
         from autopar.planner.intra_op.solving.cbc import ByCbc
@@ -61,36 +57,26 @@ class HighsProgram(Relaxation):
     """
 
     def whole(self) -> Choice | None:
-        """The optimum, if the relaxation is whole.
-
-        Raises:
-            InfeasibleError: nothing satisfies the limit.
-        """
+        """Return the optimum, if the relaxation is whole."""
         self._relaxed = self._relaxed or self.relaxed()
         return self.choice(self._relaxed) if self._relaxed is not None and self._relaxed.whole else None
 
     def least(self) -> float:
-        """Seconds that no choice within the limit beats; 0 if the relaxation was not solved in time.
-
-        Raises:
-            InfeasibleError: nothing satisfies the limit.
-        """
+        """Return the seconds that no choice within the limit beats; 0 if the relaxation was not solved in time."""
         self._relaxed = self._relaxed or self.relaxed()
         return self._relaxed.bound / self.scale if self._relaxed is not None else 0.0
 
     def nearest(self) -> Choice:
-        """The larger shares of the relaxation: what it is most like, whether that fits or not.
-
-        Raises:
-            InfeasibleError: nothing satisfies the limit, or the solver was not done in time.
-        """
+        """Return the choice that the relaxation is most like, by its larger shares, whether that fits or not."""
         self._relaxed = self._relaxed or self.relaxed()
         if self._relaxed is None:
             raise InfeasibleError("the relaxation was not solved in time")
         return self.choice(self._relaxed)
 
     def pairs(self) -> Iterator[tuple[Choice, Choice]]:
-        """Two choices whose mixture solves the relaxation under the limit: a faster, larger one and a smaller.
+        """Yield pairs of choices whose mixture solves the relaxation under the limit: a faster and a smaller one.
+
+        A faster, larger one and a smaller.
 
         A class of folded blocks that picks one strategy by 0.3 and another by 0.7 means that 0.3 of its blocks pick
         the one: so blocks that mix the two choices come close to the bound, where one choice for all blocks may be far
@@ -111,8 +97,11 @@ class HighsProgram(Relaxation):
         yield self.choice(faster), self.choice(smaller)
 
     def _parts(self, relaxed: Point) -> tuple[Point, Point] | None:
-        """A faster and a smaller choice between which a fractional solution lies: the larger shares of its items, and
-        the smaller ones. None if an item has more than two, or if the limit is not between the two."""
+        """Return the faster and the smaller choice between which a fractional solution is.
+
+        They are the larger shares of its items and the smaller ones; None if an item has more than two, or if the limit
+        is not between the two.
+        """
         shares = relaxed.values[self.flat]
         many = np.add.reduceat((shares > NOTHING).astype(int), self.starts)
         if many.max() != 2:
@@ -131,27 +120,23 @@ class HighsProgram(Relaxation):
         return (faster, smaller) if smaller.n_bytes <= self.room <= faster.n_bytes else None
 
     def _bytes(self, picked: Sequence[int]) -> float:
-        """Bytes of a whole choice, by what a byte of each moment is worth."""
+        """Return the bytes of a whole choice, by the worth of a byte at each moment."""
         items = self.problem.items
         peak = max((i.peak_bytes[k] for i, k in zip(items, picked, strict=True) if i.peak_bytes), default=0.0)
         of_moments = zip(self.weights, self.moments, strict=True)
         rows = sum(float(w) * moment.n_bytes(self.problem, picked) for w, moment in of_moments if w)
         return peak + rows + float(self.weights @ np.array(self.unseen))
 
-    def hull(self, prices: Sequence[float] = PRICES, peak_share: float = 1.0) -> list[Choice]:
-        """The fastest choice and smaller ones, without limit: the best at rising prices of a byte.
+    def hull(self, prices: Sequence[float] = EFFORT.byte_prices, peak_share: float = 1.0) -> list[Choice]:
+        """Return the fastest choice and smaller ones, without limit: the best at rising prices of a byte.
 
         At price p all bytes of the fastest choice cost p times its seconds.
 
-        Args:
-            peak_share: of the peak's bytes that have a price: where other blocks have the same peak, they share it.
-
-        Raises:
-            InfeasibleError: there is no choice at all.
+        ``peak_share``: of the peak's bytes that have a price: where other blocks have the same peak, they share it.
         """
         self._bound_memory(math.inf)
         self._weigh_peak(peak_share)
-        points = [self._at(0.0, HULL_GAP)]
+        points = [self._at(0.0, EFFORT.hull_gap)]
         unit = max(1.0, points[0].seconds) / max(1.0, points[0].n_bytes)
         for price in prices:
             point = self._relaxed_at(price * unit)  # the largest share of each is good enough, and no search
@@ -163,12 +148,12 @@ class HighsProgram(Relaxation):
         return [self.choice(replace(p, bound=p.seconds)) for p in ordered]
 
     def _at(self, price: float, gap: float = 0.0) -> Point:
-        """The best choice at a price of a byte, in scaled seconds."""
+        """Return the best choice at a price of a byte, in scaled seconds."""
         point = self._relaxed_at(price)
         return point if point is not None and point.whole else self.best(gap)
 
     def solve(self, gap: float = 0.0, worth_seconds: float = math.inf) -> Choice:
-        """The cheapest strategies.
+        """Return the cheapest strategies.
 
         Args:
             gap: relative distance from the proven bound at which the solver may stop; 0 asks for the optimum. It is
@@ -198,10 +183,10 @@ class HighsProgram(Relaxation):
         return self.choice(self.best(gap, start))
 
     def _within(self, gap: float) -> Choice:
-        """The cheapest strategies without a limit, or those next to the relaxation's if these are as near as the gap.
+        """Return the cheapest strategies without a limit, or those next to the relaxation's if within the gap.
 
-        As many collectives as a pass can hide divide parameters between two ways to be stored, both of which are as
-        good: whole choices are near, and branch and bound takes a hundred times as long to say so.
+        As many collectives as a pass can hide divide parameters between two equally good options to store them: whole
+        choices are near, and branch and bound takes a hundred times as long to prove it.
         """
         if gap > 0.0 and self._relaxed is not None and self.lp.fullest is None:
             near = self._decided_in_turn(self._relaxed)
@@ -210,7 +195,7 @@ class HighsProgram(Relaxation):
         return self.choice(self.best(gap if self.lp.fullest is not None or self.problem.overlaps else 0.0))
 
     def around(self, relaxed: Point) -> tuple[Point, Point]:
-        """The whole choices that are best a little below and a little above the relaxation's price of a byte."""
+        """Return the whole choices that are best a little below and above the relaxation's price of a byte."""
         price = relaxed.byte_price
         self._bound_memory(math.inf)
         least = relaxed.seconds + price * self.room  # of seconds and bytes together, at the price
@@ -223,17 +208,15 @@ class HighsProgram(Relaxation):
                     return point
             return self._at(price)
 
-        faster, smaller = near(price * (1 - NUDGE), False), near(price * (1 + NUDGE), True)
+        faster, smaller = near(price * (1 - EFFORT.price_nudge), False), near(price * (1 + EFFORT.price_nudge), True)
         self._charge(0.0)
         self._bound_memory(self.room)
         return replace(faster, bound=relaxed.bound), replace(smaller, bound=relaxed.bound)
 
     def at_price(self, factor: float) -> Choice | None:
-        """The best choice, whatever its bytes, where each costs so many times what it is worth in the relaxation; None
-        if memory does not bind that, or if the choice is not found without branch and bound.
+        """Return the best choice, whatever its bytes, where each costs ``factor`` times its worth in the relaxation.
 
-        Raises:
-            InfeasibleError: nothing satisfies the limit.
+        None if memory does not bind that, or if the choice is not found without branch and bound.
         """
         self._relaxed = self._relaxed or self.relaxed()
         if self._relaxed is None or not self._relaxed.byte_price:
@@ -245,10 +228,10 @@ class HighsProgram(Relaxation):
         return self.choice(replace(point, bound=self._relaxed.bound)) if point is not None and point.whole else None
 
     def _smaller(self, relaxed: Point) -> Point | None:
-        """The first whole choice that fits at rising prices of a byte, from the relaxation's on."""
+        """Return the first whole choice that fits at rising prices of a byte, from the relaxation's on."""
         fitting = None
         self._bound_memory(math.inf)
-        for factor in DEARER:
+        for factor in EFFORT.price_steps:
             point = self._relaxed_at(factor * relaxed.byte_price)
             if point is not None and point.whole and point.most_bytes <= self.room:
                 fitting = replace(point, bound=relaxed.bound)
@@ -258,7 +241,7 @@ class HighsProgram(Relaxation):
         return fitting
 
     def best(self, gap: float, start: Point | None = None) -> Point:
-        """By branch and bound, from a choice that is known already."""
+        """Return the optimum of branch and bound, from a choice that is known already."""
         engine = self.engine
         engine.setOptionValue("solve_relaxation", False)
         engine.setOptionValue("presolve", "choose")
@@ -293,7 +276,7 @@ def _at_most(engine: Any, steps: int) -> Iterator[None]:
     """
     taken = 0
 
-    def go_on(kind: Any, message: str, of_solver: Any, answer: Any, nothing: Any) -> None:
+    def go_on(_kind: Any, _message: str, _of_solver: Any, answer: Any, _nothing: Any) -> None:
         nonlocal taken
         taken += 1
         answer.user_interrupt = taken > steps

@@ -22,29 +22,25 @@ from autopar.words.graph import Graph, Ref
 
 
 def mixture(
-    graph: Graph, folding: Fold, program: highs.HighsProgram | highs.ByCbc, decoder: Decoder, limit: float,
+    graph: Graph, folding: Fold, program: highs.Program, decoder: Decoder, limit: float,
     realise: Callable[[Decided], StagePlan], seconds_of: Callable[[StagePlan], float], gap: float,
 ) -> StagePlan | None:  # fmt: skip
-    """A mixture within the limit, its gap measured against the relaxation; None if there is none.
+    """Return a mixture within the limit, its gap measured against the relaxation; None if there is none.
 
-    Args:
-        seconds_of: the seconds of a plan that the problem counts: of all that is decided by it.
-        gap: one that is good enough, so that no other order of the two choices is tried.
-
-    Raises:
-        InfeasibleError: not even the relaxation satisfies the limit.
+    ``seconds_of`` gives the seconds of a plan that the problem counts. With a mixture within ``gap``, no other order of
+    the two choices is tried.
     """
     cuts = boundaries(graph, folding)
     if not cuts:
         return None
     best: StagePlan | None = None
     for faster, smaller in program.pairs():
-        alike = _within(realise(decoder.decided(smaller.picked, folding)), smaller.bound, seconds_of, gap)
+        alike = _within(realise(decoder.decided(smaller.picked)), smaller.bound, seconds_of, gap)
         if alike.price.memory_bytes <= limit and alike.solution is not None and alike.solution.gap <= gap:
             return alike  # no block need differ
         if alike.price.memory_bytes > limit:
             continue  # nor does it where some blocks take the larger one
-        plan = _between(graph, folding, decoder, (faster, smaller), cuts, limit, realise, seconds_of, gap)
+        plan = _between(graph, decoder, (faster, smaller), cuts, limit, realise, seconds_of, gap)
         if plan is not None and (best is None or plan.price.seconds < best.price.seconds):
             best = plan
         if best is not None and best.solution is not None and best.solution.gap <= gap:
@@ -53,10 +49,10 @@ def mixture(
 
 
 def _between(
-    graph: Graph, folding: Fold, decoder: Decoder, pair: tuple[Choice, Choice], cuts: Sequence[int], limit: float,
+    graph: Graph, decoder: Decoder, pair: tuple[Choice, Choice], cuts: Sequence[int], limit: float,
     realise: Callable[[Decided], StagePlan], seconds_of: Callable[[StagePlan], float], gap: float,
 ) -> StagePlan | None:  # fmt: skip
-    """The best mixture of two choices; None if none fits."""
+    """Return the best mixture of two choices; None if none fits."""
     faster, smaller = pair
     guess = _guess(faster, smaller, limit, len(cuts))
     best: StagePlan | None = None
@@ -66,7 +62,7 @@ def _between(
         def plan_at(k: int, first: bool = first) -> StagePlan:
             cut = cuts[k] if first else ([0, *cuts[:-1]])[len(cuts) - 1 - k]
             before, after = (smaller, faster) if first else (faster, smaller)
-            return realise(_mixed(graph, decoder, folding, before, after, cut))
+            return realise(_mixed(graph, decoder, before, after, cut))
 
         def fits(k: int, plan_at: Callable[[int], StagePlan] = plan_at) -> bool:
             return plan_at(k).price.memory_bytes <= limit
@@ -83,28 +79,28 @@ def _between(
 
 
 def _within(plan: StagePlan, bound: float, seconds_of: Callable[[StagePlan], float], gap: float) -> StagePlan:
-    """The plan with what is known of its distance to the bound."""
+    """Return the plan with its distance to the bound."""
     seconds = seconds_of(plan)
     off = max(0.0, 1 - bound / seconds)
     return replace(plan, solution=Solution("highs", "within gap" if off <= gap else "best found", seconds, off, True))
 
 
 def boundaries(graph: Graph, folding: Fold) -> list[int]:
-    """Numbers of the nodes at which repeated blocks begin and end, and of the graph's end; none without repeats."""
+    """Return the nodes at which repeated blocks begin and end, and the graph's end; none without repeats."""
     ops = [i for i, n in enumerate(graph.nodes) if n.kind == "op"]
     positions = {first + k * length for first, length, repeats in folding.blocks for k in range(repeats + 1)}
     return [*sorted(ops[p] for p in positions if p < len(ops)), len(graph.nodes)] if positions else []
 
 
 def _guess(faster: Choice, smaller: Choice, limit: float, n: int) -> int:
-    """Where the bytes would reach the limit if they fell evenly from cut to cut."""
+    """Return the boundary at which bytes would reach the limit if they fell evenly from one to the next."""
     most, least = faster.stats["bytes"], smaller.stats["bytes"]
     share = (most - limit) / (most - least) if most > least else 1.0
     return min(n - 1, max(0, ceil(share * (n - 1))))
 
 
 def _first(fits: Callable[[int], bool], n: int, guess: int) -> int | None:
-    """The least ``k < n`` that fits, where all after one that fits fit too; None if none does."""
+    """Return the least ``k < n`` that fits, where all after one that fits fit too; None if none does."""
     low, high, step = -1, n, 1  # low does not fit, high does (or is the end)
     k = guess
     while high - low > 1:
@@ -118,9 +114,12 @@ def _first(fits: Callable[[int], bool], n: int, guess: int) -> int | None:
     return high if high < n else None
 
 
-def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after: Choice, cut: int) -> Decided:
-    """Nodes before the cut as in the one choice, the others as in the other; parameters go with their readers."""
-    first, second = decoder.decided(before.picked, folding), decoder.decided(after.picked, folding)
+def _mixed(graph: Graph, decoder: Decoder, before: Choice, after: Choice, cut: int) -> Decided:
+    """Return decisions with nodes before the cut as in one choice, the others as in the other.
+
+    Parameters go with their readers.
+    """
+    first, second = decoder.decided(before.picked), decoder.decided(after.picked)
 
     def place(node: int) -> int:
         if graph.nodes[node].kind == "op":
@@ -140,7 +139,7 @@ def _mixed(graph: Graph, decoder: Decoder, folding: Fold, before: Choice, after:
         {node: strategy if node < cut else second.ops[node] for node, strategy in first.ops.items()},
         pick(first.params, second.params, int), pick(first.outputs, second.outputs, lambda k: outputs[k].node),
         pick(first.inputs, second.inputs, lambda name: inputs[name]),
-        frozenset(i for i in first.again if i < cut) | frozenset(i for i in second.again if i >= cut),
+        frozenset(i for i in first.recomputed if i < cut) | frozenset(i for i in second.recomputed if i >= cut),
         {
             name: frozenset(key for key in first.tensors.get(name, ()) if made_by(key) < cut)
             | frozenset(key for key in second.tensors.get(name, ()) if made_by(key) >= cut)

@@ -53,7 +53,7 @@ class Matrix:
     fullest: int | None = None
 
     def add(self, costs: Iterable[float], upper: float = math.inf, whole: bool = False) -> range:
-        """New columns, one for each of their seconds."""
+        """Add columns, one for each of their seconds, and return their numbers."""
         first = len(self.cost)
         factor = self.scale * 2**20
         self.cost.extend(round(c * factor) / 2**20 for c in costs)
@@ -63,7 +63,7 @@ class Matrix:
         return range(first, first + n)
 
     def bytes_of(self, moment: MomentBytes) -> dict[int, float]:
-        """Bytes by column of what is there at a moment."""
+        """Return by column the bytes that are there at a moment."""
         by_column = {
             v: b for picks, of_item in zip(self.picks, moment.items, strict=True)
             for v, b in zip(picks, of_item, strict=True) if b
@@ -74,12 +74,12 @@ class Matrix:
         return by_column
 
     def memory_row(self, moment: MomentBytes) -> dict[int, float]:
-        """What the limit is held against, as shares of ``unit`` bytes."""
+        """Return the row of a moment against the limit, as shares of ``unit`` bytes."""
         entries = {v: b / self.unit for v, b in self.bytes_of(moment).items()}
         return entries if self.fullest is None else {**entries, self.fullest: -1.0}
 
     def row(self, entries: Mapping[int, float], low: float, high: float) -> None:
-        """A new row."""
+        """Add a row."""
         self.columns.extend(entries)
         self.values.extend(entries.values())
         self.start.append(len(self.columns))
@@ -88,7 +88,7 @@ class Matrix:
 
 
 def matrix(problem: Problem) -> Matrix:
-    """The integer program of :mod:`autopar.planner.intra_op.building.integer_program`.
+    """Return the integer program of :mod:`autopar.planner.intra_op.building.integer_program`.
 
     Solvers have absolute tolerances, so seconds are scaled to about :data:`SIZE` in all. The scale is a power of two,
     and costs are rounded to multiples of 2**-20 (one part in 10**9 of the total), so that their sums are exact.
@@ -118,7 +118,7 @@ def matrix(problem: Problem) -> Matrix:
 
 
 def _flows(problem: Problem, lp: Matrix) -> None:
-    """Of every tensor to each of its consumers, and what steps that several of them use cost."""
+    """Add the flow of every tensor to each of its consumers, and the cost of steps that several of them use."""
     for tensor in problem.tensors:
         shared = len(tensor.consumers) > 1
         seconds = [s for _, _, s in tensor.steps]
@@ -146,7 +146,7 @@ def _flows(problem: Problem, lp: Matrix) -> None:
 
 
 def _shared_bytes(problem: Problem, lp: Matrix) -> None:
-    """The peak, and what several items keep in common."""
+    """Add the peak, and bytes that several items keep in common."""
     largest = max((max(item.peak_bytes) for item in problem.items if item.peak_bytes), default=0.0)
     if largest:
         (peak,) = lp.add([0.0])
@@ -160,13 +160,14 @@ def _shared_bytes(problem: Problem, lp: Matrix) -> None:
         lp.shared.append(kept)
         for i, rows in common.users:
             entries = {kept: 1.0, **{lp.picks[i][s]: -1.0 for s in rows}}
-            for v in [lp.picks[common.again[0]][s] for s in common.again[1]] if common.again is not None else ():
+            item, recomputing = common.recomputed or (0, ())
+            for v in [lp.picks[item][s] for s in recomputing]:
                 entries[v] = entries.get(v, 0.0) + 1.0
             lp.row(entries, 0.0, math.inf)
 
 
 def _conditions(problem: Problem, lp: Matrix) -> None:
-    """Strategies that may be picked only with some of another item."""
+    """Add the strategies that may be picked only with some of another item."""
     for condition in problem.only_with:
         entries = {lp.picks[condition.item][s]: 1.0 for s in condition.rows}
         for v in (lp.picks[condition.of_item][s] for s in condition.of_rows):
@@ -175,7 +176,7 @@ def _conditions(problem: Problem, lp: Matrix) -> None:
 
 
 def _overlaps(problem: Problem, lp: Matrix) -> None:
-    """What passes on two sides at the same time, counted once."""
+    """Add the seconds of two sides that overlap, so that they count once."""
     for overlap in problem.overlaps:
         most = max(seconds for side in overlap.sides for _, of_item in side for seconds in of_item)
         (hidden,) = lp.add([-most])

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.planner.intra_op.building.integer_program import ROUGH, ROUNDING, Choice, MomentBytes, NoChoice, Problem
-from autopar.planner.intra_op.solving.effort import Effort
+from autopar.planner.effort import EFFORT, SolverWork
+from autopar.planner.intra_op.building.integer_program import ROUNDING, Choice, MomentBytes, NoChoice, Problem
 from autopar.planner.intra_op.solving.engine import silent_engine
 from autopar.planner.intra_op.solving.program_matrix import Matrix, matrix
 
@@ -22,28 +22,18 @@ try:
 except ImportError:  # CBC solves then
     highspy = None  # type: ignore[assignment]
 
-LARGE = 60_000
-"""Columns from which presolve is worth its time: 11 s without it and 1 s with it at 117,000 (a mesh of three axes); at
-17,000 it takes longer than the solution."""
 NOTHING = 1e-6
 """A value of the relaxation below this is 0, one as near to 1 is 1: HiGHS's own tolerance."""
-LARGE_OF_BYTES = 10_000
-"""The same where bytes are what is minimised: the simplex method takes ten times as many steps there. Of a block of
-Qwen2-0.5B on 4x2 devices (50,000 columns) the fewest bytes take 0.24 s with presolve, and 1.36 s without."""
-MANY, MANY_A_COLUMN = 10_000, 4
-"""Iterations, at least, and for how many columns one more, after which it is asked whether a limit can be kept."""
-WEIGHINGS = 4
-"""How often moments are weighed anew to see that they have too many bytes together."""
 BYTES_SIZE = 1000.0
 """What the limit's bytes are scaled to, where bytes are what is minimised."""
-DECIDED = 16
-"""Items that are decided in turn, at most, to come from the relaxation to a whole choice."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A solution, in scaled seconds; ``whole`` if every item picks exactly one strategy. ``n_bytes`` are those of all
-    moments by what a byte of each is worth, ``most_bytes`` those of the fullest one."""
+    """A solution, in scaled seconds; ``whole`` if every item picks exactly one strategy.
+
+    ``n_bytes`` are those of all moments by the worth of a byte of each, ``most_bytes`` those of the fullest one.
+    """
 
     picked: tuple[int, ...]
     seconds: float
@@ -62,7 +52,7 @@ class Relaxation:
     Without a memory limit that binds, its vertices are almost always whole choices, which are then optimal.
     """
 
-    def __init__(self, problem: Problem, effort: Effort) -> None:
+    def __init__(self, problem: Problem, effort: SolverWork) -> None:
         self.problem, self.effort = problem, effort
         lp = matrix(problem)
         self.scale, self.lp = lp.scale, lp
@@ -81,7 +71,7 @@ class Relaxation:
         self.limit(problem.limit_bytes)
 
     def add(self, moment: MomentBytes) -> None:
-        """One more moment that must fit; what was solved is gone on from."""
+        """Add a moment that must fit, keeping the basis."""
         self.moments.append(moment)
         self.unseen.append(0.0)
         entries = self.lp.memory_row(moment)
@@ -98,7 +88,7 @@ class Relaxation:
 
     @property
     def end(self) -> Any:
-        """Where the simplex method stands: the basis."""
+        """The basis at which the simplex method ended."""
         return self.engine.getBasis()
 
     def begin_at(self, end: Any) -> None:
@@ -108,7 +98,7 @@ class Relaxation:
                 self.engine.setBasis(end)
 
     def _note_moments(self) -> None:
-        """Bytes of all moments by column: of those that have any."""
+        """Note the bytes of all moments by column, of those that have any."""
         by_moment = [self.lp.bytes_of(moment) for moment in self.moments]
         columns = sorted({v for entries in by_moment for v in entries})
         self.columns = np.array(columns, dtype=np.int32)
@@ -130,7 +120,7 @@ class Relaxation:
             self.priced[self.columns == self.peak[0]] *= share
 
     def limit(self, n_bytes: float | None) -> None:
-        """Another limit; a problem that was given none keeps none."""
+        """Set another limit; a problem without one keeps none."""
         self.room = math.inf if n_bytes is None else n_bytes
         self._relaxed: Point | None = None
         self._bound_memory(self.room)
@@ -143,10 +133,12 @@ class Relaxation:
             self.engine.changeRowBounds(row, -math.inf, (n_bytes - unseen) / self.unit)
 
     def relaxed(self) -> Point | None:
-        """The optimum of the relaxation; None if the solver stopped before it."""
+        """Return the optimum of the relaxation; None if the solver stopped before it."""
         engine = self.engine
         limited = self._bound < math.inf and self.lp.fullest is None
-        many = max(MANY, engine.getNumCol() // MANY_A_COLUMN) if limited else self.effort.iterations
+        many = self.effort.iterations
+        if limited:
+            many = max(EFFORT.iterations_before_check, engine.getNumCol() // EFFORT.columns_an_iteration)
         status = self._solved(min(many, self.effort.iterations))
         if status == "kIterationLimit" and many < self.effort.iterations:
             basis = engine.getBasis()
@@ -170,27 +162,26 @@ class Relaxation:
     def _solved(self, iterations: int, of_bytes: bool = False) -> str:
         """Let the simplex method go on for so many iterations at most; the status that it ends in.
 
-        Args:
-            of_bytes: bytes are what is minimised.
+        ``of_bytes``: bytes are what is minimised.
         """
         engine = self.engine
         engine.setOptionValue("solve_relaxation", True)
         engine.setOptionValue("simplex_iteration_limit", iterations)
         self._watch_the_clock()
         cold = not engine.getBasis().valid  # from what was solved before the simplex goes on
-        large = LARGE_OF_BYTES if of_bytes else LARGE
+        large = EFFORT.presolve_columns_of_bytes if of_bytes else EFFORT.presolve_columns
         engine.setOptionValue("presolve", "on" if cold and engine.getNumCol() > large else "off")
         engine.run()
         return str(engine.getModelStatus().name)
 
     def _has_no_room(self) -> bool:
-        """Whether moments, by what a byte of each was worth last, have more bytes in any choice than the limit leaves.
+        """Return whether moments, by their last weights, have more bytes in any choice than the limit leaves.
 
         The simplex method may take minutes to find that rows have no solution: 33 s for 80 layers on a mesh of two
         axes, where the choice of the fewest bytes takes 0.7 s.
         """
         weights = self.weights
-        for _ in range(WEIGHINGS):
+        for _ in range(EFFORT.weighings):
             found = self._least_bytes(weights)
             if found is None or found[0] > self.room * (1 + ROUNDING):
                 return found is not None
@@ -202,8 +193,10 @@ class Relaxation:
         return False
 
     def _least_bytes(self, weights: Any) -> tuple[float, Point] | None:
-        """The least sum of the moments' bytes, each by its weight, and the relaxation that has it; None if there
-        is no choice, or the solver was not done in time."""
+        """Return the least weighted sum of the moments' bytes, and the relaxation that has it.
+
+        None if there is no choice, or the solver was not done in time.
+        """
         every = np.arange(len(self.lp.cost), dtype=np.int32)
         costs, scale = np.zeros(len(every)), BYTES_SIZE / max(self.unit, 1.0)
         costs[self.columns] = scale * (weights @ self.by_moment)
@@ -225,13 +218,15 @@ class Relaxation:
         return n_bytes + float(weights @ np.array(self.unseen)), point
 
     def fewest_bytes(self) -> tuple[float, Choice] | None:
-        """What the first moment has at least, and the choice that is nearest to that, whatever its seconds; None if
-        there is no choice, or the solver was not done in time."""
+        """Return the least bytes of the first moment, and the choice nearest to that, whatever its seconds.
+
+        None if there is no choice, or the solver was not done in time.
+        """
         found = self._least_bytes(np.eye(1, len(self.moments))[0])
         return (found[0], self.choice(replace(found[1], bound=0.0))) if found is not None else None
 
     def _relaxed_at(self, price: float) -> Point | None:
-        """The relaxation at a price of a byte: whole, if it is with its peak, or one item's strategy, fixed."""
+        """Return the relaxation at a price of a byte: whole, if it is with its peak, or one item's strategy, fixed."""
         self._charge(price)
         point = self.relaxed()
         if point is not None and not point.whole:
@@ -241,10 +236,12 @@ class Relaxation:
         return point
 
     def _decided_in_turn(self, point: Point) -> Point:
-        """The relaxation with items that are divided decided as they mostly are, one after the other, until all are
-        whole: of two halves that go together, the rest follows the first."""
+        """Return the relaxation with divided items fixed to their larger share, one by one, until all are whole.
+
+        Of two halves that go together, the rest follows the first.
+        """
         columns: list[int] = []
-        while not point.whole and len(columns) < DECIDED:
+        while not point.whole and len(columns) < EFFORT.rounded_items:
             shares = np.maximum.reduceat(point.values[self.flat], self.starts)
             item = int(np.flatnonzero(shares < 1 - NOTHING)[0])
             columns.append(int(self.rows[item][point.picked[item]]))
@@ -258,7 +255,7 @@ class Relaxation:
         return point
 
     def _below_peak(self, picked: tuple[int, ...]) -> Point | None:
-        """The relaxation with no peak above that of a choice: the peak is what makes a vertex not whole, mostly."""
+        """Return the relaxation with no peak above a choice's: mostly the peak keeps a vertex from being whole."""
         items = self.problem.items
         peaks = [i.peak_bytes or (0.0,) * len(i.n_bytes) for i in items]
         most = max(of_item[k] for of_item, k in zip(peaks, picked, strict=True))
@@ -279,7 +276,7 @@ class Relaxation:
             engine.changeColBounds(column, 0.0, math.inf)
 
     def _watch_the_clock(self) -> None:
-        """Where a user asked for seconds, let the next run end after so many."""
+        """Let the next run end after the seconds that a user asked for, if any."""
         if self.effort.clock_seconds < math.inf:
             limit = self.engine.getRunTime() + self.effort.clock_seconds  # counts all runs
             self.engine.setOptionValue("time_limit", limit)
@@ -304,7 +301,7 @@ class Relaxation:
         )  # fmt: skip
 
     def choice(self, point: Point) -> Choice:
-        """As seconds."""
+        """Return a point as a choice, in seconds."""
         off = point.seconds - point.bound
         status = "time limit" if point.gap < 0 else "optimal"
         if point.gap >= 0 and off > ROUNDING * abs(point.seconds):
@@ -316,12 +313,12 @@ class Relaxation:
         )  # fmt: skip
 
     def is_rough(self, gap: float) -> bool:
-        """Whether any whole choice near the relaxation will do, for a problem so large and a gap so wide."""
-        return gap >= ROUGH and self.engine.getNumCol() > LARGE
+        """Return whether any whole choice near the relaxation will do, for so large a problem and so wide a gap."""
+        return gap >= EFFORT.rough_gap and self.engine.getNumCol() > EFFORT.presolve_columns
 
 
 def _engine(lp: Matrix) -> Any:
-    """HiGHS with the program."""
+    """Return HiGHS with the program."""
     n, m, kinds = len(lp.cost), len(lp.low), highspy.HighsVarType
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = n, m
@@ -340,4 +337,4 @@ def _engine(lp: Matrix) -> Any:
     return engine
 
 
-__all__ = ["LARGE", "NOTHING", "Point", "Relaxation"]
+__all__ = ["NOTHING", "Point", "Relaxation"]
