@@ -13,7 +13,7 @@ from autopar.words.graph import Graph, Ref
 
 
 def structure(graph: Graph) -> str:
-    """Equal for graphs that differ in names alone."""
+    """Return a hash that is equal for graphs that differ in names alone."""
     digest = hashlib.sha256()
     for node in graph.nodes:
         target = node.target if node.kind == "op" else ""
@@ -32,7 +32,7 @@ def structure(graph: Graph) -> str:
 
 
 def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
-    """The plan of ``source`` for ``target``, which has the same :func:`structure`."""
+    """Return the plan of ``source`` for ``target``, which has the same :func:`structure`."""
     nodes = list(zip(source.nodes, target.nodes, strict=True))
     ops = {a.name: b.name for a, b in nodes if a.kind == "op"}
     names = {kind: {a.target: b.target for a, b in nodes if a.kind == kind} for kind in ("param", "buffer", "input")}
