@@ -1,9 +1,9 @@
-"""Certificates: what a plan claims, recounted from the program that it emits, without the solver and the pricer.
+"""Certificates: the claims of a plan, recounted from the program that it emits, without solver and pricer.
 
 ==================  ================================================================================================
-``recount.py``      the check: seconds, collectives and stored bytes of the emitted program, beside what the plan says
-``priced_run.py``   the run of it on fake tensors: every collective counted, every operator priced
-``activations.py``  what autograd holds from the forward to the backward, counted by storage
+``recount.py``      the check: seconds, collectives and stored bytes of the emitted program, compared with the plan
+``priced_run.py``   its run on fake tensors: every collective counted, every operator priced
+``activations.py``  memory that autograd keeps from the forward to the backward, counted by storage
 ``peak.py``         the most memory that lives at once in a training step, allocation by allocation
 ==================  ================================================================================================
 """

@@ -1,11 +1,11 @@
-"""What a program keeps for its backward, counted from outside: it runs on tensors without values, and torch is watched.
+"""The memory that a program keeps for its backward, counted by watching torch run it on tensors without values.
 
 Every tensor that autograd saves is noted by its storage; a storage counts once however many operators save it, or views
-of it, and only while the autograd node that saved it lives. Parameters, buffers and the model's inputs are there anyway
-and count apart. A segment that runs again in the backward shows here what it keeps from the forward (its inputs), and
-in :attr:`Watched.again` what it saves the second time.
+of it, and only while the autograd node that saved it lives. Parameters, buffers and the model's inputs exist anyway
+and count apart. Of a recomputed segment, this counts what it keeps from the forward (its inputs), and
+:attr:`Watched.again` what it saves the second time.
 
-Nothing here knows rules, strategies or the planner's ledger: that is what this recount is compared with.
+The recount is compared with the planner's ledger, so it uses neither rules nor strategies.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ import copy
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.fx
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.node import Target
 
 from autopar.lower.freed_tensors import is_empty
 from autopar.lower.program import Program
 from autopar.lower.segments import again_in_backward, make_again
 from autopar.torch_private import pytree, top_saved_tensors_hooks
+from autopar.words.trees import PyTree
 
 
 class _Held:
-    """What an autograd node holds in place of a tensor that it saves; it dies with the node."""
+    """The replacement of a tensor that an autograd node saves; it dies with the node."""
 
-    def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, packed: object) -> None:
         self.tensor, self.packed = tensor, packed
 
 
 class SavedTensors:
-    """Notes what autograd saves while :meth:`on` is entered."""
+    """A record of the tensors that autograd saves in the scope :meth:`on`."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         self.now = ""
@@ -43,8 +44,8 @@ class SavedTensors:
         self.made_so_far: list[torch.Tensor] = list(given)  # so that no address is used twice
         self.given = {_storage(x) for x in given}
 
-    def made(self, name: str, value: Any) -> None:
-        """A node's result."""
+    def made(self, name: str, value: PyTree) -> None:
+        """Note the result of a node."""
         for x in pytree.tree_leaves(value):
             if isinstance(x, torch.Tensor):
                 self.made_so_far.append(x.detach())  # its storage lives, its autograd node need not
@@ -52,7 +53,7 @@ class SavedTensors:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Everything saved in here is noted, and then given to the hooks that were there before."""
+        """Note everything that is saved in this scope, and pass it on to the hooks around it."""
         outer = top_saved_tensors_hooks(True)
         pack, unpack = outer if outer is not None else (torch.Tensor.detach, lambda x: x)
 
@@ -65,7 +66,7 @@ class SavedTensors:
             yield
 
     def kept(self, given: bool = False) -> dict[tuple[str, str], int]:
-        """Bytes that are still held, by ``(saved by, made by)``: of what was not given, or of what was."""
+        """Return the bytes that are still kept, by ``(saved by, made by)``, of given values or of all others."""
         kept: dict[tuple[str, str], int] = {}
         seen: set[int] = set()
         for ref, by in self.saved:
@@ -84,14 +85,13 @@ def _storage(x: torch.Tensor) -> int:
 
 
 class Watched(torch.fx.Interpreter):
-    """Runs a program and tells a :class:`SavedTensors` which node is running.
+    """A run of a program that tells a :class:`SavedTensors` which node is running.
 
     Attributes:
-        second: whether this is the second run of a segment.
-        again: bytes as :meth:`SavedTensors.kept` has them, by the name of a segment, for its second run.
-        given_up: results that a segment makes again for those who read them outside, and bytes of their storages.
-        again_bytes: the most of both that segments had at once which had run again and were not through with their
-            backward.
+        second: this is the second run of a segment.
+        again: bytes as of :meth:`SavedTensors.kept`, by the name of a segment, for its second run.
+        given_up: outputs that a segment recomputes for readers outside, and bytes of their storages.
+        again_bytes: the most of both for segments that were recomputed and not through with their backward.
     """
 
     def __init__(self, program: Program, watch: SavedTensors) -> None:
@@ -103,7 +103,7 @@ class Watched(torch.fx.Interpreter):
         self.again_bytes = 0
 
     def ran_again(self, name: str, watch: SavedTensors) -> None:
-        """A segment has run again."""
+        """Note that a segment was recomputed."""
         self.again[name], self.watch_of[name] = watch.kept(), watch
         total = 0
         for segment, saved in self.again.items():
@@ -112,9 +112,10 @@ class Watched(torch.fx.Interpreter):
                 total += sum(saved.values()) + sum(n_bytes for _, n_bytes in given_up)
         self.again_bytes = max(self.again_bytes, total)
 
-    def run_node(self, n: torch.fx.Node) -> Any:
+    def run_node(self, n: torch.fx.Node) -> PyTree:
+        """Run a node, and note its result."""
         if n.target is make_again:
-            output: Any = n.args[0]
+            output: PyTree = n.args[0]
             value = self.env[output].detach()
             self.given_up.setdefault(output.args[0].target, []).append((value, value.untyped_storage().nbytes()))
         before, self.watch.now = self.watch.now, n.name
@@ -123,12 +124,12 @@ class Watched(torch.fx.Interpreter):
         self.watch.made(n.name, result)
         return result
 
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A segment, as the program runs it: what it saves the second time counts apart."""
-        segment: Any = self.submodules[target]
+    def call_module(self, target: Target, args: PyTree, _kwargs: PyTree) -> PyTree:
+        """Run a segment as the program does; what it saves the second time counts apart."""
+        segment: PyTree = self.submodules[target]
         runs = 0
 
-        def run(*values: Any) -> Any:
+        def run(*values: torch.Tensor) -> PyTree:
             nonlocal runs
             runs += 1
             inner = copy.copy(self)
@@ -146,10 +147,9 @@ class Watched(torch.fx.Interpreter):
 
 
 def watch_of(program: Program, values: Sequence[torch.Tensor], arriving: Collection[str] = ()) -> SavedTensors:
-    """The watch over a program that runs on these values, one for each of its inputs.
+    """Return the watch over a program that runs on these values, one for each of its inputs.
 
-    Args:
-        arriving: names of inputs that come from earlier stages of a pipeline: those are kept by this one.
+    Inputs in ``arriving`` come from earlier pipeline stages: those are kept by this one.
     """
     return SavedTensors([x for slot, x in zip(program.slots, values, strict=True) if slot.name not in arriving])
 

@@ -1,14 +1,14 @@
 """The peak of memory on one rank, counted allocation by allocation in the program that a plan emits.
 
-A training step runs once: copies of parameters are gathered from the pieces that are stored, forward, backward, step of
-the optimizer. A dispatch mode notes the storage of every tensor that an operator makes, and how many bytes of all those
-noted still live. By default the tensors have no values; with values (``given``) the same is the real peak of a process
-that plays the first rank, whose pieces are the largest, its collectives answered by a fake group. Lowerings do what the
-last one does, which works most where a mask is causal: of both, what is the most.
+A training step runs once: parameters are gathered from the stored shards, forward, backward, step of the optimizer. A
+dispatch mode notes the storage of every tensor that an operator creates, and the bytes of those that still live. By
+default the tensors have no values; with values (``given``) it is the real peak of a process that acts as the first
+rank, whose shards are the largest, its collectives answered by a fake group. Lowerings do what the last rank does,
+which computes most where a mask is causal: of both, the maximum.
 
-What a plan predicts for this (:mod:`autopar.planner.intra_op.memory.moments`) follows the same step moment by moment
-without running it; of a pipeline's stage it counts what is on its way for other microbatches, too, which this step
-does not have. What other microbatches in flight keep is added to it (:func:`in_pipeline`).
+The plan's prediction (:mod:`autopar.planner.intra_op.memory.moments`) follows the same step moment by moment without
+running it; of a pipeline's stage it counts also tensors in transit for other microbatches, which this step does not
+have. What other microbatches in flight keep is added to it (:func:`in_pipeline`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -33,11 +32,12 @@ from autopar.plans.plan import ParamChoice, StagePlan
 from autopar.rules.lowering_helpers.lowering_trial import as_last_rank
 from autopar.rules.proving.many_ranks import fake_world
 from autopar.runtime.pipelines.received_tensors import Arrived, arriving
-from autopar.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode
+from autopar.torch_private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode
 from autopar.words.graph import Graph, Ref
 from autopar.words.placements import path
 from autopar.words.shards import local_shape
 from autopar.words.texts import show_bytes
+from autopar.words.trees import PyTree
 from cost_models import optimizer_state_bytes
 from hardware_profiles import Cluster
 
@@ -51,13 +51,15 @@ class Peak:
 
 
 def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | None = None) -> Peak:
-    """The peak of a training step of one microbatch under ``plan``, for a graph with a loss or of a pipeline's stage.
+    """Return the peak of a training step of one microbatch, for a graph with a loss or of a pipeline's stage.
 
-    What arrives from earlier stages is there from the first to the end of the forward, as what is sent on; behind that
-    they live as long as autograd keeps them. The gradients of both are there to the end of the backward.
+    Tensors that arrive from earlier stages live to the end of the forward at least, as do those that are sent on, and
+    then as long as autograd keeps them. The gradients of both live to the end of the backward.
 
     Args:
-        given: values of buffers and inputs, in pieces of the first rank; without them all tensors are fake.
+        plan: of the graph.
+        graph: the stage.
+        given: values of buffers and inputs, in shards of the first rank; without them all tensors are fake.
 
     Raises:
         MeshError: this process already belongs to a process group.
@@ -122,17 +124,16 @@ def peak_of(plan: StagePlan, graph: Graph, given: Mapping[str, torch.Tensor] | N
 
 
 def has_backward(graph: Graph) -> bool:
-    """Whether a graph has a loss, or sends something on for which a gradient comes back."""
+    """Return whether a graph has a loss, or sends something on for which a gradient comes back."""
     ends = [*graph.outputs[: graph.sends], *([graph.outputs[graph.loss]] if graph.loss is not None else [])]
     return any(isinstance(x, Ref) and graph.nodes[x.node].needs_grad and graph.spec(x).is_float for x in ends)
 
 
 def in_pipeline(peaks: Sequence[Peak | None], reports: Sequence[Report], plans: Sequence[StagePlan]) -> Peak | None:
-    """The most that a rank of these stages has at once: one of them runs a microbatch, and of all others in flight
-    there is what they keep. Tensors on their way between stages come on top. None where nothing was counted.
+    """Return the most that a rank of these stages has at once, from the peaks of one microbatch of each.
 
-    Args:
-        peaks: of one microbatch of each stage.
+    One stage runs a microbatch, and all others in flight count with what they keep. Tensors in transit between stages
+    are not counted. None where nothing was counted.
     """
     kept = [plan.in_flight * report.kept_bytes for plan, report in zip(plans, reports, strict=True)]
     prices = [report.price for report in reports]
@@ -146,13 +147,14 @@ def in_pipeline(peaks: Sequence[Peak | None], reports: Sequence[Report], plans: 
 
 
 def over_limit(peak: Peak, plan: StagePlan, cluster: Cluster, asked: int | None, said_bytes: int) -> str | None:
-    """That a step has more at once than the limit within which its plan was made, which may be a little more than the
-    plan says; None where it has not.
+    """Return a message where a step has more at once than the limit of its plan; None where it has not.
 
     Args:
+        peak: of the step.
         plan: of a stage on the device.
-        asked: the memory limit that the plan was asked to keep to, in bytes; None for what the devices have.
-        said_bytes: what the plan says that there is on the device.
+        cluster: of the plan.
+        asked: the requested memory limit in bytes; None for what the devices have.
+        said_bytes: the plan's prediction.
     """
     limit = device_limit(cluster, plan.devices, asked)
     if peak.n_bytes <= limit:
@@ -166,30 +168,32 @@ def over_limit(peak: Peak, plan: StagePlan, cluster: Cluster, asked: int | None,
 
 
 def _arrived(x: torch.Tensor, wanted: list[Arrived]) -> torch.Tensor:
-    """What a stage reads of a tensor that arrived; where its gradient will be is added to ``wanted``."""
+    """Return what a stage reads of a tensor that arrived, and add the place of its gradient to ``wanted``."""
     read, there = arriving(x)
     wanted.append(there)
     return read
 
 
 class _WaitsInPlace(TorchDispatchMode):
-    """Waiting for a collective gives the buffer that it was started with; of tensors without values torch makes a
-    second one."""
+    """A mode in which waiting for a collective returns its buffer; without values torch makes a second one."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, _types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+        """Return the buffer that is waited for."""
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
             return args[0]
         return func(*args, **(kwargs or {}))
 
 
 def _is_gathered_per_use(choice: ParamChoice, used: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Whether a copy lives for one use only: then it is there with the next one, which is fetched ahead. Of those, the
-    two largest are counted to be there all the time."""
+    """Return whether a copy lives for one use only.
+
+    It is then there with the next one, which is prefetched: the two largest are counted for the whole step.
+    """
     return choice.lifetime == "use" and used.untyped_storage()._cdata != stored.untyped_storage()._cdata
 
 
 def _outside(slot: Slot, given: Mapping[str, torch.Tensor] | None, plan: StagePlan) -> torch.Tensor:
-    """A buffer, an input or the seed."""
+    """Return a buffer, an input or the seed."""
     if slot.kind == "seed":
         return torch.zeros((), dtype=torch.int64)
     if given is not None:
@@ -198,8 +202,10 @@ def _outside(slot: Slot, given: Mapping[str, torch.Tensor] | None, plan: StagePl
 
 
 def _used(x: torch.Tensor, slot: Slot, choice: ParamChoice, plan: StagePlan) -> torch.Tensor:
-    """A stored parameter in the placement in which the program takes it, as a leaf of its own where that is another
-    one: when its gradient is there, it is reduced to the stored one at once."""
+    """Return a stored parameter in the placement in which the program takes it.
+
+    It is a leaf of its own where that is another one: its gradient is then reduced to the stored one at once.
+    """
     steps = path(choice.stored, choice.used)
     assert steps is not None
     gathered = x.to(getattr(torch, slot.dtype))  # of a master copy, what the program reads

@@ -1,10 +1,9 @@
-"""A run of an emitted program that counts its collectives and prices its operators, from the shapes that occur."""
+"""A run of an emitted program that counts its collectives and prices its operators from actual shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.fx
@@ -24,11 +23,13 @@ from autopar.words.graph import Graph
 from autopar.words.load_shares import busiest, uniform
 from autopar.words.placements import Step
 from autopar.words.shards import local_shape
+from autopar.words.trees import PyTree
 from cost_models.costs import Costs, OpSeconds, OpWork
 from cost_models.operator_cost import ALIGNMENT_BYTES
 from hardware_profiles import Device
 from hardware_profiles.measurements import op_key, tensor_text
 
+Tensors = Sequence[torch.Tensor]
 COLLECTIVES = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -44,13 +45,14 @@ COLLECTIVES = {
 
 
 class CollectiveCount(TorchDispatchMode):
-    """Notes every collective that reaches the dispatcher as ``(group name, kind, bytes)``."""
+    """A record of every collective that reaches the dispatcher as ``(group name, kind, bytes)``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, str, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, _types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+        """Note a collective."""
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")
         if "c10d" in name[0] and name[1] in COLLECTIVES:
@@ -70,20 +72,20 @@ class CollectiveCount(TorchDispatchMode):
 
 
 def attention_flops(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], dropout_p: float = 0.0, is_causal: bool = False,
-    *_: Any, **__: Any,
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], _dropout_p: float = 0.0, is_causal: bool = False,
+    *_: object, **__: object,
 ) -> int:  # fmt: skip
-    """Multiplications and additions of both products, for shapes (batch, heads, length, dim)."""
+    """Return the multiplications and additions of both products, for shapes (batch, heads, length, dim)."""
     return q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]) * (1 if is_causal else 2)
 
 
-def expert_flops(rows: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-    """Of one matrix ``weight[e]`` [k n] for every row [k]."""
+def expert_flops(rows: Sequence[int], weight: Sequence[int], *_: object, **__: object) -> int:
+    """Return the flops of one matrix ``weight[e]`` [k n] for every row [k]."""
     return 2 * rows[0] * weight[1] * weight[2]
 
 
 class PricedRun(Watched):
-    """Runs a program and prices every operator from the shapes that it really gets, flops counted by torch."""
+    """A run that prices every operator from its actual shapes, with flops counted by torch."""
 
     def __init__(
         self, program: Program, graph: Graph, device: Device, flops: FlopCounterMode, costs: Costs, watch: SavedTensors,
@@ -101,19 +103,20 @@ class PricedRun(Watched):
         self.beside: dict[int, OpSeconds] = {}  # by the call that messages run beside, what it computes
         self.windows: dict[object, list[OpSeconds]] = {}  # by passage under way, what is computed meanwhile
         self.now_open: list[OpSeconds] | None = None  # that of those which are under way now
-        self.read_by_parts: dict[str, list[Any]] = {}  # by operator that is called in parts: what they read
+        self.read_by_parts: dict[str, list[PyTree]] = {}  # by operator that is called in parts: what they read
         self.flops_of_parts: dict[str, float] = {}
         self.targets = {node.name: node.target for node in graph.nodes}
         self.kinds = {
             node.name: rule for node, rule in zip(graph.nodes, rules_of(graph), strict=True) if rule is not None
         }
 
-    def run_node(self, n: torch.fx.Node) -> Any:
+    def run_node(self, n: torch.fx.Node) -> PyTree:
+        """Run a node, and price it."""
         meta = n.meta.get("autopar") or {}
         before, sent, begun = self._flops_so_far(), len(self.counted.messages), len(self.counted.begun)
         collectives = len(self.collectives.seen)
         if "decision" in meta:  # what leaves the device for a while, and comes back
-            whole: Any = self.env[n.args[0]]  # type: ignore[index]
+            whole: PyTree = self.env[n.args[0]]  # type: ignore[index]
             n_bytes = whole.untyped_storage().nbytes()
             self.copy_seconds.append(DECISIONS[meta["decision"]].price(self.costs, self.device, n_bytes))
         result = super().run_node(n)
@@ -138,8 +141,10 @@ class PricedRun(Watched):
         return result
 
     def _part(self, n: torch.fx.Node, flops: float) -> None:
-        """Remember what a part of an operator's lowering reads, and its multiplications. Of a list of tensors each part
-        has some, in their places."""
+        """Note the inputs and flops of a part of an operator's lowering.
+
+        Of a list of tensors each part has some, in their places.
+        """
         name = n.meta["autopar"]["part"]
         self.flops_of_parts[name] = self.flops_of_parts.get(name, 0.0) + flops
         args, _ = self.fetch_args_kwargs_from_env(n)
@@ -152,7 +157,7 @@ class PricedRun(Watched):
             before[: len(listed)] = [a if b is None else b for a, b in zip(before, listed, strict=False)]
 
     def _under_way(self, begun: Sequence[Begun], communicated: bool) -> None:
-        """Note what goes on while others compute: until it is waited for, or another collective waits behind it."""
+        """Note what others compute until a collective is waited for, or another one waits behind it."""
         passages = [b.passage for b in begun if not b.backward and b.passage in self.counted.under_way]
         if passages:
             self.now_open = []
@@ -161,11 +166,11 @@ class PricedRun(Watched):
             self.now_open = None
 
     def _flops_so_far(self) -> float:
-        """Those that torch counted, and those of steps that lowerings leave out."""
+        """Return the flops that torch counted, and those of steps that lowerings leave out."""
         return self.flops.get_total_flops() + self.counted.flops_left_out
 
-    def _key(self, n: torch.fx.Node, args: Any, kwargs: Mapping[str, Any], outs: list[Any]) -> str | None:
-        """By what a profile knows an operator on the tensors that it really gets; None if it communicates inside."""
+    def _key(self, n: torch.fx.Node, args: PyTree, kwargs: Mapping[str, PyTree], outs: Tensors) -> str | None:
+        """Return a profile's key for an operator on its actual tensors; None if it communicates inside."""
         meta = n.meta["autopar"]
         rule = self.kinds[meta["node"]]
         cut = any(map(rule.factor_of, meta["options"])) and any(size > 1 for size in self.mesh.sizes)
@@ -173,7 +178,7 @@ class PricedRun(Watched):
             return None
         differentiable = any(t.requires_grad for t in outs)
 
-        def text(value: Any) -> str | None:
+        def text(value: object) -> str | None:
             if not isinstance(value, torch.Tensor):
                 return None
             dtype = str(value.dtype).removeprefix("torch.")
@@ -182,9 +187,9 @@ class PricedRun(Watched):
         return op_key(self.targets[meta["node"]], args, kwargs, text)
 
     def _op(
-        self, n: torch.fx.Node, ins: list[Any], outs: list[Any], flops: float, key: Callable[[], str | None]
+        self, n: torch.fx.Node, ins: Tensors, outs: Tensors, flops: float, key: Callable[[], str | None]
     ) -> OpSeconds:
-        """Seconds of an operator on the tensors that it really gets, with the multiplications that torch counts."""
+        """Return the seconds of an operator on its actual tensors, with the flops that torch counts."""
         rule = self.kinds[n.meta["autopar"]["node"]]
         if rule.random:
             ins = ins[:-1]  # the seed
@@ -206,9 +211,10 @@ class PricedRun(Watched):
                 gemm = (max(1, mn // features), features, k)
         if rule.kind == "attention":
             if "True" in str(n.args[5:6]) + str(n.kwargs.get("is_causal")):
-                cut: Any = n.kwargs.get("cut") or {}
+                cut: PyTree = n.kwargs.get("cut") or {}
                 whole_rows = QUERIES not in cut and RING not in cut
-                if whole_rows and flops > 0.75 * attention_flops(*(x.shape for x in ins[:3])):
+                q, k, v = (x.shape for x in ins[:3])
+                if whole_rows and flops > 0.75 * attention_flops(q, k, v):
                     flops /= 2  # computed step by step, and half of it thrown away
             gemm = attention_shape(flops, ins[0].shape, outs[0].shape)
         if rule.kind not in ("matmul", "conv", "attention"):
@@ -216,10 +222,10 @@ class PricedRun(Watched):
         return self.costs.op(self.device, self._work(n, rule, ins, outs, flops, gemm, gradients, key))
 
     def _work(
-        self, n: torch.fx.Node, rule: Rule, ins: list[Any], outs: list[Any], flops: float,
+        self, n: torch.fx.Node, rule: Rule, ins: Tensors, outs: Tensors, flops: float,
         gemm: tuple[int, int, int] | None, gradients: int, key: Callable[[], str | None],
     ) -> OpWork:  # fmt: skip
-        """What an operator does, by the tensors that it really gets."""
+        """Return the work of an operator on its actual tensors."""
         read, written = ([t.numel() * t.element_size() for t in tensors] for tensors in (ins, outs))
         dtype = str(outs[0].dtype).removeprefix("torch.") if outs else "float32"
         differentiable = any(t.requires_grad for t in outs)
@@ -243,14 +249,14 @@ class PricedRun(Watched):
         )  # fmt: skip
 
     def _part_of_rows(self, n: torch.fx.Node, groups: str) -> float:
-        """Of the rows of grouped products the part of the rank that has most, where a factor of groups is cut."""
+        """Return the share of grouped rows of the busiest rank, where a factor of groups is cut."""
         meta = n.meta["autopar"]
         options = zip(meta["options"], self.mesh, strict=True)
         pieces = prod(size for option, (_, size) in options if factor_and_block(option)[0] == groups)
         load = self.source.nodes[self.source.index[meta["node"]]].load
         return busiest(load or uniform(self.kinds[meta["node"]].sizes[groups]), pieces)[1]
 
-    def _copy(self, meta: dict[str, Any], result: torch.Tensor) -> float:
+    def _copy(self, meta: dict[str, PyTree], result: torch.Tensor) -> float:
         src, dst = meta["step"]
         step = Step.between(src, dst)
         forward, backward = step.collectives

@@ -1,9 +1,9 @@
-"""The certificate of a plan: what it claims, recomputed without the solver and without the pricer.
+"""The certificate of a plan: its claims, recomputed without the solver and without the pricer.
 
 The plan is lowered, and the emitted program is run once on fake tensors (shapes only), forward and backward. A
-dispatch mode counts every collective that is really issued, with its group and its bytes, and what is recomputed runs
-twice; operators are priced from the local shapes that really occur. From that follow the seconds; from the shapes of
-parameters the stored bytes; from what autograd sees, the activations (:mod:`autopar.certificate.activations`).
+dispatch mode counts every collective that is issued, with its group and its bytes, and recomputed segments run twice;
+operators are priced from their actual local shapes. This gives the seconds; the shapes of parameters give the stored
+bytes; autograd's saved tensors the activations (:mod:`autopar.certificate.activations`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from hardware_profiles import Cluster, Device
 
 @dataclass
 class Report:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         price: what is recounted of a plan's price: seconds and collectives from the program, parameters, gradients and
@@ -71,15 +71,18 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """True without failures."""
         return not self.failures
 
 
 def check(plan: StagePlan, graph: Graph, cluster: Cluster, *, tolerance: float = 0.01, types: bool = False) -> Report:
-    """Certify a plan. The process must not be in a process group: a fake one is made.
+    """Certify a plan. The process must not be in a process group: a fake one is created.
 
     Args:
-        graph: of the stage.
-        tolerance: how far the plan's seconds may be from the recounted ones, as a share.
+        plan: of the graph.
+        graph: the stage.
+        cluster: of the plan.
+        tolerance: accepted relative difference of the plan's seconds from the recounted ones.
         types: have spmd-types check the program too.
 
     Raises:
@@ -126,10 +129,9 @@ def _recount(
     report: Report,
     tensor: float,
 ) -> Computing:
-    """Count what a microbatch takes, of which what operators that depend on parameters compute is returned.
+    """Count a microbatch into ``report``, and return the computation of operators that depend on parameters.
 
-    Args:
-        tensor: what is waited for of collectives of tensor parallelism.
+    ``tensor`` is the exposed share of collectives of tensor parallelism.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), spmd.no_typecheck():
         values = []
@@ -174,10 +176,9 @@ def _recount(
 def _message_seconds(
     messages: Sequence[ToOther], beside: Mapping[int, OpSeconds], axes: Mapping[str, Axis]
 ) -> float:
-    """What messages add to a step: all of those that are waited for, of others what their call's compute is shorter.
+    """Return the seconds of messages in a step: all that are waited for; of others what exceeds their call's compute.
 
-    Args:
-        beside: by the identity of a call, what it computes.
+    ``beside`` has that compute by the identity of a call.
     """
     seconds, hidden = 0.0, dict[tuple[int, bool], float]()
     for message in messages:
@@ -196,12 +197,10 @@ def _message_seconds(
 def _hidden_seconds(
     begun: Sequence[Begun], windows: Mapping[object, list[OpSeconds]], axes: Mapping[str, Axis]
 ) -> float:
-    """What collectives add less to a step because others compute before they are waited for: the shorter of the two,
-    of all those together that were under way at the same time.
+    """Return the seconds of collectives that overlap computation: the shorter of both, of all that overlap together.
 
-    Args:
-        windows: by passage, what was computed in the forward between its beginning and its end, in one list for those
-            that began together; the backward goes through it in reverse order.
+    ``windows`` has by passage what was computed in the forward between its beginning and its end, in one list for those
+    that began together; the backward goes through it in reverse order.
     """
     waits: dict[tuple[int, bool], float] = {}
     computed = {id(window): window for window in windows.values()}
@@ -216,7 +215,7 @@ def _hidden_seconds(
 
 
 def _stored(plan: StagePlan, graph: Graph) -> tuple[int, int, int]:
-    """Bytes of parameters, their gradients and the optimizer's state on one rank."""
+    """Return the bytes of parameters, their gradients and the optimizer's state on one rank."""
     parameters = gradients = optimizer = 0
     for _, node in graph.of_kind("param"):
         n = prod(local_shape(node.out.shape, plan.params[node.target].stored, plan.mesh))
@@ -279,13 +278,10 @@ def _parameters(
     plan: StagePlan, graph: Graph, axes: Mapping[str, Axis], bucket_bytes: float, without: frozenset[str],
     report: Report | None, shares: Shares,
 ) -> ParameterSeconds:  # fmt: skip
-    """Return seconds of the collectives between stored and used placements, by when they run: how often each is made
-    in a step follows from its lifetime.
+    """Return seconds of the collectives between stored and used placements, by when they run.
 
-    Args:
-        without: parameters that are left out.
-        report: is told of the collectives.
-        shares: collectives that run beside nothing are left out.
+    Their number in a step follows from the parameter's lifetime. Parameters in ``without`` are left out, as are
+    collectives that ``shares`` overlap with nothing; ``report``, if any, counts the collectives.
     """
     gathers = reductions = forward_each = backward_each = 0.0
     for _, node in graph.of_kind("param"):
@@ -339,7 +335,10 @@ def _claims(plan: StagePlan, report: Report, tolerance: float) -> None:
 
 
 def _activations(plan: StagePlan, graph: Graph, report: Report) -> None:
-    """What autograd keeps, to the byte. Of a user's own function nobody knows it but the rule that the user gives."""
+    """Compare what autograd keeps, to the byte.
+
+    Not for a user's own function, of which only the user's rule says what it keeps.
+    """
     if any(node.target.startswith(PREFIX) for node in graph.nodes):
         return
     for what, mine, theirs in (

@@ -1,4 +1,4 @@
-"""A captured graph beside the model itself: the same loss, gradients and buffers, or the module that differs.
+"""Comparison of a captured graph with its model: equal loss, gradients and buffers, or the module that differs.
 
 Everything behind capture is proved against the graph, so the graph has to be what the model does. Both run once on one
 device, in the model's own precision. Random operators draw the same on both sides: the generator is seeded before each

@@ -1,11 +1,10 @@
-"""The same computation in float64, where rounding does not blur a check."""
+"""Conversion of a computation to float64, where rounding does not blur a check."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from autopar.capture import Captured
 from autopar.rules.experts.expert_block import BLOCK
 from autopar.rules.experts.expert_program import in_double_precision
 from autopar.words.graph import Graph, Node, Spec
+from autopar.words.trees import PyTree
 
 LOW = {
     torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
@@ -23,8 +23,8 @@ _NAMES = {str(low).removeprefix("torch."): str(high).removeprefix("torch.") for 
 
 
 def promoted(captured: Captured) -> Captured:
-    """The same computation in float64 throughout, casts to less included, so that rounding does not blur a check."""
-    def value(x: Any) -> Any:
+    """Return the same computation in float64 throughout, casts to less included."""
+    def value(x: PyTree) -> PyTree:
         if isinstance(x, (tuple, list)):
             return type(x)(value(v) for v in x)
         return LOW.get(x, x) if isinstance(x, torch.dtype) else x
@@ -47,8 +47,10 @@ def promoted(captured: Captured) -> Captured:
 
 @contextlib.contextmanager
 def as_wide_as(graph: Graph) -> Iterator[None]:
-    """In here integers alone become what they are in the graph: ``timesteps * 0.5`` is of torch's default precision,
-    in a promoted graph float64."""
+    """Set the default precision that promotes integers as the graph does.
+
+    ``timesteps * 0.5`` has torch's default precision, in a promoted graph float64.
+    """
     dtypes = {spec.dtype for node in graph.nodes for spec in node.outs if spec is not None}
     before = torch.get_default_dtype()
     if "float64" in dtypes and not dtypes & _NAMES.keys():
@@ -60,18 +62,20 @@ def as_wide_as(graph: Graph) -> Iterator[None]:
 
 
 def doubled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in double precision of what had less."""
+    """Return copies in double precision of tensors that had less."""
     return {k: wide(v.detach()).clone().requires_grad_(v.requires_grad) for k, v in tensors.items()}
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers in double precision, if they were in less."""
+    """Return a tensor in double precision, if it was in less."""
     return x.to(LOW.get(x.dtype, x.dtype))
 
 
 def widen(model: torch.nn.Module) -> torch.nn.Module:
-    """``model`` itself with parameters and buffers in double precision, complex ones too, which ``model.double()``
-    leaves as they are."""
+    """Convert ``model`` itself to double precision.
+
+    Complex parameters and buffers too, which ``model.double()`` does not.
+    """
     model.double()
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = wide(tensor.data)

@@ -1,4 +1,4 @@
-"""Whether what a program draws by torch's generator is what the model draws in eager mode, one draw after the other.
+"""Comparison of a program's draws by torch's generator with those of the model in eager mode, one by one.
 
 ``parallelize(..., random="torch")`` promises eager mode's numbers. They depend on the order of the draws, and on shape,
 memory layout and dtype of each; a program that differs in one of these draws other numbers from there on. So the model
@@ -8,7 +8,7 @@ runs once on the example batch, and what it draws is compared.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,18 @@ from autopar.capture import Captured, WithLoss
 from autopar.capture.python.restoring import generators_kept, kept
 from autopar.errors import CaptureError
 from autopar.rules.families.torch_draws import WholeDraw, draws_in_order
-from autopar.torch_private import TorchDispatchMode, pytree
+from autopar.torch_private import OpOverload, TorchDispatchMode, pytree
+from autopar.words.trees import PyTree
 
 _METHODS = {
     "rand": "uniform_", "rand_like": "uniform_", "randn": "normal_", "randn_like": "normal_", "normal": "normal_",
     "randint": "random_", "randint_like": "random_", "normal_functional": "normal_",
 }  # fmt: skip
-"""What draws as which in-place method does."""
+"""The in-place method that draws as another function does."""
 
 
 class _Drawn(NamedTuple):
-    """One draw: its method, and the tensor that it fills."""
+    """A draw: its method, and the tensor that it fills."""
 
     method: str
     shape: tuple[int, ...]
@@ -39,8 +40,8 @@ class _Drawn(NamedTuple):
         return f"{self.dtype}[{' '.join(map(str, self.shape))}] by {self.method}{lies}"
 
 
-def _seen(method: str, shape: Any, strides: Any, dtype: Any) -> _Drawn:
-    """Strides of dims that have one element do not matter."""
+def _seen(method: str, shape: PyTree, strides: PyTree, dtype: PyTree) -> _Drawn:
+    """Return a draw, with the strides of dims of one element ignored."""
     plain = torch.empty(tuple(shape), device="meta").stride()
     pairs = zip(shape, strides, plain, strict=True)
     same = all(n == 1 or a == b for n, a, b in pairs)
@@ -48,19 +49,20 @@ def _seen(method: str, shape: Any, strides: Any, dtype: Any) -> _Drawn:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes what is drawn."""
+    """A record of draws."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[_Drawn] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, _types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+        """Note a draw."""
         made = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note(func, args, kwargs or {}, made)
         return made
 
-    def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], made: Any) -> None:
+    def _note(self, func: OpOverload, args: PyTree, kwargs: Mapping[str, PyTree], made: PyTree) -> None:
         name, overload = str(func).removeprefix("aten.").split(".")
         filled = next(x for x in pytree.tree_leaves(made) if isinstance(x, torch.Tensor))
         shape, strides, dtype = filled.shape, filled.stride(), filled.dtype
@@ -84,21 +86,22 @@ class _Recorder(TorchDispatchMode):
         self.drawn.append(_seen(method, shape, strides, dtype))
 
 
-def _drops(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a fused attention has a probability of dropout."""
+def _drops(args: PyTree, kwargs: Mapping[str, PyTree]) -> bool:
+    """Return whether a fused attention has a probability of dropout."""
     numbers = [x for x in (*args[3:], kwargs.get("dropout_p", 0.0)) if type(x) is float]
     return any(0.0 < x < 1.0 for x in numbers[:1])
 
 
 def check_draws(
-    captured: Captured, model: torch.nn.Module, example: Any, rows: int | None, device_type: str = "cpu"
+    captured: Captured, model: torch.nn.Module, example: PyTree, rows: int | None, device_type: str = "cpu"
 ) -> None:
     """Refuse a program that would draw other numbers than the model does in eager mode.
 
-    The graph is looked at on every rank; the model runs on rank 0 alone.
+    All ranks check the graph; the model runs on rank 0 alone.
 
     Args:
         captured: of one microbatch.
+        model: the captured one.
         example: the whole batch: inputs, keyword arguments, targets.
         rows: of the batch; None where it is one microbatch.
         device_type: where the model runs.
@@ -138,8 +141,8 @@ def _of(draw: WholeDraw) -> _Drawn:
     return _seen(draw.method, draw.shape, strides, draw.dtype)
 
 
-def _drawn_in_eager(captured: Captured, model: torch.nn.Module, example: Any) -> list[_Drawn]:
-    """What the model draws for the batch; it and all generators are left as they were."""
+def _drawn_in_eager(captured: Captured, model: torch.nn.Module, example: PyTree) -> list[_Drawn]:
+    """Return the model's draws for the batch, without a change to it or to generators."""
     args, kwargs, targets = example
     loss_fn = captured.example.loss_fn if captured.example is not None else None
     module = WithLoss(model, loss_fn, len(args), captured.graph.precision)

@@ -1,14 +1,13 @@
-"""Where in the model a graph and eager mode part, and what to do about it."""
+"""The first module of a model where graph and eager mode differ, and what to do about it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from autopar.comparison.relative import Comparison, is_tensor, largest_value, off, relative
 from autopar.comparison.sides import KeepingTensors, Sides
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 TWICE = (
     "all outputs and gradients are the same: the batch norm is in a region under activation checkpointing, which eager "
@@ -19,7 +18,7 @@ TWICE = (
 
 
 def explained(sides: Sides, difference: Comparison) -> str:
-    """The error for a difference that rounding does not explain; both sides run again to find where it begins."""
+    """Return the error for a difference that rounding does not explain; both sides run again to find its place."""
     compared = (
         ("the loss", difference.loss),
         (f"the gradient of {difference.gradient_of}", difference.gradient),
@@ -39,7 +38,7 @@ def explained(sides: Sides, difference: Comparison) -> str:
 
 
 def _counts_twice(sides: Sides, difference: Comparison) -> bool:
-    """Whether only statistics of a batch norm differ that eager mode runs again in the backward."""
+    """Return whether only statistics of a batch norm differ that eager mode runs again in the backward."""
     again = any(n.again >= 0 and "batch_norm" in str(n.target) for n in sides.captured.graph.nodes)
     statistics = difference.buffer_of.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
     return again and statistics and max(difference.loss, difference.gradient) <= difference.limit
@@ -51,8 +50,8 @@ def _first(sides: Sides, difference: Comparison) -> str:
     module_outputs: list[tuple[str, str, list[torch.Tensor]]] = []
     hooks = []
 
-    def note(path: str, kind: str) -> Any:
-        def hook(module: Any, args: Any, output: Any) -> None:
+    def note(path: str, kind: str) -> PyTree:
+        def hook(_module: torch.nn.Module, _args: PyTree, output: PyTree) -> None:
             tensors = [x.detach().clone() for x in pytree.tree_leaves(output) if is_tensor(x)]
             module_outputs.append((path, kind, tensors))
 
@@ -65,7 +64,7 @@ def _first(sides: Sides, difference: Comparison) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    by_shape: dict[Any, list[torch.Tensor]] = {}
+    by_shape: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for value in values:
         by_shape.setdefault(tuple(value.shape), []).append(value)
     for path, kind, tensors in module_outputs:

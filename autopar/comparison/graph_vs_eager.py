@@ -1,4 +1,4 @@
-"""The comparison of a captured graph with its model, and for which models it would take too long."""
+"""The comparison of a captured graph with its model, and its limits on time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from autopar.comparison.sides import Sides
 from autopar.errors import AutoparError, CaptureError
 from autopar.rules.registry import rules_of
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 FLOPS = {"cpu": 2e10, "cuda": 1e14}
 """Operations of a forward up to which a model is compared unasked: some seconds on the kind of device."""
@@ -28,16 +28,14 @@ BYTES = 4 * 2**30
 
 
 def compare_with_eager(
-    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
-    targets: Sequence[Any] = (), *, bounded: bool = True, other_ways: bool = False,
+    captured: Captured, model: torch.nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, PyTree],
+    targets: Sequence[PyTree] = (), *, bounded: bool = True, other_ways: bool = False,
 ) -> Comparison:  # fmt: skip
     """Run the graph and the model on one batch, and compare loss, gradients and new buffers.
 
-    Args:
-        args, kwargs, targets: a batch with values, of the captured shapes.
-        bounded: leave out models that would take long; the note says so.
-        other_ways: the batch may be one with which the model, which branches on data, goes another way than was
-            captured: with the values that it has there is nothing to compare then, and the note says so.
+    ``args``, ``kwargs`` and ``targets`` are a batch with values, of the captured shapes. With ``bounded``, models are
+    left out that would take long; with ``other_ways``, batches for which a model that branches on data takes another
+    branch than was captured. The note says so.
 
     Raises:
         CaptureError: they differ by more than rounding; it names the first module whose output does.
@@ -66,12 +64,10 @@ def compare_with_eager(
         raise CaptureError(explained(side, difference))
 
 
-def reason_not_to(captured: Captured, model: torch.nn.Module, batch: Any, bounded: bool, times: int = 1) -> str:
-    """Why a model is not run on a batch to compare something; empty if nothing speaks against it.
+def reason_not_to(captured: Captured, model: torch.nn.Module, batch: PyTree, bounded: bool, times: int = 1) -> str:
+    """Return why a model is not run on a batch for a comparison; empty if nothing speaks against it.
 
-    Args:
-        bounded: what takes long does.
-        times: how often as large as what was captured the batch is.
+    With ``bounded`` a long time does; the batch is ``times`` as large as the captured one.
     """
     tensors = [*model.parameters(), *model.buffers(), *(x for x in pytree.tree_leaves(batch) if is_tensor(x))]
     if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for t in tensors):
@@ -86,10 +82,10 @@ def reason_not_to(captured: Captured, model: torch.nn.Module, batch: Any, bounde
     return ""
 
 
-def _same_in_double(captured: Captured, model: Any, args: Any, kwargs: Any, targets: Any) -> bool:
-    """Whether a copy of the model in double precision agrees with the graph in double precision."""
+def _same_in_double(captured: Captured, model: torch.nn.Module, args: PyTree, kwargs: PyTree, targets: PyTree) -> bool:
+    """Return whether a copy of the model in double precision agrees with the graph in double precision."""
 
-    def double(x: Any) -> Any:
+    def double(x: PyTree) -> PyTree:
         if not is_tensor(x) or x.dtype not in LOW:
             return x
         return wide(x.detach()).requires_grad_(x.requires_grad)

@@ -1,27 +1,29 @@
-"""How far rounding alone moves a computation: the same with the last digits of its numbers changed by chance."""
+"""The effect of rounding alone on a computation: the last digits of its numbers change at random."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.fx
 
 from autopar.lower.program import Program
+from autopar.words.trees import PyTree
 
 
 def moved(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of which each is, by chance, the next larger number of its precision, or itself."""
+    """Return weights of which each is, at random, itself or the next larger number of its precision."""
     named = enumerate(weights.items())
     return {name: _moved(w.detach(), k).requires_grad_(w.requires_grad) for k, (name, w) in named}
 
 
 def shaken(program: Program) -> Program:
-    """A program that rounds each number that depends on a parameter, and each gradient of one, by chance to the next
-    larger one."""
+    """Return a program that rounds numbers up at random.
+
+    It rounds each number that depends on a parameter, and each gradient of one.
+    """
     graph = torch.fx.Graph()
     into: dict[torch.fx.Node, torch.fx.Node] = {}
     graph.output(graph.graph_copy(program.module.graph, into))
@@ -36,8 +38,8 @@ def shaken(program: Program) -> Program:
     return replace(program, module=torch.fx.GraphModule(program.module, graph))
 
 
-def _rounded(x: Any, number: int) -> Any:
-    """A result with the last digits of its elements, and of their gradients, changed by chance."""
+def _rounded(x: PyTree, number: int) -> PyTree:
+    """Return a result with the last digits of its elements, and of their gradients, changed at random."""
     if not isinstance(x, torch.Tensor) or not x.requires_grad:
         return x
     value = x.detach()
@@ -47,7 +49,9 @@ def _rounded(x: Any, number: int) -> Any:
 
 
 def _moved(x: torch.Tensor, number: int) -> torch.Tensor:
-    """Each element, or the next larger number of its precision, by a chance that ``number`` decides.
+    """Return each element, or the next larger number of its precision, by a hash of ``number``.
+
+    Zeros stay: next to zero the following number is far smaller than rounding errors.
 
     Zeros stay: beside a zero the next number is far smaller than what rounding leaves there.
     """

@@ -1,12 +1,11 @@
-"""Another batch like a given one: other values, padding and labels, so that what the first one baked in shows."""
+"""A second batch with other values, padding and labels, on which constants of the first batch show."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 IGNORED = -100
 """The label that losses of torch leave out."""
@@ -14,16 +13,12 @@ SEED = 1
 """Of the other batch: the same one each time."""
 
 
-def other_batch(batch: Any, *, ignored: bool = True) -> Any:
-    """A batch of the same structure, shapes and ranges.
+def other_batch(batch: PyTree, *, ignored: bool = True) -> PyTree:
+    """Return a batch of the same structure, shapes and ranges.
 
     Floats are drawn with the mean and spread of the given ones; integers are shuffled, so they stay in range; masks (of
     zeros and ones, or bools, of two dims or more) get rows of different lengths; and labels, by their name, are ignored
-    in a part of each row.
-
-    Args:
-        batch: nested containers of tensors with values.
-        ignored: whether labels may be; not every loss takes them.
+    in a part of each row, unless ``ignored`` is False: not every loss supports it.
     """
     generator = torch.Generator().manual_seed(SEED)
     leaves, spec = pytree.tree_flatten_with_path(batch)

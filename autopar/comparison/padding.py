@@ -1,4 +1,4 @@
-"""What a model needs so that its calls can be padded to buckets, and whether it gives what it gives without padding.
+"""The conditions under which a model's calls can be padded to buckets, and a trial that padding changes no result.
 
 Positions that are added must not count: neither in the loss (labels there are ignored) nor in what other positions
 compute (attention looks back, or is masked). That follows from no one operator, so it is tried: a part of the example
@@ -11,7 +11,6 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,29 +23,31 @@ from autopar.errors import CaptureError
 from autopar.runtime.batches.totals_ahead import TotalsAhead
 from autopar.runtime.variants.buckets import LENGTH, ROWS, Buckets, Key, Size, Template, dims_of, keys_of, size_of
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 FILLS = (-100, -1, 0)
 """What labels are tried to be ignored by, where the loss does not say it."""
 ROUNDING, ROUNDING_OF_HALF = 1e-4, 5e-2
 """Relative differences that sums in another order explain, with room."""
 
-Batch = tuple[tuple[Any, ...], Mapping[str, Any], tuple[Any, ...]]
+Batch = tuple[tuple[PyTree, ...], Mapping[str, PyTree], tuple[PyTree, ...]]
 """Positional and keyword arguments of the model, and targets of its loss function."""
 
 
 @dataclass(frozen=True)
 class Padded:
-    """An example padded with zeros to its bucket, and what is known of its leaves before it is captured."""
+    """An example padded with zeros to its bucket, and facts about its leaves from before the capture."""
 
     buckets: Buckets
     example: Batch
 
 
 def padded_example(model: torch.nn.Module, example: Batch, sizes: Sequence[Size]) -> Padded:
-    """The example of a bucket, from any batch that fits one.
+    """Return the example of a bucket, from any batch that fits one.
 
     Raises:
-        CaptureError: no input has rows and a length. RunError: the example fits no bucket.
+        CaptureError: no input has rows and a length.
+        RunError: the example fits no bucket.
     """
     args, kwargs, targets = example
     call = (*args, *targets), dict(kwargs)
@@ -64,13 +65,13 @@ def padded_example(model: torch.nn.Module, example: Batch, sizes: Sequence[Size]
 
 
 def of_size(buckets: Buckets, example: Batch, size: Size) -> Batch:
-    """The padded example as it would be in a bucket of another size, in zeros."""
+    """Return the padded example in a bucket of another size, in zeros."""
     args, kwargs, targets = example
     call = (*args, *targets), dict(kwargs)
     leaves, spec = pytree.tree_flatten(call)
     wanted = {ROWS: size[0], LENGTH: size[1]}
 
-    def sized(key: Key, leaf: Any) -> Any:
+    def sized(key: Key, leaf: PyTree) -> PyTree:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         named = zip(leaf.shape, buckets.dims[key], strict=True)
@@ -84,14 +85,12 @@ def of_size(buckets: Buckets, example: Batch, size: Size) -> Batch:
 
 
 def proved(padded: Padded, captured: Captured, model: torch.nn.Module, example: Batch) -> Buckets:
-    """The buckets of a model that bears padding, with what its labels are filled with and its outputs' shapes.
+    """Return the buckets of a model that supports padding, with fill values of labels and shapes of outputs.
 
-    Args:
-        captured: of the padded example.
-        example: without padding, with values.
+    ``captured`` is of the padded example; ``example`` has no padding, and values.
 
     Raises:
-        CaptureError: padding changes what the model gives, or it cannot be known that it does not.
+        CaptureError: padding changes the model's results, or that cannot be excluded.
     """
     args, kwargs, targets = example
     call = (*args, *targets), dict(kwargs)
@@ -121,7 +120,7 @@ def proved(padded: Padded, captured: Captured, model: torch.nn.Module, example: 
 
 
 def _fills(captured: Captured, keys: Sequence[Key]) -> dict[Key, float]:
-    """By what the loss's labels are padded so that they do not count."""
+    """Return the values with which labels of the loss are padded so that they do not count."""
     graph, device = captured.graph, torch.device("cpu")
     if graph.loss is None:
         return {}
@@ -149,7 +148,7 @@ def _fills(captured: Captured, keys: Sequence[Key]) -> dict[Key, float]:
 
 
 def _tried(
-    buckets: Buckets, captured: Captured, model: torch.nn.Module, call: Any, size: Size
+    buckets: Buckets, captured: Captured, model: torch.nn.Module, call: PyTree, size: Size
 ) -> frozenset[Template]:
     """Run the model on a part of the example, without and with padding.
 
@@ -164,7 +163,7 @@ def _tried(
     leaves, spec = pytree.tree_flatten(call)
     keys = keys_of(buckets.signature, buckets.model_args, *call)
 
-    def part(key: Key, leaf: Any) -> Any:
+    def part(key: Key, leaf: PyTree) -> PyTree:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         leaf = leaf.detach()
@@ -178,7 +177,7 @@ def _tried(
     wide, padding = whole.padded(*bare)
     loss_fn = captured.example.loss_fn if captured.example is not None else None
 
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    def run(args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]) -> tuple[list[PyTree], list[PyTree]]:
         torch.manual_seed(0)
         output = model(*args[: buckets.model_args], **kwargs)
         outputs = pytree.tree_leaves(output if loss_fn is None else loss_fn(output, *args[buckets.model_args or 0 :]))
@@ -224,7 +223,7 @@ def _tried(
 
 
 def _close(x: torch.Tensor, y: torch.Tensor, bound: float) -> bool:
-    """Whether two tensors are the same but for rounding; numbers that are none are not."""
+    """Return whether two tensors are equal but for rounding; NaNs differ."""
     if not x.is_floating_point():
         return bool(torch.equal(x, y))
     worst = (x - y).abs().max() if x.numel() else torch.zeros(())
@@ -232,7 +231,7 @@ def _close(x: torch.Tensor, y: torch.Tensor, bound: float) -> bool:
 
 
 def _template(x: torch.Tensor, y: torch.Tensor, small: Size, size: Size) -> Template:
-    """The shape of an output, from those of two calls."""
+    """Return the shape of an output, from those of two calls."""
     names: list[int | str] = []
     for at, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)):
         pairs = [(small[0], size[0], ROWS), (small[1], size[1], LENGTH)]

@@ -1,4 +1,4 @@
-"""Whether the microbatches' losses add up to the loss of the batch.
+"""Comparison of the sum of the microbatches' losses with the loss of the batch.
 
 A step in microbatches adds up their losses, which divide by what the whole batch has
 (:mod:`autopar.runtime.batches.totals_ahead`). Where the graph does not show that this is the loss of the batch
@@ -9,8 +9,8 @@ in microbatches by another loss hears so.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.batch_statistics import of_each_microbatch
 from autopar.runtime.batches.totals_ahead import computed_ahead, totals_ahead
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 ROUNDING_OF_DOUBLE, ROUNDING, ROUNDING_OF_HALF = 1e-7, 1e-5, 2e-2
 """Relative differences of two losses that sums in another order explain, with room: what weights in single precision,
@@ -34,12 +35,10 @@ which take no gradient, make of a loss in double precision; a hundred units in t
 few of bfloat16."""
 
 
-def with_notes(plan: Plan, captured: Captured, model: torch.nn.Module, example: Any) -> Plan:
-    """A plan with notes on what its microbatches make other than the batch at once would be: what ``parallelize`` warns
-    of, for whoever reads the plan.
+def with_notes(plan: Plan, captured: Captured, model: torch.nn.Module, example: PyTree) -> Plan:
+    """Add notes about statistics that are computed per microbatch instead of per batch.
 
-    Args:
-        captured, example: as for :func:`difference_by_parts`.
+    ``parallelize`` warns of these; arguments are those of :func:`difference_by_parts`.
     """
     said = [
         of_each_microbatch([captured.graph], plan.microbatches),
@@ -49,16 +48,12 @@ def with_notes(plan: Plan, captured: Captured, model: torch.nn.Module, example: 
     return replace(plan, notes=(*plan.notes, *new)) if new else plan
 
 
-def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any, parts: int) -> str:
-    """What a step in ``parts`` microbatches does to the loss of a batch; nothing where it is the same, or not known.
+def difference_by_parts(captured: Captured, model: torch.nn.Module, example: PyTree, parts: int) -> str:
+    """Return how ``parts`` microbatches change a batch's loss; empty where it is equal or unknown.
 
-    The model runs without dropout and with the statistics that its batch norms hold, without gradients, and is left as
-    it was. A model without values, one that takes long, that fails in eval mode, or whose loss is random even so is not
-    judged.
-
-    Args:
-        captured: of one microbatch.
-        example: ``(args, kwargs, targets)``, the batch of a step, with values.
+    The model runs without dropout and with the statistics that its batch norms hold, without gradients, and is not
+    changed. A model without values, one that takes long, fails in eval mode, or has a random loss even so is not
+    judged. ``captured`` is of one microbatch; ``example`` is ``(args, kwargs, targets)``, the batch of a step.
     """
     loss_fn = captured.example.loss_fn if captured.example is not None else None
     number = captured.graph.loss
@@ -68,7 +63,7 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
     if number is None or reason_not_to(captured, model, example, True, times=parts):
         return ""
 
-    def loss_of(batch: Any) -> float:
+    def loss_of(batch: PyTree) -> float:
         args, kwargs, targets = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), batch)
         given = (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
         output = model(*args, **kwargs)
@@ -101,7 +96,7 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: Any
 
 
 def _rounding(captured: Captured, model: torch.nn.Module) -> float:
-    """What rounding explains of a difference of losses, by the coarsest numbers that gradients come through."""
+    """Return the rounding error of a difference of losses, by the coarsest numbers that gradients come through."""
     dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     dtypes |= {out.dtype for node in captured.graph.nodes if node.needs_grad for out in node.outs if out is not None}
     if {dtype for dtype in dtypes if "float" in dtype} <= {"float64"}:  # a top-k has places, too
@@ -111,14 +106,14 @@ def _rounding(captured: Captured, model: torch.nn.Module) -> float:
 
 
 def _where(captured: Captured) -> str:
-    """Where rows come together, for a message."""
+    """Return where rows are combined, for a message."""
     decided = captured.example.in_parts if captured.example is not None else None
     places = [t.where for t in decided.found.troubles[:1]] if decided is not None else []
     return f" (rows come together at {places[0]})" if places else " (rows compared with each other, or a sum)"
 
 
 def _of_statistics(captured: Captured, parts: int) -> str:
-    """That the loss is a function of sums over the batch, whose values are alike in the example alone."""
+    """Return a message: the loss is a function of sums over the batch that are equal for the example only."""
     decided = captured.example.in_parts if captured.example is not None else None
     if decided is None or not decided.statistics:
         return ""
@@ -130,8 +125,10 @@ def _of_statistics(captured: Captured, parts: int) -> str:
 
 
 def _of_random_loss(captured: Captured, parts: int) -> str:
-    """That rows come together in a loss that cannot be compared, since it is another one in each call. Batch norms have
-    a warning of their own."""
+    """Return a message: rows are combined in a loss that cannot be compared, since it is random.
+
+    Batch norms have a warning of their own.
+    """
     decided = captured.example.in_parts if captured.example is not None else None
     places = [] if decided is None else [
         t.where for t in decided.found.troubles if not decided.operators[t.node].startswith("aten.batch_norm")
@@ -145,8 +142,10 @@ def _of_random_loss(captured: Captured, parts: int) -> str:
     )
 
 
-def _by_parts(captured: Captured, model: torch.nn.Module, loss_fn: Any, of_parts: list[Any]) -> float:
-    """The loss of a step in eval mode: those of its microbatches, each by its part of the rows."""
+def _by_parts(
+    captured: Captured, model: torch.nn.Module, loss_fn: Callable[..., object] | None, of_parts: list[PyTree]
+) -> float:
+    """Return the loss of a step in eval mode: those of its microbatches, weighted by their rows."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     named = {**named_tensors(model, loss_fn), **captured.constants}
     graph = evaluated(captured.graph)

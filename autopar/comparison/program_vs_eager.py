@@ -1,4 +1,4 @@
-"""The same numbers as one device: loss, every gradient, and the weights after two optimizer steps.
+"""Comparison of programs with one device: loss, every gradient, and the weights after two optimizer steps.
 
 Programs run with many ranks in this process (:mod:`autopar.runtime.ranks.in_process_ranks`). Programs are compared with
 the captured graph on one device, and that with the model itself in eager mode, so a difference names the stage that
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
 
 import torch
 
@@ -40,9 +39,10 @@ from autopar.runtime.stages.seeds import seed_after
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
 from autopar.words.meshes import Mesh
+from autopar.words.trees import PyTree
 from hardware_profiles import Cluster
 
-SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}
+SGD: dict[str, PyTree] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}
 """A step that is smooth in the gradient. AdamW's is not: it divides a gradient by its own size, and makes a whole step
 of the rounding in a gradient that is truly zero, such as that of a key's bias."""
 
@@ -55,7 +55,7 @@ _Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """Worst relative differences of one plan, with the name of the parameter in which each was found.
+    """The worst relative differences of one plan, with the name of the parameter in which each was found.
 
     A difference is ``max|a - b| / (max|b| + 1)`` for the loss and ``max|a - b| / (max|b| + 1e-3 * largest)`` for
     gradients and weights, where ``largest`` is the largest finite value among all tensors of the kind. It is infinite
@@ -77,24 +77,25 @@ class Difference:
 
     @property
     def worst(self) -> float:
+        """The largest of the differences."""
         return max(self.loss, self.gradient, self.weight)
 
     @property
     def shows_nothing(self) -> bool:
-        """Whether the model magnifies rounding so much that a difference need not be a defect."""
+        """True where the model magnifies rounding so much that a difference need not be a defect."""
         return self.rounding > LIMITS["float64"]
 
     @property
     def fine(self) -> bool:
-        """Whether rounding explains the difference: that of the precision, or what one device's own makes of it."""
+        """True where rounding explains the difference: of the precision, or its effect on one device."""
         return self.worst <= max(self.limit, OF_ONE_DEVICE * self.rounding if isfinite(self.rounding) else 0.0)
 
 
 @dataclass
 class Trained:
-    """Steps of SGD: every step's loss, the first step's gradients, the weights and buffers after the last.
+    """The results of steps of SGD: losses, gradients of the first step, weights and buffers after the last.
 
-    Gradients of inputs stand among the gradients, as ``input <name>``.
+    Gradients of inputs are among the gradients, as ``input <name>``.
     """
 
     losses: list[torch.Tensor]
@@ -104,7 +105,7 @@ class Trained:
 
 
 def state_of(captured: Captured, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Copies of the parameters and buffers that a graph names."""
+    """Return copies of the parameters and buffers that a graph names."""
     params = dict(model.named_parameters(remove_duplicate=False))
     state = {**params, **dict(model.named_buffers(remove_duplicate=False))}
     weights = {
@@ -119,13 +120,12 @@ def state_of(captured: Captured, model: torch.nn.Module) -> tuple[dict[str, torc
 
 
 def inputs_of(
-    captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any],
+    captured: Captured, args: Sequence[PyTree], kwargs: Mapping[str, PyTree],
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """The graph's inputs in a batch; of a microbatch those, too, that are computed ahead of a step, as if it were one.
+    """Return the graph's inputs in a batch; for a microbatch also those that are computed ahead of a step.
 
-    Args:
-        buffers: the model's, by name.
+    ``buffers`` are the model's, by name.
     """
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     inputs = {
@@ -139,8 +139,8 @@ def inputs_of(
     return {**inputs, **ahead}
 
 
-def wanting(example: Any) -> Any:
-    """The same example inputs; all that can want gradients do, so that these are compared, too."""
+def wanting(example: PyTree) -> PyTree:
+    """Return the example inputs; all that can require gradients do, so that these are compared, too."""
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, example
     )
@@ -150,10 +150,9 @@ def train(
     captured: Captured, plan: StagePlan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor], steps: int = 2, seed: int = 0, *, shaken: bool = False,
 ) -> Trained:  # fmt: skip
-    """Two steps of SGD under a plan; the program also passes the type checker.
+    """Return two steps of SGD under a plan; the program also passes the type checker.
 
-    Args:
-        shaken: the last digits of all results change, see :func:`autopar.comparison.last_digits.shaken`.
+    With ``shaken`` the last digits of all results change, see :func:`autopar.comparison.last_digits.shaken`.
     """
     graph = captured.graph
     program = _checked_program(graph, plan, _device_of(weights, buffers, inputs), shaken)
@@ -172,14 +171,14 @@ def _loss_of(captured: Captured) -> int:
 
 
 def _device_of(*tensors: _Tensors) -> torch.device:
-    """The device of a model's tensors; tensors that the program makes itself are made there."""
+    """Return the device of a model's tensors; tensors that the program creates are created there."""
     return next((t.device for of in tensors for t in of.values()), torch.device("cpu"))
 
 
 def _checked_program(
     graph: Graph, plan: StagePlan, device: str | torch.device = "cpu", shaken: bool = False
 ) -> Program:
-    """What a stage runs; on several devices it passes the type checker."""
+    """Return the program of a stage; on several devices it passes the type checker."""
     program = lower(graph, plan, device)
     if plan.n_devices > 1:
         with fake_world(plan.mesh):
@@ -191,10 +190,9 @@ def _trained(
     captured: Captured, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], steps: int,
     step: Callable[[int, _Tensors, _Tensors], WorldStep],
 ) -> Trained:  # fmt: skip
-    """Steps of SGD from copies of the given weights.
+    """Return steps of SGD from copies of the given weights.
 
-    Args:
-        step: a forward and a backward, given its number and the weights and buffers that it begins with.
+    ``step`` is a forward and a backward, given its number and the weights and buffers that it begins with.
     """
     weights_now = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in weights.items()}
     buffers_now = dict(buffers)
@@ -214,13 +212,13 @@ def _trained(
 
 
 def _optimizer(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """SGD; of a model that is frozen, with nothing to do."""
+    """Return SGD; for a frozen model, with nothing to do."""
     trained = [p for p in params if p.requires_grad]
     return torch.optim.SGD(trained or [torch.zeros(())], **SGD)
 
 
 def input_name(name: str) -> str:
-    """How the gradient of an input is called among those of parameters."""
+    """Return the name of an input's gradient among those of parameters."""
     return f"input {name}"
 
 
@@ -228,7 +226,7 @@ def train_pipeline(
     captured: Captured, plan: Plan, weights: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
     microbatches: Sequence[Mapping[str, torch.Tensor]], steps: int = 2, *, shaken: bool = False,
 ) -> Trained:  # fmt: skip
-    """Two steps of SGD in the order of a plan's schedule; every stage's program passes the type checker.
+    """Return two steps of SGD in the order of a plan's schedule; every stage's program passes the type checker.
 
     With one stage on one device this is the reference for several microbatches; ``shaken`` as for :func:`train`.
     """
@@ -251,7 +249,7 @@ def train_pipeline(
 
 
 def verify_pipeline(
-    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan
+    captured: Captured, model: torch.nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], plan: Plan
 ) -> Difference:
     """Compare a plan in stages with one device, all ranks in this process, in double precision.
 
@@ -276,7 +274,7 @@ def verify_pipeline(
 
 
 def compare(name: str, mine: Trained, reference: Trained) -> Difference:
-    """Worst differences of two trainings."""
+    """Return the worst differences of two trainings."""
     loss = max(relative(a, b, 1e3) for a, b in zip(mine.losses, reference.losses, strict=True))
     missing = set(reference.gradients) ^ set(mine.gradients)
     if missing:
@@ -289,15 +287,12 @@ def compare(name: str, mine: Trained, reference: Trained) -> Difference:
 def beside_rounding(
     difference: Difference, reference: Trained, one: Callable[[_Tensors, bool], Trained], weights: _Tensors
 ) -> Difference:
-    """A difference in double precision; with what rounding makes of one device, where it is above the limit.
+    """Return a difference in double precision, with the effect of rounding on one device where it is above the limit.
 
     A model can magnify rounding without bound: behind a norm whose inputs vary much less than its ``eps``, gradients
     are larger by ``1 / sqrt(eps)``, and a stack of such norms turns the last digit into the first. No order of
-    computation is right there, and a difference tells nothing of the plan.
-
-    Args:
-        one: trains on one device from given weights, as ``reference`` was from ``weights``; and says whether the last
-            digits of all results change, too.
+    computation is right there, and a difference tells nothing of the plan. ``one`` trains on one device from given
+    weights, as ``reference`` was from ``weights``; its second argument is ``shaken`` of :func:`train`.
     """
     if difference.worst <= LIMITS["float64"]:
         return difference
@@ -306,7 +301,7 @@ def beside_rounding(
 
 
 def _worst(mine: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest difference and where it is; infinite where one side alone has a NaN or another shape."""
+    """Return the largest difference and where it is; infinite where only one side has a NaN, or shapes differ."""
     largest = largest_value(v for v in reference.values() if v.is_floating_point() or v.is_complex())
     worst, of = 0.0, ""
     for name, b in reference.items():
@@ -317,9 +312,9 @@ def _worst(mine: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tenso
 
 
 def against_eager(
-    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    captured: Captured, model: torch.nn.Module, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> list[Difference]:
-    """The row of the captured graph beside the model itself; none where the model cannot run on these inputs.
+    """Return the difference of the captured graph from the model; none where the model cannot run on these inputs.
 
     Raises:
         CaptureError: they differ; it names the first module whose output does.
@@ -341,8 +336,8 @@ def against_eager(
 def verify(
     captured: Captured,
     model: torch.nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     mesh: Mesh,
     cluster: Cluster,
     *,
@@ -358,10 +353,8 @@ def verify(
     with the same random numbers: loss, gradients, and buffers in the place of weights. Then the optimal plan (or
     ``plan``), then ``random_plans`` random ones, against the graph on one device.
 
-    Args:
-        plan: of one stage.
-        float64: compare in double precision, so that a row above 1e-9 is a defect and not rounding.
-        progress: called with the name of each row before it is computed.
+    ``float64`` compares in double precision, so that a row above 1e-9 is a defect and not rounding; ``progress`` is
+    called with the name of each row before it is computed.
 
     Raises:
         CaptureError: the graph is not what the model does; it names the first module that differs.

@@ -1,15 +1,15 @@
-"""How far the results of two sides are apart, and how far rounding brings them."""
+"""Relative differences between the results of two sides, and the part that rounding explains."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from autopar.runtime.gradients.reached import reached_whatever_is_drawn
 from autopar.words.graph import Graph
+from autopar.words.trees import PyTree
 
 LIMITS = {"float64": 1e-9, "float32": 1e-4, "complex64": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest relative difference that rounding explains, by precision."""
@@ -33,29 +33,31 @@ class Comparison:
 
     @property
     def worst(self) -> float:
+        """The largest of the differences."""
         return max(self.loss, self.gradient, self.buffer)
 
     @property
     def same(self) -> bool:
-        """Whether rounding explains the differences (true where nothing was compared)."""
+        """True where rounding explains the differences, or nothing was compared."""
         return bool(self.note) or self.worst <= self.limit
 
 
 @dataclass
 class Ran:
-    """What one side gives: outputs, gradients by name, new buffers by name."""
+    """The results of one side: outputs, gradients by name, new buffers by name."""
 
-    outputs: list[Any]
+    outputs: list[PyTree]
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
 
 
-def is_tensor(x: Any) -> bool:
+def is_tensor(x: PyTree) -> bool:
+    """Return whether a value is a tensor of numbers that can be compared."""
     return isinstance(x, torch.Tensor)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, largest: float = 0.0) -> float:
-    """``max|a - b|`` in units of the largest value; equal infinities and NaNs are no difference."""
+    """Return ``max|a - b|`` in units of the largest value; equal infinities and NaNs are no difference."""
     if a.shape != b.shape:
         return float("inf")
     if not b.numel():
@@ -73,13 +75,13 @@ def relative(a: torch.Tensor, b: torch.Tensor, largest: float = 0.0) -> float:
 
 
 def largest_value(tensors: Iterable[torch.Tensor]) -> float:
-    """The largest finite absolute value in any of some tensors; 1.0 where they have none."""
+    """Return the largest finite absolute value in any of some tensors; 1.0 where they have none."""
     finite = [values for t in tensors if (values := t[t.isfinite()].abs()).numel()]
     return max((float(values.max().item()) for values in finite), default=1.0)
 
 
 def off(a: torch.Tensor | None, b: torch.Tensor | None, largest: float) -> float:
-    """The same where a gradient may be missing, which is zero."""
+    """Return the relative difference where a gradient may be missing, which is zero."""
     if a is None or b is None:
         some = b if a is None else a
         return 0.0 if some is None else relative(some, torch.zeros_like(some), largest)
@@ -87,8 +89,10 @@ def off(a: torch.Tensor | None, b: torch.Tensor | None, largest: float) -> float
 
 
 def _of_those_that_took_part(graph: Graph, ran: Ran) -> dict[str, torch.Tensor]:
-    """The gradients without the zeros of parameters of which the graph says that they took no part, such as those of an
-    expert without rows: a program hands none over."""
+    """Return the gradients without the zeros of parameters that took no part, by the graph's flags.
+
+    Such are those of an expert without rows: a program returns none.
+    """
     took: dict[str, bool] = {}
     for part in graph.parts:
         for name, element in part.kwargs["parameters"]:
@@ -97,7 +101,7 @@ def _of_those_that_took_part(graph: Graph, ran: Ran) -> dict[str, torch.Tensor]:
 
 
 def difference_of(graph: Graph, mine: Ran, theirs: Ran) -> Comparison:
-    """The largest relative differences between what the graph gives (``mine``) and the model (``theirs``)."""
+    """Return the largest relative differences between the graph (``mine``) and the model (``theirs``)."""
     kinds = {spec.dtype for node in graph.nodes for spec in node.outs if spec is not None}
     limit = max([LIMITS[k] for k in kinds if k in LIMITS], default=LIMITS["float64"])
     loss = 0.0 if len(mine.outputs) == len(theirs.outputs) else float("inf")

@@ -1,9 +1,8 @@
-"""What was captured is the model, on every rank: ranks compare with the first one, and that one with eager mode."""
+"""A check that all ranks captured the model: they compare with the first one, and that with eager mode."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,10 @@ from autopar.errors import CaptureError
 from autopar.runtime.parameters.init import is_meta
 from autopar.runtime.ranks.agree import share
 from autopar.runtime.ranks.agree import together as raised_together
+from autopar.words.trees import PyTree
 
 
-def check_same_model(captured: Captured, model: torch.nn.Module, group: Any) -> None:
+def check_same_model(captured: Captured, model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
     """Refuse ranks that have captured different models, or of which only some are on the meta device."""
     mine = f"{captured.graph.fingerprint} {'with' if is_meta(model) else 'without'} parameters on the meta device"
     first = share(group, mine, None)
@@ -31,7 +31,7 @@ def check_same_model(captured: Captured, model: torch.nn.Module, group: Any) -> 
 
 
 def _of_data(captured: Captured) -> str:
-    """What to do where ranks have captured different models, for a message."""
+    """Return what to do where ranks have captured different models, for a message."""
     pinned = [way for way in captured.graph.ways if "pinned" in way.kwargs]
     if not pinned:
         return "; build the same model, and give inputs of the same shapes, on every rank"
@@ -43,7 +43,9 @@ def _of_data(captured: Captured) -> str:
     )
 
 
-def check_capture(captured: Captured, model: torch.nn.Module, example: Any, group: Any) -> None:
+def check_capture(
+    captured: Captured, model: torch.nn.Module, example: PyTree, group: dist.ProcessGroup | None
+) -> None:
     """Refuse a graph that is not what the model does in eager mode; rank 0's values are those that count."""
     error: BaseException | None = None
     if dist.get_rank(group) == 0:

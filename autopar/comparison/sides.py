@@ -1,10 +1,9 @@
-"""The two sides of a comparison: how the model runs on a batch, and how its graph does."""
+"""The two sides of a comparison: a run of the model on a batch, and one of its graph."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.fx
@@ -25,11 +24,12 @@ from autopar.runtime.parameters.redistribution import dense
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
 from autopar.words.graph import Graph, Node, Ref
+from autopar.words.trees import PyTree
 
 
 @contextlib.contextmanager
 def attention_on(cuda: bool) -> Iterator[None]:
-    """In here a model itself may run: on CUDA alone torch has a backward of flex attention, and varlen_attn at all."""
+    """Make attention of the model run in this scope: torch has no backward of flex attention on CPUs."""
     with contextlib.ExitStack() as stack:
         if not cuda:
             stack.enter_context(flex_attention_in_plain_operators())
@@ -38,9 +38,11 @@ def attention_on(cuda: bool) -> Iterator[None]:
 
 
 class Sides:
-    """The two sides of a comparison, and how to run them."""
+    """The two sides of a comparison."""
 
-    def __init__(self, captured: Captured, model: Any, args: Any, kwargs: Any, targets: Any) -> None:
+    def __init__(
+        self, captured: Captured, model: torch.nn.Module, args: PyTree, kwargs: PyTree, targets: PyTree
+    ) -> None:
         self.captured, self.model = captured, model
         self.args, self.kwargs, self.targets = tuple(args), dict(kwargs), tuple(targets)
         self.loss_fn = captured.example.loss_fn if captured.example is not None else None
@@ -54,14 +56,15 @@ class Sides:
 
     @property
     def drop_other_elements(self) -> bool:
-        """Whether both have run and dropped elements of other shapes, as where a loop over experts draws for the rows
-        of each, and the graph for all rows: then no two draws are the same, although they are of one distribution.
-        All else that is drawn has to be of the same shapes, and is the same then."""
+        """True where both have run and dropped elements of other shapes, so no two draws are equal.
+
+        So it is where a loop over experts draws for the rows of each, and the graph for all rows.
+        """
         theirs, mine = self.draws["eager"], self.draws["graph"]
         return theirs.dropouts != mine.dropouts and theirs.others == mine.others
 
     def eager(self, nothing_dropped: bool = False) -> Ran:
-        """What the model gives; it is left as it was."""
+        """Run the model, without a change to it."""
         with kept(self.model, self.loss_fn), same_draws(nothing_dropped) as self.draws["eager"], torch.enable_grad():
             if self.captured.guards.filled:  # the first call fills caches, and later ones read them
                 before = {name: value.detach().clone() for name, value in self._renewed().items()}
@@ -83,15 +86,15 @@ class Sides:
             buffers = {name: now[name].detach().clone() for name in names if name in now}
         return Ran([x.detach() if is_tensor(x) else x for x in outputs], gradients, buffers)
 
-    def _call(self, leaves: Sequence[Any]) -> Any:
+    def _call(self, leaves: Sequence[PyTree]) -> PyTree:
         args, kwargs = pytree.tree_unflatten(list(leaves), self.captured.in_spec)
         n = len(self.args)
         on_cuda = any(is_tensor(x) and x.is_cuda for x in (*self.named.values(), *leaves))
         with attention_on(on_cuda), drawn_by_torch():
             return WithLoss(self.model, self.loss_fn, n, self.captured.graph.precision)(*args, **kwargs)
 
-    def _outputs(self, leaves: Sequence[Any]) -> list[Any]:
-        """What a call gives, and what it leaves in attributes, in the order of the graph's outputs."""
+    def _outputs(self, leaves: Sequence[PyTree]) -> list[PyTree]:
+        """Return the results of a call, attributes included, in the order of the graph's outputs."""
         outputs = pytree.tree_leaves(self._call(leaves))
         modules = dict(self.model.named_modules())
         for left in self.captured.left:
@@ -103,7 +106,7 @@ class Sides:
         return named_tensors(self.model, self.loss_fn)
 
     def _renewed(self) -> dict[str, torch.Tensor]:
-        """What a call may change: buffers, and frozen parameters that the forward writes."""
+        """Return what a call may change: buffers, and frozen parameters that the forward writes."""
         written = {*self.captured.graph.written, *_written_first(self.captured.graph)}
         return {n: t for n, t in self._now().items() if not isinstance(t, torch.nn.Parameter) or n in written}
 
@@ -116,7 +119,7 @@ class Sides:
     def graph(
         self, by: Callable[[torch.fx.GraphModule], torch.fx.Interpreter] | None = None, nothing_dropped: bool = False
     ) -> Ran:
-        """What the captured graph gives; ``by`` makes what runs it operator by operator."""
+        """Run the captured graph; ``by`` creates an interpreter that runs it operator by operator."""
         graph, values, named, buffers_before = self.captured.graph, [], {}, {}
         inputs = {}
         for number, leaf in zip(self.captured.inputs, self.leaves, strict=True):
@@ -151,15 +154,17 @@ class Sides:
         return Ran([x.detach() if is_tensor(x) else x for x in flat[:count]], gradients, buffers)
 
     def _value_of(self, node: Node) -> torch.Tensor:
-        """The value of a parameter or buffer."""
+        """Return the value of a parameter or buffer."""
         value = self.captured.constants.get(node.target, self.named.get(node.target))
         assert value is not None, node.target
         return value
 
     # -- both
 
-    def _gradients(self, outputs: Sequence[Any], params: Mapping[str, Any], inputs: Mapping[str, Any]) -> Any:
-        """Gradients of the loss, or of a fixed weighting of all outputs where there is none."""
+    def _gradients(
+        self, outputs: Sequence[PyTree], params: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return gradients of the loss, or of a fixed weighting of all outputs where there is none."""
         graph = self.captured.graph
         names = [node.target for _, node in graph.of_kind("param") if node.needs_grad]
         wanted = {n: params[n] for n in names if n in params}
@@ -167,10 +172,10 @@ class Sides:
         asked = {n for n, x in zip(self._input_names(), self.leaves, strict=True) if is_tensor(x) and x.requires_grad}
         wanted |= {n: x for n, x in inputs.items() if n in asked}
         if graph.loss is not None:
-            roots = [outputs[graph.loss]]
+            ends = [outputs[graph.loss]]
         else:
-            roots = [(o * _weights(o)).sum() for o in outputs if is_tensor(o) and o.is_floating_point()]
-        roots = [r for r in roots if r.requires_grad]
+            ends = [(o * _weights(o)).sum() for o in outputs if is_tensor(o) and o.is_floating_point()]
+        roots: list[torch.Tensor] = [r for r in ends if r.requires_grad]
         if not roots or not wanted:
             return {}
         before = {n: x.grad for n, x in wanted.items()}
@@ -185,8 +190,8 @@ class Sides:
                 x.grad = before[n]
 
 
-def named_tensors(model: torch.nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by the names that a graph has for them."""
+def named_tensors(model: torch.nn.Module, loss_fn: Callable[..., object] | None) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by the names that a graph has for them."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     named.update(model.named_buffers(remove_duplicate=False))
     if isinstance(loss_fn, torch.nn.Module):
@@ -196,12 +201,12 @@ def named_tensors(model: torch.nn.Module, loss_fn: Any) -> dict[str, torch.Tenso
 
 
 def _written_first(graph: Graph) -> list[str]:
-    """The trained parameters that a call writes."""
+    """Return the trained parameters that a call writes."""
     return [] if graph.before is None else [*graph.before.updates]
 
 
 def _program(graph: Graph, device: torch.device) -> Program:
-    """The program of one device, in which random operators are torch's own."""
+    """Return the program of one device, in which random operators are torch's own."""
     program = lower(graph, one_device(graph), device)
     for fx in program.module.graph.nodes:
         if fx.op == "call_function" and "seed" in fx.kwargs and "shards" in fx.kwargs:
@@ -215,20 +220,21 @@ def _program(graph: Graph, device: torch.device) -> Program:
 
 
 class KeepingTensors(torch.fx.Interpreter):
-    """Runs a program and keeps every tensor."""
+    """A run of a program that keeps every tensor."""
 
     def __init__(self, module: torch.fx.GraphModule, into: list[torch.Tensor]) -> None:
         super().__init__(module)
         self.into = into
 
-    def run_node(self, n: torch.fx.Node) -> Any:
+    def run_node(self, n: torch.fx.Node) -> PyTree:
+        """Run a node, and keep its result."""
         value = super().run_node(n)
         self.into.extend(x.detach() for x in pytree.tree_leaves(value) if is_tensor(x))
         return value
 
 
 def _weights(x: torch.Tensor) -> torch.Tensor:
-    """Fixed weights of an output's elements, so that none counts like another."""
+    """Return fixed weights of an output's elements, so that none counts like another."""
     at = torch.arange(x.numel(), device=x.device, dtype=torch.float32)
     return (1 + 0.5 * torch.sin(at)).to(x.dtype).reshape(x.shape)
 

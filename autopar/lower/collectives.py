@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import spmd_types as spmd
 import torch
 import torch.fx
+from torch.autograd.function import FunctionCtx
 
 from autopar.rules.lowering_helpers.collective_helpers import summed_back
 from autopar.rules.lowering_helpers.local_shard import length_of, padded
@@ -35,11 +36,11 @@ class _ContiguousGradient(torch.autograd.Function):
     """The identity whose gradient is contiguous, as all-reduces want their input: a gradient can come expanded."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(_ctx: FunctionCtx, x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(_ctx: FunctionCtx, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return grad.contiguous()
 
 
@@ -53,20 +54,19 @@ class _ResolvedGradient(torch.autograd.Function):
     """The identity whose gradient is not lazily conjugated."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(_ctx: FunctionCtx, x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(_ctx: FunctionCtx, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return grad.resolve_conj()
 
 
 def _of_memory(collective: Collective) -> Collective:
-    """The collective of what stands in memory, in both directions: ``z.conj()`` only says that it is to be conjugated,
-    and what is sent is memory."""
+    """Apply a collective to values in memory, forward and backward: a lazy ``z.conj()`` is resolved first."""
 
     @functools.wraps(collective)
-    def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    def run(x: torch.Tensor, *args: object) -> torch.Tensor:
         if not x.is_complex():
             return collective(x, *args)
         # the type checker has not heard of lazy conjugation, but of copies, which resolve it
@@ -81,26 +81,26 @@ def _of_memory(collective: Collective) -> Collective:
 
 @_of_memory
 def all_gather(x: torch.Tensor, axis: str, dim: int, to: str) -> torch.Tensor:
-    """``S<dim>`` -> ``to`` (``R`` or ``I``)."""
+    """Gather: ``S<dim>`` -> ``to`` (``R`` or ``I``)."""
     return spmd.all_gather(x, axis, src=spmd.S(dim), dst=_TYPE[to], **summed_back(x))
 
 
 @_of_memory
 def all_reduce(x: torch.Tensor, axis: str, to: str) -> torch.Tensor:
-    """``P`` -> ``to`` (``R`` or ``I``)."""
+    """Sum over the ranks: ``P`` -> ``to`` (``R`` or ``I``)."""
     reduced = spmd.all_reduce(x.contiguous(), axis, src=spmd.P, dst=_TYPE[to], **summed_back(x))
     return _contiguous_gradient(reduced) if to == REPLICATED else reduced  # of an invariant one it goes on as it is
 
 
 @_of_memory
 def reduce_scatter(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
-    """``P`` -> ``S<dim>``."""
+    """Sum over the ranks and scatter: ``P`` -> ``S<dim>``."""
     return spmd.reduce_scatter(x, axis, src=spmd.P, dst=spmd.S(dim), **summed_back(x))
 
 
 @_of_memory
 def all_to_all(x: torch.Tensor, axis: str, src: int, dst: int) -> torch.Tensor:
-    """``S<src>`` -> ``S<dst>``.
+    """Exchange shards: ``S<src>`` -> ``S<dst>``.
 
     A compiler gets a functional collective: that of spmd-types writes to a list of tensors, which Dynamo leaves in the
     graph as it is, and Inductor can trace once, but not a second time.
@@ -115,13 +115,13 @@ def all_to_all(x: torch.Tensor, axis: str, src: int, dst: int) -> torch.Tensor:
 
 @_of_memory
 def shard(x: torch.Tensor, axis: str, dim: int, of: str) -> torch.Tensor:
-    """``of`` (``R`` or ``I``) -> ``S<dim>``: each rank keeps its slice."""
+    """Keep each rank's slice: ``of`` (``R`` or ``I``) -> ``S<dim>``."""
     return spmd.convert(x, axis, src=_TYPE[of], dst=spmd.S(dim), **summed_back(x))
 
 
 @_of_memory
 def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
-    """The steps without communication in the forward that keep the local shape, and ``S`` -> ``P``."""
+    """Change the placement without communication in the forward or another local shape, or ``S`` -> ``P``."""
     source = _typed(Placement(src))  # programs name placements by their texts
     converted = spmd.convert(x, axis, src=source, dst=_TYPE[dst], expert_mode=True, **summed_back(x))
     return _contiguous_gradient(converted) if (src, dst) == (INVARIANT, REPLICATED) else converted
@@ -137,7 +137,7 @@ def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
 
 
 def _sizes(n: int, axes: Sequence[str]) -> tuple[Any, Any, Any, int]:
-    """``(whole, largest piece, own piece, ranks)`` of a dim on the ranks of the last of the axes."""
+    """Return ``(whole, largest shard, own shard, ranks)`` of a dim on the ranks of the last of the axes."""
     axis, unit = axis_and_block(axes[-1])
     ranks = spmd.normalize_axis(axis).size()
     whole = length_of(n, axes[:-1])
@@ -145,13 +145,10 @@ def _sizes(n: int, axes: Sequence[str]) -> tuple[Any, Any, Any, int]:
 
 
 def _first(x: torch.Tensor, *lengths: tuple[int, Any]) -> torch.Tensor:
-    """The first elements along some dims, contiguous.
+    """Return the first elements along some ``(dim, length)``, contiguous.
 
-    What has no more goes on as it is: a part that is the whole would be made again by the backward. Not while a
-    compiler looks on: ranks whose graphs differ may get backwards whose collectives come in another order.
-
-    Args:
-        lengths: dims, each with how many of its elements.
+    A tensor that has no more is returned itself: the backward would compute a part of full size again. Not while a
+    compiler traces: ranks whose graphs differ may get backwards with collectives in another order.
     """
     for dim, n in lengths:
         is_replicated = isinstance(n, int) and isinstance(x.shape[dim], int) and x.shape[dim] == n
@@ -161,13 +158,13 @@ def _first(x: torch.Tensor, *lengths: tuple[int, Any]) -> torch.Tensor:
 
 
 def all_gather_shards(x: torch.Tensor, axis: str, dim: int, to: str, n: int, axes: Sequence[str]) -> torch.Tensor:
-    """:func:`all_gather` of pieces that are not equal."""
+    """Do :func:`all_gather` with unequal shards."""
     whole, largest, _, _ = _sizes(n, axes)
     return _first(all_gather(padded(x, dim, largest), axis, dim, to), (dim, whole))
 
 
 def reduce_scatter_shards(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
-    """:func:`reduce_scatter` into pieces that are not equal."""
+    """Do :func:`reduce_scatter` into unequal shards."""
     _, largest, length, ranks = _sizes(n, axes)
     return _first(reduce_scatter(padded(x, dim, largest * ranks), axis, dim), (dim, length))
 
@@ -176,7 +173,7 @@ def all_to_all_shards(
     x: torch.Tensor, axis: str, src: int, dst: int, n_src: int, axes_src: Sequence[str], n_dst: int,
     axes_dst: Sequence[str],
 ) -> torch.Tensor:  # fmt: skip
-    """:func:`all_to_all` between pieces that are not equal."""
+    """Do :func:`all_to_all` between unequal shards."""
     whole, largest, _, _ = _sizes(n_src, axes_src)
     _, largest_new, length, ranks = _sizes(n_dst, axes_dst)
     x = padded(padded(x, src, largest), dst, largest_new * ranks)
@@ -184,25 +181,25 @@ def all_to_all_shards(
 
 
 def shard_sizes_of(x: torch.Tensor, axis: str, dim: int, of: str, n: int, axes: Sequence[str]) -> torch.Tensor:
-    """:func:`shard` into pieces that are not equal."""
+    """Do :func:`shard` into unequal shards."""
     _, largest, length, ranks = _sizes(n, axes)
     return _first(shard(padded(x, dim, largest * ranks), axis, dim, of), (dim, length))
 
 
 def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
-    """``S<dim>`` -> ``P`` of pieces that are not equal: each is a term that is zero elsewhere."""
+    """Convert unequal shards, ``S<dim>`` -> ``P``: each is a term that is zero elsewhere."""
     whole, largest, _, _ = _sizes(n, axes)
     return _first(convert(padded(x, dim, largest), axis, placement_of(dim), PENDING), (dim, whole))
 
 
-_PIECES: dict[Any, Any] = {
+_UNEQUAL: dict[object, object] = {
     all_gather: all_gather_shards, reduce_scatter: reduce_scatter_shards, all_to_all: all_to_all_shards,
     shard: shard_sizes_of,
 }  # fmt: skip
 
 
 def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tuple[object, tuple[object, ...]]:
-    """``(function, arguments after the tensor)`` for one step of a tensor of global ``shape``."""
+    """Return ``(function, arguments after the tensor)`` for one step of a tensor of global ``shape``."""
     axis = Step.between(src, dst).axis
     name = mesh.name(axis)
     fn, args = step(src[axis], dst[axis])
@@ -212,16 +209,16 @@ def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tupl
     extents = [part for (n, earlier, _), state in cuts for part in (n, _cutting(mesh, state, (*earlier, axis)))]
     if fn is convert:
         return terms_of_pieces, (name, src[axis].dim, *extents)
-    return _PIECES[fn], (name, *args, *extents)
+    return _UNEQUAL[fn], (name, *args, *extents)
 
 
 def _cutting(mesh: Mesh, state: State, axes: Sequence[int]) -> tuple[str, ...]:
-    """The names of these axes with the units of the pieces that they cut."""
+    """Return the names of these axes with their block sizes."""
     return tuple(axis_text(mesh.name(a), state[a].unit) for a in axes)
 
 
 def step(src: Placement, dst: Placement) -> tuple[object, tuple[object, ...]]:
-    """``(function, arguments after the axis)`` for one step from ``src`` to ``dst``, where pieces are equal."""
+    """Return ``(function, arguments after the axis)`` for one step from ``src`` to ``dst`` with equal shards."""
     from_dim, to_dim = src.dim, dst.dim
     if from_dim is not None and to_dim is not None:
         return all_to_all, (from_dim, to_dim)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any
 
 import torch
 import torch.fx
@@ -34,6 +33,7 @@ from autopar.rules.families.branch import branch
 from autopar.rules.function import Callee
 from autopar.rules.lowering_helpers.local_shard import length_of
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 _TRAVELLING = (travelling_block, rows_leave, rows_computed, rows_return)
 _BRANCH = torch.ops.autopar.branch.default
@@ -43,42 +43,39 @@ _library.define("kept(Tensor x) -> Tensor")
 
 @torch.library.impl(_library, "kept", "CompositeExplicitAutograd")  # type: ignore[untyped-decorator]
 def _kept(x: torch.Tensor) -> torch.Tensor:
-    """A copy, by an operator that no compiler takes for one that may be run again in place of keeping its result."""
+    """Return a copy, by an operator that no compiler recomputes instead of keeping its result."""
     return x.clone()
 
 
 torch.library.register_fake("autopar::kept", lambda x: torch.empty_like(x), lib=_library)
-torch.library.register_autograd("autopar::kept", lambda ctx, grad: grad, lib=_library)
+torch.library.register_autograd("autopar::kept", lambda _ctx, grad: grad, lib=_library)
 Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``gather(leaf, piece)``: the values that a program reads of a parameter, whose gradient is that of the leaf."""
 
 
 class Recomputed(torch.nn.Module):
-    """Of what ``inner`` makes, the compiled program keeps nothing for its backward but the inputs."""
+    """A part of a compiled program that keeps only its inputs for the backward."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: torch.Tensor) -> PyTree:
         return checkpoint(self.inner, *inputs, use_reentrant=False)
 
 
 class RecomputedSegment(Recomputed):
-    """The same; what ``inner`` gives is kept, where others read it."""
+    """A recomputed part whose outputs are kept where others read them."""
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: torch.Tensor) -> PyTree:
         return pytree.tree_map_only(torch.Tensor, torch.ops.autopar.kept, super().forward(*inputs))
 
 
 def compilable(program: Program, gathers: Mapping[str, Gather]) -> torch.fx.GraphModule:
-    """The program for the compiler; the ambient mesh is that of the program.
+    """Return the program for the compiler; the ambient mesh is that of the program.
 
-    Args:
-        gathers: of the parameters that are gathered for each use, by name.
-
-    Returns:
-        a module whose first inputs are the stored pieces of these parameters, in their order; then come the slots.
+    Its first inputs are the stored shards of the parameters in ``gathers``, which are gathered for each use, in their
+    order; then come the slots.
     """
     graph = torch.fx.Graph()
     pieces = [graph.placeholder(f"_piece_{k}") for k in range(len(gathers))]
@@ -118,28 +115,31 @@ def compilable(program: Program, gathers: Mapping[str, Gather]) -> torch.fx.Grap
     return module
 
 
-def _is_ours(target: Any) -> bool:
-    """Whether a function is one of autopar's, into which Dynamo is not to look."""
+def _is_ours(target: object) -> bool:
+    """Return whether a function is one of autopar's that Dynamo need not trace."""
     ours = isinstance(target, FunctionType) and target.__module__.split(".")[0] == "autopar"
     return ours and not stays_outside(target)
 
 
-def _replace(node: torch.fx.Node, value: Any) -> None:
-    """Put a value in the place of a node that makes it."""
+def _replace(node: torch.fx.Node, value: int) -> None:
+    """Replace a node by its value."""
     for user in list(node.users):
         user.args = torch.fx.map_arg(user.args, lambda x: value if x is node else x)
         user.kwargs = torch.fx.map_arg(user.kwargs, lambda x: value if x is node else x)
     node.graph.erase_node(node)
 
 
-def stays_outside(target: Any) -> bool:
-    """Whether a program calls what the compiler must not see: the model's own Python, a branch on a number, of which
-    one side has no backward, or rows that travel to their experts, of which the host has to know how many."""
+def stays_outside(target: object) -> bool:
+    """Return whether the compiler must not trace an operator.
+
+    Such are the model's own Python, a branch on a number of which one side has no backward, and rows that travel to
+    their experts, of which the host has to know how many.
+    """
     return isinstance(target, Callee) or target in (_BRANCH, branch, *_TRAVELLING)
 
 
 def breaks(program: Program) -> list[str]:
-    """The operators of a program at which a compiled one is broken up, by their names and kinds."""
+    """Return the operators of a program at which a compiled one is split, by their names and kinds."""
     reasons = []
     for node in program.module.graph.nodes:
         if isinstance(node.target, Callee):
@@ -153,11 +153,13 @@ def breaks(program: Program) -> list[str]:
     return reasons
 
 
-def _apart(root: torch.nn.Module, node: torch.fx.Node, inputs: tuple[torch.fx.Node, ...], run: Any) -> torch.fx.Node:
-    """Call ``run(*inputs)`` in front of a node, as something that the backward makes again.
+def _apart(
+    root: torch.nn.Module, node: torch.fx.Node, inputs: tuple[torch.fx.Node, ...],
+    run: Callable[..., torch.fx.Node],
+) -> torch.fx.Node:  # fmt: skip
+    """Call ``run(*inputs)`` in front of a node, as a part that the backward recomputes.
 
-    Args:
-        run: puts it into a graph, from placeholders.
+    ``run`` is called with a graph and its placeholders.
     """
     inner = torch.fx.Graph()
     inner.output(run(inner, *(inner.placeholder(f"x{k}") for k in range(len(inputs)))))
@@ -168,9 +170,9 @@ def _apart(root: torch.nn.Module, node: torch.fx.Node, inputs: tuple[torch.fx.No
 
 
 def _gathered_again(root: torch.nn.Module, freed: torch.fx.Node) -> None:
-    """A copy that is to be freed after its last reader becomes one that the backward gathers again."""
+    """Replace a copy that is freed after its last reader by one that the backward regathers."""
     copy, source, steps, _ = freed.args
-    chain: Any = steps
+    chain: PyTree = steps
     freed.graph.erase_node(freed)
     assert isinstance(copy, torch.fx.Node) and isinstance(source, torch.fx.Node)
 
@@ -184,7 +186,7 @@ def _gathered_again(root: torch.nn.Module, freed: torch.fx.Node) -> None:
 
 
 def _gathered_for_use(root: torch.nn.Module, leaf: torch.fx.Node, piece: torch.fx.Node, gather: Gather) -> None:
-    """Operators that read a parameter read what is gathered of it; in a segment, which runs again, inside of it."""
+    """Gather a parameter for the operators that read it; in a segment, which is recomputed, inside of it."""
     by_segment: dict[int | None, torch.fx.Node] = {}
     for reader in [n for n in leaf.graph.nodes if n in leaf.users]:
         segment = reader.meta.get("segment")

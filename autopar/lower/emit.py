@@ -3,10 +3,10 @@
 Every rank runs the same code; what differs is its data and, inside collectives, its coordinate. The passes are:
 
 1. placeholders: parameters in their used placement, buffers, the batch, the seed of random ops;
-2. every op in order, on local shapes, or its distributed lowering; what runs beside collectives of another one stands
-   between the parts of that (:mod:`autopar.rules.lowering_helpers.overlapped_steps`);
-3. before each op, the steps of the plan's routes that bring its inputs to the states it wants, each made once;
-4. after the last reader of what is gathered or made again for the backward, or waits for it, its release;
+2. every operator in order, on local shapes, or its distributed lowering; operators that overlap the collectives of
+   another one are between its parts (:mod:`autopar.rules.lowering_helpers.overlapped_steps`);
+3. before each operator, the steps of the plan's reshard paths that bring its inputs to the states it needs, each once;
+4. after the last reader of a tensor that is regathered, recomputed or refilled for the backward, its release;
 5. outputs in the plan's placements, new values of updated buffers after them.
 """
 
@@ -15,8 +15,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.fx
@@ -43,18 +42,18 @@ from autopar.words.graph import Graph, Node, Ref
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State, Step, whole_state
 from autopar.words.shards import local_shape
+from autopar.words.trees import PyTree
 
 
 def lower(
     graph: Graph, plan: StagePlan, device: str | torch.device = "cpu", draws_by_torch: bool = False
 ) -> Program:
-    """Make the program of ``plan``.
+    """Return the program of ``plan``.
 
-    Args:
-        draws_by_torch: random operators draw as :mod:`autopar.rules.families.torch_draws` says.
+    With ``draws_by_torch`` random operators draw as :mod:`autopar.rules.families.torch_draws` says.
 
     Raises:
-        PlanError: the plan is for another graph, or leaves out an op or a route.
+        PlanError: the plan is for another graph, or leaves out an operator or a reshard path.
     """
     if plan.fingerprint != graph.fingerprint:
         raise PlanError(
@@ -110,7 +109,7 @@ class _Emitter:
             if i in self.segments:
                 self._belongs(last, self.segments[i])
         self._free_copies()
-        outputs: list[Any] = []
+        outputs: list[PyTree] = []
         for out, state in zip(graph.outputs, self.plan.outputs, strict=True):
             outputs.append(self._get(out, state) if isinstance(out, Ref) and state is not None else out)
         for name, ref in graph.updates.items():
@@ -148,7 +147,7 @@ class _Emitter:
         self.before[ref] = {dst: src for src, dst in steps}
 
     def _get(self, ref: Ref, state: State) -> torch.fx.Node:
-        """The value of ``ref`` in ``state``, with the steps on the way emitted where first needed."""
+        """Return ``ref`` in ``state``; reshard steps are emitted where first needed."""
         emitted = self.value.get((ref, state))
         if emitted is not None:
             return emitted
@@ -174,7 +173,7 @@ class _Emitter:
         return fx
 
     def _free_copies(self) -> None:
-        """After the last reader of what the plan gathers or makes again, free it until the backward."""
+        """Free regathered and recomputed tensors after their last reader, until the backward."""
         plan = self.plan
         copies = regathered(self.graph, self.mesh, plan.reshard_paths, plan.gather_again, self.segments, self.chosen)
         remade = {ref: self.made[ref] for ref in segment_outputs(self.graph, plan.make_again, self.segments)}
@@ -197,7 +196,7 @@ class _Emitter:
                 gather, args = state_step(self.graph.spec(ref).shape, src, dst, self.mesh)
                 gathers.append((gather.__name__, args))  # type: ignore[attr-defined]
             backwards = self._backwards(results, position)
-            arguments: Any = copy, self.value[ref, source], tuple(gathers), backwards
+            arguments: tuple[PyTree, ...] = copy, self.value[ref, source], tuple(gathers), backwards
             with self.fx.inserting_after(max((last, *backwards), key=position.__getitem__)):
                 freed = self.fx.call_function(free_until_backward, arguments)
             position[freed] = position[last] + 0.5  # it may read a piece that lies in another copy
@@ -210,7 +209,7 @@ class _Emitter:
             freed.meta["autopar"] = {"decision": record.name}
 
     def _keeps_its_result(self, i: int) -> bool:
-        """Whether an operator's backward asks for its one result."""
+        """Return whether an operator's backward reads its one result."""
         rule = self.rules[i]
         assert rule is not None
         saved = saved_of(self.graph, i, rule, self.chosen[i], self.mesh)
@@ -220,8 +219,7 @@ class _Emitter:
     def _backwards(
         self, readers: tuple[torch.fx.Node, ...], position: dict[torch.fx.Node, float]
     ) -> tuple[torch.fx.Node, ...]:
-        """Of each reader what is known of its backward, taken where it has run: its result may die before another
-        reader's turn."""
+        """Return a node for each reader's backward, taken where it ran: its result may be freed before others run."""
         nodes = []
         for reader in readers:
             if reader not in self.backwards:
@@ -235,7 +233,7 @@ class _Emitter:
     def _readers(
         self, whole: torch.fx.Node, position: Mapping[torch.fx.Node, float]
     ) -> tuple[torch.fx.Node, tuple[torch.fx.Node, ...]]:
-        """The last reader of a tensor and of the views of it, and all operators among the readers."""
+        """Return the last reader of a tensor and its views, and all operators among the readers."""
         faces, readers = [whole], {}
         for face in faces:
             for part in face.users:
@@ -261,8 +259,7 @@ class _Emitter:
         return strategy_in_plan(self.graph, node, rule, names, self.mesh)
 
     def _begin(self, overlap: OverlappedStep) -> None:
-        """The first part of an operator beside which others run. What these read and is brought to them by collectives
-        is there before."""
+        """Emit the first part of an operator that others overlap, after the collectives that these need."""
         i = overlap.op
         rule = self.rules[i]
         assert rule is not None
@@ -274,13 +271,13 @@ class _Emitter:
         self.parts[i] = rest, self._part(i, first)
 
     def _compute(self, overlap: OverlappedStep) -> None:
-        """The second part."""
+        """Emit the second part."""
         (second, last), leaving = self.parts[overlap.op]
         self._reads(overlap.last)
         self.parts[overlap.op] = [last], self._part(overlap.op, second, leaving)
 
     def _end(self, overlap: OverlappedStep) -> None:
-        """The last part, which gives the result and stands for the operator."""
+        """Emit the last part, which gives the result of the operator."""
         (last,), computing = self.parts.pop(overlap.op)
         self._made_by(overlap.op, last.function, (computing, *last.args), dict(last.kwargs))
         end = next(iter(reversed(self.fx.nodes)))
@@ -301,21 +298,21 @@ class _Emitter:
     def _op(self, i: int) -> None:
         self._made_by(i, *self._call(i))
 
-    def _call(self, i: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """What a rank calls for an operator, on values that are emitted here."""
+    def _call(self, i: int) -> tuple[Callable[..., object], tuple[PyTree, ...], dict[str, PyTree]]:
+        """Return what a rank calls for an operator, on values that are emitted here."""
         node, rule, strategy = self.graph.nodes[i], self.rules[i], self.chosen[i]
         assert rule is not None
         inputs = [self._get(ref, state) for ref, state in zip(node.refs, strategy.ins, strict=True)]
         whole = call_of(node, self.graph.spec)
         number = node.site if node.site >= 0 else i
-        site: Any = number if node.rows == () else (number, node.rows)
+        site: object = number if node.rows == () else (number, node.rows)
         by_torch_here = self.draws_by_torch and rule.random
         if by_torch_here:
             draw = whole_draw(node, self.graph.spec)
             site = number, None if draw is None else tuple(draw)
         call = local_call(whole, rule, strategy.options, self.mesh, site=site)
 
-        def fill(value: Any) -> Any:
+        def fill(value: PyTree) -> PyTree:
             if isinstance(value, In):
                 return inputs[value.position]
             if isinstance(value, Seed):
@@ -334,8 +331,8 @@ class _Emitter:
         fn = by_torch(call.fn) if by_torch_here else call.fn
         return fn, tuple(fill(a) for a in call.args), kwargs
 
-    def _made_by(self, i: int, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call what makes the results of an operator."""
+    def _made_by(self, i: int, fn: Callable[..., object], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+        """Emit the call that gives the results of an operator."""
         node, strategy = self.graph.nodes[i], self.chosen[i]
         fx = self.fx.create_node("call_function", fn, args, kwargs, name=node.name)
         fx.meta["autopar"] = {
@@ -355,13 +352,13 @@ class _Emitter:
 
 
 def _identifier(name: str) -> str:
-    """A Python name for a parameter, buffer or input; modules in a Sequential begin with a digit."""
+    """Return a Python name for a parameter, buffer or input; modules in a Sequential begin with a digit."""
     name = re.sub(r"\W", "_", name)
     return f"_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name
 
 
 def used_shape(slot: Slot, mesh: Mesh) -> tuple[int, ...]:
-    """Local shape of a program input."""
+    """Return the local shape of a program input."""
     return local_shape(slot.shape, slot.state, mesh)
 
 

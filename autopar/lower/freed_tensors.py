@@ -1,4 +1,4 @@
-"""Memory that is given up after its last reader in the forward and filled again when the backward first needs it.
+"""Memory that is freed after its last reader in the forward and refilled when the backward first needs it.
 
 What autograd saves of a tensor is its storage. After the last reader the storage is emptied; a hook in front of the
 backward of every reader fills it again, so whatever was saved of the tensor, and views of it, are whole again; and in
@@ -13,28 +13,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import spmd_types as spmd
 import torch
+from torch.autograd.graph import Node
 
 from autopar.allocations import elsewhere
 from autopar.plans.memory_decisions import DECISIONS
 from autopar.torch_private import is_traceable_wrapper_subclass, keeps_graph, pytree
+from autopar.words.trees import PyTree
 
 _FREED: weakref.WeakValueDictionary[int, Freed] = weakref.WeakValueDictionary()
-"""Tensors that may be empty now, by storage."""
+"""Tensors that may be freed now, by storage."""
 EMPTIED: set[int] = set()
-"""Addresses (``_cdata``) of the storages that are given up now."""
+"""Addresses (``_cdata``) of the storages that are freed now."""
 
 
 class Freed:
-    """One tensor between its last reader in the forward and its first in the backward.
+    """A tensor between its last reader in the forward and its first in the backward.
 
     Attributes:
-        empty: its memory is given up now. (Storages of tensors without values grow again when they are looked at, so
+        empty: its memory is freed now. (Storages of tensors without values grow again when they are looked at, so
             their size does not say it.)
-        waiting: numbers of the readers whose backward may still ask for it.
+        waiting: numbers of the readers whose backward may still need it.
     """
 
     def __init__(self, whole: torch.Tensor) -> None:
@@ -48,16 +49,16 @@ class Freed:
         weakref.finalize(self, EMPTIED.difference_update, self.addresses).atexit = False
 
     def again(self) -> None:
-        """Make the values again and :meth:`put` them; for those who inherit."""
+        """Compute the values again and :meth:`put` them; subclasses implement it."""
         raise NotImplementedError
 
-    def fill(self, *_: Any) -> None:
-        """Make the values again, unless they are there."""
+    def fill(self, *_: object) -> None:
+        """Compute the values again, if they were freed."""
         if self.empty:
             self.again()
 
     def put(self, values: torch.Tensor) -> None:
-        """These are the values."""
+        """Restore the values."""
         self.empty = False
         EMPTIED.difference_update(self.addresses)
         with torch.no_grad():
@@ -67,16 +68,18 @@ class Freed:
                 storage.resize_(n_bytes)
                 mine.copy_(again)
 
-    def free(self, *_: Any) -> None:
-        """Let the memory go; what refers to it stays."""
+    def free(self, *_: object) -> None:
+        """Free the memory; references to the tensor stay valid."""
         self.empty = True
         EMPTIED.update(self.addresses)
         for storage in self.storages:
             storage.resize_(0)
 
-    def until_backward(self, maker: Any, readers: Sequence[Backwards]) -> None:
-        """Free now, fill before the backward of any of the readers, and free for good before that of the maker; behind
-        it, if the maker is one of the readers, as its backward asks for its own result."""
+    def until_backward(self, maker: Node, readers: Sequence[Backwards]) -> None:
+        """Free now, refill before the backward of any reader, and free for good before that of the maker.
+
+        Where the maker is one of the readers, as its backward needs its own result, free after its backward.
+        """
         nodes = {node for reader in readers for node in reader.nodes}
         self.waiting.update(range(len(nodes)))
         for number, node in enumerate(nodes):
@@ -84,9 +87,11 @@ class Freed:
         (maker.register_hook if maker in nodes else maker.register_prehook)(self._is_over)
         self.free()
 
-    def _asked(self, number: int, *_: Any) -> None:
-        """The backward of a reader begins: unless it keeps its graph, it asks only once, as autograd lets go of what
-        the reader has saved."""
+    def _asked(self, number: int, *_: object) -> None:
+        """Refill before the backward of a reader.
+
+        Unless it keeps its graph it needs the values once: autograd drops what the reader has saved.
+        """
         if number not in self.waiting:
             return
         self.fill()
@@ -95,34 +100,36 @@ class Freed:
             if not self.waiting:
                 self.let_go()
 
-    def _is_over(self, *_: Any) -> None:
-        """The backward of the maker begins. The hook lives as long as the graph, and with it what is held here. Where
-        no reader asks, because only other copies were gathered from this one, those are through by now."""
+    def _is_over(self, *_: object) -> None:
+        """Free at the backward of the maker, whose hook lives as long as the graph, and with it what is kept here.
+
+        Where no reader needed the values, because only other copies were gathered from them, those are done by now.
+        """
         self.free()
         if not self.waiting and not keeps_graph():
             self.let_go()
 
     def let_go(self) -> None:
-        """No reader asks for the values any more; for those who hold something to make them from."""
+        """Drop what is kept to compute the values from; no reader needs them any more."""
 
 
 class Backwards:
-    """The autograd nodes of an operator's results, which need not live until what the operator reads is given up."""
+    """The autograd nodes of an operator's results, which may be freed before the operator's inputs are."""
 
-    def __init__(self, results: Any) -> None:
+    def __init__(self, results: PyTree) -> None:
         tensors = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
         self.nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
 
 
 @torch.compiler.disable
-def backwards_of(results: Any) -> Backwards:
-    """What :meth:`Freed.until_backward` has to know of a reader."""
+def backwards_of(results: PyTree) -> Backwards:
+    """Return the autograd nodes of a reader for :meth:`Freed.until_backward`."""
     return Backwards(results)
 
 
 @torch.compiler.disable
 def give_up(whole: torch.Tensor, readers: Sequence[Backwards], decision: str) -> None:
-    """Give a tensor up until the backward of one of its readers, as a decision about memory says.
+    """Free a tensor until the backward of one of its readers, as a decision about memory says.
 
     Args:
         whole: its last reader has run.
@@ -137,13 +144,13 @@ def give_up(whole: torch.Tensor, readers: Sequence[Backwards], decision: str) ->
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy in the memory of the host, which counts as none of the device's, whichever that is."""
+    """Return a copy in the memory of the host."""
     with elsewhere():
         return x.detach().to("cpu", copy=True)
 
 
 def parts(x: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the values: those inside of one that only wraps others, as of many ranks in one process."""
+    """Return the tensors that hold the values: those inside a wrapper, as of many ranks in one process."""
     if not is_traceable_wrapper_subclass(x):
         return [x]
     names, _ = x.__tensor_flatten__()
@@ -151,13 +158,13 @@ def parts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_empty(x: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory that is given up now."""
+    """Return whether a tensor's memory is freed now."""
     memories = [_FREED.get(part.untyped_storage()._cdata) for part in parts(x)]
     return any(freed is not None and freed.empty for freed in memories)
 
 
-def fill_all(values: Iterable[Any]) -> None:
-    """Fill what lies in memory that was given up: something else is about to be made from it."""
+def fill_all(values: Iterable[object]) -> None:
+    """Refill tensors whose memory was freed, before others are computed from them."""
     for x in values:
         for part in parts(x) if isinstance(x, torch.Tensor) else ():
             freed = _FREED.get(part.untyped_storage()._cdata)

@@ -1,15 +1,13 @@
-"""Sums of gradients over ranks that travel while the gradient of a weight is computed.
+"""Sums of gradients over ranks that overlap the computation of a weight's gradient.
 
-Where a tensor that all ranks have alike is read by operators with which each rank goes its own way (``convert`` from
-``I`` to ``R``; columns of a matrix, output channels of a convolution), its gradient is the sum of what the ranks have,
-and whatever stands before it in the model waits for that sum. Of such an operator the backward makes two things, and
-only the gradient of its input is waited for. So it is computed first and sent, the gradients of weight and bias are
-computed meanwhile, and then the sum is waited for. Megatron-LM does the same for its column-parallel linear layers
-(``LinearWithGradAccumulationAndAsyncCommunication``).
+Where a replicated tensor is read by operators that differ between ranks (``convert`` from ``I`` to ``R``; columns of a
+matrix, output channels of a convolution), its gradient is the sum of the ranks' gradients, and the backward of the
+layer before needs that sum. So the gradient of the input is computed first and its all-reduce started, the gradients
+of weight and bias are computed meanwhile, and then the all-reduce is waited for. Megatron-LM does the same for its
+column-parallel linear layers (``LinearWithGradAccumulationAndAsyncCommunication``).
 
-What the plan, the type checker and the certificate know of is the step and the operator, one after the other; only the
-program as it runs has both in one function (:func:`with_overlap`). Numbers are the same to the last bit: these are the
-calls that autograd makes.
+Plan, type checker and certificate see the step and the operator one after the other; only the program that runs has
+both in one function (:func:`with_overlap`). Results are equal to the last bit: these are the calls that autograd makes.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from autopar.words.placements import INVARIANT, REPLICATED
 _aten = torch.ops.aten
 _Tensor = torch.Tensor
 Gradients = tuple[_Tensor | None, ...]
+Args = Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,10 @@ class _Product:
     """
 
     n_dims: int | None
-    backward: Callable[[_Tensor, _Tensor, _Tensor, Sequence[Any], Sequence[bool]], Gradients]
+    backward: Callable[[_Tensor, _Tensor, _Tensor, Args, Sequence[bool]], Gradients]
 
 
-def _of_linear(grad: _Tensor, x: _Tensor, weight: _Tensor, args: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
+def _of_linear(grad: _Tensor, x: _Tensor, weight: _Tensor, _args: Args, wanted: Sequence[bool]) -> Gradients:
     rows = grad.flatten(0, -2)
     return (
         grad @ weight if wanted[0] else None,
@@ -58,7 +57,7 @@ def _of_linear(grad: _Tensor, x: _Tensor, weight: _Tensor, args: Sequence[Any], 
 
 def _convolution(n_space: int) -> _Product:
     def backward(
-        grad: _Tensor, x: _Tensor, weight: _Tensor, args: Sequence[Any], wanted: Sequence[bool]
+        grad: _Tensor, x: _Tensor, weight: _Tensor, args: Args, wanted: Sequence[bool]
     ) -> Gradients:
         stride, padding, dilation = (
             _of_each(args[k] if len(args) > k else default, n_space) for k, default in enumerate((1, 0, 1))
@@ -72,13 +71,13 @@ def _convolution(n_space: int) -> _Product:
     return _Product(n_space + 2, backward)
 
 
-def _of_each(value: Any, n_space: int) -> list[int]:
-    """A size for each dim of space, of which one may stand for all."""
+def _of_each(value: int | Sequence[int], n_space: int) -> list[int]:
+    """Return a size for each spatial dim; one may be given for all."""
     sizes = [value] if isinstance(value, int) else list(value)
     return sizes * n_space if len(sizes) == 1 else sizes
 
 
-_PRODUCTS: dict[Any, _Product] = {
+_PRODUCTS: dict[object, _Product] = {
     _aten.linear.default: _Product(None, _of_linear),
     _aten.conv1d.default: _convolution(1),
     _aten.conv2d.default: _convolution(2),
@@ -87,7 +86,7 @@ _PRODUCTS: dict[Any, _Product] = {
 
 
 class _Overlapped(torch.autograd.Function):
-    """``(operator(x, weight, bias, *args), x as each rank goes on with it)``."""
+    """An operator and the conversion of its input: ``(operator(x, weight, bias, *args), converted x)``."""
 
     @staticmethod
     def forward(
@@ -122,7 +121,7 @@ class _Overlapped(torch.autograd.Function):
 
 
 def _asked_for(ctx: Any) -> list[bool]:
-    """Whether input, weight and bias are to get a gradient: half a backward asks for some of them alone."""
+    """Return whether input, weight and bias need a gradient: half a backward computes some of them."""
     nodes = [node for node, _ in ctx.next_functions]  # of the tensors among the arguments
     nodes += [None] * (3 - len(nodes))
     return [wanted and reached(node) for wanted, node in zip(ctx.needs_input_grad[2:5], nodes[:3], strict=True)]
@@ -131,16 +130,12 @@ def _asked_for(ctx: Any) -> list[bool]:
 def overlapped(
     target: Any, axis: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` converted from ``I`` to ``R`` and read by an operator; in the backward its gradient is added up over the
-    ranks while that of the weight is computed.
+    """Convert ``x`` from ``I`` to ``R`` and call an operator of this module on it.
 
-    Args:
-        target: one of the operators of this module.
-        axis: name of the mesh axis, whose mesh is the ambient one.
-        args: of the operator, after the bias.
+    In the backward, the input's gradient is summed over the ranks of the axis while that of the weight is computed.
 
     Returns:
-        what the operator makes, and the converted tensor for its other readers.
+        the operator's result, and the converted tensor for its other readers.
     """
     n_dims = _PRODUCTS[target].n_dims
     usual = x.dim() == n_dims if n_dims is not None else x.dim() > 1
@@ -151,8 +146,10 @@ def overlapped(
 
 
 def with_overlap(graph: torch.fx.Graph) -> None:
-    """Put :func:`overlapped` in the place of conversions and of the first operator that reads each, whose backward is
-    the last one of theirs."""
+    """Replace conversions, and the first operator that reads each, by :func:`overlapped`.
+
+    The backward of that operator is the last one of all readers'.
+    """
     position = {node: k for k, node in enumerate(graph.nodes)}
     for convert in list(graph.nodes):
         if convert.target is not collectives.convert or convert.args[2:] != (INVARIANT.kind, REPLICATED.kind):
@@ -180,7 +177,7 @@ def with_overlap(graph: torch.fx.Graph) -> None:
 
 
 def _can_be_first(first: torch.fx.Node, convert: torch.fx.Node) -> bool:
-    """Whether an operator reads a converted tensor as its input alone, in the same segment as all who read it."""
+    """Return whether an operator reads a converted tensor as its input alone, in the segment of all readers."""
     segments = {node.meta.get("segment") for node in (convert, *convert.users)}
     if first.target not in _PRODUCTS or first.kwargs or len(segments) > 1:
         return False

@@ -1,4 +1,4 @@
-"""A program: what every rank runs, on its own pieces, and the same as Python that a person can read."""
+"""A program: the code that every rank runs on its own shards, and its text as readable Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.words.shards import local_shape
 
 @dataclass(frozen=True)
 class Slot:
-    """One input of a program: ``kind`` is ``param``, ``buffer``, ``input`` or ``seed``; ``state`` is its placement."""
+    """An input of a program: ``kind`` is ``param``, ``buffer``, ``input`` or ``seed``; ``state`` is its placement."""
 
     kind: str
     name: str
@@ -32,12 +32,12 @@ class Program:
 
     Attributes:
         module: ``module(*values)`` with one value per slot, tensors local; returns a flat tuple: the model's outputs,
-            then the new values of the buffers in ``updates``. Flat: what is recomputed stands there once.
-        slots: what the positional inputs are.
+            then the new values of the buffers in ``updates``. Recomputed segments are inlined.
+        slots: the positional inputs.
         outputs: placement of each output (None for an output that is no tensor).
         updates: buffers whose new values follow the outputs.
         mesh: axis names and sizes.
-        device: where tensors that the program makes itself are made.
+        device: of tensors that the program creates.
     """
 
     module: torch.fx.GraphModule
@@ -49,7 +49,7 @@ class Program:
 
     @cached_property
     def runnable(self) -> torch.fx.GraphModule:
-        """The module to run: what the plan recomputes are submodules that run again in the backward."""
+        """The module to run: recomputed segments are submodules that run again in the backward."""
         return with_segments(self.module)
 
     @property
@@ -59,7 +59,7 @@ class Program:
 
 
 def code_of(program: Program) -> str:
-    """The function that every rank runs: one line per op on local shapes, its inputs one per line with placement."""
+    """Return the function that every rank runs: a line per operator on local shapes, and per input with placement."""
     lines = [line for line in program.module.code.splitlines() if line.strip()]
     start = next(k for k, line in enumerate(lines) if line.startswith("def forward("))
     body = []

@@ -1,7 +1,7 @@
-"""Copies that are freed after the forward and gathered again when the backward first needs them
-(:mod:`.freed_tensors`).
+"""Copies that are freed after the forward and regathered when the backward first needs them.
 
-The piece that a copy was gathered from is kept until the backward of the copy's last reader, as a saved tensor is.
+The shard that a copy was gathered from is kept until the backward of the copy's last reader, as a saved tensor is
+(:mod:`.freed_tensors`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Steps = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
 class _Copy(Freed):
-    """One gathered copy."""
+    """A gathered copy."""
 
     def __init__(self, whole: torch.Tensor, piece: torch.Tensor, steps: Steps) -> None:
         super().__init__(whole)
@@ -36,9 +36,11 @@ class _Copy(Freed):
         self.mesh = current_mesh()
 
     def let_go(self) -> None:
+        """Drop the shard."""
         self.piece = None
 
     def again(self) -> None:
+        """Gather the copy again."""
         if self.piece is None:
             raise RunError(
                 "a second backward asks for a copy that was gathered again for the first one; call the first one with "
@@ -58,9 +60,9 @@ def free_until_backward(whole: torch.Tensor, piece: torch.Tensor, steps: Steps, 
 
     Args:
         whole: the copy; its last reader has run.
-        piece: what it was gathered from.
+        piece: the shard that it was gathered from.
         steps: the gathers, in order: their names in :mod:`autopar.lower.collectives` and arguments after the tensor.
-        readers: of the operators that read it.
+        readers: the backwards of the operators that read it.
     """
     if whole.grad_fn is None or spmd.is_type_checking():
         return

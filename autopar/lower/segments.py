@@ -31,7 +31,7 @@ _MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar("mesh"
 
 @contextlib.contextmanager
 def on_mesh(device_mesh: DeviceMesh) -> Iterator[None]:
-    """Collectives in here, and those made again in a backward of what is computed here, find their axes there."""
+    """Set the mesh of collectives in this scope, and of those recomputed in a backward of it."""
     token = _MESH.set(device_mesh)
     try:
         with spmd.set_current_mesh(device_mesh):
@@ -41,13 +41,15 @@ def on_mesh(device_mesh: DeviceMesh) -> Iterator[None]:
 
 
 def current_mesh() -> DeviceMesh | None:
-    """The mesh of :func:`on_mesh`; None outside of it."""
+    """Return the mesh of :func:`on_mesh`; None outside of it."""
     return _MESH.get()
 
 
 class _AsBefore(contextlib.ExitStack):
-    """Where a segment runs again: :func:`on_mesh`, and under the function modes that its first run was under, which are
-    off in ``Tensor.backward``. Entered as often as the segment runs again: once for every backward of its graph."""
+    """The scope in which a segment is recomputed: :func:`on_mesh` and the function modes of its first run.
+
+    Modes are off in ``Tensor.backward``. It is entered for every backward of the segment's graph.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class _Outputs(torch.autograd.Function):
 
 
 class _Output(Freed):
-    """An output of a segment that is given up until the backward."""
+    """An output of a segment that is freed until the backward."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         super().__init__(whole)
@@ -92,6 +94,7 @@ class _Output(Freed):
         node.given_up[whole.output_nr] = weakref.ref(self)
 
     def again(self) -> None:
+        """Recompute the segment."""
         node = self.node()
         assert node is not None
         _ = node.saved_tensors
@@ -99,7 +102,7 @@ class _Output(Freed):
 
 @torch.compiler.disable
 def make_again(whole: torch.Tensor, readers: Sequence[Backwards]) -> None:
-    """Give up an output of a segment until the backward of one of its readers, where the segment runs again.
+    """Free an output of a segment until the backward of one of its readers, where the segment is recomputed.
 
     Args:
         whole: the output; its last reader has run.
@@ -114,16 +117,18 @@ def again_in_backward(
     run: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], changing: Collection[int] = (),
     renewed: Collection[int] = (), gives_up: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """``run(*inputs)``, of which autograd keeps the inputs alone; it runs again in every backward.
+    """Return ``run(*inputs)``, of which autograd keeps the inputs alone; every backward recomputes it.
 
-    Then it runs to its end, however little of it is still wanted: so it costs what plans say, and all ranks
-    make the same collectives.
+    It is then recomputed to its end, however little is still needed: so it costs what plans say, and all ranks call the
+    same collectives.
 
     Args:
+        run: the segment.
+        inputs: its arguments.
         changing: positions of inputs that ``run`` may change and does not depend on, such as the running mean of a
             batch norm in training: the second time it gets copies, so that they change once.
-        renewed: positions of inputs that are given new values before the backward: copies of them are kept.
-        gives_up: some of the results may be given up until the backward: see :func:`make_again`.
+        renewed: positions of inputs that get new values before the backward: copies of them are kept.
+        gives_up: some of the results may be freed until the backward (:func:`make_again`).
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
@@ -161,7 +166,7 @@ def again_in_backward(
 
 
 class SegmentModule(torch.nn.Module):
-    """One segment of a program: ``inner`` maps its inputs to its outputs; see :func:`again_in_backward`."""
+    """A segment of a program: ``inner`` maps its inputs to its outputs; see :func:`again_in_backward`."""
 
     def __init__(
         self, inner: torch.fx.GraphModule, changing: Collection[int], renewed: Collection[int], gives_up: bool
@@ -171,16 +176,16 @@ class SegmentModule(torch.nn.Module):
 
     @torch.compiler.disable
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """Run the segment."""
         return again_in_backward(self.inner, inputs, self.changing, self.renewed, self.gives_up)
 
 
 def with_segments(
     module: torch.fx.GraphModule, made: Callable[..., torch.nn.Module] = SegmentModule
 ) -> torch.fx.GraphModule:
-    """The module with every segment as a submodule; the module itself if it has none.
+    """Return the module with every segment as a submodule; the module itself if it has none.
 
-    Args:
-        made: makes a submodule, from what :class:`SegmentModule` is made from.
+    ``made`` creates a submodule from the arguments of :class:`SegmentModule`.
     """
     nodes = list(module.graph.nodes)
     groups: dict[int, list[torch.fx.Node]] = {}
@@ -212,7 +217,7 @@ def with_segments(
 
 
 def _cut_out(nodes: list[torch.fx.Node]) -> tuple[list[torch.fx.Node], list[torch.fx.Node], torch.fx.GraphModule]:
-    """``(inputs, outputs, module)`` of a stretch of nodes."""
+    """Return ``(inputs, outputs, module)`` of a stretch of nodes."""
     inside = set(nodes)
     inputs = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]

@@ -52,13 +52,14 @@ def _type(state: State, program: Program) -> dict[str, Any]:
 
 
 class _Checked(torch.fx.Interpreter):
-    """Runs a program node by node with types: inputs take the state that the op wants, outputs are asserted."""
+    """A run of a program with types: inputs take the state that each operator needs, outputs are asserted."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.module)
         self.program, self.checked = program, 0
 
     def run_node(self, n: torch.fx.Node) -> Any:
+        """Run a node and check its types."""
         meta = n.meta.get("autopar")
         if n.op != "call_function" or meta is None:
             return super().run_node(n)
@@ -102,7 +103,7 @@ class _Checked(torch.fx.Interpreter):
         return result
 
     def _pending(self, meta: dict[str, Any]) -> list[str]:
-        """The axes on which an op takes pending sums."""
+        """Return the axes on which an operator takes pending sums."""
         return [
             axis
             for a, (axis, size) in enumerate(self.program.mesh)
@@ -146,7 +147,7 @@ class _Checked(torch.fx.Interpreter):
 
 
 def _as_varying(value: torch.Tensor, axes: list[str]) -> torch.Tensor:
-    """The same values, typed as varying on ``axes``."""
+    """Return the same values, typed as varying on ``axes``."""
     if not axes:
         return value
     local_type = spmd.get_local_type(value)

@@ -1,4 +1,4 @@
-"""The autocast that is on (``torch.autocast``), as a value: a capture is of one, and a program runs under none."""
+"""The state of ``torch.autocast`` as a value: a capture is for one, and a program runs under none."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OFF: AutocastState = {}
 
 
 def autocast_now() -> dict[str, torch.dtype]:
-    """The autocast that is on in this thread."""
+    """Return the autocast state of this thread."""
     return {kind: torch.get_autocast_dtype(kind) for kind in KINDS if torch.is_autocast_enabled(kind)}
 
 
 @contextlib.contextmanager
 def autocast_as(state: AutocastState) -> Iterator[None]:
-    """Autocast as ``state`` says, for all kinds of devices. Nothing that it casts is kept for the next use.
+    """Set autocast to ``state`` for all kinds of devices; no casts are cached.
 
     ``torch.autocast`` itself stays off for a kind of device that this machine does not have.
     """
@@ -41,12 +41,12 @@ def autocast_as(state: AutocastState) -> Iterator[None]:
 
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:
-    """Around what has its casts written out, or wants none: the backward of a whole step, say."""
+    """Disable autocast for code whose casts are explicit, or that needs none, such as the backward of a step."""
     return autocast_as(OFF) if any(map(torch.is_autocast_enabled, KINDS)) else contextlib.nullcontext()
 
 
 def shown(state: AutocastState) -> str:
-    """In words, for messages."""
+    """Return the state in words, for messages."""
     each = [f"torch.autocast('{kind}', {dtype})" for kind, dtype in sorted(state.items())]
     return f"under {' and '.join(each)}" if each else "without autocast"
 

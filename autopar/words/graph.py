@@ -1,4 +1,4 @@
-"""The graph of a model: what it computes, with nothing about devices.
+"""The graph of a model: its computation, with nothing about devices.
 
 A :class:`Graph` is a list of nodes in execution order. Parameters, buffers and inputs come first. Arguments of an
 operator are plain Python values in which a :class:`Ref` stands for a tensor. Multi-output operators have several
@@ -58,18 +58,22 @@ class Spec(NamedTuple):  # a tuple is hashed and compared without Python code: b
 
     @property
     def n_elements(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def item_bytes(self) -> int:
+        """The bytes of an element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def n_bytes(self) -> int:
+        """The bytes of all elements."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def is_float(self) -> bool:
+        """True for floating point and complex numbers."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
     def __str__(self) -> str:
@@ -91,7 +95,7 @@ class Ref:
 
 
 def refs_in(value: Any) -> Iterator[Ref]:
-    """Every :class:`Ref` in nested tuples, lists and dicts, in order."""
+    """Yield every :class:`Ref` in nested tuples, lists and dicts, in order."""
     if isinstance(value, Ref):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -103,7 +107,7 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 
 def map_refs(value: Any, fn: Callable[[Ref], Any]) -> Any:
-    """``value`` with every :class:`Ref` replaced by ``fn(ref)``; tuples, lists and dicts keep their type."""
+    """Return ``value`` with every :class:`Ref` replaced by ``fn(ref)``; containers keep their type."""
     if isinstance(value, Ref):
         return fn(value)
     if isinstance(value, tuple):
@@ -117,7 +121,7 @@ def map_refs(value: Any, fn: Callable[[Ref], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Node:
-    """One parameter, buffer, input or operator.
+    """A parameter, buffer, input or operator.
 
     Attributes:
         kind: ``param``, ``buffer``, ``input`` or ``op``.
@@ -158,7 +162,7 @@ class Node:
 
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
-        """Tensor inputs in argument order; a tensor used twice stands twice."""
+        """Tensor inputs in argument order; a tensor used twice is listed twice."""
         refs: list[Ref] = []
         for value in self.args:
             if isinstance(value, Ref):
@@ -168,7 +172,7 @@ class Node:
         return (*refs, *refs_in(self.kwargs)) if self.kwargs else tuple(refs)
 
     def moved(self, fn: Callable[[Ref], Ref]) -> Node:
-        """The node with other tensor inputs."""
+        """Return the node with other tensor inputs."""
         node = replace(self, args=map_refs(self.args, fn), kwargs=map_refs(self.kwargs, fn))
         node.__dict__["refs"] = tuple(map(fn, self.refs))  # it need not be searched for them again
         return node
@@ -182,7 +186,7 @@ class Node:
 
     @property
     def where(self) -> str:
-        """For messages: name, module and source line."""
+        """Name, module and source line, for messages."""
         return f"{self.name} ({self.target}) in '{self.module or '<model>'}'" + (
             f" at {self.source}" if self.source else ""
         )
@@ -190,7 +194,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """What a model computes.
+    """The computation of a model.
 
     Attributes:
         nodes: parameters, buffers and inputs first, then operators in execution order.
@@ -220,49 +224,49 @@ class Graph:
     before: Graph | None = None
 
     def spec(self, ref: Ref) -> Spec:
-        """Spec of the tensor that ``ref`` names."""
+        """Return the spec of the tensor that ``ref`` names."""
         spec = self.nodes[ref.node].outs[ref.out]
         assert spec is not None, f"{self.nodes[ref.node].where}: output {ref.out} is no tensor"
         return spec
 
     def stored(self, param: Node) -> Spec:
-        """Of a parameter as it is stored, which under a policy is another format than that of the graph."""
+        """Return the spec of a parameter as it is stored, which under a policy has another format than in the graph."""
         spec = param.out
         return spec if self.precision is None else spec._replace(dtype=self.precision.stored(spec.dtype))
 
     def moments(self, param: Node) -> Spec:
-        """Of an optimizer's state of a parameter's shape."""
+        """Return the spec of an optimizer's state of a parameter's shape."""
         spec = param.out
         return spec if self.precision is None else spec._replace(dtype=self.precision.kept(spec.dtype))
 
     def policy_of(self, param: Node) -> Precision | None:
-        """The policy as it is for one parameter: without narrow products where it is no weight of one."""
+        """Return the policy for one parameter: without narrow products if it is no weight of one."""
         if self.precision is None or not self.precision.products or param.narrow is not None:
             return self.precision
         return self.precision.wide
 
     def of_kind(self, kind: str) -> list[tuple[int, Node]]:
-        """``(number, node)`` of every node of a kind."""
+        """Return ``(number, node)`` of every node of a kind."""
         return [(i, node) for i, node in enumerate(self.nodes) if node.kind == kind]
 
     @cached_property
     def ways(self) -> tuple[Node, ...]:
-        """The flags of branches on data."""
+        """The flags of traced branches on data."""
         return tuple(node for _, node in self.of_kind("buffer") if node.name.startswith(WAY))
 
     @cached_property
     def parts(self) -> tuple[Node, ...]:
-        """The buffers that say which parameters took part in a call."""
+        """The buffers that record which parameters took part in a call."""
         return tuple(node for _, node in self.of_kind("buffer") if node.name.startswith(PART))
 
     @cached_property
     def written(self) -> tuple[str, ...]:
-        """The model's own buffers that a call writes, without those in which a program notes how the call went."""
+        """The model's own buffers that a call writes, without those in which a program records how the call went."""
         return tuple(name for name in self.updates if not name.startswith((WAY, PART)))
 
     @cached_property
     def statistics(self) -> frozenset[str]:
-        """The running statistics: buffers that norms in training write, of which the graph has no new value."""
+        """The running statistics: buffers that norms write in training, of which the graph has no new value."""
         return frozenset(
             self.nodes[ref.node].target
             for node in self.nodes if node.target in NORMS and node.args[TRAINING]
@@ -285,7 +289,7 @@ class Graph:
 
     @cached_property
     def derived(self) -> dict[object, Any]:
-        """What others derive of the graph, by what they ask: many times in a search."""
+        """A cache of values derived of the graph, for the many lookups of a search."""
         return {}
 
     @cached_property
@@ -299,14 +303,12 @@ class Graph:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """For every node the number of the first that makes the same call: operator, literals, load, specs of its
-        tensors, whether gradients flow into and out of it, and whether it is hot. A node that is no operator is like no
-        other.
-        """
+        """For every node the number of the first with an equal call (:meth:`call_of`); only operators equal others."""
         first: dict[object, int] = {}
-        return tuple([first.setdefault(self._call(n) if n.kind == "op" else i, i) for i, n in enumerate(self.nodes)])
+        return tuple([first.setdefault(self.call_of(n) if n.kind == "op" else i, i) for i, n in enumerate(self.nodes)])
 
-    def _call(self, node: Node) -> object:
+    def call_of(self, node: Node) -> object:
+        """Return the call of an operator, equal for two with equal names, literals, specs, gradients and load."""
         nodes, args, plain = self.nodes, [], 0
         for value in node.args:  # most arguments are tensors: no text is made of these
             if isinstance(value, Ref):
@@ -360,7 +362,7 @@ class Graph:
 
 
 def part_for(graph: Graph, outputs: Sequence[Ref]) -> Graph:
-    """The part of a graph that makes these tensors; random operators draw what they draw in the whole."""
+    """Return the part of a graph that computes these tensors; random operators draw as in the whole."""
     wanted = {ref.node for ref in outputs}
     for i in range(len(graph.nodes) - 1, -1, -1):
         if i in wanted:

@@ -8,7 +8,7 @@ from autopar.words.graph import Graph, Node
 
 
 def op_labels(graph: Graph) -> dict[str, str]:
-    """``{node name: label}`` of every op; a label is ``module:op``, with a number where a module has several."""
+    """Return ``{node name: label}`` of every op; a label is ``module:op``, numbered where a module has several."""
     seen: dict[str, int] = {}
     labels: dict[str, str] = {}
     for node in graph.nodes:
@@ -34,5 +34,5 @@ def common_depth(before: str, after: str) -> int:
 
 
 def matches(pattern: str, node: Node, label: str) -> bool:
-    """Whether a pattern names an op: by label, by the path of its module, or by node name."""
+    """Return whether a pattern names an op: by label, by the path of its module, or by node name."""
     return fnmatchcase(label, pattern) or fnmatchcase(node.module, pattern) or node.name == pattern

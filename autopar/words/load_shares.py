@@ -1,7 +1,7 @@
-"""How rows spread over routed experts: which share of them each expert has, as people say it, and what follows of it.
+"""The load of routed experts: the share of rows that each of them has.
 
 A load is only for prices: of the ranks that share experts, the one whose experts have most rows computes longest, gets
-most of an all-to-all and keeps most for the backward, and all others wait for it. What a program computes does not
+most of an all-to-all and keeps most for the backward, and all others wait for it. The result of a program does not
 depend on it.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from autopar.errors import PlanError
 from hardware_profiles.strict import Unreadable, parse_json, read_text
@@ -22,16 +21,16 @@ ROUNDING = 1e-9
 EVERY = "*"
 """The pattern of a load that is given for all routed experts of a model."""
 MOST_ROWS = 1e18
-"""Of one expert: sums of all stay finite."""
+"""The most rows of one expert: sums of all stay finite."""
 
 
-def parse_load(value: Any, where: str) -> dict[str, Load]:
-    """The loads of routed experts, by patterns of modules; none where all experts have the same.
+def parse_load(value: object, where: str) -> dict[str, Load]:
+    """Return the loads of routed experts by patterns of modules; none for a uniform load.
 
     Args:
         value: ``"uniform"``, rows or shares of each expert, a dict of these by patterns of modules, or the path of a
             JSON file that holds one of the last two.
-        where: whose words they are, for messages.
+        where: the origin of the value, for messages.
 
     Raises:
         PlanError: it is none of these, or a file cannot be read.
@@ -52,7 +51,7 @@ def parse_load(value: Any, where: str) -> dict[str, Load]:
     return {str(pattern): _shares(rows, f"{where}['{pattern}']") for pattern, rows in table.items()}
 
 
-def _shares(rows: Any, where: str) -> Load:
+def _shares(rows: object, where: str) -> Load:
     example = "give one number for each expert, its rows or its share of them, such as [3, 1, 1, 1]"
     if not isinstance(rows, (list, tuple)) or not rows:
         raise PlanError(f"{where} is {rows!r}; {example}")
@@ -68,28 +67,27 @@ def _shares(rows: Any, where: str) -> Load:
 
 
 def uniform(n_experts: int) -> Load:
-    """All experts have the same."""
+    """Return the load of experts that all have the same."""
     return (1 / n_experts,) * n_experts
 
 
 def shares_of_pieces(load: Load, pieces: int) -> list[float]:
-    """Which share of rows each rank has where so many have the experts, in order, as ``torch.chunk`` deals them."""
+    """Return the share of rows of each of so many ranks, to which ``torch.chunk`` deals the experts."""
     each = -(-len(load) // pieces)
     return [math.fsum(load[k * each : (k + 1) * each]) for k in range(pieces)]
 
 
 def busiest(load: Load, pieces: int) -> tuple[int, float]:
-    """The rank that has most rows of so many, the first of those that have as many, and its share."""
+    """Return the first rank that has most rows of so many, and its share."""
     shares = shares_of_pieces(load, pieces)
     most = max(shares)
     return shares.index(most), most
 
 
 def way_to_busiest(load: Load, sizes: Sequence[int]) -> list[tuple[int, list[float]]]:
-    """How rows come to the busiest rank, where axes of these sizes cut the experts one after the other.
+    """Return the path of rows to the busiest rank, where axes of these sizes cut the experts one after the other.
 
-    Returns:
-        For each axis the busiest rank's number on it, and which share of the rows that set out along it each rank gets.
+    It has for each axis the busiest rank's number on it, and the share of the rows sent along it that each rank gets.
     """
     here, _ = busiest(load, math.prod(sizes))
     way, among = [], load
@@ -104,7 +102,7 @@ def way_to_busiest(load: Load, sizes: Sequence[int]) -> list[tuple[int, list[flo
 
 
 def grown(load: Load, sizes: Sequence[int]) -> list[float]:
-    """Along each axis, by how much more than an equal share the busiest rank sends or gets, whichever is more."""
+    """Return along each axis the busiest rank's rows, sent or received, as a multiple of an equal share."""
     rows, factors = 1.0, []
     for (number, shares), size in zip(way_to_busiest(load, sizes), sizes, strict=True):
         arrived = rows * shares[number] * size

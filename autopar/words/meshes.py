@@ -1,8 +1,7 @@
 """Meshes: devices in row-major order of axes that have names.
 
-A :class:`Mesh` is a tuple of ``(axis name, size)`` pairs with names for what is in it. It compares, sorts and hashes as
-such, and plan files have its text: ``data=2,tensor=4``. Nothing outside of this module takes the pairs apart by their
-places (a test sees to it).
+A :class:`Mesh` is a tuple of ``(axis name, size)`` pairs with named accessors. It compares, sorts and hashes as such,
+and plan files contain its text: ``data=2,tensor=4``.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class Mesh(tuple[tuple[str, int], ...]):
 
     @classmethod
     def of(cls, **sizes: int) -> Mesh:
-        """The mesh of these axes, in the order in which they are given."""
+        """Return the mesh of these axes, in the order in which they are given."""
         return cls(sizes.items())
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], named: Collection[str] = ()) -> Mesh:
-        """A mesh of axes of these sizes, with names of :data:`AXIS_NAMES`: the first ones, or ``named`` among them."""
+        """Return a mesh of axes of these sizes, with the first of :data:`AXIS_NAMES`, or with ``named`` among them."""
         if len(named) > len(sizes) or not set(named) <= set(AXIS_NAMES):
             named = ()
         others = [name for name in AXIS_NAMES if name not in named][: len(sizes) - len(named)]
@@ -41,7 +40,7 @@ class Mesh(tuple[tuple[str, int], ...]):
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Inverse of :attr:`text`.
+        """Invert :attr:`text`.
 
         Raises:
             MeshError: the text is no list of ``axis=size``.
@@ -69,12 +68,12 @@ class Mesh(tuple[tuple[str, int], ...]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the axes."""
+        """Names of the axes."""
         return tuple(name for name, _ in self)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the axes."""
+        """Sizes of the axes."""
         return tuple(size for _, size in self)
 
     @property
@@ -83,37 +82,37 @@ class Mesh(tuple[tuple[str, int], ...]):
         return dict(self)
 
     def name(self, axis: int) -> str:
-        """Of one axis, by its number."""
+        """Return the name of an axis, by its number."""
         return self[axis][0]
 
     def size(self, axis: int) -> int:
-        """Of one axis, by its number."""
+        """Return the size of an axis, by its number."""
         return self[axis][1]
 
     @property
     def n_devices(self) -> int:
-        """How many devices the mesh has."""
+        """Number of devices."""
         return prod(size for _, size in self)
 
     @property
     def text(self) -> str:
-        """``data=2,tensor=4``, as written in plan files."""
+        """The form ``data=2,tensor=4`` of plan files."""
         return self.shown(",")
 
     def shown(self, between: str = " x ") -> str:
-        """``data=2 x tensor=4``, as messages and tables show a mesh."""
+        """Return ``data=2 x tensor=4``, for messages and tables."""
         return between.join(f"{axis}={size}" for axis, size in self)
 
     def inner(self, axis: int) -> Mesh:
-        """The mesh of an axis and those after it: of devices that are neighbours."""
+        """Return the mesh of an axis and those after it: of devices that are neighbours."""
         return Mesh(self[axis:])
 
     def outer(self, axis: int) -> Mesh:
-        """The mesh of the axes before one."""
+        """Return the mesh of the axes before one."""
         return Mesh(self[:axis])
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """The place of a rank on each axis; ranks are counted from 0, the last axis fastest."""
+        """Return the place of a rank on each axis; ranks are counted from 0, the last axis fastest."""
         coordinate = []
         for _, size in reversed(self):
             coordinate.append(rank % size)
@@ -121,15 +120,14 @@ class Mesh(tuple[tuple[str, int], ...]):
         return tuple(reversed(coordinate))
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """Inverse of :meth:`coordinate`."""
+        """Invert :meth:`coordinate`."""
         rank = 0
         for (_, size), at in zip(self, coordinate, strict=True):
             rank = rank * size + at
         return rank
 
     def groups(self, axes: Sequence[int]) -> list[tuple[int, ...]]:
-        """The ranks in sub-groups that differ only along ``axes``: each in ascending order, the groups by their first
-        ranks."""
+        """Return the groups of ranks that differ only along ``axes``, in ascending order."""
         apart = [axis for axis in range(len(self)) if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.n_devices):
@@ -138,27 +136,25 @@ class Mesh(tuple[tuple[str, int], ...]):
         return [tuple(group) for group in groups.values()]
 
     def merged(self) -> list[Mesh]:
-        """The meshes of the same devices with two neighbouring axes taken as one."""
+        """Return the meshes of the same devices with two neighbouring axes merged into one."""
         sizes = self.sizes
         pairs = range(len(sizes) - 1)
         return [Mesh.of_sizes((*sizes[:k], sizes[k] * sizes[k + 1], *sizes[k + 2 :])) for k in pairs]
 
     def refines(self, fewer: Mesh) -> bool:
-        """Whether this is a mesh of fewer axes with axes of it split in several."""
+        """Return whether this is a mesh of fewer axes with axes of it split in several."""
         return fewer._boundaries <= self._boundaries
 
     @property
     def _boundaries(self) -> set[int]:
-        """Devices of which neighbours are a group, on any number of the last axes."""
+        """Return the sizes of groups of neighbours, on any number of the last axes."""
         return {self.inner(axis).n_devices for axis in range(len(self))}
 
 
 def mesh_shapes(n: int, max_axes: int = 2, named: Collection[str] = ()) -> list[Mesh]:
-    """Every way to arrange ``n`` devices on 1 to ``max_axes`` axes, each larger than 1 (but for one device).
+    """Return all meshes of ``n`` devices with 1 to ``max_axes`` axes, each larger than 1 (but for one device).
 
-    Args:
-        named: names of :data:`AXIS_NAMES` that are among those of a shape with as many axes or more; not of one device,
-            which nothing is cut over.
+    Names of :data:`AXIS_NAMES` in ``named`` are among those of a mesh with as many axes or more.
     """
     named = named if n > 1 else ()
     shapes: list[Mesh] = []

@@ -1,4 +1,4 @@
-"""Products in eight or four bits: formats, what casting to them moves, and how a node takes part.
+"""Products in eight or four bits: formats, bytes moved by casts, and the part of a node.
 
 Under a policy such as ``fp8-mixed`` the linear layers of a model's blocks multiply narrow copies of their activations,
 weights and gradients; embeddings, logits, norms, attention and all that is added up stay as they are. A node that
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 
 class NarrowFormat(NamedTuple):
-    """A number format of products, with how tensors come into it.
+    """A number format of products.
 
     Attributes:
-        rate: of a device's data sheet, by which the products run.
-        needs: the rate that a device must have, which says that its cores read such numbers with their scales.
+        rate: the device's rate at which the products run.
+        needs: the rate that a device must have: its cores read such numbers with their scales.
         item_bytes: of one element in one copy, scales included.
-        passes: how often a wide tensor is read to be cast: twice where the largest value is looked for first.
+        passes: reads of a wide tensor to cast it: two where the largest value is searched first.
     """
 
     rate: str
@@ -30,11 +30,11 @@ class NarrowFormat(NamedTuple):
 
     @property
     def copies_bytes(self) -> float:
-        """Of one element in the copy for the product and in the transposed one for the gradient."""
+        """Bytes of one element in the copy for the product and the transposed copy for the gradient."""
         return 2 * self.item_bytes
 
     def cast_bytes(self, wide: int) -> float:
-        """Bytes read and written to cast one element of ``wide`` bytes into both copies."""
+        """Return the bytes read and written to cast one element of ``wide`` bytes into both copies."""
         return self.passes * wide + self.copies_bytes
 
 
@@ -49,13 +49,13 @@ read once; ``mxfp8``: a scale for each 32 elements; ``nvfp4``: of 4 bits, one fo
 before. The cores that know the last two are those with a rate for float4."""
 
 class NarrowUse(NamedTuple):
-    """How a node takes part in narrow products.
+    """The part of a node in narrow products.
 
     Attributes:
         format: a name of FORMATS.
-        activations: positions in ``refs`` of what is cast at every call; none for a parameter.
+        activations: positions in ``refs`` of values that are cast at every call; none for a parameter.
         weights: positions of weights, which are cast once a step.
-        shared: how many products read the same activations, which are cast once for all of them.
+        shared: the number of products that read the same activations, which are cast once for all of them.
     """
 
     format: str

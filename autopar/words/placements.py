@@ -1,4 +1,4 @@
-"""Placements: where the values of one tensor live on each mesh axis.
+"""Placements: the layout of one tensor on each mesh axis.
 
 A :class:`State` has one :class:`Placement` per mesh axis, in mesh order:
 
@@ -6,7 +6,7 @@ A :class:`State` has one :class:`Placement` per mesh axis, in mesh order:
 placement   value on the ranks of the axis           gradient on the same ranks
 ==========  =======================================  ==============================
 ``S<d>``    a slice of dim ``d``                     the same slice of the gradient
-``S<d>*<u>``  the same, of whole blocks of u         the same slice of the gradient
+``S<d>*<u>`` the same, of whole blocks of u          the same slice of the gradient
 ``I``       the whole value, the same everywhere     whole and the same everywhere
 ``R``       the whole value, the same everywhere     pending: the ranks' gradients sum to it
 ``P``       pending: the ranks' values sum to it     whole and the same everywhere
@@ -19,39 +19,38 @@ If several axes shard one dim, the earlier axis is the major one, as in DTensor.
 in DTensor: equal where the axis divides the dim, else the later ones are smaller or empty
 (:mod:`autopar.words.shards`).
 
-``S2*64`` cuts dim 2 into pieces that are multiples of 64 elements, its *unit*: ``torch.chunk`` of the blocks. A dim
+``S2*64`` cuts dim 2 into shards of multiples of 64 elements, its *block size*: ``torch.chunk`` of the blocks. A dim
 ``(heads width)`` of 6 heads of 64 is cut over 4 ranks into 2, 2, 2 and 0 heads so, where ``S2`` would be one and a half
-heads each. Where both are the same pieces, only the placement without a unit is used
-(:func:`autopar.words.shards.fits`). DTensor has no such thing, so parameters are not stored so; they are used so, and
-come there from another dim or from whole values.
+heads each. Where both give the same shards, only the placement without a block size is used
+(:func:`autopar.words.shards.fits`). DTensor has no such placement, so parameters are used but not stored in it.
 
-Both words are texts and tuples of texts with names for what is in them: they compare, sort and hash as such, and plan
-files have them as they are. Nothing outside of this module takes a text of them apart (a test sees to it).
+Placements are texts and states are tuples of them: they compare, sort and hash as such, and plan files contain them
+unchanged. Only this module parses them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar.errors import MeshError
 from autopar.words.meshes import Mesh
 
 MOST_DIMS = 64
-"""Of a tensor: torch's own limit."""
+"""The limit of torch."""
 
 
 class Placement(str):
-    """What one mesh axis does with a tensor. Of every text there is one object; all are immutable.
+    """The placement of a tensor along one mesh axis. Each text has one object; all are immutable.
 
     Attributes:
         kind: one of ``S I R P``.
-        dim: the dim that it cuts, None where it cuts none.
-        unit: of how many elements the pieces are multiples; 1 where nothing is cut or any number will do.
+        dim: the dim that is cut, or None.
+        unit: the block size of the shards, in elements; 1 for any size.
         is_shard: it cuts a dim.
-        is_pending: the ranks' values sum to the tensor's.
-        is_whole: every rank has the value.
+        is_pending: the ranks' values sum to the tensor.
+        is_replicated: every rank has the whole value.
 
     Raises:
         MeshError: the text is no placement.
@@ -67,6 +66,7 @@ class Placement(str):
     is_replicated: bool
 
     def __new__(cls, text: str) -> Placement:
+        """Return the placement of a text."""
         placement = _PLACEMENTS.get(text)
         return _read(text) if placement is None else placement
 
@@ -75,7 +75,7 @@ class Placement(str):
         """The placement of the gradient: whole where the value is pending, pending where the value is ``R``."""
         return {"P": INVARIANT, "R": PENDING}.get(self.kind, self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"placements are immutable: {name} of {self} cannot be set")
 
     def __reduce__(self) -> tuple[type[Placement], tuple[str]]:
@@ -83,11 +83,11 @@ class Placement(str):
 
 
 _PLACEMENTS: dict[str, Placement] = {}
-"""Every placement that was ever asked for, by its text."""
+"""Every placement so far, by its text."""
 
 
 def _read(text: str) -> Placement:
-    """The placement of a text that was not asked for before."""
+    """Parse a text that was not seen before."""
     match = re.fullmatch(r"S(0|[1-9]\d?)(?:\*([1-9]\d{0,17}))?|[IRP]", text)
     if match is None or (match[1] and int(match[1]) >= MOST_DIMS) or match[2] == "1":
         raise MeshError(f"'{text}' is no placement; use S0, S1, ... or R, I, P")
@@ -103,34 +103,34 @@ def _read(text: str) -> Placement:
 
 INVARIANT, REPLICATED, PENDING = Placement("I"), Placement("R"), Placement("P")
 REPLICATE = "replicate"
-"""As people write that a parameter is whole everywhere, or an operator not cut."""
+"""The word for a parameter that is replicated, or an operator that is not cut."""
 
 _SHARDS = tuple(Placement(f"S{d}") for d in range(MOST_DIMS))
 
 
 def shard(dim: int, unit: int = 1) -> Placement:
-    """The placement that cuts dim number ``dim``, into multiples of ``unit`` elements."""
+    """Return the placement that cuts a dim into shards of multiples of ``unit`` elements."""
     return _SHARDS[dim] if unit == 1 else Placement(f"S{dim}*{unit}")
 
 
 def kinds_listed(kinds: str) -> str:
-    """Placements of these kinds in a message: ``S<dim>, I``."""
+    """Return the placements of these kinds for a message: ``S<dim>, I``."""
     return ", ".join("S<dim>" if kind == "S" else kind for kind in kinds)
 
 
 class State(tuple[Placement, ...]):
-    """Where a tensor is: a placement for each axis of a mesh."""
+    """The layout of a tensor: a placement for each axis of a mesh."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, *texts: str) -> State:
-        """The state of these placements: ``State.of("S0", "R")``."""
+        """Return the state of these placements: ``State.of("S0", "R")``."""
         return cls(map(Placement, texts))
 
     @classmethod
     def parse(cls, text: str, mesh: Mesh, where: str) -> State:
-        """Inverse of :attr:`text`.
+        """Invert :attr:`text`.
 
         Raises:
             MeshError: the text does not name one valid placement per mesh axis; ``where`` says whose it is.
@@ -145,45 +145,45 @@ class State(tuple[Placement, ...]):
 
     @property
     def text(self) -> str:
-        """``S0,R`` form, as written in plan files."""
+        """The form ``S0,R`` of plan files."""
         return ",".join(self)
 
     @property
     def is_cut(self) -> bool:
-        """Whether some axis cuts the tensor."""
+        """True where some axis cuts the tensor."""
         return any(placement.is_shard for placement in self)
 
     @property
     def in_shards(self) -> bool:
-        """Whether no rank has the value by itself: some axis cuts it, or its sum is pending there."""
+        """True where no rank has the value by itself: some axis cuts it, or its sum is pending."""
         return not all(placement.is_replicated for placement in self)
 
     @property
     def has_units(self) -> bool:
-        """Whether some axis cuts a dim into multiples of a unit."""
+        """True where some axis cuts a dim into blocks of more than one element."""
         return any(placement.unit > 1 for placement in self)
 
     def started(self, grad: bool) -> State:
-        """The state with whole values where it has pending sums: a value that is read or stored starts whole."""
+        """Return the state with whole values for pending sums: a value that is read or stored starts whole."""
         return State(replicated_placement(grad) if placement.is_pending else placement for placement in self)
 
     @property
     def adjoint(self) -> State:
-        """Where the gradient is."""
+        """The state of the gradient."""
         return State(placement.adjoint for placement in self)
 
     def changed(self, axis: int, placement: Placement) -> State:
-        """The state where one axis does something else."""
+        """Return the state with another placement on one axis."""
         return State((*self[:axis], placement, *self[axis + 1 :]))
 
 
 def replicated_placement(grad: bool) -> Placement:
-    """The placement of a whole value: gradients, if any flow, are whole too."""
+    """Return the placement of a whole value; its gradients, if any flow, are whole too."""
     return INVARIANT if grad else REPLICATED
 
 
 def whole_state(mesh: Mesh, grad: bool = False) -> State:
-    """The state of a tensor that every rank has whole."""
+    """Return the state of a tensor that every rank has whole."""
     return State((replicated_placement(grad),) * len(mesh))
 
 
@@ -208,7 +208,7 @@ _STEPS: dict[tuple[str, str], tuple[str | None, str | None]] = {
 
 
 class Step(NamedTuple):
-    """One axis of a state changes: a collective, or a free slice or reinterpretation."""
+    """A change of one axis of a state: a collective, or a free slice or reinterpretation."""
 
     axis: int
     src: State
@@ -216,27 +216,27 @@ class Step(NamedTuple):
 
     @classmethod
     def between(cls, src: State, dst: State) -> Step:
-        """The step between two states that differ on one axis."""
+        """Return the step between two states that differ on one axis."""
         return cls(changed_axis(src, dst), src, dst)
 
     @property
     def before(self) -> Placement:
-        """What the axis did."""
+        """The placement before."""
         return self.src[self.axis]
 
     @property
     def after(self) -> Placement:
-        """What it does now."""
+        """The placement after."""
         return self.dst[self.axis]
 
     @property
     def collectives(self) -> tuple[str | None, str | None]:
-        """Of forward and backward; None is free of communication."""
+        """The collectives of forward and backward; None is free of communication."""
         return _STEPS[self.before.kind, self.after.kind]
 
 
 def changed_axis(src: State, dst: State) -> int:
-    """The first axis on which two states differ: the one that a step between them changes."""
+    """Return the first axis on which two states differ: the one that a step between them changes."""
     for axis, (before, after) in enumerate(zip(src, dst, strict=True)):
         if before is not after:  # of every text there is one object
             return axis
@@ -244,24 +244,24 @@ def changed_axis(src: State, dst: State) -> int:
 
 
 def step_collectives(src: Placement, dst: Placement) -> tuple[str | None, str | None]:
-    """Collectives (forward, backward) of changing one axis from ``src`` to ``dst``; None is free of communication."""
+    """Return the collectives (forward, backward) of changing one axis; None is free of communication."""
     return _STEPS[src.kind, dst.kind]
 
 
 def step_is_legal(state: State, axis: int, dst: Placement) -> bool:
-    """Whether ``axis`` may change to ``dst`` in one step: nested shards of one dim are changed innermost first."""
+    """Return whether one step may change ``axis``: nested shards of one dim are changed innermost first."""
     src = state[axis]
     if src is dst or (src.kind, dst.kind) not in _STEPS:
         return False
     if src.dim is None and dst.dim is None:
         return True
     if src.dim == dst.dim:
-        return False  # from one unit to another one
+        return False  # from one block size to another one
     return not any(later.is_shard and later.dim in (src.dim, dst.dim) for later in state[axis + 1 :])
 
 
 def path(src: State, dst: State) -> list[Step] | None:
-    """The steps from one state to another, innermost axis first; None if they are not legal."""
+    """Return the steps from one state to another, innermost axis first; None if they are not legal."""
     steps = []
     state = src
     for axis in range(len(src) - 1, -1, -1):
@@ -275,22 +275,22 @@ def path(src: State, dst: State) -> list[Step] | None:
 
 
 def steps_from(state: State, choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[int, State]]:
-    """All ``(axis, new state)`` that one legal step reaches; ``choices`` limits the placements of each axis."""
+    """Yield all ``(axis, new state)`` that one legal step reaches, with these placements of each axis."""
     for axis, options in enumerate(choices):
         for dst in options:
             if step_is_legal(state, axis, dst):
                 yield axis, state.changed(axis, dst)
 
 
-# --- axes with units, as programs name them ---------------------------------------------------------------------------
+# --- axes with block sizes, as programs name them ---------------------------------------------------------------------
 
 
 def axis_text(axis: str, unit: int) -> str:
-    """An axis that cuts into multiples of a unit, as programs name it: ``tensor*64``; without one, its name."""
+    """Return an axis with its block size as programs name it: ``tensor*64``; for size 1, its name."""
     return axis if unit == 1 else f"{axis}*{unit}"
 
 
 def axis_and_block(text: str) -> tuple[str, int]:
-    """Inverse of :func:`axis_text`."""
+    """Invert :func:`axis_text`."""
     axis, _, unit = text.partition("*")
     return axis, int(unit or 1)

@@ -1,9 +1,9 @@
-"""Which number formats a training run keeps and computes in: a policy, beside the plan of a model.
+"""The number formats in which a training run stores and computes: a policy, separate from the plan of a model.
 
-In mixed precision a parameter stands twice: as the *master*, which is what ``pm.parameters()`` are, what the optimizer
-steps on and what checkpoints hold, and as the copy that the program reads, cast anew after each step. Masters, their
-moments and gradients lie where the plan stores the parameter, in pieces where that is cut (ZeRO); what is gathered is
-the cast copy. Gradients are added up over ranks, and over the microbatches of a step, in a format of their own.
+In mixed precision a parameter exists twice: as the *master*, which ``pm.parameters()`` returns, on which the optimizer
+steps and which checkpoints contain, and as the copy that the program reads, cast after each step. Masters, their
+moments and gradients are stored where the plan stores the parameter, in shards where that is cut (ZeRO); the cast copy
+is gathered. Gradients are summed over ranks, and over the microbatches of a step, in a format of their own.
 
 The names of the presets are those of Lightning; ``bf16-mixed`` is what torchtitan calls ``mixed_precision_param`` and
 ``mixed_precision_reduce`` (FSDP2's ``MixedPrecisionPolicy``), Megatron ``--bf16`` with main parameters and
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
 
 _BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 OWN = "own"
-"""In place of a format: what the model has, parameter by parameter. Then only ``reduce`` is asked for."""
+"""In place of a format: that of each of the model's parameters. Only ``reduce`` is a choice then."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A policy; formats are dtypes, or their names.
+    """A precision policy; formats are dtypes, or their names.
 
     Attributes:
-        params: of the parameters as the program reads them, and of the floating point inputs of the model, which are
-            cast: so its activations and gradients have it, too. Buffers stay as they are, and so do parameters of norms
-            with running statistics, which must have the statistics' format. ``"own"``: nothing is cast,
-            parameters, masters and moments are as the model has them, and ``reduce`` alone is a choice.
-        master: of the parameters that are stored, that the optimizer steps on and that their gradients have.
-        moments: of the optimizer's state: as the masters, or bfloat16, or float32 beside others. Steps are computed in
+        params: the format of parameters as the program reads them, and of the model's floating point inputs, which are
+            cast: so activations and gradients have it, too. Buffers are not cast, nor are parameters of norms with
+            running statistics, which must have the statistics' format. ``"own"``: nothing is cast; parameters, masters
+            and moments have the model's formats, and only ``reduce`` is a choice.
+        master: the format of the stored parameters, on which the optimizer steps, and of their gradients.
+        moments: the format of the optimizer's state: that of the masters, bfloat16 or float32. Steps are computed in
             the masters' format, or float32 where that has 16 bits.
-        reduce: in which gradients are added up over ranks; of parameters that are cast, over the microbatches of a step
-            too.
-        stochastic_rounding: of what the optimizer writes in bfloat16, moments and masters, with random bits that do
+        reduce: the format in which gradients are summed over ranks; for parameters that are cast, over the microbatches
+            of a step too.
+        stochastic_rounding: round what the optimizer writes in bfloat16, moments and masters, with random bits that do
             not depend on the mesh.
         products: the format in which linear layers of blocks are multiplied, of
             :data:`autopar.words.narrow_products.FORMATS`; empty: as ``params``. Plans are priced so; programs do not
             run so.
-        narrow_gathers: weights of such products are gathered over ranks in that format, where they are cut over ranks
-            between steps or uses: masters are then cast before, and no wide copy is kept.
+        narrow_gathers: gather weights of such products over ranks in that format, where they are cut between steps or
+            uses: masters are cast before, and no wide copy is kept.
     """
 
     params: Any = "bfloat16"
@@ -108,7 +108,7 @@ class Precision:
 
     @property
     def narrow(self) -> NarrowFormat | None:
-        """The format of narrow products; None where there are none."""
+        """The format of narrow products, if there are any."""
         return NARROW[self.products] if self.products else None
 
     @property
@@ -129,7 +129,7 @@ class Precision:
             )
 
     def _refuse_more_than_own(self) -> None:
-        """Nothing beside ``reduce`` is asked of parameters that stay as the model has them."""
+        """Refuse choices other than ``reduce`` for parameters that keep the model's formats."""
         asked = [f"{name}={getattr(self, name)}" for name in ("master", "moments")
                  if getattr(self, name) not in (OWN, getattr(Precision, name))]  # fmt: skip
         asked += [f"{ROUNDING}=true"] if self.stochastic_rounding else []
@@ -141,7 +141,7 @@ class Precision:
 
     @property
     def text(self) -> str:
-        """The name of a preset, or what differs from ``bf16-mixed``: ``params=float16,reduce=float16``."""
+        """The name of a preset, or the differences from ``bf16-mixed``: ``params=float16,reduce=float16``."""
         name = next((name for name, preset in PRESETS.items() if preset == self), None)
         if name is not None:
             return name
@@ -156,38 +156,38 @@ class Precision:
 
     @property
     def low(self) -> torch.dtype | None:
-        """What the program computes in; None where nothing is cast."""
+        """The format in which the program computes; None where nothing is cast."""
         return None if self.params == OWN else _dtype(self.params)
 
     @property
     def reduced_in(self) -> torch.dtype:
-        """What gradients are added up in."""
+        """The format in which gradients are summed."""
         return _dtype(self.reduce)
 
     @property
     def rounds(self) -> bool:
-        """Whether a step computes in other formats than what it writes has: torch's optimizers do not so."""
+        """True where a step computes in other formats than it writes, which torch's optimizers do not."""
         return self.moments != self.master or self.stochastic_rounding
 
     def stored(self, dtype: str) -> str:
-        """The format in which a parameter is stored that the program reads as ``dtype``."""
+        """Return the format in which a parameter is stored that the program reads as ``dtype``."""
         return self.master if dtype in _BITS and self.master != OWN else dtype
 
     def kept(self, dtype: str) -> str:
-        """The format of the moments of a parameter that the program reads as ``dtype``."""
+        """Return the format of the moments of a parameter that the program reads as ``dtype``."""
         return self.moments if dtype in _BITS and self.moments != OWN else dtype
 
     def summed(self, dtype: str) -> str:
-        """The format in which ranks add up gradients of a parameter that the program reads as ``dtype``."""
+        """Return the format in which ranks sum gradients of a parameter that the program reads as ``dtype``."""
         return self.reduce if dtype in _BITS else dtype
 
     def accumulated(self, dtype: str) -> str:
-        """The same over the microbatches of a step: gradients of what is not cast wait as autograd gives them."""
+        """Return the format in which gradients of such a parameter are summed over the microbatches of a step."""
         return self.summed(dtype) if self.stored(dtype) != dtype else dtype
 
     @contextlib.contextmanager
     def of_model(self, model: torch.nn.Module) -> Iterator[None]:
-        """The model's parameters are as the program reads them; afterwards they are what they were, to the bit."""
+        """Cast the model's parameters to the program's format in this scope; afterwards they are unchanged."""
         low, beside_statistics = self.low, _beside_statistics(model)
         before = [
             (p, p.data)
@@ -202,8 +202,8 @@ class Precision:
             for param, data in before:
                 param.data = data
 
-    def cast(self, value: Any) -> Any:
-        """An input of the model as the program computes with it."""
+    def cast(self, value: object) -> object:
+        """Return an input of the model in the program's format."""
         import torch
 
         low = self.low
@@ -213,7 +213,7 @@ class Precision:
 
 
 def _beside_statistics(model: torch.nn.Module) -> set[int]:
-    """Parameters, by identity, of norms that keep running statistics: torch computes them in one format."""
+    """Return the ids of parameters of norms that keep running statistics: torch computes them in one format."""
     return {
         id(param)
         for module in model.modules()
@@ -245,12 +245,12 @@ PRESETS = {
 
 
 def adding_up_in(policy: Precision | None, dtype: torch.dtype) -> Precision:
-    """A policy with gradients added up in ``dtype``; without a policy all else is as the model has it."""
+    """Return a policy with gradients summed in ``dtype``; without a policy all else is the model's."""
     return replace(policy, reduce=dtype) if policy is not None else Precision(params=OWN, reduce=dtype)
 
 
-def parse_precision(value: Any) -> Precision | None:
-    """A policy, the name of a preset, or fields as ``params=bfloat16,reduce=bfloat16``.
+def parse_precision(value: object) -> Precision | None:
+    """Return a policy from one, the name of a preset, or fields as ``params=bfloat16,reduce=bfloat16``.
 
     Raises:
         AutoparError: it is none, or a field has a value that means nothing.

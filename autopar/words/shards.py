@@ -1,4 +1,4 @@
-"""Pieces: which part of a tensor each rank of a mesh has, in a state.
+"""Shards: the part of a tensor that each rank of a mesh has in a state.
 
 Pieces are those of ``torch.chunk``, as in DTensor: equal where the axis divides the dim, else the later ones are
 smaller or empty. With a unit they are pieces of whole blocks of so many elements. Prices and memory count the largest
@@ -16,7 +16,7 @@ from autopar.words.placements import State, changed_axis
 
 
 def piece_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
-    """``(start, length)`` of piece number ``at`` of ``n`` elements over ``size`` ranks, as ``torch.chunk`` cuts them.
+    """Return ``(start, length)`` of shard number ``at`` of ``n`` elements over ``size`` ranks, as of ``torch.chunk``.
 
     All pieces have ``ceil(n / size)`` elements, but for later ones, which are smaller or empty where ``size`` does not
     divide ``n``. With a unit, which divides ``n``, the same is true of blocks of so many elements.
@@ -27,8 +27,10 @@ def piece_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
 
 
 def nested_piece_of(n: int, cuts: Sequence[tuple[int, int]], at: Sequence[int]) -> tuple[int, int]:
-    """``(start, length)`` of the piece of ``n`` elements that axes of these ``(size, unit)`` cut one after the other,
-    by its number on each of them."""
+    """Return ``(start, length)`` of the shard of ``n`` elements after nested cuts by axes of ``(size, unit)``.
+
+    ``at`` is its number on each axis.
+    """
     start = 0
     for (size, unit), number in zip(cuts, at, strict=True):
         before, n = piece_of(n, size, number, unit)
@@ -37,12 +39,12 @@ def nested_piece_of(n: int, cuts: Sequence[tuple[int, int]], at: Sequence[int]) 
 
 
 def largest_shard(n: int, size: int, unit: int = 1) -> int:
-    """Elements of the first of the pieces (:func:`piece_of`), which is the largest."""
+    """Return the elements of the first shard (:func:`piece_of`), which is the largest."""
     return -(-n // (size * unit)) * unit
 
 
 def lengths_of(n: int, cuts: Sequence[tuple[int, int]]) -> set[int]:
-    """The lengths of all pieces of ``n`` elements that axes of these ``(size, unit)`` cut one after the other."""
+    """Return the lengths of all shards of ``n`` elements after nested cuts by axes of ``(size, unit)``."""
     lengths = {n}
     for size, unit in cuts:
         shorter = set()
@@ -55,10 +57,9 @@ def lengths_of(n: int, cuts: Sequence[tuple[int, int]]) -> set[int]:
 
 
 def local_shape(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Shape on one rank of a tensor of global ``shape`` in ``state``.
+    """Return the shape on one rank of a tensor of global ``shape`` in ``state``.
 
-    Args:
-        at: the rank's coordinate; without one, the shape is that of the first rank, whose piece is the largest.
+    Without the rank's coordinate ``at`` it is the first rank's, whose shard is the largest.
 
     Raises:
         MeshError: a placement names a dim that the tensor does not have.
@@ -80,7 +81,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def box_of(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int]) -> Box:
-    """The part of a tensor of global ``shape`` in ``state`` that the rank at coordinate ``at`` holds."""
+    """Return the part of a tensor of global ``shape`` in ``state`` that the rank at coordinate ``at`` holds."""
     box = [(0, n) for n in shape]
     for placement, size, c in zip(state, mesh.sizes, at, strict=True):
         d = placement.dim
@@ -92,7 +93,7 @@ def box_of(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int]) ->
 
 
 def cut_extent(shape: Sequence[int], state: State, mesh: Mesh, axis: int) -> tuple[int, tuple[int, ...], bool]:
-    """How ``axis`` cuts its dim: ``(elements on all ranks, earlier axes that cut it, whether pieces are equal)``."""
+    """Return ``(elements on all ranks, earlier axes that cut the same dim, shards are equal)`` of an axis."""
     d = state[axis].dim
     assert d is not None
     earlier = tuple(a for a in range(axis) if state[a].dim == d and mesh.size(a) > 1)
@@ -101,7 +102,7 @@ def cut_extent(shape: Sequence[int], state: State, mesh: Mesh, axis: int) -> tup
 
 
 def elements_moved(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> int:
-    """Elements of the buffer of the collective of one step on one rank, pieces padded to the largest one.
+    """Return the buffer size of a step's collective on one rank, in elements of shards padded to the largest.
 
     Of a gather or a reduce-scatter that is the whole of the axis, of an all-to-all what one rank sends.
     """
@@ -117,7 +118,7 @@ def elements_moved(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> 
 
 
 def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
-    """Whether a tensor can be in a state: the dims exist, and no axis cuts a dim into more pieces than it has elements.
+    """Return whether a state is possible: its dims exist, and have at least as many elements as shards.
 
     Pieces need not be equal, and the last ones may be empty (6 elements over 4 ranks are 2, 2, 2 and 0). Whether an
     operator may run on an empty one says its rule (``Rule.needs_some``).
@@ -136,7 +137,7 @@ def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
 
 
 def _units_are_needed(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
-    """Whether the units of a state can be, and none of them says what the placement without it says."""
+    """Return whether the block sizes of a state are possible and make a difference."""
     for axis, (placement, size) in enumerate(zip(state, mesh.sizes, strict=True)):
         d, unit = placement.dim, placement.unit
         if d is not None and unit > 1:
@@ -148,7 +149,7 @@ def _units_are_needed(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
 
 
 def divides(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
-    """Whether every dim divides by the axes that shard it, so that all pieces are equal."""
+    """Return whether every dim divides by the axes that shard it, so that all shards are equal."""
     local = list(shape)
     for placement, size in zip(state, mesh.sizes, strict=True):
         d, unit = placement.dim, placement.unit

@@ -13,7 +13,7 @@ from hardware_profiles.strict import LARGEST_WHOLE, shortened
 
 
 def mesh_of(given: Any) -> Mesh | None:
-    """A mesh from ``{"data": 2}``, ``"data=2,tensor=4"`` or pairs; None is None.
+    """Return a mesh from ``{"data": 2}``, ``"data=2,tensor=4"`` or pairs; None is None.
 
     Raises:
         MeshError: it is none of these.
@@ -29,7 +29,7 @@ def mesh_of(given: Any) -> Mesh | None:
 
 
 def parse_bytes(given: float | str | None) -> float | None:
-    """Bytes from a number or from text such as ``40GiB``, ``16 GB``, ``40g``; None is None.
+    """Return bytes from a number or from text such as ``40GiB``, ``16 GB``, ``40g``; None is None.
 
     Raises:
         AutoparError: the text is no size.
@@ -48,14 +48,14 @@ def parse_bytes(given: float | str | None) -> float | None:
 
 
 def printable(text: str) -> str:
-    """``text`` with everything written out that is neither printable nor the end of a line."""
+    """Return the text with characters escaped that are neither printable nor the end of a line."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def show_bytes(n: float) -> str:
-    """``1.50 GiB``."""
+    """Return such as ``1.50 GiB``."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(n) >= size:
             return f"{n / size:.2f} {unit}"
@@ -63,7 +63,7 @@ def show_bytes(n: float) -> str:
 
 
 def show_seconds(s: float) -> str:
-    """``1.50 ms``."""
+    """Return such as ``1.50 ms``."""
     if not math.isfinite(s):
         return "-"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

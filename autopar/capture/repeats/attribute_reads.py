@@ -1,19 +1,18 @@
-"""Which attributes are read while a block is traced: of those that differ between modules that are built alike."""
+"""Detection of attributes that a block's code reads, among those that differ between equally built modules."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 
 class _Watched:
-    """Stands in a class for an attribute that differs between instances, and notes when it is read."""
+    """A descriptor for an attribute that differs between instances, which notes reads."""
 
-    def __init__(self, name: str, default: Any, reads: set[tuple[int, str]]) -> None:
+    def __init__(self, name: str, default: object, reads: set[tuple[int, str]]) -> None:
         self.name, self.default, self.reads = name, default, reads
 
-    def __get__(self, instance: Any, owner: Any) -> Any:
+    def __get__(self, instance: object, _owner: type) -> object:
         if instance is not None:
             self.reads.add((id(instance.__dict__), self.name))
             if self.name in instance.__dict__:
@@ -22,20 +21,20 @@ class _Watched:
             raise AttributeError(self.name)
         return self.default
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         instance.__dict__[self.name] = value
 
-    def __delete__(self, instance: Any) -> None:
+    def __delete__(self, instance: object) -> None:
         del instance.__dict__[self.name]
 
 
 class _NoDefault:
-    """The class has no attribute of this name."""
+    """The default of an attribute that the class does not have."""
 
 
 @contextlib.contextmanager
 def watched(kind: type, name: str, reads: set[tuple[int, str]]) -> Iterator[None]:
-    """Note in ``reads``, as ``(id of the instance's dict, name)``, where this attribute of a class is read inside."""
+    """Note reads of a class's attribute in this scope in ``reads``, as ``(id of the instance's dict, name)``."""
     there = name in vars(kind)
     before = vars(kind).get(name)
     setattr(kind, name, _Watched(name, getattr(kind, name, _NoDefault), reads))

@@ -1,4 +1,4 @@
-"""The names of a traced graph as they were asked for, so that those of skipped calls can be given between them."""
+"""The requested names of a traced graph, so that those of skipped calls can be assigned between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Skipped:
 
 
 class NamesAsked(Namespace):
-    """The names of a graph, with a list of those that were asked for."""
+    """The names of a graph, with a log of the requested ones."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._obj_to_name, self._used_names = namespace._obj_to_name, namespace._used_names
@@ -29,6 +29,7 @@ class NamesAsked(Namespace):
         self.silent = False
 
     def create_name(self, candidate: str, obj: object | None) -> str:
+        """Create a name, and note the request."""
         name = super().create_name(candidate, obj)
         if not self.silent:
             self.given[name] = len(self.log)

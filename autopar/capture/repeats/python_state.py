@@ -1,4 +1,4 @@
-"""The Python state that a module's code can read or write, as values that can be compared.
+"""Snapshots of the Python state that a module's code can read or write, which can be compared.
 
 Two instances of a block do the same only if what their code reads is the same: plain attributes of the block and of the
 modules inside it, objects that these hold, and globals that their functions name. The same values taken before and
@@ -19,7 +19,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -39,10 +39,11 @@ _NAMES = (type, types.BuiltinFunctionType, types.ModuleType, types.MethodWrapper
           logging.Logger, property, staticmethod, classmethod)  # fmt: skip
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 DEPTH, LENGTH = 6, 4096
+Memo = dict[int, object]
 
 
 class Unknown(Exception):
-    """A value whose state cannot be seen."""
+    """A value whose state cannot be compared."""
 
 
 class ByIdentity:
@@ -50,7 +51,7 @@ class ByIdentity:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -60,13 +61,11 @@ class ByIdentity:
         return id(self.value)
 
 
-def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int, ...] = ()) -> Any:
-    """``value`` as something that compares equal while nothing that can be reached from it has changed.
+def seen(value: Any, memo: Memo, depth: int = DEPTH, above: tuple[int, ...] = ()) -> object:
+    """Return a snapshot of a value, equal to a later one while nothing reachable from the value has changed.
 
-    Tensors, modules, functions and classes are themselves; containers and objects are what they hold.
-
-    Args:
-        memo: objects that were seen at the same moment; an empty dict at the first call.
+    Tensors, modules, functions and classes are compared by identity; containers and objects by their contents. ``memo``
+    has objects that were seen at the same moment; ``above`` are those around the value.
 
     Raises:
         Unknown: the value may change in a way that cannot be seen, or holds too much.
@@ -77,7 +76,7 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
     sort = _sort(kind)
     if sort == "value":
         return (kind, repr(value))
-    if sort == "same":
+    if sort == "identity":
         return ByIdentity(value)
     if id(value) in above:
         return (kind, "again", above.index(id(value)))
@@ -103,10 +102,6 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
         return (kind, tuple([seen(v, memo, depth - 1, above) for v in _items_of(value)]))
     if sort == "set":
         return (kind, frozenset(seen(v, memo, depth - 1, above) for v in _items_of(value)))
-    if sort == "iterator":
-        return (kind, repr(value))
-    if sort == "opaque":
-        return ByIdentity(value)
     if hasattr(value, "__dict__"):
         if id(value) not in memo:
             memo[id(value)] = (kind, _fields(value, memo, depth, above))
@@ -114,7 +109,7 @@ def seen(value: Any, memo: dict[int, Any], depth: int = DEPTH, above: tuple[int,
     raise Unknown(f"{kind.__name__} does not show its state")
 
 
-def _items_of(container: Any) -> list[Any]:
+def _items_of(container: object) -> list[Any]:
     """Return what a container holds, a mapping's pairs.
 
     Raises:
@@ -128,12 +123,15 @@ def _items_of(container: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _sort(kind: type) -> str:
-    """How :func:`seen` sees values of a type. Asked of the type and not of each value: a value answers by its
-    ``__class__``, which classes that look up attributes in their own way (configurations do) make dear."""
+    """Return how :func:`seen` treats values of a type.
+
+    Of the type and not of each value: that answers by its ``__class__``, which is slow for classes that look up
+    attributes in their own way, as configurations do.
+    """
     if issubclass(kind, float) or issubclass(kind, _VALUES):
         return "value"
     if issubclass(kind, (torch.Tensor, torch.nn.Module)) or issubclass(kind, _NAMES):
-        return "same"
+        return "identity"
     if issubclass(kind, types.FunctionType):
         return "function"
     if issubclass(kind, types.MethodType):
@@ -147,13 +145,13 @@ def _sort(kind: type) -> str:
     if issubclass(kind, (set, frozenset)):
         return "set"
     if issubclass(kind, (itertools.count, itertools.repeat)):
-        return "iterator"
+        return "value"
     # a lock or a reference is itself; a memoized function gives what its function gives
     opaque = issubclass(kind, (*_LOCKS, functools._lru_cache_wrapper)) or kind.__module__ == "weakref"
-    return "opaque" if opaque else "object"
+    return "identity" if opaque else "object"
 
 
-def _fields(value: Any, memo: dict[int, Any], depth: int, above: tuple[int, ...]) -> Any:
+def _fields(value: object, memo: Memo, depth: int, above: tuple[int, ...]) -> object:
     kind: Any = type(value)
     if _slots(kind):
         raise Unknown(f"{kind.__name__} has slots")
@@ -165,7 +163,7 @@ def _slots(kind: type) -> bool:
     return any(c.__dict__.get("__slots__") for c in kind.__mro__ if c.__module__ not in ("builtins", "abc", "typing"))
 
 
-def _full(cell: Any) -> bool:
+def _full(cell: types.CellType) -> bool:
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -173,13 +171,13 @@ def _full(cell: Any) -> bool:
     return True
 
 
-def plain(module: torch.nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
-    """What a module holds beside its parameters, buffers, children and hooks, by name, as :func:`seen`."""
+def plain(module: torch.nn.Module, memo: Memo) -> dict[str, object]:
+    """Return snapshots of a module's attributes, by name, without parameters, buffers, children and hooks."""
     return {k: seen(v, memo) for k, v in module.__dict__.items() if k not in OWN and k not in HOOKS}
 
 
 def hooked(module: torch.nn.Module) -> bool:
-    """Whether code of others runs when the module is called."""
+    """Return whether other code runs when the module is called."""
     return any(module.__dict__.get(k) for k in HOOKS) or "forward" in module.__dict__ or "__call__" in module.__dict__
 
 
@@ -187,86 +185,104 @@ def hooked(module: torch.nn.Module) -> bool:
 
 
 LOOKS_INSIDE = frozenset({"__dict__", "vars", "__getattribute__", "__getstate__", "__reduce__", "deepcopy", "pickle"})
-"""Names of what reads attributes of an object without naming them."""
+"""Names of functions that read attributes of an object without naming them."""
 
 
 _NOT_RUN = frozenset({"__repr__", "__str__", "__format__", "extra_repr", "_abc_impl"})
 
 
-def named_state(classes: Iterable[type]) -> tuple[list[tuple[Any, str]], bool]:
-    """State that the methods of some classes name, also through functions that they call.
+class Place(Protocol):
+    """A namespace of variables."""
 
-    Functions of torch and of Python's own library are taken for what their names say.
+    def get(self, name: str, /) -> Any:
+        """Return the value of a variable."""
+
+
+class _NamedState:
+    """A search for state that functions name, also through functions that they call."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, str], tuple[Place, str]] = {}
+        self.todo: list[object] = []
+        self.visited: set[int] = set()
+        self.inside = False
+
+    def first(self, value: object) -> bool:
+        """Return whether a value is visited for the first time."""
+        known = id(value) in self.visited
+        self.visited.add(id(value))
+        return not known
+
+    def of_class(self, kind: type) -> None:
+        """Note the attributes of a class, and its methods for later."""
+        for c in kind.__mro__ if self.first(kind) else ():
+            for name, value in () if _foreign(c.__module__) else vars(c).items():
+                if name in _NOT_RUN or (issubclass(c, torch.nn.Module) and name == "__init__"):
+                    continue
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+                    self.todo.append(function)
+                elif not name.startswith("__") and not isinstance(value, _NAMES) and not hasattr(value, "__get__"):
+                    self.places[id(c), name] = (vars(c), name)
+
+    def used(self, where: Place, name: str, others: frozenset[str]) -> None:
+        """Note a variable; of a module those of its variables that the same function names."""
+        value = where.get(name)
+        if isinstance(value, types.FunctionType) or hasattr(value, "__wrapped__"):
+            self.todo.append(value)
+        elif isinstance(value, type):
+            self.of_class(value)
+        elif isinstance(value, types.ModuleType):
+            if not _foreign(value.__name__) and self.first(value):
+                for attribute in others & vars(value).keys():
+                    self.used(vars(value), attribute, frozenset())
+        elif not isinstance(value, _NAMES):
+            self.places[id(where), name] = (where, name)
+
+    def of_function(self, function: object) -> None:
+        """Note what a function names."""
+        wrapped = getattr(function, "__wrapped__", None)
+        if not isinstance(function, types.FunctionType) or _foreign(function.__module__):
+            if wrapped is not None and self.first(function):
+                self.todo.append(wrapped)
+            return
+        if not self.first(function):
+            return
+        names = _names(function.__code__)
+        self.inside = self.inside or not names.isdisjoint(LOOKS_INSIDE)
+        for cell in function.__closure__ or ():
+            if _full(cell):
+                self.used(_Cell(cell), "", frozenset())
+        self.todo.append(wrapped)
+        for name in names & function.__globals__.keys():
+            if not hasattr(builtins, name):
+                self.used(function.__globals__, name, names)
+
+
+def named_state(classes: Iterable[type]) -> tuple[list[tuple[Place, str]], bool]:
+    """Return state that the methods of some classes name, also through functions that they call.
+
+    Functions of torch and of Python's own library are assumed to do what their names say.
 
     Returns:
         Globals, attributes of classes and modules, and variables of enclosing functions, each as something with
         ``get`` and a name; and whether some function looks into objects as a whole.
     """
-    places: dict[tuple[int, str], tuple[Any, str]] = {}
-    todo: list[Any] = []
-    visited: set[int] = set()
-    inside = False
-
-    def of_class(kind: type) -> None:
-        if id(kind) in visited:
-            return
-        visited.add(id(kind))
-        for c in kind.__mro__:
-            if _foreign(c.__module__):
-                continue
-            for name, value in vars(c).items():
-                if name in _NOT_RUN or (issubclass(c, torch.nn.Module) and name == "__init__"):
-                    continue
-                function = getattr(value, "__func__", getattr(value, "fget", value))
-                if isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
-                    todo.append(function)
-                elif not name.startswith("__") and not isinstance(value, _NAMES) and not hasattr(value, "__get__"):
-                    places[id(c), name] = (vars(c), name)
-
-    def used(where: Any, name: str, others: frozenset[str]) -> None:
-        value = where.get(name)
-        if isinstance(value, types.FunctionType) or hasattr(value, "__wrapped__"):
-            todo.append(value)
-        elif isinstance(value, type):
-            of_class(value)
-        elif isinstance(value, types.ModuleType):
-            if not _foreign(value.__name__) and id(value) not in visited:
-                visited.add(id(value))
-                for attribute in others & vars(value).keys():
-                    used(vars(value), attribute, frozenset())
-        elif not isinstance(value, _NAMES):
-            places[id(where), name] = (where, name)
-
+    found = _NamedState()
     for kind in classes:
-        of_class(kind)
-    while todo:
-        function = todo.pop()
-        if not isinstance(function, types.FunctionType) or id(function) in visited or _foreign(function.__module__):
-            wrapped = getattr(function, "__wrapped__", None)
-            if wrapped is not None and id(function) not in visited:
-                visited.add(id(function))
-                todo.append(wrapped)
-            continue
-        visited.add(id(function))
-        names = _names(function.__code__)
-        inside = inside or not names.isdisjoint(LOOKS_INSIDE)
-        for cell in function.__closure__ or ():
-            if _full(cell):
-                used(_Cell(cell), "", frozenset())
-        todo.append(getattr(function, "__wrapped__", None))
-        for name in names & function.__globals__.keys():
-            if not hasattr(builtins, name):
-                used(function.__globals__, name, names)
-    return list(places.values()), inside
+        found.of_class(kind)
+    while found.todo:
+        found.of_function(found.todo.pop())
+    return list(found.places.values()), found.inside
 
 
 class _Cell:
     """A variable of an enclosing function."""
 
-    def __init__(self, cell: Any) -> None:
+    def __init__(self, cell: types.CellType) -> None:
         self.cell = cell
 
-    def get(self, name: str) -> Any:
+    def get(self, _name: str) -> object:
         return self.cell.cell_contents
 
 
@@ -284,8 +300,8 @@ def _names(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(_names, inner))
 
 
-def random_state() -> Any:
-    """Python's and numpy's generators."""
+def random_state() -> object:
+    """Return the state of Python's and numpy's generators."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not hasattr(numpy, "random"):
         return random.getstate()
@@ -309,21 +325,21 @@ class Shape:
 
 
 def shape_of(tensor: torch.Tensor) -> Shape:
-    """What code can see of a tensor without its value."""
+    """Return what code can see of a tensor without its value."""
     return Shape(
         type(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad
     )
 
 
 class Structures:
-    """Numbers for modules: two have the same if they are built alike, whatever their plain attributes are."""
+    """Numbers of modules, equal for those that are built alike, whatever their plain attributes are."""
 
     def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
+        self.numbers: dict[object, int] = {}
         self.known: dict[int, int | None] = {}
 
     def __call__(self, module: torch.nn.Module) -> int | None:
-        """The number of a module; None where it, or one inside it, has hooks or tensors that cannot be described."""
+        """Return the number of a module; None where it contains hooks or tensors that cannot be described."""
         if id(module) not in self.known:
             self.known[id(module)] = None  # a module inside itself is like no other
             self.known[id(module)] = self._number(module)

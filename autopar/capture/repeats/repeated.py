@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -58,6 +58,9 @@ from autopar.capture.repeats.block_calls import (
 from autopar.capture.repeats.names_asked import NamesAsked, Skipped
 from autopar.capture.repeats.python_state import (
     ByIdentity,
+    Memo,
+    Place,
+    Shape,
     Structures,
     Unknown,
     named_state,
@@ -67,7 +70,8 @@ from autopar.capture.repeats.python_state import (
     shape_of,
 )
 from autopar.capture.trace.faster_tracing import unstacked
-from autopar.torch_private import DisableTorchFunction, ModuleStackTracer, module_at, pytree
+from autopar.torch_private import DisableTorchFunction, ModuleStackTracer, OpOverload, module_at, pytree
+from autopar.words.trees import PyTree
 
 LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 LIBRARY.define("block(Tensor[] tensors, str key) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
@@ -78,27 +82,27 @@ FEWEST, MOST_TRACED = 3, 6
 
 @dataclass
 class AlikeModules:
-    """Modules that are built alike, and what is known of them."""
+    """Equally built modules, and the calls of them that were traced."""
 
     instances: list[torch.nn.Module]
     varying: frozenset[tuple[str, str]] = frozenset()
-    globals: list[Any] = field(default_factory=list)
+    globals: list[tuple[Place, str]] = field(default_factory=list)
     looks_inside: bool = False
-    traced: dict[Any, list[Traced]] = field(default_factory=dict)
+    traced: dict[object, list[Traced]] = field(default_factory=dict)
     count: int = 0
     refused: str = ""
 
 
 class Nothing(Unknown):
-    """A call of a block gives what it was given."""
+    """A call of a block that returns its arguments."""
 
 
 class Repeats:
-    """Looks at the calls of modules while a model is traced.
+    """The calls of modules while a model is traced.
 
     Attributes:
-        skipped: every call that became one node, by the key that stands in it.
-        names: what was asked for, from which all names follow.
+        skipped: every call that became one node, by the key in it.
+        names: the requested names, from which all names follow.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -140,7 +144,7 @@ class Repeats:
 
     @staticmethod
     def _vary(group: AlikeModules) -> None:
-        memo: dict[int, Any] = {}
+        memo: Memo = {}
         first = own_state(group.instances[0], memo)
         varying: set[tuple[str, str]] = set()
         for module in group.instances[1:]:
@@ -153,13 +157,15 @@ class Repeats:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Repeats]:
-        """Looks at module calls inside."""
+        """Watch module calls in this scope."""
         if not self.groups:
             yield self
             return
         original = ModuleStackTracer.call_module
 
-        def call_module(tracer: Any, m: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        def call_module(
+            tracer: Any, m: Any, forward: Callable[..., PyTree], args: PyTree, kwargs: PyTree
+        ) -> PyTree:
             if self.tracer is None:
                 self.tracer = tracer
                 self.names = tracer.graph._graph_namespace = NamesAsked(tracer.graph._graph_namespace)
@@ -171,7 +177,9 @@ class Repeats:
                 return original(tracer, m, forward, args, kwargs)
             return self._call(group, module, m, lambda: original(tracer, m, forward, args, kwargs), args, kwargs)
 
-        def outermost(tracer: Any, m: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        def outermost(
+            tracer: Any, m: torch.nn.Module, forward: Callable[..., PyTree], args: PyTree, kwargs: PyTree
+        ) -> PyTree:
             result = call_module(tracer, m, forward, args, kwargs)
             if tracer is self.tracer and not tracer.module_stack:
                 self._check_leaks(result)
@@ -186,7 +194,10 @@ class Repeats:
                 stack.enter_context(watched(kind, name, self.reads))
             yield self
 
-    def _call(self, group: AlikeModules, module: Any, m: Any, run: Any, args: Any, kwargs: Any) -> Any:
+    def _call(
+        self, group: AlikeModules, module: torch.nn.Module, m: torch.nn.Module, run: Callable[[], PyTree],
+        args: PyTree, kwargs: PyTree,
+    ) -> PyTree:  # fmt: skip
         with DisableTorchFunction():  # looking at a tensor is not the model's doing, and is dear in a trace
             call = self._describe(group, module, m, args, kwargs)
             for traced in group.traced.get(call.key, ()) if call is not None else ():
@@ -205,9 +216,9 @@ class Repeats:
         return self._trace(group, call, run)
 
     def _describe(
-        self, group: AlikeModules, module: torch.nn.Module, m: Any, args: Any, kwargs: Any
+        self, group: AlikeModules, module: torch.nn.Module, m: torch.nn.Module, args: PyTree, kwargs: PyTree
     ) -> BlockCall | None:
-        memo: dict[int, Any] = {}
+        memo: Memo = {}
         try:
             leaves, spec = flatten((args, kwargs))
             values = tuple([None if isinstance(v, torch.Tensor) else seen(v, memo) for v in leaves])
@@ -228,12 +239,12 @@ class Repeats:
         key = (repr(spec), values, looks, pattern(map(id, tensors)), pattern(nodes), calls, modes(), callers())
         return BlockCall(path, key, (args, kwargs), tensors, nodes, values, state_before, outer, module)
 
-    def _all_state(self, group: AlikeModules) -> Any:
-        memo: dict[int, Any] = {}
+    def _all_state(self, group: AlikeModules) -> object:
+        memo: Memo = {}
         state = [plain(m, memo) for m in self.all]
         return state, [global_state(g, n, memo) for g, n in group.globals], random_state(), modes()
 
-    def _trace(self, group: AlikeModules, call: BlockCall, run: Any) -> Any:
+    def _trace(self, group: AlikeModules, call: BlockCall, run: Callable[[], PyTree]) -> PyTree:
         assert self.names is not None
         before = self._all_state(group)
         last, logged = last_node(self.tracer.graph), len(self.names.log)
@@ -248,7 +259,8 @@ class Repeats:
         return result
 
     def _look(
-        self, group: AlikeModules, call: BlockCall, before: Any, nodes: list[Any], logged: int, result: Any
+        self, group: AlikeModules, call: BlockCall, before: object, nodes: list[torch.fx.Node], logged: int,
+        result: PyTree,
     ) -> None:
         """Compare a call that was traced with those before it."""
         paths = {id(m.__dict__): p for p, m in call.module.named_modules()}
@@ -275,16 +287,19 @@ class Repeats:
                 return
         earlier.append(traced)
 
-    def _pattern(self, call: BlockCall, nodes: list[Any], logged: int, result: Any, reads: Any) -> Traced:
+    def _pattern(
+        self, call: BlockCall, nodes: list[torch.fx.Node], logged: int, result: PyTree,
+        reads: frozenset[tuple[str, str]],
+    ) -> Traced:  # fmt: skip
         names = self.names
         assert names is not None
         numbers = {n: i for i, n in enumerate(nodes)}
-        of_call: dict[Any, int] = {}
+        of_call: dict[torch.fx.Node, int] = {}
         for i, n in enumerate(call.nodes):
             of_call.setdefault(n, i)
-        external: dict[Any, int] = {}
+        external: dict[int | torch.fx.Node, int] = {}
 
-        def token(n: torch.fx.Node) -> Any:
+        def token(n: torch.fx.Node) -> PyTree:
             return Int(numbers[n]) if n in numbers else Ext(external.setdefault(of_call.get(n, n), len(external)))
 
         storages = {storage(t) for t in call.tensors}
@@ -292,7 +307,7 @@ class Repeats:
         for n in nodes:
             if n.op != "call_function" or not (n.target is operator.getitem or is_operator(n.target)):
                 raise Unknown(f"it uses {n.target}")
-            if n.target is not operator.getitem and n.target._schema.is_mutable:
+            if isinstance(n.target, OpOverload) and n.target._schema.is_mutable:
                 if any(w not in numbers or storage(w.meta.get("val")) in storages for w in written(n)):
                     raise Unknown(f"{n.target} writes to what it did not make")
             args, kwargs = torch.fx.node.map_arg((n.args, n.kwargs), token)
@@ -305,11 +320,22 @@ class Repeats:
         if any(isinstance(entry, Skipped) for entry in log) or any(i < 0 for i in named):
             raise Unknown("names")
         leaves, spec = pytree.tree_flatten(result)
+        outputs, made = self._outputs(call, leaves, numbers, ops)
+        memory = [(e if isinstance(e, torch.fx.Node) else call.nodes[e]).meta.get("val") for e in external]
+        return Traced(
+            call.path, ops, [n.meta for n in nodes], [str(c) for c in log], named, list(external), outputs,
+            made, spec, call.outer, call.own, reads, nodes, memory,
+        )  # fmt: skip
+
+    def _outputs(
+        self, call: BlockCall, leaves: list[object], numbers: dict[torch.fx.Node, int], ops: list[Op]
+    ) -> tuple[list[tuple[str, PyTree]], dict[int, Shape]]:
+        """Return the origin of each result of a traced call, and the shapes of those that it made."""
         of_tensor: dict[int, int] = {}
         for i, t in enumerate(call.tensors):
             of_tensor.setdefault(id(t), i)
-        outputs: list[tuple[str, Any]] = []
-        result_shapes: dict[int, Any] = {}
+        outputs: list[tuple[str, PyTree]] = []
+        result_shapes: dict[int, Shape] = {}
         made_by: dict[int, int] = {}
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
@@ -332,13 +358,9 @@ class Repeats:
             result_shapes[number] = shape_of(leaf)
         if not result_shapes:
             raise Nothing("it makes nothing")
-        memory = [(e if isinstance(e, torch.fx.Node) else call.nodes[e]).meta.get("val") for e in external]
-        return Traced(
-            call.path, ops, [n.meta for n in nodes], [str(c) for c in log], named, list(external), outputs,
-            result_shapes, spec, call.outer, call.own, reads, nodes, memory,
-        )  # fmt: skip
+        return outputs, result_shapes
 
-    def _skip(self, traced: Traced, call: BlockCall) -> Any:
+    def _skip(self, traced: Traced, call: BlockCall) -> PyTree:
         names, tracer = self.names, self.tracer
         assert names is not None
         key = str(len(self.skipped))
@@ -369,8 +391,8 @@ class Repeats:
         ]
         return pytree.tree_unflatten(leaves, traced.spec)
 
-    def _check_leaks(self, result: Any) -> None:
-        """Doubt everything if a tensor left a traced block by another way than its result."""
+    def _check_leaks(self, result: PyTree) -> None:
+        """Set ``doubt`` if a tensor left a traced block by another way than its result."""
         slots = [self.tracer.tensor_tracker.get(t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         returned = {slot.proxy.node for slot in slots if slot is not None}
         for traced in self.trusted if self.skipped else ():
@@ -381,5 +403,5 @@ class Repeats:
 
 
 def _is_deep(module: torch.nn.Module) -> bool:
-    """Whether there is something to save in a module: it has several others inside."""
+    """Return whether a module contains several others, so that skipping it pays."""
     return next(itertools.islice(module.modules(), 3, None), None) is not None

@@ -1,8 +1,8 @@
-"""Blocks that were one node each while the model was traced, written out operator by operator.
+"""Expansion of blocks that were one node each while the model was traced, operator by operator.
 
-The program is then the one that tracing everything would have given, names included: each name follows from those that
-were asked for before it, so the list of what was asked for, with that of the traced block in place of each call that
-was skipped, gives them all.
+The program is then the one that tracing everything would have given, names included: each name follows from those
+requested before it, so the log of requests, with that of the traced block in the place of each skipped call, gives them
+all.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from autopar.capture.repeats.names_asked import Skipped
 from autopar.capture.repeats.repeated import BLOCK, Repeats
 from autopar.capture.trace.recording import HOOK
 from autopar.torch_private import Namespace, OpOverload
+from autopar.words.trees import PyTree
 
 
 class Unlike(Exception):
-    """The program cannot be told from what tracing the whole model would give."""
+    """A program that may differ from a trace of the whole model."""
 
 
 def write_out(exported: Any, repeats: Repeats) -> None:
@@ -43,7 +44,7 @@ def write_out(exported: Any, repeats: Repeats) -> None:
 
 
 def _names(repeats: Repeats) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Names in the whole program, by the names in the traced one; and for every skipped call those of its operators."""
+    """Return names in the whole program by those in the traced one, and the names of every skipped call's operators."""
     names = repeats.names
     assert names is not None
     space = Namespace()
@@ -83,14 +84,14 @@ def _write(gm: torch.fx.GraphModule, repeats: Repeats, old: dict[str, str], new:
 
 def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names: list[str]) -> None:
     """Put a block's operators before its call, and their results in place of the call's."""
-    external: Any = call.args[0]
+    external: PyTree = call.args[0]
     like, copies = skipped.like, list[torch.fx.Node]()
     path = in_model(skipped.path)
-    stacks: dict[Any, Any] = {}
+    stacks: dict[object, PyTree] = {}
     there = [(storage(a), n.meta["val"]) for a, n in zip(like.memory, external, strict=True)]
     memory = {key: val.untyped_storage() for key, val in there if isinstance(val, torch.Tensor)}
 
-    def value(token: Any) -> Any:
+    def value(token: PyTree) -> PyTree:
         if type(token) is Int:
             return copies[token.number]
         if type(token) is Ext:
@@ -117,11 +118,10 @@ def _expand(graph: torch.fx.Graph, call: torch.fx.Node, skipped: Skipped, names:
     graph.erase_node(call)
 
 
-def _apart(val: Any, memory: dict[Any, torch.UntypedStorage]) -> Any:
-    """Tensors like those that were traced, in memory of their own; which of them share it is as it was.
+def _apart(val: PyTree, memory: dict[int | None, torch.UntypedStorage]) -> PyTree:
+    """Return tensors like the traced ones, in memory of their own that is shared as theirs is.
 
-    Args:
-        memory: by that of the traced call.
+    ``memory`` is by that of the traced call.
     """
     if isinstance(val, (list, tuple)):
         return type(val)([_apart(v, memory) for v in val])
@@ -134,12 +134,12 @@ def _apart(val: Any, memory: dict[Any, torch.UntypedStorage]) -> Any:
 
 
 def _there(path: str, block: str) -> str:
-    """The path of a module in another block of the same kind."""
+    """Return the path of a module in another block of the same kind."""
     if path.startswith(HERE):
         return block + path[len(HERE) :]
     return in_model(path)
 
 
 def in_model(path: str) -> str:
-    """A module's path in the model, from that in what ``torch.export`` traces."""
+    """Return a module's path in the model, from that in the traced wrapper of ``torch.export``."""
     return path.removeprefix("_export_root").removeprefix(".")

@@ -13,7 +13,7 @@ from autopar.words.graph import Graph, Ref
 
 
 def structure(graph: Graph) -> str:
-    """Return a digest that is equal for graphs that differ in names alone."""
+    """Return a hash that is equal for graphs that differ in names alone."""
     digest = hashlib.sha256()
     for node in graph.nodes:
         target = node.target if node.kind == "op" else ""

@@ -13,28 +13,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.words.graph import Graph, Ref
 
 MIN_CONTRACTIONS = 4
-"""A block has at least this many operators with a parameter of two or more dims: neighbouring layers of a plain MLP
-must stay free to differ (one is cut by columns, the next by rows)."""
+"""Least operators of a block with a parameter of two or more dims: neighbouring layers of a plain MLP must stay free to
+differ (one is cut by columns, the next by rows)."""
 MIN_REPEATS = 3
 GRAM = 4
-"""Operators in a row by which a place is known: single operators are alike everywhere."""
+"""Operators in a row that identify a position: single operators equal others everywhere."""
 MIN_STEPS = 4
-"""Of a scan: fewer may just as well be branches of a model that were written one after the other."""
+"""Least steps of a scan: fewer may as well be branches of a model, one after the other."""
 PLACES = {"aten.select.int": 2, "aten.select_scatter.default": 3}
-"""Operators that take or write one place of a dim, and which argument says the place. Their rules do not depend on it.
-"""
+"""Operators that read or write one place of a dim, and the argument that says it, on which no rule depends."""
 PERIODS = 12
 """Distances that are tried, the most frequent first: others are those of rare operators."""
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Which nodes are decided together.
+    """The nodes that are decided together.
 
     Attributes:
         representative: for every node, the number of the node that is decided in its place.
@@ -46,12 +45,12 @@ class Fold:
 
     @property
     def counts(self) -> Counter[int]:
-        """How many nodes each representative stands for."""
+        """The number of nodes that each representative stands for."""
         return Counter(self.representative)
 
 
 def unfolded(graph: Graph) -> Fold:
-    """Every node for itself."""
+    """Return the fold in which every node is decided by itself."""
     return Fold(tuple(range(len(graph.nodes))), ())
 
 
@@ -68,33 +67,25 @@ def fold(graph: Graph) -> Fold:
 
 
 def _alike_but_for_places(graph: Graph) -> tuple[int, ...]:
-    """:attr:`Graph.alike`, where operators that take other places of one tensor, or write other places, are alike."""
+    """Return :attr:`Graph.alike` with operators equal that read or write other places of one tensor."""
     first: dict[object, int] = {}
     result = list(graph.alike)
     for i, node in graph.of_kind("op"):
         place = PLACES.get(node.target)
         if place is None or place >= len(node.args) or node.kwargs:
             continue
-        literals = tuple(x for k, x in enumerate(node.args) if k != place and not isinstance(x, Ref))
-        grads = tuple(graph.nodes[ref.node].needs_grad for ref in node.refs)
-        call: tuple[object, ...] = (
-            node.target, literals, tuple(map(graph.spec, node.refs)), node.outs, node.hot, node.needs_grad, grads
-        )  # fmt: skip
+        call = [graph.call_of(replace(node, args=(*node.args[:place], *node.args[place + 1 :])))]
         if len(node.refs) == 1:  # what is read place by place is one tensor, which lets several of them be told apart
             readers = {graph.alike[reader] for reader, _ in graph.consumers[node.refs[0]]}
             if len(readers) < MIN_STEPS:
                 continue
-            call += (node.refs[0],)
-        result[i] = first.setdefault(call, i)
+            call.append(node.refs[0])
+        result[i] = first.setdefault(tuple(call), i)
     return tuple(result)
 
 
 class _Repeats:
-    """Search for stretches of operators that repeat one after the other.
-
-    Args:
-        alike: for every node the number of the first that is like it.
-    """
+    """A search for repeated stretches of operators; ``alike`` has for every node the first that it equals."""
 
     least_repeats: int
 
@@ -109,7 +100,7 @@ class _Repeats:
         self.taken = [False] * len(self.ops)
 
     def find(self) -> list[tuple[int, int, int]]:
-        """``(first operator, length, repeats)`` of all that are found; :attr:`representative` knows them then."""
+        """Return ``(first operator, length, repeats)`` of all stretches, and set :attr:`representative`."""
         taken, result = self.taken, []
         for period in _periods(self.signs):
             start = 0
@@ -132,16 +123,16 @@ class _Repeats:
                     start = first + 1
         return result
 
-    def length_and_repeats(self, first: int, length: int, repeats: int) -> tuple[int, int]:
-        """What is decided as one block of a repeated stretch; no repeats where that is none."""
-        raise NotImplementedError
+    def length_and_repeats(self, _first: int, length: int, repeats: int) -> tuple[int, int]:
+        """Return the length of a block in a repeated stretch, and the repeats: 0 where it is no block."""
+        return length, repeats
 
     def alike_inputs(self, ref: Ref, next_ref: Ref) -> bool:
-        """Whether what two blocks read of nodes that are in no block of this stretch is the same for both."""
+        """Return whether two blocks read corresponding nodes outside of all blocks of the stretch."""
         raise NotImplementedError
 
     def _run(self, start: int, period: int) -> tuple[int, int] | None:
-        """``(first operator, repeats)`` of the repeated stretch that begins at ``start``, if there is one."""
+        """Return ``(first operator, repeats)`` of the repeated stretch that begins at ``start``, if there is one."""
         end, signs, taken = start, self.signs, self.taken
         while (
             end + period < len(self.ops)
@@ -168,7 +159,7 @@ class _Repeats:
         return True
 
     def _contractions(self, first: int, length: int) -> int:
-        """Operators with a parameter of two or more dims."""
+        """Return the number of operators with a parameter of two or more dims."""
         nodes, spec = self.graph.nodes, self.graph.spec
         return sum(
             any(nodes[r.node].kind == "param" and len(spec(r).shape) >= 2 for r in nodes[i].refs)
@@ -195,13 +186,13 @@ class _Layers(_Repeats):
     least_repeats = MIN_REPEATS
 
     def length_and_repeats(self, first: int, length: int, repeats: int) -> tuple[int, int]:
-        """Several repeats are one block where a single one has few contractions."""
+        """Join several repeats to one block where a single one has few contractions."""
         while self._contractions(first, length) < MIN_CONTRACTIONS and repeats >= 2 * MIN_REPEATS:
             length, repeats = length * 2, repeats // 2
         return length, repeats if self._contractions(first, length) >= MIN_CONTRACTIONS else 0
 
     def alike_inputs(self, ref: Ref, next_ref: Ref) -> bool:
-        """Parameters and buffers may be others, inputs of the model may not."""
+        """Accept other parameters and buffers, but no other inputs of the model."""
         node, next_node = (self.graph.nodes[r.node] for r in (ref, next_ref))
         if ref.node == next_ref.node:
             return ref.out == next_ref.out
@@ -218,7 +209,7 @@ class _Scans(_Repeats):
         self.next_step: dict[int, int] = {}
 
     def find(self) -> list[tuple[int, int, int]]:
-        """Also the scans over what others make step by step."""
+        """Find also the scans over results of other scans."""
         result: list[tuple[int, int, int]] = []
         while more := super().find():
             result += more
@@ -228,20 +219,15 @@ class _Scans(_Repeats):
                 }
         return result
 
-    def length_and_repeats(self, first: int, length: int, repeats: int) -> tuple[int, int]:
-        """Every step is a block."""
-        return length, repeats
-
     def alike_inputs(self, ref: Ref, next_ref: Ref) -> bool:
-        """Steps may read several results of one operator, the places of a sequence that it took apart, and what the
-        steps of another scan make."""
+        """Accept several results of one operator, such as an unbound sequence, and results of another scan's steps."""
         if self.next_step.get(ref.node) == next_ref.node:
             return ref.out == next_ref.out
         return ref.node == next_ref.node and self.graph.spec(ref) == self.graph.spec(next_ref)
 
 
 def _periods(signs: list[int]) -> list[int]:
-    """Distances at which the sequence of signatures repeats, most frequent first."""
+    """Return distances at which the sequence of signatures repeats, most frequent first."""
     last: dict[tuple[int, ...], int] = {}
     periods: Counter[int] = Counter()
     for p in range(len(signs) - GRAM + 1):
