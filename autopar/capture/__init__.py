@@ -31,6 +31,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.branches`       branches on random numbers: traces with other answers become one graph
 :mod:`.python`         plain values that the model's code reads: heard of, kept and compared
 :mod:`.passes`         the rewrites on the way to a graph, as an ordered list
+:mod:`.patterns`       what serves one pattern of users, a file each, registered
 :mod:`.graph`          the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed;
                        :mod:`.normalize`: operators in one spelling each
 :mod:`.rows_of_draws`  where the rows of the batch are in what random operators draw

@@ -21,12 +21,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from autopar.capture.branches.data_branches import OF_ROWS, TAKEN
 from autopar.capture.graph.conditional_writes import write_where_there_are_rows
 from autopar.capture.graph.drafts import TracedProgram
-from autopar.capture.graph.entered_branches import note_parts
 from autopar.capture.graph.expert_counts import CASTS, counted_numbers, element_of, hot_by_dim
 from autopar.capture.graph.expert_turns import as_one, routing
 from autopar.capture.graph.exported_nodes import flat, is_symbolic, name_of
@@ -65,23 +64,15 @@ def compute_all_rows(program: TracedProgram) -> None:
         node: next((by_name[name] for name in asked[str(size)] if name in by_name), node)
         for node in selecting for val in flat(node.meta["val"]) for size in val.shape if str(size) in asked
     }  # fmt: skip
-    program.selected = SelectedRows(graph, of_rows)
-    program.selected.rewrite()
-
-
-def note_parameters_taking_part(program: TracedProgram) -> None:
-    """Note which parameters take part in a call only where masks select rows."""
-    if (selected := program.selected) is not None:
-        parameters = set(program.exported.graph_signature.inputs_to_parameters)
-        note_parts(program.graph, selected.state.leaving, selected.asked_masks, parameters, selected.state.emit)
+    program.rows = RowsOfGraph(graph)
+    SelectedRows(program.rows, of_rows).rewrite()
 
 
 def fuse_expert_loops(program: TracedProgram) -> None:
     """Make loops whose iterations do the same with the rows of one expert one iteration over all experts."""
-    if (selected := program.selected) is not None:
-        state = selected.state
-        taken = TakenRows(state.gathers, state.positions)
-        as_one(program.graph, state.turns, state.emit_as, selected.put_back.write_turn, taken)
+    if (rows := program.rows) is not None:
+        taken = TakenRows(rows.gathers, rows.positions)
+        as_one(program.graph, rows.turns, rows.emit_as, RowsPutBack(rows).write_turn, taken)
 
 
 def _asks_for_rows(node: Node) -> bool:
@@ -120,17 +111,15 @@ class SelectedRows:
             last node that was made before it asked.
         finders: nodes that find rows by a mask.
         masks: of numbers that select where they are not 0, the mask.
-        asked_masks: the masks for which the model's code asks whether they select any rows, and the node that asks.
     """
 
-    def __init__(self, graph: Graph, asked: Mapping[Node, Node]) -> None:
-        self.state = RowsOfGraph(graph)
+    def __init__(self, state: RowsOfGraph, asked: Mapping[Node, Node]) -> None:
+        self.state = state
         self.put_back = RowsPutBack(self.state)
         self.joined = JoinedRows(self.state, self.put_back, self._take)
         self.asked = asked
         self.finders: set[Node] = set()
         self.masks: dict[Node, Node] = {}
-        self.asked_masks: dict[Node, Node] = {}
 
     def rewrite(self) -> None:
         for node in list(self.state.graph.nodes):
@@ -143,7 +132,7 @@ class SelectedRows:
             ):
                 with self.state.graph.inserting_before(node):
                     self._take(node)
-        asked = self.asked_masks = self._asked_masks()
+        asked = self.state.asked = self._asked_masks()
         write_where_there_are_rows(
             self.state.graph, self._masks_of_rows(), asked, self.state.leaving, {*self.state.gone, *self.state.written},
             self.state.emit, self.state.refused_at,
@@ -365,4 +354,4 @@ class SelectedRows:
         self.state.gathers[rows] = tensor, at_dims
         return Rows(mask, rows, len(before), None, fresh=True)
 
-__all__ = ["SelectedRows", "compute_all_rows", "fuse_expert_loops", "note_parameters_taking_part"]
+__all__ = ["SelectedRows", "compute_all_rows", "fuse_expert_loops"]

@@ -25,6 +25,7 @@ from autopar.capture.graph.exported_nodes import name_of
 from autopar.capture.graph.row_by_row import is_by_element
 from autopar.capture.graph.rows_of_graph import NodeMaker
 from autopar.capture.graph.same_masks import behind
+from autopar.capture.passes import PROGRAM, Pass, register
 
 aten = torch.ops.aten
 FOUND = ("aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max.dim", "aten.min.dim")
@@ -206,4 +207,9 @@ class _Products(NodeMaker):
         return result
 
 
+register(
+    Pass("gathered_matrices", PROGRAM, multiply_gathered_matrices_by_rows,
+         "a matrix that is gathered for each row costs memory, and its experts cannot be cut"),
+    before="experts_at_once",
+)  # fmt: skip
 __all__ = ["multiply_gathered_matrices_by_rows"]

@@ -26,6 +26,7 @@ from autopar.capture.graph.row_by_row import VIEWS, check
 from autopar.capture.graph.rows_of_graph import NodeMaker, Rows, val_of
 from autopar.capture.graph.run_once import is_pointwise
 from autopar.capture.graph.same_masks import SHAPED, behind
+from autopar.capture.passes import PROGRAM, Pass, register
 from autopar.errors import CaptureError
 from autopar.rules.experts.experts import EXPERTS
 
@@ -302,4 +303,9 @@ def _counted(ends: Any) -> Any:
     return counted_numbers(total.args[0])
 
 
+register(
+    Pass("sorted_rows", PROGRAM, keep_rows_in_place,
+         "no rank has all rows to sort them by expert, and experts give the same for rows in any order"),
+    before="experts_at_once",
+)  # fmt: skip
 __all__ = ["keep_rows_in_place"]

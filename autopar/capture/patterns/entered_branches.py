@@ -11,7 +11,7 @@ is a set of masks, one of which has to select rows for a gradient to come there,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch.fx import Graph, Node
 
 from autopar.capture.branches.data_branches import TAKEN
 from autopar.capture.graph.conditional_writes import writes
+from autopar.capture.graph.drafts import TracedProgram
 from autopar.capture.graph.expert_turns import routing
 from autopar.capture.graph.exported_nodes import flat, name_of
+from autopar.capture.passes import PROGRAM, Pass, register
 from autopar.capture.trace.unused_parameters import TOOK_PART
 
 aten = torch.ops.aten
@@ -30,25 +32,20 @@ PASSES_NOTHING = ("aten.detach.default", TAKEN, TOOK_PART)
 Emit = Callable[..., Any]
 
 
-def note_parts(
-    graph: Graph, leaving: Mapping[Node, Node], asked: Collection[Node], parameters: Collection[str], emit: Emit
-) -> None:
-    """Note which parameters take part only where masks select rows.
-
-    Args:
-        leaving: where selected rows become part of a tensor of all, and the mask that selects them.
-        asked: the masks for which the model's code asks whether they select any.
-        parameters: names of the inputs of the graph that are parameters.
-        emit: makes a node.
-    """
-    reached = _reached_by(graph, leaving, set(asked))
+def note_parameters_taking_part(program: TracedProgram) -> None:
+    """Note which parameters take part in a call only where masks select rows."""
+    if (rows := program.rows) is None:
+        return
+    graph, leaving, emit = program.graph, rows.leaving, rows.emit
+    parameters = program.exported.graph_signature.inputs_to_parameters
+    reached = _reached_by(graph, leaving, set(rows.asked))
     masks_of = {
         node: reached[node] for node in graph.nodes
         if node.op == "placeholder" and node.name in parameters and reached[node] and ALWAYS not in reached[node]
     }  # fmt: skip
     order = {node: k for k, node in enumerate(graph.nodes)}
     last = {mask: node for node, mask in sorted(leaving.items(), key=lambda item: order[item[0]])}
-    groups: dict[Any, list[Node]] = {}
+    groups: dict[object, list[Node]] = {}
     for mask in sorted({mask for masks in masks_of.values() for mask in masks}, key=lambda mask: order[mask]):
         compared = routing(mask)
         groups.setdefault(mask if compared is None else compared[0], []).append(mask)
@@ -115,4 +112,8 @@ def _is_differentiable(node: Node) -> bool:
     return any(not isinstance(v, torch.Tensor) or v.is_floating_point() or v.is_complex() for v in values)
 
 
-__all__ = ["note_parts"]
+register(
+    Pass("parameters_taking_part", PROGRAM, note_parameters_taking_part,
+         "an expert without rows has no gradient in eager mode", ("selected_rows",)),
+)  # fmt: skip
+__all__ = ["note_parameters_taking_part"]
