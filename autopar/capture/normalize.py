@@ -56,7 +56,7 @@ def normalize(
     outs: tuple[Spec | None, ...],
     spec_of: Callable[[Ref], Spec],
 ) -> Form | None:
-    """The one spelling of an operator, or None if its result is its first argument.
+    """Return the one spelling of an operator, or None if its result is its first argument.
 
     Placement of factories (device, layout, pinned memory) is dropped: lowering adds the device.
     """

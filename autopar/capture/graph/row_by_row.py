@@ -32,11 +32,13 @@ BY_ELEMENT = {"aten.to.dtype", "aten.dropout.default", "aten.clone.default", "at
 
 
 def check(node: Node, args: Sequence[Node], taken: Sequence[Rows], dim: int, refused: Refused) -> None:
-    """Refuse what looks across rows.
+    """Refuse a node that looks across rows.
 
     Args:
-        args: those of the node's arguments that have rows; ``taken``: what stands for them.
-        dim: along which rows stand in the result.
+        node: an operator that takes rows.
+        args: its arguments that have rows.
+        taken: their replacements.
+        dim: the dim of rows in the result.
         refused: makes the error.
     """
     name = str(node.target)
@@ -100,12 +102,12 @@ def _check_broadcast(
 
 
 def is_by_element(node: Node) -> bool:
-    """Whether each element of the result follows from the same element of what is given."""
+    """Check whether each element of the result follows from the same element of what is given."""
     return is_pointwise(node) or str(node.target) in BY_ELEMENT
 
 
 def _by_rows_only(node: Node, args: Sequence[Node], taken: Sequence[Rows]) -> bool:
-    """Whether an einsum has the rows of one tensor as rows of the result."""
+    """Check whether an einsum has the rows of one tensor as rows of the result."""
     equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
     given, arrow, result = equation.partition("->")
     terms = given.split(",")

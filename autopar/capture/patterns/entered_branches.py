@@ -59,14 +59,14 @@ def note_parameters_taking_part(program: TracedProgram) -> None:
 
 
 def _emitted_at(place: Node, emit: Emit, *call: Any) -> Any:
-    """A node that stands in the module and at the line of another."""
+    """Make a node in the module and at the line of another."""
     emitted = emit(*call)
     emitted.meta = {**place.meta, "val": emitted.meta["val"]}
     return emitted
 
 
 def _taken(masks: list[Node], emit: Emit) -> tuple[Any, dict[Node, int]]:
-    """Whether each mask selects any rows, bool [n], and the element of each."""
+    """Check whether each mask selects any rows, bool [n], and the element of each."""
     numbers = [compared[1] for mask in masks if (compared := routing(mask)) is not None]
     first = masks[0]
     if first.target is aten.eq.Scalar and numbers == list(range(len(masks))):  # of one tensor of numbers: all at once
@@ -80,7 +80,7 @@ def _taken(masks: list[Node], emit: Emit) -> tuple[Any, dict[Node, int]]:
 
 
 def _reached_by(graph: Graph, leaving: Mapping[Node, Node], asked: set[Node]) -> dict[Node, frozenset[Any]]:
-    """The masks one of which must select rows for a gradient to come to a node; no masks where none ever comes."""
+    """Return, by node, the masks of which one must select rows for a gradient to reach it; none where none ever does."""
     reached: dict[Node, frozenset[Any]] = {}
     always = frozenset([ALWAYS])
     for node in reversed(graph.nodes):
@@ -97,7 +97,7 @@ def _reached_by(graph: Graph, leaving: Mapping[Node, Node], asked: set[Node]) ->
 def _passed(
     user: Node, reached: Mapping[Node, frozenset[Any]], leaving: Mapping[Node, Node], asked: set[Node]
 ) -> frozenset[Any]:
-    """What a reader of a value passes of its gradient."""
+    """Return the masks under which a reader of a value passes its gradient on."""
     masks = reached[user]
     if not masks or (user.op == "call_function" and not _is_differentiable(user)):
         return frozenset()

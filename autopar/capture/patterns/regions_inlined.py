@@ -65,7 +65,7 @@ def _write_out(region: Node, body: GraphModule) -> None:
 
 
 def _detached(given: Any) -> Any:
-    """What is read without a gradient; what wants none, such as a buffer, stays what it is."""
+    """Detach a value that requires a gradient; return others as they are."""
     val = given.meta.get("val") if isinstance(given, Node) else None
     if not isinstance(val, torch.Tensor) or not val.requires_grad:
         return given
