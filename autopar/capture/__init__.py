@@ -251,7 +251,7 @@ def _observed(module: torch.nn.Module, args: Any, kwargs: Any) -> Ways:
 
 
 def _check_renewed(graph: Graph, model: torch.nn.Module, precision: Precision | None) -> None:
-    """Refuse a parameter that the forward writes in less precision than it is kept in: the update would be rounded away.
+    """Refuse a parameter that the forward writes in less precision than it is kept in, which rounds updates away.
 
     Raises:
         CaptureError: with its name and both dtypes.

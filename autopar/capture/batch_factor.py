@@ -301,7 +301,7 @@ class _Following:
 
     @staticmethod
     def _local_batch(node: Node, rule: Rule, flows: Sequence[Flow]) -> tuple[str, str] | None:
-        """Return the factor of the numbers and that of the rows of ``x[arange(rows), i]``, where each row is picked by number."""
+        """Return the factors of the numbers and of the rows of ``x[arange(rows), i]``, or None of others."""
         if node.target != INDEXED:
             return None
         at = [d for d, index in enumerate(node.args[1]) if index is not None]
@@ -323,7 +323,7 @@ class _Following:
         return lowering is not None and has_it and any(comm.factor == factor for comm in lowering.comm)
 
     def _not_along(self, i: int, flows: Sequence[Flow], refs: Sequence[Ref], rows_from: int) -> None:
-        """Note an operator that does not take rows one by one: by an index of the caller's, or by the model's computation."""
+        """Note an operator that does not take rows one by one, by an index of the caller's or by computation."""
         given = others = 0
         hot = True
         for position, (flow, ref) in enumerate(zip(flows, refs, strict=True)):

@@ -210,7 +210,7 @@ class _Edit:
 
 
     def _totals(self, graph: Graph, place: dict[int, int]) -> Totals:
-        """Return the totals that are computed ahead, level by level; ``graph`` still has the sums that are dropped later."""
+        """Return the totals that are computed ahead, level by level, of a graph that still has their sums."""
         names = {each.name: k for k, each in enumerate(self.ahead)}
         sources = [[Ref(place[ref.node], ref.out) for ref in refs] for refs in self.follow_from]
         levels: dict[int, int] = {}

@@ -235,7 +235,7 @@ def is_at_once(captured: Any) -> bool:
 
 
 def decided_for_steps(captured: Any) -> tuple[str, InParts | None]:
-    """Return why a batch that was captured at once cannot be one of several microbatches, and how to capture it for that.
+    """Return why a batch that was captured at once cannot be one of several, and how to capture it for that.
 
     The first is empty where it can be, the second None where the capture serves as it is.
     """

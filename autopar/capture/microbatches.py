@@ -98,7 +98,7 @@ def part_of_batch(example: Any, parts: int, number: int, whole: Collection[str] 
 
 
 def as_whole(example: Any, ranks: int, whole: Collection[str] = ()) -> Any:
-    """Return an example of the batch of all ranks, from that of one: its rows over and over, but for inputs in ``whole``."""
+    """Return an example of the batch of all ranks, from that of one: its rows repeated, but for inputs in ``whole``."""
     leaves, spec = pytree.tree_flatten(example)
     cut = have_rows(example, rows_of(example, whole), whole)
     return pytree.tree_unflatten([widened(x, ranks) if c else x for x, c in zip(leaves, cut, strict=True)], spec)

@@ -163,7 +163,7 @@ class Memory:
         return self._value(plain, place)
 
     def begin(self, place: Place, ref: Ref, *, by_data: bool = False, history: Ref | None = None) -> Alias:
-        """Return a tensor at ``place`` with value ``ref`` and a new history: without gradient, or with that of ``history``."""
+        """Return a tensor with a new history at ``place``: without gradient, or with that of ``history``."""
         root = None
         if history is not None:
             (ref,) = self.graph.emit(WITH_VALUE, (self._detached(ref, place.spec), history), {}, (place.spec,), "")

@@ -143,7 +143,7 @@ class TensorWrites:
         storage.origin = ("buffer", name)
 
     def assigned(self, fx: torch.fx.Node) -> None:
-        """Take in ``x.data = value``: ``x`` has the memory of ``value`` from here on, and others keep its former memory.
+        """Take in ``x.data = value``: ``x`` has the memory of ``value`` from here on, others keep its former one.
 
         Raises:
             CaptureError: ``x`` is no parameter or buffer, or the memory is that of another one, or of an input.

@@ -22,7 +22,7 @@ WRITES = ("index_add", "scatter_add", "scatter_reduce", "index_put", "index_copy
 
 
 def writes_rows(name: str) -> bool:
-    """Check whether an operator of this name writes rows to a tensor of all rows; functions of Python have no such name."""
+    """Check whether an operator of this name writes rows to a tensor of all rows."""
     return any(part.removesuffix("_") in WRITES for part in name.split(".")[1:2])
 
 

@@ -151,8 +151,8 @@ class SelectedRows:
     def _asked_masks(self) -> dict[Node, Node]:
         """Return the masks for which the model's code asks whether they select any rows, and the nodes that ask.
 
-        Where it asks for a number of rows, that is the last node that was made before. Such a branch is none where it does
-        nothing but work on these rows: no rows count as nothing, and the branch that uses them was traced
+        Where it asks for a number of rows, that is the last node that was made before. Such a branch is none where it
+        does nothing but work on these rows: no rows count as nothing, and the branch that uses them was traced
         (:mod:`autopar.capture.branches.masks`). Its question goes.
         """
         mask_of = self._masks_of_rows()
@@ -180,8 +180,8 @@ class SelectedRows:
     def _asked_by_count(self, question: Node, mask: Node) -> None:
         """Drop the question of a branch that is entered where a count of rows says so.
 
-        Where the count is not known to be the number of rows that the mask selects, it is checked at every call that both
-        agree.
+        Where the count is not known to be the number of rows that the mask selects, it is checked at every call that
+        both agree.
         """
         compared: Any = behind(question.args[0], CASTS)
         self.state.gone.append(question)

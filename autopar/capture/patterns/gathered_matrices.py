@@ -75,7 +75,7 @@ def _gathered(node: Any) -> _Gathered | None:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product, with letters for the dims of its rows, matrices, index and result; None for a repeated dim of size 1."""
+    """A product, with letters for the dims of rows, matrices, index and result; None for a repeated dim of size 1."""
 
     rows: Node
     of_rows: Sequence[str | None]
