@@ -43,6 +43,7 @@ COLUMNS = (
 ENOUGH = 0.95
 """The share of a family's FLOPs that should be cut."""
 
+PASSES = "## Passes by families"
 Record = dict[str, Any]
 
 
@@ -137,6 +138,13 @@ def kept_rows(page: str) -> dict[str, Record]:
         steps.get("captured", {}).update(ops=ops, seconds=float(seconds), notes=notes)
         ordered = {name: steps[name] for name in STEPS if name in steps}
         kept[family] = {"family": family, "steps": ordered, "ended": "", "at": at}
+    for line in page.partition(PASSES)[2].partition("\n## ")[0].splitlines():
+        if not line.startswith("| "):
+            continue
+        name, _, which = [cell.strip() for cell in line.strip("|").split("|")]
+        for family in kept if which == "all" else which.split(", "):
+            if "captured" in kept.get(family, {}).get("steps", {}):
+                kept[family]["steps"]["captured"].setdefault("passes", []).append(name)
     return kept
 
 
@@ -152,7 +160,7 @@ def table(records: Iterable[Mapping[str, Any]], families: Iterable[str] = ()) ->
     rows = sorted(records, key=lambda record: record["family"])
     waiting = sorted({*families} - {row["family"] for row in rows})
     ends = ["", "## Not run yet", "", f"{len(waiting)} families: {', '.join(waiting)}."] if waiting else []
-    return "\n".join([_HEAD, *_summary(rows), "", *_failures(rows), "", *_rows(rows), *ends, ""])
+    return "\n".join([_HEAD, *_summary(rows), "", *_passes(rows), "", *_failures(rows), "", *_rows(rows), *ends, ""])
 
 
 _HEAD = """# The zoo: what is made of families of models
@@ -189,6 +197,23 @@ def _summary(rows: list[Mapping[str, Any]]) -> list[str]:
     return ["", "| | families | share |", "|---|---|---|"] + [
         f"| {what} | {count} of {of} | {count / of:.1%} |" for what, count, of in lines
     ]
+
+
+def _passes(rows: list[Mapping[str, Any]]) -> list[str]:
+    """How many families each pass of capture changed something in, and which."""
+    families: dict[str, list[str]] = {}
+    known = [row for row in rows if "passes" in row["steps"].get("captured", {})]
+    for row in known:
+        for name in row["steps"]["captured"]["passes"]:
+            families.setdefault(name, []).append(row["family"])
+    lines = [
+        PASSES, "", f"In how many of {len(known)} families a pass of capture (`autopar inspect --passes`) changes "
+        "something.", "", "| pass | families | which |", "|---|---|---|",
+    ]  # fmt: skip
+    every = {", ".join(row["family"] for row in known): "all"}
+    for name, which in sorted(families.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {name} | {len(which)} | {every.get(', '.join(which), ', '.join(which))} |")
+    return lines
 
 
 def _failures(rows: list[Mapping[str, Any]]) -> list[str]:

@@ -26,6 +26,7 @@ from zoo import Case
 
 from autopar.capture import Captured, capture
 from autopar.capture.microbatches import first_part
+from autopar.capture.passes import observed, summary
 from autopar.comparison import compare_with_eager
 from autopar.comparison.program_vs_eager import (
     Difference,
@@ -82,11 +83,12 @@ def trial(case: Case, stages: bool = True) -> Iterator[Result]:
         return {**result, "seconds": round(time.process_time() - began, 2)}
 
     def captured() -> Result:
-        with heard(lambda text: None):  # as the command line has it
+        with heard(lambda text: None), observed() as runs:  # as the command line has it
             done["captured"] = capture(case.model, case.args, case.kwargs)
         graph = done["captured"].graph
         ways = sorted({node.source for node in graph.ways})
-        return {"ops": sum(node.kind == "op" for node in graph.nodes), "guarded": ways, **_sources(graph)}
+        fired = [run.name for run in summary(runs) if run.changed]
+        return {"ops": sum(n.kind == "op" for n in graph.nodes), "guarded": ways, "passes": fired, **_sources(graph)}
 
     def same() -> Result:
         comparison = compare_with_eager(done["captured"], case.model, *case.batch2, bounded=False)

@@ -31,6 +31,7 @@ What stands where, in the order in which a model passes through:
 :mod:`.branches`       branches on random numbers: traces with other answers become one graph
 :mod:`.python`         plain values that the model's code reads: heard of, kept and compared
 :mod:`.passes`         the rewrites on the way to a graph, as an ordered list
+:mod:`.patterns`       what serves one pattern of users, a file each, registered
 :mod:`.graph`          the exported program becomes a graph; :mod:`.aliasing`: views and writes are followed;
                        :mod:`.normalize`: operators in one spelling each
 :mod:`.rows_of_draws`  where the rows of the batch are in what random operators draw
@@ -77,8 +78,12 @@ from autopar.words.precision import Precision
 
 @dataclass(frozen=True)
 class Example:
-    """How a model was called when it was captured, without values; ``ways``: which way it went where it branches on
-    data; ``in_parts``: how the call is one microbatch of several."""
+    """The call by which a model was captured, without values.
+
+    Attributes:
+        ways: the answers that the example gives where the model branches on data.
+        in_parts: how the call is one microbatch of several.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -89,7 +94,7 @@ class Example:
     in_parts: InParts | None = None
 
     def capture(self, model: torch.nn.Module) -> Captured:
-        """The same call of another model of that kind, such as one in eval mode."""
+        """Capture the same call of another model of that kind, such as one in eval mode."""
         device = next((p.device for p in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
         args, kwargs, targets = pytree.tree_map_only(
             torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device, requires_grad=t.requires_grad),
@@ -134,7 +139,7 @@ class Captured:
     totals: Totals | None = None
 
     def is_of(self, position: int, leaf: Any) -> bool:
-        """Whether a call may have this leaf in the place of a literal."""
+        """Check whether a call may have this leaf in the place of a literal."""
         literal = self.literals[position]
         if position in self.unread:
             return isinstance(leaf, str)
@@ -158,6 +163,7 @@ class WithLoss(torch.nn.Module):
         self._called = type(model).__name__ + (" with its loss_fn" if loss_fn is not None else "")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, and the loss function on its output."""
         of_model, targets = args[: self.n_args], args[self.n_args :]
         if self.precision is not None:
             of_model, kwargs = pytree.tree_map(self.precision.cast, (of_model, kwargs))
@@ -178,10 +184,11 @@ def capture(
 
     Args:
         model: any module; its parameters may be on the meta device. Its training mode is kept.
-        args, kwargs: example inputs with global shapes: tensors, nested containers, None, numbers.
+        args: positional example inputs with global shapes: tensors, nested containers, None, numbers.
+        kwargs: example inputs by keyword.
         loss_fn: called with the model's output and the targets; with it the graph's output is the loss.
-        targets: what ``loss_fn`` takes behind the model's output, of global shapes.
-        precision: a policy: the graph computes as it says, on parameters and floating point inputs that are cast.
+        targets: further arguments of ``loss_fn``, of global shapes.
+        precision: a policy: the graph computes under it, on parameters and floating point inputs that are cast.
 
     Returns:
         The graph, at global shapes and with the dtypes of the model (or of the policy), and what is needed to call it
@@ -245,8 +252,7 @@ def _observed(module: torch.nn.Module, args: Any, kwargs: Any) -> Ways:
 
 
 def _check_renewed(graph: Graph, model: torch.nn.Module, precision: Precision | None) -> None:
-    """Refuse a parameter that the forward writes in less precision than it is kept in: what is added would be
-    rounded away.
+    """Refuse a parameter that the forward writes in less precision than it is kept in, which rounds updates away.
 
     Raises:
         CaptureError: with its name and both dtypes.
@@ -268,7 +274,7 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_aliases(inputs: Any) -> Any:
-    """Copies of tensors that stand in several places: else the graph would read one place for all."""
+    """Copy tensors that are given in several places: else the graph would read one place for all."""
     seen: set[int] = set()
 
     def fresh(leaf: Any) -> Any:

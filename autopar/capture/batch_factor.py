@@ -142,7 +142,7 @@ class FollowedRows:
 
     @property
     def is_proved(self) -> bool:
-        """Whether microbatches of these rows add up to the loss of the batch."""
+        """True where microbatches of these rows add up to the loss of the batch."""
         return not self.troubles and not self.open_literals and self.loss in (MEAN, SUM)
 
 
@@ -152,6 +152,7 @@ def followed(
     """Follow the rows of these inputs through a graph.
 
     Args:
+        graph: of one batch.
         rows: inputs with rows, by node number.
         scaling: how the numbers of nodes follow from how many rows there are; None where that is not known.
         numbers: tensors with one element that the model's code makes, by the names of their buffers.
@@ -160,7 +161,7 @@ def followed(
 
 
 def may_have_rows(graph: Graph, rows: int) -> tuple[int, ...]:
-    """The inputs whose first dim is as long as the batch."""
+    """Return the inputs whose first dim is as long as the batch."""
     return tuple(
         i for i, node in graph.of_kind("input")
         if node.outs and node.outs[0] is not None and node.outs[0].shape[:1] == (rows,)
@@ -193,7 +194,7 @@ def inputs_with_rows(graph: Graph, rows: int, numbers: Numbers | None = None) ->
 
 
 def is_of_model(trouble: Trouble) -> bool:
-    """Whether the model itself puts rows together, such as a norm over the batch: other rows would not help."""
+    """Check whether the model itself puts rows together, such as a norm over the batch: other rows would not help."""
     return trouble.hot and trouble.kind in ("across", "statistic")
 
 
@@ -265,12 +266,12 @@ class _Following:
         for f in along:
             if self._puts_together(rule, f):
                 lost = True
-                self._not_along(i, node, flows, refs, rows_from)
+                self._not_along(i, flows, refs, rows_from)
         kind = self._reduced(i, node, rule, flows, along)
         self._give(i, node, rule, labels, kind, rows_from, inputs, power, lost, [flows[p] for p in of_rows])
 
     def _labels(self, i: int, node: Node, rule: Rule, flows: Sequence[Flow]) -> dict[str, tuple[Part, ...]]:
-        """What each factor of a call is made of."""
+        """Return the parts that each factor of a call is made of."""
         labels: dict[str, tuple[Part, ...]] = {}
         of: dict[str, list[Flow]] = {}
         moved, own = node.target in SAME_NUMBERS, self._local_batch(node, rule, flows)
@@ -300,8 +301,7 @@ class _Following:
 
     @staticmethod
     def _local_batch(node: Node, rule: Rule, flows: Sequence[Flow]) -> tuple[str, str] | None:
-        """Of ``x[arange(rows), i]``, where each row is picked by its own number: the factor of the numbers, which has
-        rows then, and that of the rows of x."""
+        """Return the factors of the numbers and of the rows of ``x[arange(rows), i]``, or None of others."""
         if node.target != INDEXED:
             return None
         at = [d for d, index in enumerate(node.args[1]) if index is not None]
@@ -315,15 +315,15 @@ class _Following:
         return None
 
     def _puts_together(self, rule: Rule, factor: str) -> bool:
-        """Whether an operator cannot be cut along a factor without communication."""
+        """Check whether an operator cannot be cut along a factor without communication."""
         if factor in rule.whole:
             return rule.sizes.get(factor, 1) > 1
         lowering = rule.lowering([factor]) if rule.lowerings else None
         has_it = any(factor in dim for term in rule.outputs for dim in term)
         return lowering is not None and has_it and any(comm.factor == factor for comm in lowering.comm)
 
-    def _not_along(self, i: int, node: Node, flows: Sequence[Flow], refs: Sequence[Ref], rows_from: int) -> None:
-        """An operator does not take rows one by one: by an index of the caller's, or by what the model computes."""
+    def _not_along(self, i: int, flows: Sequence[Flow], refs: Sequence[Ref], rows_from: int) -> None:
+        """Note an operator that does not take rows one by one, by an index of the caller's or by computation."""
         given = others = 0
         hot = True
         for position, (flow, ref) in enumerate(zip(flows, refs, strict=True)):
@@ -337,7 +337,7 @@ class _Following:
         self._trouble("index" if given else "across", i, rows_from, given or others, hot)
 
     def _power(self, i: int, node: Node, flows: Sequence[Flow], rows_from: int) -> int:
-        """With which power of the number of microbatches values follow from how many rows there are."""
+        """Return the power of the number of microbatches by which a result scales."""
         name = _name(node)
         powers = [flow.power for flow in flows]
         if name in ("mul", "div", "full", "scalar_tensor"):
@@ -359,7 +359,7 @@ class _Following:
         return powers[0]
 
     def _literal(self, i: int, node: Node, name: str) -> int | None:
-        """The power of the number that a node has; None where it follows from the rows in another way."""
+        """Return the power of the number that a node has; None where it follows from the rows in another way."""
         numbers = [x for x in node.args[1:] if isinstance(x, (int, float)) and not isinstance(x, bool)]
         if not numbers:
             return 0
@@ -367,7 +367,7 @@ class _Following:
         return power if power is None or name != "div" else -power
 
     def _power_of(self, i: int, number: float) -> int | None:
-        """The power that a node's number has; where it is not known, the node is noted if the number may have one."""
+        """Return the power of a node's number; where it is not known, note the node if the number may have one."""
         if self.scaling is not None:
             return self.scaling.get(i, 0)
         number = abs(number)
@@ -377,7 +377,7 @@ class _Following:
         return 0
 
     def _reduced(self, i: int, node: Node, rule: Rule, flows: Sequence[Flow], along: Sequence[str]) -> str:
-        """What becomes of rows that an operator sums over, or has a mean of."""
+        """Return the kind of the result of an operator that sums over rows, or takes their mean."""
         if node.target in LABELLED:
             if _argument(node, 3, "reduction", REDUCTION_MEAN) != REDUCTION_MEAN:
                 return SUM
@@ -401,7 +401,7 @@ class _Following:
     def _of_sums(
         self, i: int, node: Node, rule: Rule, flows: Sequence[Flow], summed: Sequence[int], power: int
     ) -> str:  # fmt: skip
-        """What an operator makes of sums and means over rows alone."""
+        """Return the kind of the result of an operator on sums and means over rows alone."""
         kinds = {flows[p].kind for p in summed}
         group = next((group for group in rule.linear if group >= set(summed)), None)
         name = _name(node)
@@ -417,7 +417,7 @@ class _Following:
         return self._scaled_kind(i, kinds.pop(), power, _union(flows, summed))
 
     def _scaled_kind(self, i: int, kind: str, power: int, rows_from: int) -> str:
-        """A sum over rows that is divided by their number is a mean, and a mean times their number a sum."""
+        """Return the kind of a sum over rows divided by their number, which is a mean, or the reverse."""
         if power == 0:
             return kind
         if (kind, power) in ((SUM, -1), (MEAN, 1)):
@@ -427,7 +427,7 @@ class _Following:
 
     @staticmethod
     def _is_linear(node: Node, name: str, position: int) -> bool:
-        """Whether an operator is linear, or affine, in one number of a loss, by what it is."""
+        """Check whether an operator is linear, or affine, in one number of a loss, by what it is."""
         if name in ("mul", "div"):
             return position == 0 or name == "mul"
         return name in ("neg", "nan_to_num", *SUMS) or node.target in SAME_NUMBERS
@@ -436,7 +436,7 @@ class _Following:
         self, i: int, node: Node, rule: Rule, labels: Mapping[str, tuple[Part, ...]], kind: str, rows_from: int,
         inputs: int, power: int = 0, lost: bool = False, read: Sequence[Flow] = (),
     ) -> None:  # fmt: skip
-        """The flows of an operator's outputs; where rows were lost they are guessed, by shapes."""
+        """Note the flows of an operator's outputs; where rows were lost, guess them by shapes."""
         new = ALIKE if rule.random or node.target in MAKE_ALIKE else PLAIN
         if node.target == "aten.arange.start_step" and node.args[0] == 0 and (len(node.args) < 3 or node.args[2] == 1):
             new = OWN
@@ -493,7 +493,7 @@ def _same_lead(flow: Flow, shape: Sequence[int]) -> bool:
 
 
 def _joined(a: tuple[Part, ...], b: tuple[Part, ...]) -> tuple[tuple[Part, ...], bool]:
-    """What one factor is made of by two tensors that have it, and whether rows stand beside what is none."""
+    """Return the parts of a factor that two tensors have, and whether rows of one meet other values of the other."""
     if len(a) == 1 and len(b) > 1:
         a = tuple((n, a[0][1]) for n, _ in b)
     elif len(b) == 1 and len(a) > 1:
@@ -515,7 +515,7 @@ def _joined(a: tuple[Part, ...], b: tuple[Part, ...]) -> tuple[tuple[Part, ...],
 
 
 def _divided(of_dim: tuple[Part, ...], factors: Sequence[tuple[str, int]]) -> Iterator[tuple[str, tuple[Part, ...]]]:
-    """The parts of a dim that belong to each of its factors, given with their sizes."""
+    """Yield the parts of a dim that belong to each of its factors, given with their sizes."""
     left = [part for part in of_dim if part[0] > 1]
     for factor, size in factors:
         mine: list[Part] = []
@@ -536,7 +536,7 @@ def _divided(of_dim: tuple[Part, ...], factors: Sequence[tuple[str, int]]) -> It
 
 
 def _ancestors(graph: Graph, ref: Ref | None) -> frozenset[int]:
-    """The nodes that a tensor follows from."""
+    """Return the nodes that a tensor follows from."""
     if ref is None:
         return frozenset()
     wanted = {ref.node}

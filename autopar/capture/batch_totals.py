@@ -62,20 +62,17 @@ class Totals:
     loss_is_sum: bool = False
 
     def weight(self, share: float) -> float:
-        """By what the loss of a microbatch counts that has this part of the rows."""
+        """Return the weight of the loss of a microbatch that has this part of the rows."""
         return 1.0 if self.loss_is_sum else share
 
 
 def with_totals(
     graph: Graph, found: FollowedRows
 ) -> tuple[Graph, Totals | None, dict[int, int]]:
-    """The graph of a microbatch that reads the totals of its batch; where there are none, the graph as it is.
-
-    Args:
-        found: its rows, as they were followed.
+    """Return the graph of a microbatch that reads the totals of its batch; the same graph where there are none.
 
     Returns:
-        The graph; what is to be computed ahead; and where the nodes of ``graph`` stand in it.
+        The graph; what is to be computed ahead; and the new numbers of the nodes of ``graph``.
     """
     same = {i: i for i in range(len(graph.nodes))}
     if graph.loss is None or not (found.ratios or found.totals or found.scaled):
@@ -128,7 +125,7 @@ class _Edit:
         self.instead[ref] = self._input(name, "mean" if is_mean else "sum", [ref], self.graph.spec(ref))
 
     def ratio(self, number: int) -> None:
-        """A loss of labels as the sum of its rows' losses, times what a label of the batch counts."""
+        """Replace a loss of labels by the sum of its rows' losses, times the weight of a label in the batch."""
         node = self.graph.nodes[number]
         x, target, weight, _, ignored, *smoothing = _full(node)
         dtype = node.out.dtype
@@ -213,11 +210,7 @@ class _Edit:
 
 
     def _totals(self, graph: Graph, place: dict[int, int]) -> Totals:
-        """What is computed ahead, level by level.
-
-        Args:
-            graph: the new one, in which the sums are not left out yet; ``place``: where the nodes stand in it.
-        """
+        """Return the totals that are computed ahead, level by level, of a graph that still has their sums."""
         names = {each.name: k for k, each in enumerate(self.ahead)}
         sources = [[Ref(place[ref.node], ref.out) for ref in refs] for refs in self.follow_from]
         levels: dict[int, int] = {}
@@ -242,7 +235,7 @@ class _Edit:
 
 
 def _read(graph: Graph) -> set[int]:
-    """The nodes that outputs and new values of buffers follow from."""
+    """Return the nodes that outputs and new values of buffers follow from."""
     read = {out.node for out in (*graph.outputs, *graph.updates.values()) if isinstance(out, Ref)}
     for i in range(len(graph.nodes) - 1, -1, -1):
         if i in read:
@@ -251,10 +244,9 @@ def _read(graph: Graph) -> set[int]:
 
 
 def _without_unread(graph: Graph, before: set[int]) -> tuple[Graph, dict[int, int]]:
-    """The graph without operators that are read no more, and where the others stand then.
+    """Return the graph without operators that are not read any more, and the new numbers of the others.
 
-    Args:
-        before: nodes that were read.
+    Nodes that were not read ``before`` stay.
     """
     read = _read(graph)
     for i in range(len(graph.nodes) - 1, -1, -1):

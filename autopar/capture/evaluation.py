@@ -38,13 +38,12 @@ FLAGS = ("train", "training", "use_input_stats")
 
 
 def evaluated(graph: Graph, sides: Mapping[str, int] | None = None) -> Graph:
-    """The graph in eval mode.
+    """Return the graph in eval mode.
 
-    Args:
-        sides: of branches on random numbers, by their line: 1 for the one where the condition is true, 0 for the other.
-            Those that are not listed are decided by their numbers, as in training. And of operators that stay in
-            training (``F.dropout(x, 0.1)``, which no ``self.training`` turns off), by :func:`_place`: 1. Under
-            :data:`WRITES`, 0 where nothing is written to parameters first.
+    ``sides`` has, for branches on random numbers by their line, 1 for the side of a true condition and 0 for the
+    other; those that are not listed are decided by their numbers, as in training. Operators that stay in training
+    (``F.dropout(x, 0.1)``, which no ``self.training`` turns off) have 1 by :func:`_place`. Under :data:`WRITES`, 0 says
+    that nothing is written to parameters first.
     """
     settled = sides or {}
     before = graph.before if settled.get(WRITES, 1) else None
@@ -70,7 +69,7 @@ def _evaluated(node: Node, sides: Mapping[str, int]) -> Node:
 
 @cache
 def _training_argument(target: str) -> tuple[int, str] | None:
-    """Position and name of the argument that says whether an operator is in training; None where it has none.
+    """Return position and name of the argument that says whether an operator is in training; None without one.
 
     Attention has none, but a probability of dropout, which is 0 in eval mode.
     """
@@ -82,7 +81,7 @@ def _training_argument(target: str) -> tuple[int, str] | None:
 
 
 def _in_training(node: Node) -> bool:
-    """Whether an operator is told that it is in training."""
+    """Check whether an operator is told that it is in training."""
     where = _training_argument(node.target) if node.kind == "op" else None
     if where is None:
         return False
@@ -91,7 +90,7 @@ def _in_training(node: Node) -> bool:
 
 
 def _place(node: Node) -> str:
-    """Operator, module and line of a call: those that agree in these stay in training together."""
+    """Return operator, module and line of a call: calls that agree in these stay in training together."""
     return f"{node.target} in '{node.module}' at {node.source}"
 
 
@@ -146,7 +145,7 @@ class Skeleton:
 
 
 def _ways(graph: Graph, eval_graph: Graph) -> list[dict[str, int]]:
-    """The ways that the branches of a graph may go in eval mode; those that are there too stay random.
+    """Return the answers that branches may have in eval mode; those that are there too stay random.
 
     With each, what stays in training: the operators that are so in the graph of eval mode.
     """
@@ -160,7 +159,7 @@ def _ways(graph: Graph, eval_graph: Graph) -> list[dict[str, int]]:
 
 
 def _difference(mine: list[tuple[object, str]], theirs: list[tuple[object, str]]) -> str:
-    """From where on two graphs compute something else; empty where they are the same."""
+    """Return the place from which two graphs differ; empty where they are the same."""
     for (a, what), (b, _) in zip(mine, theirs, strict=False):
         if a != b:
             return f" from {what} on"
@@ -168,7 +167,7 @@ def _difference(mine: list[tuple[object, str]], theirs: list[tuple[object, str]]
 
 
 def _told(graph: Graph) -> list[tuple[object, str]]:
-    """What is computed for the outputs, operator by operator, without dtypes and inactive dropout."""
+    """Return the calls that the outputs follow from, in order, without dtypes and inactive dropout."""
     same: dict[Ref, Ref] = {}
     for i, node in enumerate(graph.nodes):
         if node.kind == "op" and node.target in DROPOUTS and not _in_training(node):
@@ -205,7 +204,7 @@ def _told(graph: Graph) -> list[tuple[object, str]]:
 
 
 def _call(node: Node) -> dict[str, Any]:
-    """Arguments by name or position; of attention those that are not the default."""
+    """Return the arguments by name or position; of attention those that are not the default."""
     named = {str(k): v for k, v in enumerate(node.args)}
     if node.target == ATTENTION:
         named = dict(zip(ATTENTION_NAMES, node.args, strict=False))

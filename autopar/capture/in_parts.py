@@ -51,7 +51,7 @@ class InParts:
     draws: Draws = ()
 
     def of(self, captured: Any) -> Any:
-        """A captured microbatch with its inputs that are computed ahead of a step."""
+        """Return a captured microbatch with its inputs that are computed ahead of a step."""
         graph: Graph = with_rows_of_draws(captured.graph, _rows_among(captured, self.whole), self.draws)
         captured = replace(captured, graph=graph)
         if not self.of_several or graph.loss is None:
@@ -70,7 +70,7 @@ class InParts:
         )
 
     def _by_names(self, graph: Graph) -> FollowedRows:
-        """What was found, in another graph of one row, in which rows cannot be followed.
+        """Return the same totals and ratios in a graph of one row, in which rows cannot be followed.
 
         Raises:
             CaptureError: an operator is not there.
@@ -94,7 +94,7 @@ class InParts:
         )  # fmt: skip
 
     def settled(self, captured: Any, take: Callable[[Any], Any]) -> InParts:
-        """The same where numbers of the graph may follow from how many rows there are: other numbers of rows show it.
+        """Capture other numbers of rows where numbers of the graph may follow from how many rows there are.
 
         Args:
             captured: a microbatch, as it is.
@@ -123,10 +123,11 @@ def captured_in_parts(
     Args:
         take: captures a call, ``(args, kwargs, targets)``.
         example: the batch, in the same form; of several ranks, one rank's part of it.
+        parts: number of microbatches.
         model: by the signature of its forward keywords may stand for positions.
-        rows: the inputs with rows, where the caller says it.
+        rows: the inputs with rows, where the caller names them.
         at_once: the example, where it was captured.
-        ranks: that each have a part of the batch.
+        ranks: number of ranks that each have a part of the batch.
         without: inputs that are known to have no rows, by name.
 
     Raises:
@@ -199,7 +200,7 @@ def captured_in_parts(
 
 
 def names_of(captured: Any) -> list[str]:
-    """What messages call each leaf of a captured call."""
+    """Return the name of each leaf of a captured call for messages."""
     leaves = list(range(captured.in_spec.num_leaves))
     return [name for name, _ in leaves_of_call(pytree.tree_unflatten(leaves, captured.in_spec))]
 
@@ -211,18 +212,16 @@ def in_parts_of(captured: Any) -> InParts | None:
 
 
 def no_rows_in(captured: Any) -> frozenset[str]:
-    """The inputs without rows of a microbatch, by name."""
+    """Return the inputs without rows of a microbatch, by name."""
     example = captured.example
     return frozenset() if example is None or example.in_parts is None else example.in_parts.whole
 
 
 def refused_rows(captured: Any, rows: int, part: str) -> str:
-    """Why the rows of a batch cannot be taken apart: an input that counts rows, or lies beside them and is no row;
-    empty where they can be.
+    """Return why the rows of a batch, of all ranks or of one, cannot be taken apart; empty where they can be.
 
-    Args:
-        captured: of the whole batch, or of one rank's.
-        part: what they are to be taken apart for.
+    An input may count rows, or may be as long as rows without having any. ``part`` is the end of the message: what they
+    are to be taken apart for.
     """
     found = inputs_with_rows(captured.graph, rows, numbers_in(captured))
     given = [t for t in found.troubles if t.is_of_inputs and not t.hot]
@@ -230,14 +229,16 @@ def refused_rows(captured: Any, rows: int, part: str) -> str:
 
 
 def is_at_once(captured: Any) -> bool:
-    """Whether a program takes a batch at once: it was not captured as one of several microbatches."""
+    """Check whether a program takes a batch at once: it was not captured as one of several microbatches."""
     example = captured.example
     return example is not None and (example.in_parts is None or not example.in_parts.of_several)
 
 
 def decided_for_steps(captured: Any) -> tuple[str, InParts | None]:
-    """What a program of a batch at once, not captured as a microbatch, is as one of several: why it cannot be, if so;
-    and how it is to be captured for that, if not as it is."""
+    """Return why a batch that was captured at once cannot be one of several, and how to capture it for that.
+
+    The first is empty where it can be, the second None where the capture serves as it is.
+    """
     derived = captured.graph.derived
     if "for_steps" not in derived:
         rows = next((node.out.shape[0] for node in _leaf_nodes(captured) if node.out.shape), 0)
@@ -261,14 +262,14 @@ def _operators(graph: Graph) -> tuple[str, ...]:
 
 
 def _cut_in(captured: Any, example: Any, rows: int, without: Collection[str]) -> set[int]:
-    """The inputs of a microbatch that were cut."""
+    """Return the inputs of a microbatch that were cut."""
     args, kwargs, targets = example
     cut = have_rows(((*args, *targets), kwargs), rows, without)
     return {n for n, is_cut in zip(captured.inputs, cut, strict=True) if n is not None and is_cut}
 
 
 def _rows_among(captured: Any, whole: Collection[str]) -> set[int]:
-    """The inputs with rows, by node number: as long as the first one that is not left out."""
+    """Return the inputs with rows, by node number: as long as the first one that is not left out."""
     nodes = captured.graph.nodes
     numbers = [
         n for name, n in zip(names_of(captured), captured.inputs, strict=True)
@@ -279,7 +280,7 @@ def _rows_among(captured: Any, whole: Collection[str]) -> set[int]:
 
 
 def _without_rows(captured: Any, found: FollowedRows, rows: int) -> set[str]:
-    """The inputs that are as long as the batch and have no rows, by name."""
+    """Return the inputs that are as long as the batch and have no rows, by name."""
     nodes = captured.graph.nodes
     return {
         name for name, n in zip(names_of(captured), captured.inputs, strict=True)
@@ -325,8 +326,10 @@ def _others(example: Any, rows: Collection[str | int], signature: inspect.Signat
 
 
 def _of_other_lengths(example: Any, rows: int) -> list[str]:
-    """The tensors that are neither as long as the batch nor have a first dim of one, by name: they have no rows, though
-    a microbatch, or the batch of all ranks, may be as long."""
+    """Return the tensors that are neither as long as the batch nor have a first dim of one, by name.
+
+    They have no rows, though a microbatch, or the batch of all ranks, may be as long.
+    """
     return [
         name for name, leaf in leaves_of_call(example)
         if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] not in (1, rows)
@@ -336,12 +339,9 @@ def _of_other_lengths(example: Any, rows: int) -> list[str]:
 def _scaling_nearby(
     captured: Any, batch: Any, take: Callable[[Any], Any], whole: Collection[str]
 ) -> Scaling | None:
-    """:func:`_scaling` of a microbatch, by one of twice as many rows, or else of fewer; None where both are other
-    graphs.
+    """Return :func:`_scaling` of a microbatch, by one of twice as many rows, or else of fewer.
 
-    Args:
-        batch: what it was captured with.
-        take: captures another call.
+    ``batch`` is the call that was captured, ``take`` captures another. None where both are other graphs.
     """
     rows = rows_of(batch, whole)
     parts = next((k for k in range(2, rows + 1) if rows % k == 0), 1)
@@ -356,8 +356,10 @@ def _scaling_nearby(
 
 
 def _scaling(whole: Any, part: Any, rows: float, of_part: float) -> Scaling | None:
-    """Of nodes with numbers that are others in a part of the batch, how these follow from the number of rows; None
-    where the graphs differ in more."""
+    """Return how the numbers of nodes that differ in a part of the batch follow from the number of rows.
+
+    None where the graphs differ in more.
+    """
     if _operators(whole.graph) != _operators(part.graph) or rows == of_part:
         return None
     powers: dict[int, int | None] = {}
@@ -377,7 +379,7 @@ def _scaling(whole: Any, part: Any, rows: float, of_part: float) -> Scaling | No
 
 
 def numbers_in(captured: Any) -> dict[str, float]:
-    """The numbers that the model's code makes into tensors, by name."""
+    """Return the numbers that the model's code makes into tensors, by name."""
     return {
         name: float(value) for name, value in captured.constants.items()
         if value.numel() == 1 and not value.is_complex() and not value.is_meta
@@ -385,7 +387,7 @@ def numbers_in(captured: Any) -> dict[str, float]:
 
 
 def _refusal(captured: Any, trouble: Trouble, part: str) -> str:
-    """Why an input cannot be cut, nor be given to every part as it is."""
+    """Return why an input can neither be cut nor be given to every part as it is."""
     graph = captured.graph
     names = dict(zip(captured.inputs, names_of(captured), strict=True))
 

@@ -17,7 +17,7 @@ LOSS = "loss"
 
 
 def output_names(out_spec: pytree.TreeSpec) -> list[str]:
-    """What the model calls each of its outputs: the key or field at the top, or the position; and what lies below."""
+    """Return the name of each output: keys, fields and positions from the top, joined by dots."""
     names = [""] * out_spec.num_leaves
 
     def walk(value: Any, path: str) -> None:
@@ -40,14 +40,13 @@ def output_names(out_spec: pytree.TreeSpec) -> list[str]:
 
 
 def the_loss(scalars: Sequence[int], out_spec: pytree.TreeSpec) -> int | None:
-    """Position of the output that is the loss, among scalars with a gradient: the one of that name, or the first.
-    """
+    """Return the position of the loss among scalar outputs with a gradient: the one of that name, or the first."""
     names = output_names(out_spec) if len(scalars) > 1 else []
     return next((i for i in scalars if names and names[i] == LOSS), scalars[0] if scalars else None)
 
 
 def other_losses(graph: Graph, out_spec: pytree.TreeSpec) -> list[str]:
-    """Names of several scalars that a model gives, each with a gradient, where none is called the loss; else none."""
+    """Return the names of several scalar outputs with a gradient of which none is called the loss; else none."""
     scalars = [
         i for i, out in enumerate(graph.outputs[: out_spec.num_leaves])
         if isinstance(out, Ref) and graph.nodes[out.node].needs_grad and graph.spec(out).shape == ()
@@ -101,7 +100,7 @@ def check_loss(graph: Graph, module: torch.nn.Module, of_loss_fn: bool) -> None:
 
 
 def _branches(graph: Graph) -> str:
-    """Where a model branches on data, and how the example answers; empty if it does nowhere."""
+    """Return the places where a model branches on data, and the answers of the example."""
     places = dict.fromkeys(
         f"in '{node.module or '<model>'}'{f' at {node.source}' if node.source else ''}: the condition is "
         f"{node.kwargs['answer']}" for node in graph.ways if not {"fault", "pinned"} & node.kwargs.keys()
@@ -110,7 +109,7 @@ def _branches(graph: Graph) -> str:
 
 
 def _where_it_ends(graph: Graph, out: Ref) -> Node | None:
-    """The last operator on the way to a value that reads something with a gradient."""
+    """Return the last operator on the way to a value that reads something with a gradient."""
     todo = [out.node]
     seen: set[int] = set()
     while todo:

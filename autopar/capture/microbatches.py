@@ -29,7 +29,7 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def leaves_of_call(example: Any) -> list[tuple[str, Any]]:
-    """The leaves of a call with the names that messages have for them, such as ``args[0]`` or ``'labels'``.
+    """Return the leaves of a call with their names for messages, such as ``args[0]`` or ``'labels'``.
 
     Args:
         example: ``(args, kwargs)``, or ``(args, kwargs, targets)``: targets follow the positional arguments.
@@ -48,10 +48,7 @@ def leaves_of_call(example: Any) -> list[tuple[str, Any]]:
 
 
 def rows_of(example: Any, whole: Collection[str] = ()) -> int:
-    """Rows of a batch: the first dim of the first tensor that has one.
-
-    Args:
-        whole: inputs without rows, by name (:func:`leaves_of_call`).
+    """Return the rows of a batch: the first dim of the first tensor that has one, but for those named in ``whole``.
 
     Raises:
         CaptureError: no input has a dim.
@@ -64,8 +61,10 @@ def rows_of(example: Any, whole: Collection[str] = ()) -> int:
 
 
 def have_rows(example: Any, rows: int, whole: Collection[str] = ()) -> list[bool]:
-    """Of each leaf of a call, whether it has the rows of the batch: a first dim as long, and another name than those of
-    ``whole``."""
+    """Return, for each leaf of a call, whether it has the rows of the batch.
+
+    It has a first dim as long, and another name than those of ``whole``.
+    """
     return [
         isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows and name not in whole
         for name, leaf in leaves_of_call(example)
@@ -73,15 +72,14 @@ def have_rows(example: Any, rows: int, whole: Collection[str] = ()) -> list[bool
 
 
 def first_part(example: Any, parts: int, whole: Collection[str] = ()) -> Any:
-    """:func:`part_of_batch` number 0."""
+    """Return :func:`part_of_batch` number 0."""
     return part_of_batch(example, parts, 0, whole)
 
 
 def part_of_batch(example: Any, parts: int, number: int, whole: Collection[str] = ()) -> Any:
-    """One of equal parts of a batch: tensors with the batch's rows are cut, the others belong to every part.
+    """Return one of equal parts of a batch: tensors with rows are cut, the others belong to every part.
 
-    Args:
-        whole: inputs without rows, though they may be as long, by name (:func:`leaves_of_call`).
+    Tensors named in ``whole`` (:func:`leaves_of_call`) have no rows, though they may be as long.
 
     Raises:
         CaptureError: the rows do not divide.
@@ -100,21 +98,16 @@ def part_of_batch(example: Any, parts: int, number: int, whole: Collection[str] 
 
 
 def as_whole(example: Any, ranks: int, whole: Collection[str] = ()) -> Any:
-    """An example of the batch of all ranks, from that of one: its rows over and over.
-
-    Args:
-        whole: inputs without rows, by name.
-    """
+    """Return an example of the batch of all ranks, from that of one: its rows repeated, but for inputs in ``whole``."""
     leaves, spec = pytree.tree_flatten(example)
     cut = have_rows(example, rows_of(example, whole), whole)
     return pytree.tree_unflatten([widened(x, ranks) if c else x for x, c in zip(leaves, cut, strict=True)], spec)
 
 
 def widened(rows: torch.Tensor, ranks: int, copied_bytes: int = COPIED_BYTES) -> torch.Tensor:
-    """A tensor with the rows of so many ranks, from those of one: these over and over.
+    """Return a tensor with the rows of so many ranks, from those of one: these over and over.
 
-    Args:
-        copied_bytes: up to which they are copied; of a larger one the first row stands for all.
+    Of a result of more than ``copied_bytes``, the first row stands for all.
     """
     if rows.is_meta or rows.numel() * rows.element_size() * ranks <= copied_bytes:
         return torch.cat([rows.detach()] * ranks).requires_grad_(rows.requires_grad)
@@ -123,7 +116,7 @@ def widened(rows: torch.Tensor, ranks: int, copied_bytes: int = COPIED_BYTES) ->
 
 
 def numbers_of_parts(rows: int) -> list[int]:
-    """Numbers of microbatches to try: divisors of the rows, each at least twice the one before."""
+    """Return numbers of microbatches to try: divisors of the rows, each at least twice the one before."""
     numbers: list[int] = []
     for n in range(1, min(rows, MOST) + 1):
         if rows % n == 0 and (not numbers or n >= 2 * numbers[-1]):
@@ -132,7 +125,7 @@ def numbers_of_parts(rows: int) -> list[int]:
 
 
 def modules_with_statistics(graphs: Iterable[Graph]) -> list[str]:
-    """The modules that normalize by statistics of the whole batch, in order."""
+    """Return the modules that normalize by statistics of the whole batch, in order."""
     return list(dict.fromkeys(
         node.module or "<model>"
         for graph in graphs
@@ -142,8 +135,10 @@ def modules_with_statistics(graphs: Iterable[Graph]) -> list[str]:
 
 
 def attention_between_rows(graph: Graph) -> list[str]:
-    """The modules whose attention has the rows of the batch among its queries: the dim of these comes from that of the
-    rows, by the rules of the operators between."""
+    """Return the modules whose attention has the rows of the batch among its queries.
+
+    The dim of the queries comes from that of the rows, by the rules of the operators between.
+    """
     shapes = [graph.spec(Ref(i)).shape for i, node in enumerate(graph.nodes) if node.kind == "input" and node.outs]
     rows = next((shape[0] for shape in shapes if shape), 1)
     queries = [(node, graph.spec(node.refs[0]).shape) for node in graph.nodes if node.target == ATTENTION]
@@ -157,7 +152,7 @@ def attention_between_rows(graph: Graph) -> list[str]:
 
 
 def taken_of_batch(graph: Graph) -> str:
-    """What a model takes of its batch as a whole, so that steps in microbatches are other ones; nothing, mostly.
+    """Return what makes a step in microbatches another one than that of the whole batch; mostly nothing.
 
     Attention among rows, such as documents packed into one row whose tokens are the rows of the batch. Batch norms,
     which each microbatch gives statistics of its own; or buffers that the forward writes from what it is
@@ -181,7 +176,7 @@ class NotLinear(Exception):
 
 
 def resized(a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> Graph:
-    """The graph of a batch of ``rows``, from those of two other sizes: every integer on the line through both.
+    """Return the graph of a batch of ``rows``, from those of two other sizes, by linear interpolation of every integer.
 
     Raises:
         NotLinear: the graphs differ in something else, or a size would be no integer.

@@ -21,10 +21,7 @@ GLOBAL = ("forward_pre", "forward", "backward_pre", "backward")
 
 
 def check_hooks(model: torch.nn.Module, traced: bool = False) -> None:
-    """Refuse hooks that would be lost.
-
-    Args:
-        traced: forward hooks are wanted as they are traced.
+    """Refuse hooks that would be lost; with ``traced``, forward hooks are wanted as they are traced.
 
     Raises:
         CaptureError: there are some; the message has all of them.
@@ -74,7 +71,7 @@ def _of_all(traced: bool) -> Iterator[tuple[str, str]]:
 
 
 def _is_harmless(hook: Any) -> bool:
-    """Whether a hook is one of ``torch.nn.utils``, as an object or as its method, or of an earlier ``parallelize``."""
+    """Check whether a hook is one of ``torch.nn.utils`` (an object or its method), or of an earlier ``parallelize``."""
     owner = getattr(hook, "__self__", hook)
     where = getattr(owner, "__module__", None) or type(owner).__module__
     return str(where).startswith(("torch.nn.utils.", "autopar."))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,117 +46,162 @@ DROPOUTS = frozenset({
 Form = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
+@dataclass(frozen=True)
+class _Call:
+    """A call of an operator: its arguments, and the specs of its first input and of its results."""
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    first: Spec
+    outs: tuple[Spec | None, ...]
+
+    @property
+    def out(self) -> Spec:
+        """The first result."""
+        out = self.outs[0]
+        assert out is not None
+        return out
+
+    @property
+    def rank(self) -> int:
+        """The number of dims of the first input."""
+        return len(self.first.shape)
+
+    def dim(self, position: int, name: str) -> int:
+        """Return an argument that is a dim, counted from the front."""
+        value: int = self.args[position] if len(self.args) > position else self.kwargs.get(name, 0)
+        return value + self.rank if value < 0 else value
+
+    def permuted(self, order: Sequence[int]) -> Form | None:
+        """Return the permutation of the first input."""
+        if list(order) == list(range(self.rank)):
+            return None
+        return "aten.permute.default", (self.args[0], list(order)), {}
 
 
 def normalize(
-    target: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outs: tuple[Spec | None, ...],
+    target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], outs: tuple[Spec | None, ...],
     spec_of: Callable[[Ref], Spec],
-) -> Form | None:
-    """The one spelling of an operator, or None if its result is its first argument.
+) -> Form | None:  # fmt: skip
+    """Return the one spelling of an operator, or None if its result is its first argument.
 
     Placement of factories (device, layout, pinned memory) is dropped: lowering adds the device.
     """
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory", "memory_format")}
-    out = outs[0] if outs else None
-    first = spec_of(args[0]) if args and isinstance(args[0], Ref) else None
-
-    def dim(position: int, name: str, default: int = 0) -> int:
-        value = args[position] if len(args) > position else kwargs.get(name, default)
-        n = len(first.shape) if first else 0
-        return value + n if value < 0 else value
-
-    if target in _VIEWS:
-        assert out is not None and first is not None
-        return None if out.shape == first.shape else ("aten.reshape.default", (args[0], list(out.shape)), {})
-    if target in _EXPANDS:
-        assert out is not None and first is not None
-        return None if out.shape == first.shape else ("aten.expand.default", (args[0], list(out.shape)), {})
-    if target in _CASTS:
-        assert out is not None and first is not None
-        return None if out.dtype == first.dtype else ("aten.to.dtype", (args[0], _dtype(out.dtype)), {})
-    if target in _FULLS:
-        assert out is not None
-        value = _FULLS[target]
-        if value is None:
-            position = {"aten.new_full.default": 2, "aten.scalar_tensor.default": 0}.get(target, 1)
-            value = args[position] if len(args) > position else kwargs["fill_value"]
-        return "aten.full.default", (list(out.shape), value), {"dtype": _dtype(out.dtype)}
-    if target in ("aten.arange.default", "aten.arange.start", "aten.arange.start_step"):
-        assert out is not None
-        start, end, step = {1: (0, args[0], 1), 2: (*args[:2], 1), 3: args}[len(args)]  # type: ignore[misc]
-        return "aten.arange.start_step", (start, end, step), {"dtype": _dtype(out.dtype)}
-    if target in (
-        "aten.transpose.int",
-        "aten.t.default",
-        "aten.numpy_T.default",
-        "aten.swapaxes.default",
-        "aten.mT.default",
-    ):
-        assert first is not None
-        n = len(first.shape)
-        order = list(range(n))
-        if target == "aten.numpy_T.default":
-            order.reverse()
-        elif n >= 2:
-            a, b = (
-                (dim(1, "dim0"), dim(2, "dim1"))
-                if target in ("aten.transpose.int", "aten.swapaxes.default")
-                else (n - 2, n - 1)
-            )
-            order[a], order[b] = order[b], order[a]
-        return None if order == list(range(n)) else ("aten.permute.default", (args[0], order), {})
-    if target == "aten.permute.default":
-        assert first is not None
-        order = [d % len(first.shape) for d in args[1]]
-        return None if order == list(range(len(order))) else (target, (args[0], order), {})
-    if target in ("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int"):
-        assert first is not None
-        n = len(first.shape)
-        src = [d % n for d in (args[1] if isinstance(args[1], (list, tuple)) else [args[1]])]
-        dst = [d % n for d in (args[2] if isinstance(args[2], (list, tuple)) else [args[2]])]
-        order = [-1] * n
-        for s, d in zip(src, dst, strict=True):
-            order[d] = s
-        rest = iter(d for d in range(n) if d not in src)
-        order = [d if d >= 0 else next(rest) for d in order]
-        return "aten.permute.default", (args[0], order), {}
-    if target == "aten.slice.Tensor":
-        assert first is not None and out is not None
-        d = dim(1, "dim")
-        n = first.shape[d]
-        start = args[2] if len(args) > 2 and args[2] is not None else 0
-        end = args[3] if len(args) > 3 and args[3] is not None else n
-        step = args[4] if len(args) > 4 else 1
-        start = min(max(start + n if start < 0 else start, 0), n)
-        end = min(max(end + n if end < 0 else end, start), n)
-        return None if (start, end, step) == (0, n, 1) else (target, (args[0], d, start, end, step), {})
-    if target == "aten.narrow.default":
-        d = dim(1, "dim")
-        return normalize("aten.slice.Tensor", (args[0], d, args[2], args[2] + args[3]), {}, outs, spec_of)
-    if target in ("aten.chunk.default", "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default"):
-        d = dim(2, "dim")
-        sizes = [o.shape[d] for o in outs if o is not None]
-        return "aten.split_with_sizes.default", (args[0], sizes, d), {}
-    if target in ("aten.select.int", "aten.unbind.int"):
-        d = dim(1, "dim")
-        index = (args[2] % first.shape[d],) if target == "aten.select.int" and first else ()
-        return target, (args[0], d, *index), {}
-    if target in ("aten.cat.default", "aten.concat.default", "aten.stack.default"):
-        assert out is not None
-        d = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % len(out.shape)
-        return target.replace("concat", "cat"), (list(args[0]), d), {}
-    if target == "aten.histc.default":
-        assert first is not None
-        return (target if _dtype(first.dtype).is_floating_point else HISTC_OF_INTEGERS), args, kwargs
-    if target in DROPOUTS:
-        return None if not args[2] or args[1] == 0 else (target, args, kwargs)
-    if target == "aten.mean.default":
+    spell = _SPELLINGS.get(target)
+    if spell is None:
         return target, args, kwargs
-    if target == "aten.scaled_dot_product_attention.default" and len(args) > 3 and args[3] is None:
-        return target, args[:3] if len(args) == 4 else args, kwargs
-    return target, args, kwargs
+    return spell(_Call(target, args, kwargs, spec_of(args[0]) if args and isinstance(args[0], Ref) else _NONE, outs))
+
+
+_NONE = Spec((), "")
+"""Of a first argument that is no tensor."""
+
+
+def _dtype(spec: Spec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def _shaped(call: _Call) -> Form | None:
+    name = "aten.reshape.default" if call.target in _VIEWS else "aten.expand.default"
+    return None if call.out.shape == call.first.shape else (name, (call.args[0], list(call.out.shape)), {})
+
+
+def _cast(call: _Call) -> Form | None:
+    return None if call.out.dtype == call.first.dtype else ("aten.to.dtype", (call.args[0], _dtype(call.out)), {})
+
+
+def _full(call: _Call) -> Form:
+    value = _FULLS[call.target]
+    if value is None:
+        position = {"aten.new_full.default": 2, "aten.scalar_tensor.default": 0}.get(call.target, 1)
+        value = call.args[position] if len(call.args) > position else call.kwargs["fill_value"]
+    return "aten.full.default", (list(call.out.shape), value), {"dtype": _dtype(call.out)}
+
+
+def _arange(call: _Call) -> Form:
+    args = call.args
+    start, end, step = {1: (0, args[0], 1), 2: (*args[:2], 1), 3: args}[len(args)]  # type: ignore[misc]
+    return "aten.arange.start_step", (start, end, step), {"dtype": _dtype(call.out)}
+
+
+def _transposed(call: _Call) -> Form | None:
+    order = list(range(call.rank))
+    if call.target == "aten.numpy_T.default":
+        order.reverse()
+    elif call.rank >= 2:
+        named = call.target in ("aten.transpose.int", "aten.swapaxes.default")
+        a, b = (call.dim(1, "dim0"), call.dim(2, "dim1")) if named else (call.rank - 2, call.rank - 1)
+        order[a], order[b] = order[b], order[a]
+    return call.permuted(order)
+
+
+def _permuted(call: _Call) -> Form | None:
+    return call.permuted([d % call.rank for d in call.args[1]])
+
+
+def _moved(call: _Call) -> Form:
+    sources, places = ([d % call.rank for d in ([x] if isinstance(x, int) else x)] for x in call.args[1:3])
+    rest = iter(d for d in range(call.rank) if d not in sources)
+    order = [sources[places.index(d)] if d in places else next(rest) for d in range(call.rank)]
+    return "aten.permute.default", (call.args[0], order), {}
+
+
+def _sliced(call: _Call) -> Form | None:
+    d, given = call.dim(1, "dim"), [*call.args[2:], None, None, None]
+    if call.target == "aten.narrow.default":
+        given = [given[0], given[0] + given[1], 1]
+    start, end, step = slice(given[0], given[1], given[2] or 1).indices(call.first.shape[d])
+    end = max(end, start)
+    if (start, end, step) == (0, call.first.shape[d], 1):
+        return None
+    return "aten.slice.Tensor", (call.args[0], d, start, end, step), {}
+
+
+def _split(call: _Call) -> Form:
+    d = call.dim(2, "dim")
+    sizes = [out.shape[d] for out in call.outs if out is not None]
+    return "aten.split_with_sizes.default", (call.args[0], sizes, d), {}
+
+
+def _selected(call: _Call) -> Form:
+    d = call.dim(1, "dim")
+    index = (call.args[2] % call.first.shape[d],) if call.target == "aten.select.int" else ()
+    return call.target, (call.args[0], d, *index), {}
+
+
+def _joined(call: _Call) -> Form:
+    d = (call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)) % len(call.out.shape)
+    return call.target.replace("concat", "cat"), (list(call.args[0]), d), {}
+
+
+def _histogram(call: _Call) -> Form:
+    return (call.target if _dtype(call.first).is_floating_point else HISTC_OF_INTEGERS), call.args, call.kwargs
+
+
+def _dropped_out(call: _Call) -> Form | None:
+    return None if not call.args[2] or call.args[1] == 0 else (call.target, call.args, call.kwargs)
+
+
+def _attention(call: _Call) -> Form:
+    return call.target, call.args[:3] if len(call.args) == 4 and call.args[3] is None else call.args, call.kwargs
+
+
+_SPELLINGS: dict[str, Callable[[_Call], Form | None]] = {
+    **dict.fromkeys((*_VIEWS, *_EXPANDS), _shaped), **dict.fromkeys(_CASTS, _cast), **dict.fromkeys(_FULLS, _full),
+    **dict.fromkeys(("aten.arange.default", "aten.arange.start", "aten.arange.start_step"), _arange),
+    **dict.fromkeys(("aten.transpose.int", "aten.t.default", "aten.numpy_T.default", "aten.swapaxes.default",
+                     "aten.mT.default"), _transposed),
+    "aten.permute.default": _permuted,
+    **dict.fromkeys(("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int"), _moved),
+    **dict.fromkeys(("aten.slice.Tensor", "aten.narrow.default"), _sliced),
+    **dict.fromkeys(("aten.chunk.default", "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default"),
+                    _split),
+    **dict.fromkeys(("aten.select.int", "aten.unbind.int"), _selected),
+    **dict.fromkeys(("aten.cat.default", "aten.concat.default", "aten.stack.default"), _joined),
+    "aten.histc.default": _histogram, **dict.fromkeys(DROPOUTS, _dropped_out),
+    "aten.scaled_dot_product_attention.default": _attention,
+}  # fmt: skip
+"""How each operator is spelt that has several spellings."""

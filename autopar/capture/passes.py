@@ -21,13 +21,11 @@ from autopar.capture.graph.dead_operators import drop_dead_operators
 from autopar.capture.graph.drafts import Draft, TracedProgram
 from autopar.capture.graph.expert_blocks import with_expert_blocks
 from autopar.capture.graph.experts_in_parallel import with_experts_at_once
-from autopar.capture.graph.gathered_matrices import multiply_gathered_matrices_by_rows
 from autopar.capture.graph.marked_products import with_narrow_products
-from autopar.capture.graph.regions_inlined import inline_regions_of_rows
-from autopar.capture.graph.selected_rows import compute_all_rows, fuse_expert_loops, note_parameters_taking_part
-from autopar.capture.graph.sorted_rows import keep_rows_in_place
+from autopar.capture.graph.selected_rows import compute_all_rows, fuse_expert_loops
 from autopar.capture.graph.verifier import verify
 from autopar.capture.graph.written_first import write_parameters_first
+from autopar.capture.patterns import load
 from autopar.capture.rows_of_draws import note_rows_of_draws
 from autopar.errors import CaptureError, closest
 from autopar.words.graph import Graph, refs_in
@@ -67,18 +65,10 @@ def _expert_blocks(draft: Draft) -> Draft:
 
 
 _PASSES: list[Pass] = [
-    Pass("inlined_regions", PROGRAM, inline_regions_of_rows,
-         "selected rows are followed operator by operator, also into regions without gradients"),
     Pass("selected_rows", PROGRAM, compute_all_rows,
-         "how many rows a mask selects depends on data: all are computed, and the others masked", ("inlined_regions",)),
-    Pass("parameters_taking_part", PROGRAM, note_parameters_taking_part,
-         "an expert without rows has no gradient in eager mode", ("selected_rows",)),
+         "how many rows a mask selects depends on data: all are computed, and the others masked"),
     Pass("expert_loops", PROGRAM, fuse_expert_loops,
          "a loop over experts becomes one product of each row with the matrix of its expert", ("selected_rows",)),
-    Pass("sorted_rows", PROGRAM, keep_rows_in_place,
-         "no rank has all rows to sort them by expert, and experts give the same for rows in any order"),
-    Pass("gathered_matrices", PROGRAM, multiply_gathered_matrices_by_rows,
-         "a matrix that is gathered for each row costs memory, and its experts cannot be cut"),
     Pass("experts_at_once", PROGRAM, _experts_at_once,
          "experts that are modules of one form become one batched computation, which can be cut by expert"),
     Pass("common_subexpressions", DRAFT, merge_common_subexpressions,
@@ -98,21 +88,27 @@ _PASSES: list[Pass] = [
 ]  # fmt: skip
 
 
-def register(new: Pass) -> None:
-    """Add a pass behind the last pass of its phase that it needs, or at the end of its phase.
+def register(new: Pass, before: str = "") -> None:
+    """Add a pass: before one of its phase, else behind the last one that it needs, else at the end of its phase.
 
     Raises:
-        ValueError: the name is taken, or a pass that it needs is not there.
+        ValueError: the name is taken, or a pass that is named is not there.
     """
     names = {p.name: k for k, p in enumerate(_PASSES)}
-    if new.name in names or not names.keys() >= set(new.needs):
-        raise ValueError(f"pass '{new.name}' is there already, or needs one that is not: {', '.join(new.needs)}")
+    missing = [name for name in (*new.needs, before) if name and name not in names]
+    if new.name in names or missing:
+        what = f"needs '{missing[0]}', which is not" if missing else "is"
+        raise ValueError(f"pass '{new.name}' {what} there")
+    if before:
+        _PASSES.insert(names[before], new)
+        return
     behind = new.needs or [p.name for p in _PASSES if p.phase == new.phase]
     _PASSES.insert(1 + max(names[name] for name in behind), new)
 
 
 def passes() -> tuple[Pass, ...]:
     """Return all passes in the order in which they run."""
+    load()
     return tuple(_PASSES)
 
 
@@ -170,7 +166,7 @@ def skipping(names: Collection[str]) -> Iterator[None]:
         CaptureError: there is no pass of a name, it is required, or another pass needs it.
     """
     _check_names(names)
-    for p in _PASSES:
+    for p in passes():
         if p.name in names and p.required:
             raise CaptureError(f"pass '{p.name}' cannot be skipped: {p.required}")
         missing = [name for name in p.needs if name in names]
@@ -185,11 +181,11 @@ def skipping(names: Collection[str]) -> Iterator[None]:
 
 def names_of(phase: str) -> set[str]:
     """Return the names of the passes of a phase."""
-    return {p.name for p in _PASSES if p.phase == phase}
+    return {p.name for p in passes() if p.phase == phase}
 
 
 def _check_names(names: Collection[str]) -> None:
-    known = [p.name for p in _PASSES]
+    known = [p.name for p in passes()]
     for name in names:
         if name not in known:
             raise CaptureError(f"there is no pass '{name}'; {closest(name, known)}")
@@ -203,7 +199,7 @@ def run(phase: str, subject: Subject) -> Subject:
         PassError: the result of a pass is not well formed.
     """
     watch, skipped = _WATCH.get(), _SKIPPED.get()
-    for p in _PASSES:
+    for p in passes():
         if p.phase != phase or p.name in skipped:
             continue
         given, before, began = subject, _nodes(subject), time.perf_counter()

@@ -43,7 +43,7 @@ def note_rows_of_draws(graph: Graph) -> Graph:
 
 
 def rows_of_draws(graph: Graph, with_rows: Collection[int]) -> Draws:
-    """Where the rows are in what the random operators of a batch of several rows draw; nothing of one of one row."""
+    """Return the rows in the draws of the random operators of a batch of several rows; nothing for one row."""
     if _rows_of_batch(graph, with_rows) in (None, 1):
         return ()
     nodes = with_rows_of_draws(graph, with_rows).nodes
@@ -55,9 +55,8 @@ def with_rows_of_draws(
 ) -> Graph:
     """Have each random operator of a graph say where the rows of the batch are (``Node.rows``).
 
-    Args:
-        with_rows: the inputs that have rows, by node number, where they are known; else they are found.
-        of_several: :func:`rows_of_draws` of a batch of several rows, which holds for one of one row.
+    ``with_rows`` are the inputs that have rows, by node number, where they are known. ``of_several`` are the
+    :func:`rows_of_draws` of a batch of several rows, which hold for one of one row.
     """
     rules = rules_of(graph, graph.alike)
     draws = _random(graph)
@@ -86,18 +85,18 @@ def with_rows_of_draws(
 
 
 def _random(graph: Graph) -> list[int]:
-    """The random operators of a graph."""
+    """Return the random operators of a graph."""
     return [i for i, rule in enumerate(rules_of(graph, graph.alike)) if rule is not None and rule.random]
 
 
 def _rows_of_batch(graph: Graph, with_rows: Collection[int] | None) -> int | None:
-    """The first dim of the first input that has one, among those with rows."""
+    """Return the first dim of the first input that has one, among those with rows."""
     shapes = (node.out.shape for i, node in graph.of_kind("input") if with_rows is None or i in with_rows)
     return next((shape[0] for shape in shapes if shape and shape[0]), None)
 
 
 def _rows_of(graph: Graph, i: int, dims: Sequence[_Digits | None], rows: int) -> tuple[RowsAt, ...] | None:
-    """Where the rows are in what node ``i`` draws; None where that is not known."""
+    """Return the rows in the draw of node ``i``; None where that is not known."""
     node = graph.nodes[i]
     shape = node.out.shape
     if not node.target.startswith("aten."):
@@ -119,7 +118,7 @@ def _rows_of(graph: Graph, i: int, dims: Sequence[_Digits | None], rows: int) ->
 
 
 def _reads_state(graph: Graph, i: int) -> bool:
-    """Whether what a node is given follows from a parameter or buffer, as large as that is."""
+    """Check whether what a node is given follows from a parameter or buffer, as large as that is."""
     todo, seen = [ref.node for ref in graph.nodes[i].refs], set[int]()
     while todo:
         k = todo.pop()
@@ -134,7 +133,7 @@ def _reads_state(graph: Graph, i: int) -> bool:
 def _dims(
     graph: Graph, rules: Sequence[Rule | None], rows: int, with_rows: Collection[int]
 ) -> dict[Ref, list[_Digits | None]]:
-    """How each dim of each tensor counts; None where it is not known. ``with_rows`` are the inputs that have rows."""
+    """Return how each dim of each tensor counts; None where it is not known. ``with_rows`` are the inputs with rows."""
     dims: dict[Ref, list[_Digits | None]] = {}
     for i, node in enumerate(graph.nodes):
         for out, spec in enumerate(node.outs):
@@ -150,13 +149,13 @@ def _dims(
     for number in range(_ROUNDS):
         changed = False
         for node, rule, i in order if number % 2 == 0 else reversed(order):
-            changed |= _through(graph, i, node, rule, dims)
+            changed |= _through(i, node, rule, dims)
         if not changed and number:
             break
     return dims
 
 
-def _through(graph: Graph, i: int, node: Node, rule: Rule, dims: dict[Ref, list[_Digits | None]]) -> bool:
+def _through(i: int, node: Node, rule: Rule, dims: dict[Ref, list[_Digits | None]]) -> bool:
     """Have the tensors of a call say of each other how their dims count; whether anything is new."""
     outs = [Ref(i, k) for k, spec in enumerate(node.outs) if spec is not None]
     tensors = [*zip(node.refs, rule.inputs, strict=False), *zip(outs, rule.outputs, strict=False)]
@@ -174,7 +173,7 @@ def _through(graph: Graph, i: int, node: Node, rule: Rule, dims: dict[Ref, list[
 
 
 def _divided(digits: _Digits, factors: Sequence[tuple[str, int]]) -> Iterator[tuple[str, _Digits]]:
-    """How the factors of a dim count, given with their sizes; nothing of those between which the rows are divided."""
+    """Yield how the factors of a dim count, given with their sizes, but for those that divide the rows."""
     outer, rows, inner = digits
     before, total = 1, prod(size for _, size in factors)
     for factor, size in factors:

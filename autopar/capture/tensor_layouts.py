@@ -17,7 +17,7 @@ from autopar.torch_private import pytree
 
 
 def not_dense(tensor: torch.Tensor) -> str:
-    """What a sparse or nested tensor is, and what to do instead, for messages; empty for a dense one."""
+    """Describe a sparse or nested tensor, and the remedy, for messages; empty for a dense one."""
     if tensor.is_nested:
         return "a nested tensor, and only dense ones can be cut; pass it padded, as .to_padded_tensor(0.0) makes it"
     if tensor.layout != torch.strided:

@@ -14,8 +14,10 @@ MOST_TRIED = 4
 
 
 def changed_strings(before: Captured, now: Captured) -> list[frozenset[int]]:
-    """The arguments whose strings are others in the second call, or may be, as the places of their leaves; none where
-    the calls are of different structures."""
+    """Return the arguments whose strings differ in the second call, or may differ, as the places of their leaves.
+
+    There are none where the calls are of different structures.
+    """
     if before.in_spec != now.in_spec:
         return []
     groups = arguments_of_strings(now.in_spec, now.literals)
@@ -27,7 +29,7 @@ def _is_kept(before: Captured, now: Captured, place: int) -> bool:
 
 
 def unread_strings(captured: Captured, model: torch.nn.Module, groups: list[frozenset[int]]) -> frozenset[int]:
-    """Those places of ``groups`` whose strings the model does not read: without them it is captured as it was."""
+    """Return those places of ``groups`` whose strings the model does not read: captures without them are the same."""
     unread: frozenset[int] = frozenset()
     assert captured.example is not None
     for places in groups[:MOST_TRIED]:
@@ -49,7 +51,7 @@ def unread_strings(captured: Captured, model: torch.nn.Module, groups: list[froz
 
 
 def _leave_alike(hidden: tuple[Left, ...], shown: tuple[Left, ...]) -> bool:
-    """Whether forward leaves the same in attributes without the strings as with them, and none of them."""
+    """Check whether forward leaves the same in attributes without the strings as with them, and none of them."""
     return len(hidden) == len(shown) and all(
         (one.path, one.name, one.spec, len(one.plain)) == (other.path, other.name, other.spec, len(other.plain))
         and not holds_hidden(one.plain)

@@ -28,7 +28,7 @@ _STRIDES: Any = WeakIdKeyDictionary()
 
 
 def without_values(model: torch.nn.Module) -> torch.nn.Module:
-    """The copy; its parameters have the shapes of the model's, and one value each.
+    """Return the copy; its parameters have the shapes of the model's, and one value each.
 
     Raises:
         Exception: the model holds what cannot be copied.
@@ -55,8 +55,10 @@ def without_values(model: torch.nn.Module) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def with_strides() -> Iterator[None]:
-    """Around a trace: such parameters lie in memory as those of the model did, for code that asks for their strides or
-    takes views of them."""
+    """Lay out the parameters of copies, in a trace in this scope, as those of the model were.
+
+    Code may ask for their strides, or take views of them.
+    """
     made_fake = FAKE_PARAMETERS.get()
 
     def laid_out(fake_mode: Any, module: torch.nn.Module) -> Any:
@@ -101,7 +103,7 @@ class _Rebinding:
                 vars(module)[name] = new
 
     def of(self, value: Any) -> Any:
-        """A value that reads copies; the value itself where it reads no module of the model."""
+        """Return a value that reads copies; the value itself where it reads no module of the model."""
         if id(value) in self.originals:
             return self.memo.get(id(value), value)
         if id(value) in self.made:
@@ -136,7 +138,7 @@ class _Rebinding:
         return value  # it is seen at the end where it still leads to an original
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """The same code with cells, defaults and attributes that hold copies; it may refer to itself."""
+        """Return the same code with cells, defaults and attributes that hold copies; it may refer to itself."""
         cells = [self.made.setdefault(id(cell), types.CellType()) for cell in function.__closure__ or ()]
         new = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, None, tuple(cells) if cells else None
@@ -160,7 +162,7 @@ _EMPTY: tuple[Any, ...] = ()
 
 
 def _content(cell: types.CellType) -> tuple[Any, ...]:
-    """What a cell holds, alone in a tuple; empty for a variable that has no value yet."""
+    """Return the value of a cell, alone in a tuple; empty for a variable that has no value yet."""
     try:
         return (cell.cell_contents,)
     except ValueError:
@@ -168,11 +170,9 @@ def _content(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def _leads_to(originals: set[int], values: Iterable[Any], free: set[int], weakly: bool = True) -> bool:
-    """Whether one of these values is, holds or reads one of these objects; other modules are not looked into.
+    """Check whether one of these values is, holds or reads one of these objects; other modules are not looked into.
 
-    Args:
-        free: ids of objects that do not; those that are seen here are added.
-        weakly: weak references count, too.
+    ``free`` has ids of objects that do not; those that are seen here are added. With ``weakly``, weak references count.
     """
     todo, seen = list(values), set()
     while todo:

@@ -178,7 +178,7 @@ def _print_passes(runs: Sequence[PassRun], dump_after: str | None, as_json: bool
 
 
 def _compared(loaded: Any, captured: Any, spec: str) -> list[dict[str, Any]]:
-    """The captured graph beside the model on the example batch and on another one."""
+    """Compare the captured graph with the model on the example batch and on another one."""
     from autopar.comparison import compare_with_eager
     from autopar.comparison.other_batch import other_batch
 

@@ -27,11 +27,10 @@ _OWN_INVERSE = {
 
 
 def written(emit: Emit, target: str, args: tuple[Any, ...], number: int, new: Ref, spec: Spec) -> Ref | None:
-    """The base's value after output ``number`` of the view ``target(*args)`` became ``new``; None where strides say it.
+    """Return the base's value after output ``number`` of the view ``target(*args)`` became ``new``.
 
-    Args:
-        args: of the view, in its one spelling; the first is the base's value until now.
-        spec: of the base.
+    It is None for a view that has no inverse but by strides. The first of ``args`` is the base's value until now, and
+    ``spec`` is that of the base.
     """
 
     def one(target: str, *args: Any) -> Ref:
@@ -69,7 +68,7 @@ def written(emit: Emit, target: str, args: tuple[Any, ...], number: int, new: Re
 
 
 def _scattered(emit: Emit, target: str, base: Ref, new: Ref, spec: Spec, dim: int = 0, *where: Any) -> Ref:
-    """``target(base, new, dim, *where)``, a scatter of a slice or of one place of a dim.
+    """Return ``target(base, new, dim, *where)``, a scatter of a slice or of one place of a dim.
 
     Of complex tensors torch has no gradient of it: theirs is that of pairs of numbers.
     """
@@ -90,7 +89,7 @@ def _scattered(emit: Emit, target: str, base: Ref, new: Ref, spec: Spec, dim: in
 
 
 def _order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:
-    """The dims of a dense tensor as they lie in memory, outermost first; None where it has gaps or overlaps."""
+    """Return the dims of a dense tensor in memory order, outermost first; None where it has gaps or overlaps."""
     order = sorted(range(len(size)), key=lambda d: (-stride[d] if size[d] > 1 else 0, d))
     order = [d for d in order if size[d] > 1] + [d for d in order if size[d] <= 1]
     step = 1
@@ -103,7 +102,7 @@ def _order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:
 
 
 def flattened(emit: Emit, x: Ref, size: Sequence[int], stride: Sequence[int], spec: Spec) -> Ref | None:
-    """The elements of a dense tensor in the order of the traced memory, in one dim."""
+    """Return the elements of a dense tensor in the order of the traced memory, in one dim."""
     order = _order(size, stride)
     if order is None:
         return None
@@ -115,7 +114,7 @@ def flattened(emit: Emit, x: Ref, size: Sequence[int], stride: Sequence[int], sp
 
 
 def put_back(emit: Emit, flat: Ref, size: Sequence[int], stride: Sequence[int], spec: Spec) -> Ref:
-    """The inverse of :func:`flattened`."""
+    """Invert :func:`flattened`."""
     order = _order(size, stride)
     assert order is not None
     shape = tuple(size[d] for d in order)
@@ -128,7 +127,7 @@ def put_back(emit: Emit, flat: Ref, size: Sequence[int], stride: Sequence[int], 
 
 
 def _places(emit: Emit, size: Sequence[int], stride: Sequence[int], offset: int) -> Ref:
-    """Indices of a strided view into flat memory, int64 of shape ``size``."""
+    """Return the indices of a strided view into flat memory, int64 of shape ``size``."""
     size = tuple(size)
     rank = len(size)
     where: Ref | None = None
@@ -155,12 +154,12 @@ def _places(emit: Emit, size: Sequence[int], stride: Sequence[int], offset: int)
 
 
 def picked(emit: Emit, flat: Ref, size: Sequence[int], stride: Sequence[int], offset: int, spec: Spec) -> Ref:
-    """``as_strided`` of flat memory."""
+    """Return ``as_strided`` of flat memory."""
     return emit("aten.index.Tensor", (flat, [_places(emit, size, stride, offset)]), {}, (spec,), "")[0]
 
 
 def placed(emit: Emit, flat: Ref, size: Sequence[int], stride: Sequence[int], offset: int, new: Ref, spec: Spec) -> Ref:
-    """``as_strided_scatter`` into flat memory with the elements of ``spec``."""
+    """Return ``as_strided_scatter`` into flat memory with the elements of ``spec``."""
     where = _places(emit, size, stride, offset)
     whole = Spec((spec.n_elements,), spec.dtype)
     return emit("aten.index_put.default", (flat, [where], new), {}, (whole,), "")[0]

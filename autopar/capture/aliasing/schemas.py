@@ -38,7 +38,7 @@ class Facts:
 
 @cache
 def facts(op: OpOverload) -> Facts:
-    """The :class:`Facts` of an operator, from its schema and its tags."""
+    """Return the :class:`Facts` of an operator, from its schema and its tags."""
     schema = op._schema
     writes = tuple(
         (-1 if a.kwarg_only else i, a.name)
@@ -87,8 +87,7 @@ def _pure(op: OpOverload) -> OpOverload | None:
 
 
 def parts_of(op: OpOverload, args: Sequence[Any]) -> torch.fx.GraphModule | None:
-    """What a composite operator does, traced on tensors without values, as a program of their nodes; None where it is
-    no composite."""
+    """Trace a composite operator as a program of the operators that it calls; return None for others."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
 
     def run(*given: torch.Tensor) -> Any:
@@ -127,7 +126,7 @@ def argument_names(op: OpOverload) -> frozenset[str]:
 
 
 def argument(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """The value of a named argument of a call, or its default; None where the schema has no such argument."""
+    """Return a named argument of a call, or its default; None where the schema has no such argument."""
     for position, a in enumerate(op._schema.arguments):
         if a.name == name:
             if not a.kwarg_only and position < len(args):
@@ -139,7 +138,7 @@ def argument(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], nam
 def with_defaults(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with trailing positional arguments that were left out, where ``pure`` has no default for them."""
+    """Return the call with the trailing arguments that were left out and for which ``pure`` has no default."""
     full, pure = list(args), facts(op).pure
     assert pure is not None
     for position, (argument, of_pure) in enumerate(zip(op._schema.arguments, pure._schema.arguments, strict=False)):
@@ -152,7 +151,7 @@ def with_defaults(
 
 @cache
 def named(target: str) -> OpOverload | None:
-    """The operator of a name such as ``aten.linear.default``; None for a name that torch does not know."""
+    """Return the operator of a name such as ``aten.linear.default``; None for a name that torch does not know."""
     try:
         op = reduce(getattr, target.split("."), torch.ops)
     except AttributeError:
@@ -162,13 +161,13 @@ def named(target: str) -> OpOverload | None:
 
 @cache
 def seeded(target: str) -> bool:
-    """Whether an operator may draw random numbers, as its tags say; one that torch does not know may."""
+    """Check whether an operator may draw random numbers, as its tags say; one that torch does not know may."""
     op = named(target)
     return op is None or torch.Tag.nondeterministic_seeded in op.tags
 
 
 def draws_by_itself(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers by torch's generator: no rule draws them alike on all ranks."""
+    """Check whether a call draws random numbers by torch's generator: no rule draws them alike on all ranks."""
     op = named(target)
     if op is None or target in RULES or torch.Tag.nondeterministic_seeded not in op.tags:
         return False

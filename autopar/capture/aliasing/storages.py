@@ -39,19 +39,19 @@ class Geometry(NamedTuple):
 
     @staticmethod
     def of(val: torch.Tensor) -> Geometry:
-        """That of a root."""
+        """Return the geometry of a root."""
         return Geometry(tuple(val.size()), tuple(val.stride()), 0, val.dtype)
 
     @staticmethod
     def within(outer: Geometry | None, val: torch.Tensor, stride: tuple[int, ...], offset: int) -> Geometry | None:
-        """That of a view which lies in ``outer`` so; None where it reads the memory as another dtype."""
+        """Return the geometry of a view in ``outer``; None where it reads the memory as another dtype."""
         if outer is None or outer.dtype != val.dtype or len(stride) != val.dim():
             return None
         return Geometry(tuple(val.size()), stride, outer.offset + offset, val.dtype)
 
     @property
     def overlaps(self) -> bool:
-        """Whether two elements may be one in memory."""
+        """True where two elements may be one in memory."""
         reach = 0
         for n, stride in sorted(zip(self.size, self.stride, strict=True), key=lambda d: d[1]):
             if n > 1 and stride <= reach:
@@ -79,8 +79,10 @@ class ViewStep:
 
 @dataclass(eq=False)
 class Place:
-    """A tensor's place in a storage: the root, output ``number`` of a view of ``parent``, or with strides alone
-    (``step`` is None) what ``as_strided`` picks of the root."""
+    """Place of a tensor in a storage: the root, or output ``number`` of a view of ``parent``.
+
+    Where ``step`` is None, it is the elements that ``as_strided`` picks of the root.
+    """
 
     storage: Storage
     spec: Spec
@@ -150,7 +152,7 @@ class Memory:
         self.graph = graph
 
     def read(self, alias: Alias, *, no_grad: bool = False) -> Ref:
-        """The value of a tensor now; with ``no_grad`` one without gradient."""
+        """Return the value of a tensor now; with ``no_grad`` one without gradient."""
         history, place = alias.history, alias.place
         if not no_grad:
             return self._value(history, place)
@@ -161,8 +163,7 @@ class Memory:
         return self._value(plain, place)
 
     def begin(self, place: Place, ref: Ref, *, by_data: bool = False, history: Ref | None = None) -> Alias:
-        """A tensor at ``place`` whose history begins here with the value ``ref``: without gradient, or with that of
-        ``history``."""
+        """Return a tensor with a new history at ``place``: without gradient, or with that of ``history``."""
         root = None
         if history is not None:
             (ref,) = self.graph.emit(WITH_VALUE, (self._detached(ref, place.spec), history), {}, (place.spec,), "")
@@ -170,7 +171,7 @@ class Memory:
         return Alias(History(place.storage, root, place.storage.version, {place: ref}, by_data), place)
 
     def passes(self, alias: Alias, ref: Ref) -> None:
-        """From here on a tensor's gradient passes through ``ref``, which has its value."""
+        """Pass a tensor's gradient through ``ref``, which has its value, from here on."""
         history = alias.history
         self._sync(history)
         if alias.place.parent is None:
@@ -250,7 +251,7 @@ class Memory:
         return self.read(Alias(alias.history, place), no_grad=no_grad)
 
     def _strides(self, place: Place) -> tuple[Geometry, Geometry]:
-        """How a place and the root lie."""
+        """Return the geometry of a place, and of the root."""
         geometry, root = place.geometry, place.storage.root.geometry
         if geometry is None or root is None or geometry.dtype != root.dtype:
             raise CannotInvert("its views change how the memory is read")

@@ -10,7 +10,8 @@ import torch
 
 from autopar.capture.aliasing.schemas import Facts, parts_of, results_of, with_defaults
 from autopar.capture.aliasing.storages import Alias, CannotInvert, Storage
-from autopar.capture.aliasing.views import Viewing
+from autopar.capture.aliasing.views import TensorViews
+from autopar.capture.graph.drafts import Refusal
 from autopar.capture.graph.exported_nodes import at, module_of, spec_of, without_values
 from autopar.capture.normalize import normalize
 from autopar.errors import CaptureError
@@ -20,36 +21,37 @@ from autopar.torch_private import OpOverload, pytree
 from autopar.words.graph import Ref, Spec, refs_in
 
 
-class Writing(Viewing):
-    """Takes operators into the graph that write."""
+class TensorWrites:
+    """Reader of operators that write.
 
-    def __init__(self, prefix: str) -> None:
-        super().__init__(prefix)
+    Attributes:
+        walk: walks over the operators that a composite operator is made of, and returns its results.
+        changed_by_data: writes through ``.data`` to values that autograd has kept: the operators that need them in
+            their backward, and the error if there is one.
+        refusals: for each trained parameter that is written, makes the error of its last write.
+    """
+
+    def __init__(self, views: TensorViews, walk: Callable[[torch.fx.GraphModule, bool], Any]) -> None:
+        self.views, self.emitter, self.walk = views, views.emitter, walk
         self.changed_by_data: list[tuple[set[int], CaptureError]] = []
-        """Writes through ``.data`` to values that autograd has kept: the operators that need them in their backward,
-        and what to say if there is one."""
-        self.refusals: dict[str, Callable[[str, str], CaptureError]] = {}
-        """For each trained parameter that is written: gives the error for where it is written last."""
+        self.refusals: dict[str, Refusal] = {}
 
-    def _walk(self, gm: torch.fx.GraphModule, no_grad: bool = False) -> Any:
-        raise NotImplementedError
-
-    def _writing(self, fx: torch.fx.Node, op: OpOverload, schema: Facts) -> Any:
-        """An operator that writes: its functional form, and its results put where the written arguments lie."""
+    def write(self, fx: torch.fx.Node, op: OpOverload, schema: Facts) -> Any:
+        """Take in an operator that writes: its functional form, whose results replace the written arguments."""
         if schema.pure is None:
             return self._in_parts(fx, op, schema)
         nodes = [fx.kwargs[name] if p < 0 else fx.args[p] for p, name in schema.writes]
-        written: list[Alias] = [self.value[n] for n in pytree.tree_leaves(nodes)]
+        written: list[Alias] = [self.views.value[n] for n in pytree.tree_leaves(nodes)]
         args, kwargs = with_defaults(op, fx.args, fx.kwargs)
-        args = torch.fx.node.map_arg(args, self._look)
+        args = torch.fx.node.map_arg(args, self.views.look)
         out = {name for p, name in schema.writes if p < 0}
-        kwargs = dict(torch.fx.node.map_arg({k: v for k, v in kwargs.items() if k not in out}, self._look))
+        kwargs = dict(torch.fx.node.map_arg({k: v for k, v in kwargs.items() if k not in out}, self.views.look))
         if out and any(a.name == "dtype" for a in schema.pure._schema.arguments):
             kwargs.setdefault("dtype", getattr(torch, written[0].place.spec.dtype))
         if schema.drawn and not out:
             first = written[0].place.spec
             kind = {"dtype": getattr(torch, first.dtype)}
-            args = (self.emit("aten.full.default", (list(first.shape), 0), kind, (first,), "")[0], *args[1:])
+            args = (self.emitter.emit("aten.full.default", (list(first.shape), 0), kind, (first,), "")[0], *args[1:])
         new = self._functional(schema.pure, args, kwargs, written[0].place.spec)
         for alias, ref in zip(written, new, strict=True):
             self._write(fx, alias, ref)
@@ -57,51 +59,51 @@ class Writing(Viewing):
         if not isinstance(val, torch.Tensor):
             return written if val else None
         if spec_of(val) != written[0].place.spec:
-            raise self._refused(fx, "changes the size of a tensor", "give it an output of the right size")
+            raise self.emitter.refused(fx, "changes the size of a tensor", "give it an output of the right size")
         return written[0]
 
     def _in_parts(self, fx: torch.fx.Node, op: OpOverload, schema: Facts) -> Any:
-        """An operator that has no form without writes: the operators that it is made of."""
+        """Take in an operator without functional form, by the operators that it is made of."""
         inputs = [a for a in fx.args if isinstance(a, torch.fx.Node)]
         body = None
-        if not fx.kwargs and all(isinstance(self.value[n], Alias) for n in inputs):
+        if not fx.kwargs and all(isinstance(self.views.value[n], Alias) for n in inputs):
             body = parts_of(op, [without_values(a) if isinstance(a, torch.fx.Node) else a for a in fx.args])
         if body is None:
             names = ", ".join(name for _, name in schema.writes)
-            raise self._refused(
+            raise self.emitter.refused(
                 fx, f"writes its argument {names} and has no form that does not", "write it out of place"
             )
         for node in body.graph.nodes:
             node.meta.update({k: v for k, v in fx.meta.items() if k != "val"})
         for placeholder, n in zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True):
-            self.value[placeholder] = self.value[n]
-        result = self._walk(body, self.no_grad)
-        self.at = fx
+            self.views.value[placeholder] = self.views.value[n]
+        result = self.walk(body, self.emitter.no_grad)
+        self.emitter.at = fx
         return result
 
     def _functional(
         self, pure: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec
     ) -> list[Ref]:
-        """The results of a functional form, with the dtypes that it gives by itself."""
+        """Return the results of a functional form, with the dtypes that it gives by itself."""
         name = str(pure)
         if name in ("aten.copy.default", "aten.fill.Tensor"):
             return [args[1]]
-        outs = results_of(pure, args, kwargs, self._spec_of) or (spec,)
-        form = normalize(name, args, kwargs, outs, self._spec_of)
+        outs = results_of(pure, args, kwargs, self.emitter.spec_of) or (spec,)
+        form = normalize(name, args, kwargs, outs, self.emitter.spec_of)
         if form is None:
             return [args[0]]
         target, args, kwargs = form
-        return self.emit(target, args, kwargs, outs, "")
+        return self.emitter.emit(target, args, kwargs, outs, "")
 
     def _write(self, fx: torch.fx.Node, alias: Alias, ref: Ref) -> None:
-        if ref == self._read(alias):
+        if ref == self.views.read(alias):
             return
         storage, spec = alias.place.storage, alias.place.spec
         kind, name = storage.origin or ("", "")
         if kind == "param":
             self._becomes_state(fx, storage, name)
         if kind == "input":
-            raise self._refused(fx, f"writes to its input '{name}' in place", "write a clone: x = x.clone()")
+            raise self.emitter.refused(fx, f"writes to its input '{name}' in place", "write a clone: x = x.clone()")
         if alias.history.by_data and (keepers := self._keepers(storage, alias)):
             error = CaptureError(
                 f"cannot capture a write through .data in '{module_of(fx)}'{at(fx)}: autograd has kept the values that "
@@ -109,41 +111,44 @@ class Writing(Viewing):
             )
             self.changed_by_data.append((keepers, error))
         if storage.shared:
-            raise self._refused(
+            raise self.emitter.refused(
                 fx,
                 f"writes '{name}', which has the memory of '{storage.shared}' too",
                 "register one of them, or a clone",
             )
         if storage.changing:
-            raise self._refused(fx, f"writes '{name}', which batch norm writes too", "let one of them write it")
+            raise self.emitter.refused(fx, f"writes '{name}', which batch norm writes too", "let one of them write it")
         try:
             # autograd sees no write to a leaf, also where all of forward runs without gradients
-            self.memory.write(alias, self._filled(ref, spec), no_grad=self.no_grad or name in self.refusals)
+            no_grad = self.emitter.no_grad or name in self.refusals
+            self.views.memory.write(alias, self._filled(ref, spec), no_grad=no_grad)
         except CannotInvert as error:
-            raise self._refused(
+            raise self.emitter.refused(
                 fx, f"writes through a view that cannot be followed: {error}", "write a clone"
             ) from None
 
     def _becomes_state(self, fx: torch.fx.Node, storage: Storage, name: str) -> None:
-        """A frozen parameter that the forward writes, such as a momentum encoder's, is state that a call renews, as
-        buffers are; it stays registered as a parameter. Of one that is trained the new value has to be known before the
-        call: see :mod:`autopar.capture.graph.written_first`."""
-        number = next(i for i, node in enumerate(self.nodes) if node.kind == "param" and node.target == name)
-        if self.nodes[number].needs_grad:
-            self.refusals[name] = lambda why, do: self._refused(
+        """Make a frozen parameter that the forward writes state that a call renews, as buffers are.
+
+        It stays registered as a parameter. Of a trained one, the new value has to be known before the call
+        (:mod:`autopar.capture.graph.written_first`).
+        """
+        number = next(i for i, node in enumerate(self.emitter.nodes) if node.kind == "param" and node.target == name)
+        if self.emitter.nodes[number].needs_grad:
+            self.refusals[name] = lambda why, do: self.emitter.refused(
                 fx, f"writes parameter '{name}' in forward, which is trained, {why}", do
             )
             return
-        self.nodes[number] = replace(self.nodes[number], kind="buffer")
+        self.emitter.nodes[number] = replace(self.emitter.nodes[number], kind="buffer")
         storage.origin = ("buffer", name)
 
-    def _assigned(self, fx: torch.fx.Node) -> None:
-        """``x.data = value``: ``x`` has the memory of ``value`` from here on, and others keep what was its memory.
+    def assigned(self, fx: torch.fx.Node) -> None:
+        """Take in ``x.data = value``: ``x`` has the memory of ``value`` from here on, others keep its former one.
 
         Raises:
             CaptureError: ``x`` is no parameter or buffer, or the memory is that of another one, or of an input.
         """
-        x, value = (self.value[n] for n in fx.args)  # type: ignore[index]
+        x, value = (self.views.value[n] for n in fx.args)  # type: ignore[index]
         before = x.place.storage
         kind, name = before.origin or ("", "")
         if value.place is before.root:  # ``x.data *= y`` writes, and assigns what it has written
@@ -159,56 +164,58 @@ class Writing(Viewing):
             )
         if kind == "param":
             self._becomes_state(fx, before, name)
-        ref = self.memory.read(value, no_grad=True)
+        ref = self.views.memory.read(value, no_grad=True)
         is_root = value.place.parent is None
-        storage = value.place.storage if is_root else self._fresh(ref, before.root.geometry)
+        storage = value.place.storage if is_root else self.views.fresh(ref, before.root.geometry)
         storage.version += 1
         if name in self.refusals:  # it is trained: its gradient goes on as if nothing had been assigned
-            moved = self.memory.begin(storage.root, ref, history=self.memory.read(x))
+            moved = self.views.memory.begin(storage.root, ref, history=self.views.memory.read(x))
             before.origin, storage.origin = None, (kind, name)
         else:
-            moved = self.memory.begin(storage.root, ref)
+            moved = self.views.memory.begin(storage.root, ref)
             before.origin, storage.origin = None, ("buffer", name)
-        for node in [node for node, alias in self.value.items() if alias is x]:
-            self.value[node] = moved
+        for node in [node for node, alias in self.views.value.items() if alias is x]:
+            self.views.value[node] = moved
 
-    def _check_changed_by_data(self, outputs: Any) -> None:
-        """Values that autograd has kept may change where no gradient comes to who needs them, such as the distances
-        of which a codebook takes the least.
+    def check_changed_by_data(self, outputs: Any) -> None:
+        """Refuse writes through ``.data`` to values that a backward needs.
+
+        Where no gradient reaches the operators that need them, such as the distances from which a codebook takes the
+        nearest, the values may change.
 
         Raises:
-            CaptureError: a gradient comes to them.
+            CaptureError: a gradient reaches them.
         """
         todo, reached = list(refs_in(outputs)), set[int]()
         while todo and self.changed_by_data:
             number = todo.pop().node
-            if number not in reached and self.nodes[number].needs_grad:
+            if number not in reached and self.emitter.nodes[number].needs_grad:
                 reached.add(number)
-                todo.extend(self.nodes[number].refs)
+                todo.extend(self.emitter.nodes[number].refs)
         for keepers, error in self.changed_by_data:
             if reached & keepers:
                 raise error
 
     def _keepers(self, storage: Storage, alias: Alias) -> set[int]:
-        """Operators of which autograd may have kept values of a storage for the backward, as their rules say."""
+        """Return the operators of which autograd may have kept values of a storage for the backward, by their rules."""
         histories = (storage.first, storage.plain, alias.history)
         values = {ref for h in histories if h.version == storage.version for ref in h.known.values()}
         keepers = set()
-        for i, node in enumerate(self.nodes):
+        for i, node in enumerate(self.emitter.nodes):
             if node.needs_grad and node.kind == "op" and node.target != "aten.detach.default":
-                kept = rule_for(call_of(node, self._spec_of))
+                kept = rule_for(call_of(node, self.emitter.spec_of))
                 of_inputs = any(node.refs[k] in values for k in kept.saves)
                 if of_inputs or (kept.saves_out and any(Ref(i, k) in values for k in range(len(node.outs)))):
                     keepers.add(i)
         return keepers
 
     def _filled(self, ref: Ref, spec: Spec) -> Ref:
-        """A value cast and broadcast to what it is put into."""
-        value_spec = self._spec_of(ref)
+        """Return a value, cast and broadcast to the tensor that it is written to."""
+        value_spec = self.emitter.spec_of(ref)
         if value_spec.dtype != spec.dtype:
             value_spec = Spec(value_spec.shape, spec.dtype)
-            (ref,) = self.emit("aten.to.dtype", (ref, getattr(torch, spec.dtype)), {}, (value_spec,), "")
+            (ref,) = self.emitter.emit("aten.to.dtype", (ref, getattr(torch, spec.dtype)), {}, (value_spec,), "")
         if value_spec.shape != spec.shape:
             target = "aten.reshape.default" if len(value_spec.shape) > len(spec.shape) else "aten.expand.default"
-            (ref,) = self.emit(target, (ref, list(spec.shape)), {}, (spec,), "")
+            (ref,) = self.emitter.emit(target, (ref, list(spec.shape)), {}, (spec,), "")
         return ref

@@ -10,15 +10,11 @@
 :mod:`.selected_rows`         rows that a mask selects are all rows, and the mask; :mod:`.rows_of_graph`: what stands
                               for them; :mod:`.row_by_row`: what works on each by itself; :mod:`.rows_put_back`: where
                               they become part of a tensor of all; :mod:`.joined_rows`: those of several masks at once
-:mod:`.regions_inlined`       regions without gradients in which such rows are worked on
 :mod:`.conditional_writes`    what modules write that are called where there are such rows
-:mod:`.entered_branches`      branches that are entered where there are such rows: which parameters take part
 :mod:`.same_masks`            masks that select the same rows, written down more than once
 :mod:`.expert_turns`          loops over experts on such rows are one turn; :mod:`.run_once`: its body;
                               :mod:`.spread_gates`: masks that are columns of gates
-:mod:`.sorted_rows`           rows in the order of their experts stay in their own; :mod:`.expert_counts`: how many
-                              each has
-:mod:`.gathered_matrices`     a matrix that is gathered for each row: a product by rows
+:mod:`.expert_counts`         numbers of rows of each expert
 :mod:`.experts_in_parallel`   experts that are modules beside each other, with tensors of one size: computed at once
 :mod:`.common_subexpressions` equal expressions become one, on the pure graph
 :mod:`.written_first`         parameters that a forward writes before it reads them are written before the program runs

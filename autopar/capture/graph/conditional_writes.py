@@ -22,16 +22,17 @@ def write_where_there_are_rows(
     graph: Graph, masks: Mapping[Node, Node], questions: Mapping[Node, Node], leaving: Mapping[Node, Node],
     of_rows: Collection[Node], emit: Callable[..., Any], refused: Callable[[Node, str], CaptureError],
 ) -> None:  # fmt: skip
-    """Make the writes in such branches conditional.
+    """Make the writes in branches that are entered where a mask selects rows conditional.
 
     Args:
+        graph: the program.
         masks: of every node that works on selected rows, or finds them, the mask.
-        questions: the masks of which the code asks whether they select any, and the node of the question, or the last
-            one that was made before it.
-        leaving: where selected rows become part of a tensor of all, and the mask that selects them.
+        questions: the masks for which the code asks whether they select any rows, and the node of the question, or the
+            last one that was made before it.
+        leaving: nodes at which selected rows become part of a tensor of all rows, and the mask that selects them.
         of_rows: nodes that write rows.
         emit: makes a node.
-        refused: an error about a node.
+        refused: makes the error of a node.
 
     Raises:
         CaptureError: a write has no form that leaves the tensor as it is.
@@ -75,12 +76,12 @@ def _write_if_any(
 
 
 def _modules(node: Node) -> list[str]:
-    """The calls of modules in which a node was made, from the outermost to the innermost."""
+    """Return the calls of modules in which a node was made, from the outermost to the innermost."""
     return list(node.meta.get("nn_module_stack") or {})
 
 
 def writes(node: Node) -> bool:
-    """Whether an operator writes to what it is given."""
+    """Check whether an operator writes to what it is given."""
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
 

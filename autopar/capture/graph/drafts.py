@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 from autopar.capture.branches.random_answers import Question
+from autopar.capture.graph.rows_of_graph import RowsOfGraph
 from autopar.errors import CaptureError
 from autopar.words.graph import Graph, Node, Ref
-
-if TYPE_CHECKING:
-    from autopar.capture.graph.selected_rows import SelectedRows
 
 Refusal = Callable[[str, str], CaptureError]
 """Makes an error of a reason and a remedy."""
@@ -25,11 +23,11 @@ class TracedProgram:
     """An exported program, which passes rewrite in place.
 
     Attributes:
-        selected: the replacements of selected rows, once the pass ``selected_rows`` has made some.
+        rows: the replacements of selected rows, once the pass ``selected_rows`` has made some.
     """
 
     exported: ExportedProgram
-    selected: SelectedRows | None = None
+    rows: RowsOfGraph | None = None
 
     @property
     def graph(self) -> torch.fx.Graph:

@@ -15,17 +15,17 @@ FxNode: TypeAlias = Any
 
 @functools.lru_cache(maxsize=4096)
 def name_of(target: Any) -> str:
-    """What a traced node calls, such as ``aten.add.Tensor``."""
+    """Return the name of the target of a traced node, such as ``aten.add.Tensor``."""
     return str(target)
 
 
 def flat(val: Any) -> list[Any]:
-    """The results of an operator as a list, of one too."""
+    """Return the results of an operator as a list, a single one too."""
     return list(val) if isinstance(val, (tuple, list)) else [val]
 
 
 def spec_of(val: Any) -> Spec:
-    """Shape and dtype of a traced tensor."""
+    """Return shape and dtype of a traced tensor."""
     return Spec(tuple(map(int, val.shape)), _name(val.dtype))
 
 
@@ -35,7 +35,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def storage_of(val: Any) -> int | None:
-    """Identity of the memory of a traced tensor; None for what has none."""
+    """Return the identity of the memory of a traced tensor; None for a value without memory."""
     try:
         return int(val.untyped_storage()._cdata)
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -43,7 +43,7 @@ def storage_of(val: Any) -> int | None:
 
 
 def without_values(fx: torch.fx.Node) -> Any:
-    """What a node gives, on tensors without values of the same sizes and strides."""
+    """Return the results of a node, as meta tensors of the same sizes and strides."""
 
     def one(val: Any) -> Any:
         if not isinstance(val, torch.Tensor):
@@ -55,7 +55,7 @@ def without_values(fx: torch.fx.Node) -> Any:
 
 
 def drawn_strides(fx: torch.fx.Node) -> tuple[int, ...]:
-    """Strides of what a traced random operator draws; none where it is contiguous.
+    """Return the strides of the draw of a traced random operator; none where it is contiguous.
 
     In place it draws into the tensor that it is given, else into a new one that lies as that tensor does, but for
     ``torch.bernoulli`` and ``torch.normal``.
@@ -72,7 +72,7 @@ _KNOWN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a size or a number in nested containers is not known when a model is traced."""
+    """Check whether a size or a number in nested containers is not known when a model is traced."""
     if isinstance(value, (tuple, list)):
         for item in value:
             if type(item) not in _KNOWN and is_symbolic(item):
@@ -84,14 +84,14 @@ def is_symbolic(value: Any) -> bool:
 
 
 def module_of(fx: torch.fx.Node) -> str:
-    """Path of the module whose code made a node."""
+    """Return the path of the module whose code made a node."""
     stack = fx.meta.get("nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     return path.replace("L['self'].", "").replace("L['self']", "")
 
 
 def source_of(fx: torch.fx.Node) -> str:
-    """``file.py:12`` of the innermost line outside torch."""
+    """Return ``file.py:12`` of the innermost line outside torch."""
     return _innermost(fx.meta.get("stack_trace") or "")
 
 
@@ -108,13 +108,13 @@ def _innermost(trace: str) -> str:
 
 
 def at(fx: torch.fx.Node) -> str:
-    """`` at file.py:12`` for messages; empty where the line is not known."""
+    """Return `` at file.py:12`` for messages; empty where the line is not known."""
     source = source_of(fx)
     return f" at {source}" if source else ""
 
 
 def get(module: Any, path: str) -> Any:
-    """The attribute at a dotted path."""
+    """Return the attribute at a dotted path."""
     for part in path.split("."):
         module = getattr(module, part)
     return module

@@ -42,7 +42,7 @@ class JoinedRows:
         self.state, self.put_back, self.take = state, put_back, take
 
     def joins(self, node: Node) -> bool:
-        """Whether a node puts rows of several masks together; notes what stands for it."""
+        """Check whether a node puts rows of several masks together; notes what stands for it."""
         if name_of(node.target) != "aten.cat.default":
             return False
         args: Any = node.args
@@ -55,7 +55,7 @@ class JoinedRows:
         return True
 
     def takes_joined(self, node: Node) -> bool:
-        """Whether a node takes such rows; notes what stands for what it makes, or writes it."""
+        """Check whether a node takes such rows; notes what stands for what it makes, or writes it."""
         joined = {n: rows for n in node.all_input_nodes if isinstance(rows := self.state.rows.get(n), Joined)}
         counts = {n: c for n in node.all_input_nodes if isinstance(c := self.state.counts.get(n), tuple)}
         if not joined and not counts:
@@ -80,7 +80,7 @@ class JoinedRows:
         return True
 
     def _takes_apart(self, node: Node) -> bool:
-        """Whether a split gives the parts that were put together: its sizes are the numbers of their rows."""
+        """Check whether a split gives the parts that were put together: its sizes are the numbers of their rows."""
         args: Any = node.args
         rows, sizes = self.state.rows.get(args[0]), args[1]
         if not isinstance(rows, Joined) or len(sizes) != len(rows.parts):
@@ -115,7 +115,7 @@ class JoinedRows:
         self.state.gone.append(node)
 
     def _part_of_column(self, column: Node, k: int) -> Node:
-        """The positions of one part, which an index repeats for each feature."""
+        """Return the positions of one part, which an index repeats for each feature."""
         positions = self.state.columns[column]
         part = self.state.graph.call_function(aten.alias.default, (positions,))
         part.meta = dict(positions.meta)
@@ -124,7 +124,7 @@ class JoinedRows:
         return part
 
     def _compute_parts(self, node: Node, joined: dict[Node, Joined], counts: dict[Node, Any], n: int) -> None:
-        """What a node makes of each part."""
+        """Rewrite a node for each part."""
         joined = {**joined, **{p: self.state.rows[p] for n in joined if (p := self.state.columns.get(n)) is not None}}
         rows: list[Any] = []
         numbers: list[Any] = []

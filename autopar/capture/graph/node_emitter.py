@@ -1,4 +1,4 @@
-"""Nodes of a graph, made one after the other at a node of the traced program."""
+"""Nodes of a graph, made one after another while the traced program is walked over."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from autopar.errors import CaptureError
 from autopar.words.graph import Node, Ref, Spec, refs_in
 
 
-class Emitting:
-    """Makes nodes.
+class NodeEmitter:
+    """Maker of the nodes of a graph.
 
     Attributes:
-        at: where the walk stands: new nodes have its name, module and line.
-        no_grad: gradients do not flow there.
-        region: number of the region under activation checkpointing where it stands; -1 for none.
+        prefix: of module paths that users do not see.
+        at: the traced node that is walked over: new nodes get its name, module and line.
+        no_grad: gradients do not flow at that node.
+        region: number of the region under activation checkpointing around that node; -1 for none.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -33,11 +34,11 @@ class Emitting:
     def emit(
         self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[Spec | None, ...], name: str
     ) -> list[Ref]:
-        """Make an operator at the traced node where the walk stands."""
+        """Make an operator at the traced node that is walked over, and return its outputs."""
         fx = self.at
         assert fx is not None
         if draws_by_itself(target, args, kwargs):
-            raise self._refused(
+            raise self.refused(
                 fx, "draws random numbers, and no rule draws them alike on all ranks",
                 "make them from torch.rand, torch.randn or torch.randint, or give the operator a rule (docs/adding.md)",
             )  # fmt: skip
@@ -45,7 +46,7 @@ class Emitting:
         hot = any(self.nodes[r.node].hot for r in refs)
         grads = target != "aten.detach.default" and not self.no_grad and any(map(self.needs_grad, refs))
         floats = any(o is not None and o.is_float for o in outs)
-        ref = self._add(
+        ref = self.add(
             Node(name or fx.name, "op", target, tuple(args), dict(kwargs), outs,
                  module_of(fx).removeprefix(self.prefix), source_of(fx), grads and floats, hot,
                  strides=drawn_strides(fx) if seeded(target) else ())
@@ -53,10 +54,11 @@ class Emitting:
         return [Ref(ref.node, i) for i in range(len(outs))]
 
     def needs_grad(self, ref: Ref) -> bool:
-        """Whether gradients flow through a value."""
-        return self.nodes[ref.node].needs_grad and self._spec_of(ref).is_float
+        """Check whether gradients flow through a value."""
+        return self.nodes[ref.node].needs_grad and self.spec_of(ref).is_float
 
-    def _add(self, node: Node) -> Ref:
+    def add(self, node: Node) -> Ref:
+        """Add a node, under a name of its own."""
         name = node.name
         count = 1
         while name in self.names:
@@ -67,10 +69,12 @@ class Emitting:
         self.nodes.append(node)
         return Ref(len(self.nodes) - 1)
 
-    def _spec_of(self, ref: Ref) -> Spec:
+    def spec_of(self, ref: Ref) -> Spec:
+        """Return the spec of a tensor."""
         spec = self.nodes[ref.node].outs[ref.out]
         assert spec is not None
         return spec
 
-    def _refused(self, fx: torch.fx.Node, what: str, instead: str) -> CaptureError:
+    def refused(self, fx: torch.fx.Node, what: str, instead: str) -> CaptureError:
+        """Make the error of an operator that cannot be planned."""
         return CaptureError(f"'{fx.target}' in '{module_of(fx)}'{at(fx)} {what}\n  {instead}")

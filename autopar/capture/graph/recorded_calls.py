@@ -1,5 +1,4 @@
-"""Calls of user functions and hooks in a trace: from what was recorded (:mod:`autopar.capture.trace.recording`) to the
-arguments of a node of the graph."""
+"""Calls of user functions and hooks in a trace, as arguments of nodes (:mod:`autopar.capture.trace.recording`)."""
 
 from __future__ import annotations
 
@@ -9,9 +8,10 @@ from autopar.capture.trace.recording import HOOK, Recording
 
 
 def recorded_call(recording: Recording, name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    """The function that was called, and its arguments.
+    """Return the function that was called, and its arguments.
 
     Args:
+        recording: of the trace.
         name: of the operator in the trace that stands for the call.
         args: of that operator: tensors (one, for a hook) and the number of the call.
     """
@@ -27,7 +27,7 @@ def recorded_call(recording: Recording, name: str, args: tuple[Any, ...]) -> tup
 
 
 def _text(value: Any) -> str:
-    """What stands for a value that has no text of its own."""
+    """Return a text for a value that has none of its own."""
     return getattr(value, "__qualname__", None) or type(value).__qualname__
 
 

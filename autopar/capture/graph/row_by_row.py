@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from autopar.capture.graph.exported_nodes import name_of
 from autopar.capture.graph.rows_of_graph import Rows
 from autopar.capture.graph.run_once import is_pointwise
 from autopar.errors import CaptureError
 
 Refused = Callable[[str], CaptureError]
+_Judge = Callable[[Node, Sequence[Node], Sequence[Rows], int], bool]
 
 WITH_DIMS = {
     "aten.softmax.int": 1, "aten.log_softmax.int": 1, "aten.sum.dim_IntList": 1, "aten.mean.dim": 1,
@@ -32,58 +35,24 @@ BY_ELEMENT = {"aten.to.dtype", "aten.dropout.default", "aten.clone.default", "at
 
 
 def check(node: Node, args: Sequence[Node], taken: Sequence[Rows], dim: int, refused: Refused) -> None:
-    """Refuse what looks across rows.
+    """Refuse a node that looks across rows.
 
     Args:
-        args: those of the node's arguments that have rows; ``taken``: what stands for them.
-        dim: along which rows stand in the result.
+        node: an operator that takes rows.
+        args: its arguments that have rows.
+        taken: their replacements.
+        dim: the dim of rows in the result.
         refused: makes the error.
     """
-    name = str(node.target)
-    first = node.args[0]
     if is_by_element(node):
         _check_broadcast(node, args, taken, dim, refused)
         return
-    if name in ("aten.linear.default", "aten.matmul.default", "aten.mm.default"):
-        if args == [first] and taken[0].dim < args[0].meta["val"].dim() - 1:
-            return
-    elif name in ("aten.layer_norm.default", "aten.rms_norm.default"):
-        if args == [first] and taken[0].dim < args[0].meta["val"].dim() - len(node.args[1]):  # type: ignore[arg-type]
-            return
-    elif name in ("aten.reshape.default", "aten.view.default"):
-        given, out = args[0].meta["val"].shape, node.meta["val"].shape
-        if prod(given[: taken[0].dim]) == prod(out[:dim]):
-            return
-    elif name in ("aten.expand.default", "aten.expand_as.default", "aten.permute.default", "aten.transpose.int"):
-        return  # the dim of the rows is found by its size in the result
-    elif name in FILLED and args == [first]:
-        return
-    elif name == "aten.gather.default":
-        if set(args) == {first, node.args[2]} and node.args[1] % first.meta["val"].dim() != dim:  # type: ignore
-            return
-    elif name == "aten.cat.default":
-        along = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
-        if len(args) == len(set(node.args[0])) and along % node.meta["val"].dim() != dim:  # type: ignore[arg-type]
-            return
-    elif name == "aten.embedding.default":
-        if args == [node.args[1]]:
-            return
-    elif name == "aten.addmm.default":
-        if args == [node.args[1]] and taken[0].dim == 0 and node.args[0].meta["val"].dim() == 1:  # type: ignore[union-attr]
-            return
-    elif name == "aten.einsum.default":
-        if _by_rows_only(node, args, taken):
-            return
-    elif name in WITH_DIMS and args == [first]:
-        place = WITH_DIMS[name]
-        if place is None:
-            return
-        n = args[0].meta["val"].dim()
-        dims = node.args[place] if len(node.args) > place else node.kwargs.get("dim", DEFAULT_DIM.get(name))
-        dims = [dims] if isinstance(dims, int) else dims
-        if dims and all(d % n != taken[0].dim for d in dims):  # type: ignore[operator, union-attr]
-            return
-    raise refused(f"'{name}' may look across")
+    name = name_of(node.target)
+    judge = _JUDGES.get(name)
+    if judge is None and name in WITH_DIMS:
+        judge = _is_along_others
+    if judge is None or not judge(node, args, taken, dim):
+        raise refused(f"'{name}' may look across")
 
 
 def _check_broadcast(
@@ -100,20 +69,79 @@ def _check_broadcast(
 
 
 def is_by_element(node: Node) -> bool:
-    """Whether each element of the result follows from the same element of what is given."""
+    """Check whether each element of the result follows from the same element of what is given."""
     return is_pointwise(node) or str(node.target) in BY_ELEMENT
 
 
-def _by_rows_only(node: Node, args: Sequence[Node], taken: Sequence[Rows]) -> bool:
-    """Whether an einsum has the rows of one tensor as rows of the result."""
-    equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
-    given, arrow, result = equation.partition("->")
-    terms = given.split(",")
-    if "." in equation or not arrow or len(args) != 1 or list(operands).count(args[0]) != 1:  # type: ignore[arg-type]
+def _is_along_others(node: Node, args: Sequence[Node], taken: Sequence[Rows], _dim: int) -> bool:
+    """Check whether an operator works along dims that are not that of the rows."""
+    name = name_of(node.target)
+    place = WITH_DIMS[name]
+    if args != [node.args[0]] or place is None:
+        return args == [node.args[0]]
+    n = _dims(args[0])
+    dims: Any = node.args[place] if len(node.args) > place else node.kwargs.get("dim", DEFAULT_DIM.get(name))
+    dims = [dims] if isinstance(dims, int) else dims
+    return bool(dims) and all(d % n != taken[0].dim for d in dims)
+
+
+def _is_of_leading_rows(features: int) -> _Judge:
+    """Check, of an operator on so many last dims of its first input, that these are not the rows."""
+    return lambda node, args, taken, _dim: args == [node.args[0]] and taken[0].dim < _dims(args[0]) - features
+
+
+def _is_normed_behind_rows(node: Node, args: Sequence[Node], taken: Sequence[Rows], _dim: int) -> bool:
+    shape: Any = node.args[1]
+    return args == [node.args[0]] and taken[0].dim < _dims(args[0]) - len(shape)
+
+
+def _is_reshaped_around_rows(node: Node, args: Sequence[Node], taken: Sequence[Rows], dim: int) -> bool:
+    return prod(args[0].meta["val"].shape[: taken[0].dim]) == prod(node.meta["val"].shape[:dim])
+
+
+def _is_gathered_along_others(node: Node, args: Sequence[Node], _taken: Sequence[Rows], dim: int) -> bool:
+    given: Any = node.args
+    return set(args) == {given[0], given[2]} and given[1] % _dims(given[0]) != dim
+
+
+def _is_joined_along_others(node: Node, args: Sequence[Node], _taken: Sequence[Rows], dim: int) -> bool:
+    given: Any = node.args
+    along = int(given[1]) if len(given) > 1 else 0
+    return len(args) == len(set(given[0])) and along % _dims(node) != dim
+
+
+def _is_row_of_addmm(node: Node, args: Sequence[Node], taken: Sequence[Rows], _dim: int) -> bool:
+    return args == [node.args[1]] and taken[0].dim == 0 and _dims(node.args[0]) == 1
+
+
+def _is_einsum_of_rows(node: Node, args: Sequence[Node], taken: Sequence[Rows], _dim: int) -> bool:
+    """Check whether an einsum has the rows of one tensor as rows of the result."""
+    given: Any = node.args
+    equation, operands = str(given[0]).replace(" ", ""), list(given[1])
+    terms, arrow, result = equation.partition("->")
+    if "." in equation or not arrow or len(args) != 1 or operands.count(args[0]) != 1:
         return False
-    place = list(operands).index(args[0])  # type: ignore[arg-type]
-    letter = terms[place][taken[0].dim]
-    return letter in result and given.count(letter) == 1
+    letter = terms.split(",")[operands.index(args[0])][taken[0].dim]
+    return letter in result and terms.count(letter) == 1
+
+
+def _dims(node: Any) -> int:
+    return int(node.meta["val"].dim())
+
+
+_JUDGES: dict[str, _Judge] = {
+    **dict.fromkeys(("aten.linear.default", "aten.matmul.default", "aten.mm.default"), _is_of_leading_rows(1)),
+    **dict.fromkeys(("aten.layer_norm.default", "aten.rms_norm.default"), _is_normed_behind_rows),
+    **dict.fromkeys(("aten.reshape.default", "aten.view.default"), _is_reshaped_around_rows),
+    # the dim of the rows is found by its size in the result
+    **dict.fromkeys(("aten.expand.default", "aten.expand_as.default", "aten.permute.default", "aten.transpose.int"),
+                    lambda *_: True),
+    **dict.fromkeys(FILLED, lambda node, args, *_: args == [node.args[0]]),
+    "aten.gather.default": _is_gathered_along_others, "aten.cat.default": _is_joined_along_others,
+    "aten.embedding.default": lambda node, args, *_: args == [node.args[1]],
+    "aten.addmm.default": _is_row_of_addmm, "aten.einsum.default": _is_einsum_of_rows,
+}  # fmt: skip
+"""Operators that may work on each row by itself, and whether a call does."""
 
 
 __all__ = ["VIEWS", "check", "is_by_element"]

@@ -131,6 +131,8 @@ class RowsOfGraph(NodeMaker):
         """New nodes that write rows to a tensor of all rows."""
         self.gone: list[Node] = []
         """Nodes that are replaced, and erased in the end."""
+        self.asked: dict[Node, Node] = {}
+        """The masks for which the model's code asks whether they select any rows, and the node that asks."""
         self.columns: dict[Node, Node] = {}
         """Indices that repeat the position of each row for all of its features, and the positions."""
 

@@ -1,5 +1,4 @@
-"""Selected rows are added to a tensor of all, or put in it: those that are not selected are left out by the mask
-(:mod:`.selected_rows`)."""
+"""Writes of selected rows to a tensor of all rows: those that are not selected are masked (:mod:`.selected_rows`)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ WRITES = ("index_add", "scatter_add", "scatter_reduce", "index_put", "index_copy
 
 
 def writes_rows(name: str) -> bool:
-    """Whether an operator of this name puts rows back into a tensor of all; what Python computes has no such name."""
+    """Check whether an operator of this name writes rows to a tensor of all rows."""
     return any(part.removesuffix("_") in WRITES for part in name.split(".")[1:2])
 
 
@@ -63,7 +62,7 @@ class RowsPutBack:
         return written
 
     def _scattered(self, node: Node, name: str) -> Node:
-        """Rows that are added where an index says it for each of their elements, the same for all of a row."""
+        """Add rows by an index that has the same place for all elements of a row."""
         args: Any = node.args
         tensor, dim, index, source = args[:4]
         if name == "scatter_reduce" and (args[4] != "sum" or not {**node.kwargs}.get("include_self", True)):
@@ -86,7 +85,7 @@ class RowsPutBack:
             self.state.columns[node] = source  # type: ignore[assignment]
 
     def _of_whole_rows(self, mask: Any, tensor: Any) -> Any:
-        """The mask of rows that a mask of their elements repeats for each of these."""
+        """Return the mask of rows that a mask of their elements repeats for each element."""
         while isinstance(mask, Node) and name_of(mask.target).startswith(("aten.expand", "aten.unsqueeze")):
             source: Any = mask.args[0]
             n = source.meta["val"].dim()
@@ -148,7 +147,7 @@ class RowsPutBack:
         return written
 
     def _sum_of(self, source: Any, dim: int, at_dims: dict[int, int], mask: Node) -> Node:
-        """The selected rows at their place along some dims of the mask, zero where there are none, several added up."""
+        """Sum the selected rows at their places along some dims of the mask; places without rows are zero."""
         rows = self.state.computed(source)
         if self.state.same.root(rows.mask) is not self.state.same.root(mask) or rows.dim != dim:
             raise self.state.refused("another mask, or along another dim, selects")
@@ -167,7 +166,7 @@ class RowsPutBack:
         return self.state.emit(aten.sum.dim_IntList, (spread, others)) if others else spread
 
     def _added_to(self, tensor: Any, values: Any, at_dims: dict[int, int]) -> Any:
-        """What ``out[rows] += values`` adds; None where values are put that are no such sum."""
+        """Return the values that ``out[rows] += values`` adds; None where other values are put."""
         added: Any = self.state.rows[values].full if values in self.state.rows else None
         if added is None or added.target is not aten.add.Tensor or added.kwargs or not isinstance(added.args[1], Node):
             return None
@@ -176,7 +175,7 @@ class RowsPutBack:
         return added.args[1] if same else None
 
     def write_turn(self, turn: Turn, tensor: Node, rows: Node, mask: Node) -> Node:
-        """The tensor that a turn makes of all these rows, where it writes."""
+        """Write all rows by their mask to the tensor of an iteration, and return the tensor afterwards."""
         at_dims = dict(turn.place)
         self.state.node = turn.write
         standing = Rows(mask, rows, min(at_dims))
@@ -193,7 +192,7 @@ class RowsPutBack:
         return self.state.emit(aten.copy_.default, (tensor, of_turn)) if turn.in_place else of_turn
 
     def _write(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        """A node becomes another one that makes the same; what wrote in place still does."""
+        """Replace a node by one with the same result, which writes in place where the node did."""
         tensor = node.args[0]
         result = self.state.emit(target, args, kwargs)
         if _in_place(node):

@@ -31,12 +31,12 @@ class SameMasks:
         self._first: dict[Any, Node] = {}
 
     def root(self, mask: Node) -> Node:
-        """The mask that was met first of all that are the same, in the shape in which it was made."""
+        """Return the first mask of all that are equal, in the shape in which it was made."""
         unshaped = behind(mask, SHAPED)
         return self._first.setdefault(self._written_down(unshaped), unshaped)
 
     def _written_down(self, value: Any) -> Any:
-        """A value such that equal ones are the same values."""
+        """Return a key that is equal for equal values."""
         if isinstance(value, (list, tuple)):
             return tuple(map(self._written_down, value))
         if not isinstance(value, Node):
@@ -47,15 +47,17 @@ class SameMasks:
 
 
 def behind(value: Any, views: tuple[str, ...]) -> Any:
-    """What a tensor is a view, or a cast, of: operators of these names are passed over."""
+    """Return the tensor behind views or casts: operators of these names are passed over."""
     while isinstance(value, Node) and value.op == "call_function" and name_of(value.target) in views:
         value = value.args[0]
     return value
 
 
 def picked_once(mask: Node, dims: set[int]) -> bool:
-    """Whether a mask selects at most one position for each place along some of its dims: it says where one number is
-    among the results of a top-k along the others."""
+    """Check whether a mask selects at most one position for each place along some of its dims.
+
+    It does where it says where one number is among the results of a top-k along the other dims.
+    """
     if mask.target is not torch.ops.aten.eq.Scalar:
         return False
     where, n = mask.args[0], mask.meta["val"].dim()

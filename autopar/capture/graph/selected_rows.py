@@ -21,12 +21,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from autopar.capture.branches.data_branches import OF_ROWS, TAKEN
 from autopar.capture.graph.conditional_writes import write_where_there_are_rows
 from autopar.capture.graph.drafts import TracedProgram
-from autopar.capture.graph.entered_branches import note_parts
 from autopar.capture.graph.expert_counts import CASTS, counted_numbers, element_of, hot_by_dim
 from autopar.capture.graph.expert_turns import as_one, routing
 from autopar.capture.graph.exported_nodes import flat, is_symbolic, name_of
@@ -65,32 +64,24 @@ def compute_all_rows(program: TracedProgram) -> None:
         node: next((by_name[name] for name in asked[str(size)] if name in by_name), node)
         for node in selecting for val in flat(node.meta["val"]) for size in val.shape if str(size) in asked
     }  # fmt: skip
-    program.selected = SelectedRows(graph, of_rows)
-    program.selected.rewrite()
-
-
-def note_parameters_taking_part(program: TracedProgram) -> None:
-    """Note which parameters take part in a call only where masks select rows."""
-    if (selected := program.selected) is not None:
-        parameters = set(program.exported.graph_signature.inputs_to_parameters)
-        note_parts(program.graph, selected.state.leaving, selected.asked_masks, parameters, selected.state.emit)
+    program.rows = RowsOfGraph(graph)
+    SelectedRows(program.rows, of_rows).rewrite()
 
 
 def fuse_expert_loops(program: TracedProgram) -> None:
     """Make loops whose iterations do the same with the rows of one expert one iteration over all experts."""
-    if (selected := program.selected) is not None:
-        state = selected.state
-        taken = TakenRows(state.gathers, state.positions)
-        as_one(program.graph, state.turns, state.emit_as, selected.put_back.write_turn, taken)
+    if (rows := program.rows) is not None:
+        taken = TakenRows(rows.gathers, rows.positions)
+        as_one(program.graph, rows.turns, rows.emit_as, RowsPutBack(rows).write_turn, taken)
 
 
 def _asks_for_rows(node: Node) -> bool:
-    """Whether a node is the question of a branch that does nothing but work on rows."""
+    """Check whether a node is the question of a branch that does nothing but work on rows."""
     return node.op == "call_function" and name_of(node.target) == TAKEN and str(node.args[1]).endswith(OF_ROWS)
 
 
 def _compared_by(mask: Node) -> Any:
-    """The numbers of which a mask says where one of them is: ``picked == e``, or an element of their ``one_hot``."""
+    """Return the numbers that a mask compares with one: ``picked == e``, or an element of their ``one_hot``."""
     if mask.target is aten.eq.Scalar:
         return behind(mask.args[0], CASTS)
     hot, _ = hot_by_dim(mask.args[0].args[0])  # type: ignore[union-attr]
@@ -98,8 +89,10 @@ def _compared_by(mask: Node) -> Any:
 
 
 def _are_counts_of(counts: Any, numbers: Any) -> bool:
-    """Whether counts say how often each of these numbers occurs: they were counted, or are the groups of places by the
-    counts' running sums."""
+    """Check whether counts say how often each of these numbers occurs.
+
+    They were counted, or the numbers are the groups of places by the counts' running sums.
+    """
     if not isinstance(numbers, Node):
         return False
     if counted_numbers(counts) is numbers:
@@ -120,19 +113,18 @@ class SelectedRows:
             last node that was made before it asked.
         finders: nodes that find rows by a mask.
         masks: of numbers that select where they are not 0, the mask.
-        asked_masks: the masks for which the model's code asks whether they select any rows, and the node that asks.
     """
 
-    def __init__(self, graph: Graph, asked: Mapping[Node, Node]) -> None:
-        self.state = RowsOfGraph(graph)
+    def __init__(self, state: RowsOfGraph, asked: Mapping[Node, Node]) -> None:
+        self.state = state
         self.put_back = RowsPutBack(self.state)
         self.joined = JoinedRows(self.state, self.put_back, self._take)
         self.asked = asked
         self.finders: set[Node] = set()
         self.masks: dict[Node, Node] = {}
-        self.asked_masks: dict[Node, Node] = {}
 
     def rewrite(self) -> None:
+        """Replace all nodes of selected rows, and make writes in branches on them conditional."""
         for node in list(self.state.graph.nodes):
             self.state.node = node
             if node.op == "output":
@@ -143,7 +135,7 @@ class SelectedRows:
             ):
                 with self.state.graph.inserting_before(node):
                     self._take(node)
-        asked = self.asked_masks = self._asked_masks()
+        asked = self.state.asked = self._asked_masks()
         write_where_there_are_rows(
             self.state.graph, self._masks_of_rows(), asked, self.state.leaving, {*self.state.gone, *self.state.written},
             self.state.emit, self.state.refused_at,
@@ -157,11 +149,11 @@ class SelectedRows:
         return {node: self.state.same.root(rows.mask) for node, rows in each.items() if not isinstance(rows, Joined)}
 
     def _asked_masks(self) -> dict[Node, Node]:
-        """The masks for which the model's code asks whether they select any rows, and the node that asks; where it was
-        a number of rows, the last one that was made before.
+        """Return the masks for which the model's code asks whether they select any rows, and the nodes that ask.
 
-        Such a branch is none where it does nothing but work on these rows: no rows count as nothing, and the way on
-        which they are used was followed (:mod:`autopar.capture.branches.masks`). Its question goes.
+        Where it asks for a number of rows, that is the last node that was made before. Such a branch is none where it
+        does nothing but work on these rows: no rows count as nothing, and the branch that uses them was traced
+        (:mod:`autopar.capture.branches.masks`). Its question goes.
         """
         mask_of = self._masks_of_rows()
         masks = set(mask_of.values())
@@ -186,8 +178,11 @@ class SelectedRows:
         return asked
 
     def _asked_by_count(self, question: Node, mask: Node) -> None:
-        """A branch that is entered where a count of rows says so: where that is not known to be the number that the
-        mask selects, it is checked at every call that they agree."""
+        """Drop the question of a branch that is entered where a count of rows says so.
+
+        Where the count is not known to be the number of rows that the mask selects, it is checked at every call that
+        both agree.
+        """
         compared: Any = behind(question.args[0], CASTS)
         self.state.gone.append(question)
         if compared.target not in COMPARED:
@@ -245,7 +240,7 @@ class SelectedRows:
         self.state.gone.append(node)
 
     def _mask(self, node: Any) -> Node:
-        """bool, of numbers that are not 0."""
+        """Return the mask of numbers that are not 0."""
         if is_mask(node):
             return node  # type: ignore[no-any-return]
         if node not in self.masks:
@@ -296,7 +291,7 @@ class SelectedRows:
             self.state.rows[node.args[0]] = self.state.rows[node]  # type: ignore[index]
 
     def _takes_coordinate(self, node: Node, rows: Rows) -> bool:
-        """Positions of rows, taken from a tensor of them or in another shape."""
+        """Take positions of rows from a tensor of them, or in another shape; return whether the node does so."""
         name, out = str(node.target), node.meta["val"]
         n = val_of(rows.mask).dim()
         if rows.coordinate == EVERY:
@@ -342,7 +337,7 @@ class SelectedRows:
         return self._of_positions(tensor, masks.pop(), at_dims)  # type: ignore[arg-type]
 
     def _of_positions(self, tensor: Any, mask: Node, at_dims: dict[int, int]) -> Rows:
-        """A tensor, indexed in these dims by these coordinates of the mask's positions."""
+        """Return a tensor, indexed in these dims by these coordinates of the mask's positions."""
         shape, val = val_of(mask).shape, val_of(tensor)
         dims = sorted(at_dims)
         lead = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
@@ -365,4 +360,4 @@ class SelectedRows:
         self.state.gathers[rows] = tensor, at_dims
         return Rows(mask, rows, len(before), None, fresh=True)
 
-__all__ = ["SelectedRows", "compute_all_rows", "fuse_expert_loops", "note_parameters_taking_part"]
+__all__ = ["SelectedRows", "compute_all_rows", "fuse_expert_loops"]

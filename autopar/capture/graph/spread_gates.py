@@ -1,6 +1,6 @@
-"""Weights of a token for all experts, of which those that a top-k picked are not zero: ``gates[:, e] > 0`` asks for the
-tokens of an expert as ``(picked == e).any(-1)`` does.
+"""Gates: weights of a token for all experts, of which those that a top-k picked are not zero.
 
+``gates[:, e] > 0`` asks for the tokens of an expert as ``(picked == e).any(-1)`` does.
 ``gates = zeros.scatter(1, picked, weights)`` spreads the weights of each row of a top-k over the columns of its
 numbers; so does a softmax of what was spread over minus infinity. Scaled, or multiplied by anything, zeros stay zeros.
 """
@@ -28,7 +28,7 @@ NONZERO = (aten.ne.Scalar, aten.gt.Scalar)
 
 
 def column_of(mask: Any) -> tuple[Node, Any, int] | None:
-    """The gates of which a mask says where a column is not zero, the operator that compares, and which column."""
+    """Return the gates of which a mask says where a column is not zero, the operator that compares, and the column."""
     select: Any = mask
     compared: Any = None
     if select.target in NONZERO:
@@ -45,8 +45,10 @@ def column_of(mask: Any) -> tuple[Node, Any, int] | None:
 
 
 def numbers_spread(gates: Any, others: float = 0.0) -> Any:
-    """The columns of ``gates`` [rows n] that may hold something else than ``others``, int [rows k], all different in a
-    row; None where that is not known."""
+    """Return the columns of ``gates`` [rows n] that may hold something else than ``others``, int [rows k].
+
+    They are all different in a row; None where they are not known.
+    """
     gates = behind(gates, CASTS)
     if not isinstance(gates, Node) or gates.meta["val"].dim() != 2:
         return None
@@ -67,14 +69,14 @@ def numbers_spread(gates: Any, others: float = 0.0) -> Any:
 
 
 def _is_filled(node: Any, number: float) -> bool:
-    """Whether a tensor is full of a number."""
+    """Check whether a tensor is full of a number."""
     if number == 0 and name_of(node.target).startswith(ZEROS):
         return True
     return name_of(node.target) in FILLED and node.args[-1] == number
 
 
 def _writers(tensor: Any) -> list[Any]:
-    """What writes to a tensor, through views too."""
+    """Return the nodes that write to a tensor, through views too."""
     found: list[Any] = []
     todo, seen = [tensor], set[Any]()
     while todo:
@@ -91,7 +93,7 @@ def _writers(tensor: Any) -> list[Any]:
 
 
 def _picked(spread: Any) -> Any:
-    """The numbers by which weights are spread over columns, where a top-k of each row has picked them."""
+    """Return the numbers by which weights are spread over columns, where a top-k of each row has picked them."""
     _, dim, index = spread.args[:3]
     picked: Any = behind(index, CASTS)
     while isinstance(picked, Node) and picked.target in (aten.slice.Tensor, aten.unsqueeze.default):

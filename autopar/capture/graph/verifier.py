@@ -27,10 +27,7 @@ class PassError(CaptureError):
 
 
 def verify(name: str, subject: TracedProgram | Draft | Graph, before: TracedProgram | Draft | Graph) -> None:
-    """Check the result of a pass.
-
-    Args:
-        before: what the pass was given; of a traced program, the same object.
+    """Check the result of a pass; ``before`` is its input, the same object for a traced program.
 
     Raises:
         PassError: with the pass, the node and the fault.

@@ -2,7 +2,7 @@
 
 torch's kernel for tensors without values takes bfloat16 alone, and how many numbers ``bincount`` gives depends on data.
 While a model is traced the first is an operator of autopar's, which the graph turns into products of rows in their own
-order (:mod:`autopar.capture.graph.sorted_rows`), and of counts there are ``minlength``: a larger number is an error.
+order (:mod:`autopar.capture.patterns.sorted_rows`), and of counts there are ``minlength``: a larger number is an error.
 
 ``parts = rows.split(counts.tolist())`` has sizes that depend on data; here a part is what a mask selects, that of the
 rows' places in the group (:mod:`autopar.capture.graph.selected_rows`), and where all parts are put together again, in

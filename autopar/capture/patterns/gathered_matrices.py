@@ -25,6 +25,7 @@ from autopar.capture.graph.exported_nodes import name_of
 from autopar.capture.graph.row_by_row import is_by_element
 from autopar.capture.graph.rows_of_graph import NodeMaker
 from autopar.capture.graph.same_masks import behind
+from autopar.capture.passes import PROGRAM, Pass, register
 
 aten = torch.ops.aten
 FOUND = ("aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.max.dim", "aten.min.dim")
@@ -74,8 +75,7 @@ def _gathered(node: Any) -> _Gathered | None:
 
 @dataclass(frozen=True)
 class _Product:
-    """Letters for the dims of what is multiplied, of the matrices, of their index and of the result; of a dim of size 1
-    that is repeated, there is None."""
+    """A product, with letters for the dims of rows, matrices, index and result; None for a repeated dim of size 1."""
 
     rows: Node
     of_rows: Sequence[str | None]
@@ -141,7 +141,7 @@ class _Products(NodeMaker):
         return None
 
     def _made(self, product: _Product) -> Node | None:
-        """The product by rows, in the shape of the result."""
+        """Make the product by rows, in the shape of the result."""
         of_rows = {letter for letter in product.of_rows if letter is not None}
         summed = [c for c in product.of_matrix if c in of_rows and c not in product.of_result]
         kept = [c for c in product.of_matrix if c in product.of_result and c not in of_rows]
@@ -174,7 +174,7 @@ class _Products(NodeMaker):
     def _as_rows(
         self, x: Node, letters: Sequence[str | None], lead: Sequence[str], rest: Sequence[str], sizes: dict[str, int]
     ) -> Node:
-        """A tensor with these dims in front, repeated where it has none of them, as rows [rows ...]."""
+        """Return a tensor with these dims in front, repeated where it has none of them, as rows [rows ...]."""
         shape = x.meta["val"].shape
         named = [c for c in letters if c is not None]
         if len(named) < len(letters):
@@ -189,7 +189,7 @@ class _Products(NodeMaker):
         return self.emit(aten.reshape.default, (x, [prod(full[: len(lead)]), *full[len(lead) :]]))
 
     def _by_element(self, node: Node) -> Node | None:
-        """What is computed of such tensors element by element, of their rows."""
+        """Compute rows in place of an operator that works element by element on such tensors."""
         given = [n for n in node.all_input_nodes if n in self.flat]
         schema = getattr(node.target, "_schema", None)
         if not given or not is_by_element(node) or schema is None or schema.is_mutable:
@@ -206,4 +206,9 @@ class _Products(NodeMaker):
         return result
 
 
+register(
+    Pass("gathered_matrices", PROGRAM, multiply_gathered_matrices_by_rows,
+         "a matrix that is gathered for each row costs memory, and its experts cannot be cut"),
+    before="experts_at_once",
+)  # fmt: skip
 __all__ = ["multiply_gathered_matrices_by_rows"]

@@ -26,6 +26,7 @@ from autopar.capture.graph.row_by_row import VIEWS, check
 from autopar.capture.graph.rows_of_graph import NodeMaker, Rows, val_of
 from autopar.capture.graph.run_once import is_pointwise
 from autopar.capture.graph.same_masks import SHAPED, behind
+from autopar.capture.passes import PROGRAM, Pass, register
 from autopar.errors import CaptureError
 from autopar.rules.experts.experts import EXPERTS
 
@@ -93,7 +94,7 @@ class _Unsorted(NodeMaker):
     # -- orders
 
     def _order(self, node: Any) -> _Order | None:
-        """The permutation that an index is, in any shape of one dim that matters."""
+        """Return the permutation that an index is, in any shape of one dim that matters."""
         unshaped = behind(node, SHAPED)
         if not isinstance(unshaped, Node) or not isinstance(unshaped.meta.get("val"), torch.Tensor):
             return None
@@ -104,7 +105,7 @@ class _Unsorted(NodeMaker):
         return _Order(unshaped, sorted_)
 
     def _index(self, node: Any) -> tuple[_Order, int] | None:
-        """An order, and by how much its places are divided: ``order // k`` says which token each row is of."""
+        """Return the order in an index, and its divisor: ``order // k`` is the token of each row."""
         unshaped = behind(node, SHAPED)
         if isinstance(unshaped, Node) and unshaped.target in (aten.floor_divide.default, aten.div.Tensor_mode):
             by = unshaped.args[1]
@@ -116,7 +117,7 @@ class _Unsorted(NodeMaker):
         return None if order is None else (order, 1)
 
     def _index_of_rows(self, node: Any) -> tuple[_Order, int] | None:
-        """The same of an index that has a column for each feature."""
+        """Return the order in an index that has a column for each feature, and its divisor."""
         if not isinstance(node, Node) or node.target is not aten.expand.default:
             return None
         column: Any = node.args[0]
@@ -129,7 +130,7 @@ class _Unsorted(NodeMaker):
     # -- in
 
     def _taken(self, node: Node, name: str) -> bool:
-        """Whether a node takes rows by an order."""
+        """Check whether a node takes rows by an order."""
         index: tuple[_Order, int] | None = None
         source: Any = node.args[0] if node.args else None
         if name == "aten.index.Tensor" and len(node.args[1]) == 1:  # type: ignore[arg-type]
@@ -172,7 +173,7 @@ class _Unsorted(NodeMaker):
             self.in_place[product] = self.in_place.pop(node)
 
     def _grouped(self, node: Node) -> None:
-        """The group of each place, by the ends of groups: in the rows' own order it is their routing."""
+        """Replace the group of each place, by the ends of groups: in the rows' own order it is their routing."""
         ends, places = node.args[:2]
         n = int(node.meta["val"].shape[0]) if node.meta["val"].dim() == 1 else 0
         whole = isinstance(places, Node) and name_of(places.target).startswith("aten.arange") and n in places.args
@@ -185,14 +186,14 @@ class _Unsorted(NodeMaker):
             self.in_place[node] = self._routing(orders[-1], ends), orders[-1]
 
     def _groups(self, ends: Any, n: int) -> Node:
-        """The group of each place, int [n]."""
+        """Return the group of each place, int [n]."""
         kind = {"dtype": torch.int64, "device": val_of(ends).device}
         places = self.emit(aten.arange.start_step, (0, n, 1), kind)
         ends = self.emit(aten.to.dtype, (ends, torch.int64))
         return self.emit(aten.searchsorted.Tensor, (ends, places), {"right": True})
 
     def _routing(self, order: _Order, ends: Any) -> Node:
-        """The expert of each row in its own order, int [rows]."""
+        """Return the expert of each row in its own order, int [rows]."""
         if ends not in self.routing:
             if _counted(ends) is behind(order.of, CASTS):
                 routing = self.emit(aten.reshape.default, (order.of, [-1]))
@@ -240,7 +241,7 @@ class _Unsorted(NodeMaker):
             self.in_place[node] = computed, order
 
     def _others_have_rows(self, node: Node, args: list[Node], n: int) -> bool:
-        """Whether rows that are not sorted meet those that are: they would stand at other places."""
+        """Check whether rows that are not sorted meet those that are: they would stand at other places."""
         if name_of(node.target).split(".")[1] in VIEWS:
             return False
         others: list[Any] = [x.meta.get("val") for x in node.all_input_nodes if x not in args and not _is_filled(x)]
@@ -250,7 +251,7 @@ class _Unsorted(NodeMaker):
     # -- out
 
     def _put_back(self, node: Node, name: str) -> bool:
-        """Whether rows are put in their places again, or added up by them."""
+        """Check whether rows are put in their places again, or added up by them."""
         args: Any = node.args
         if name in PUTS and len(args[1]) == 1 and args[2] in self.in_place and not any(args[3:]):
             index = self._index(args[1][0])
@@ -278,7 +279,7 @@ class _Unsorted(NodeMaker):
         return False
 
     def _written(self, node: Node, result: Node) -> bool:
-        """A node becomes another one that makes the same; what wrote in place still does."""
+        """Replace a node by one with the same result, which writes in place where the node did."""
         if name_of(node.target).split(".")[1].endswith("_"):
             result = self.emit(aten.copy_.default, (node.args[0], result))
         node.replace_all_uses_with(result)
@@ -295,11 +296,16 @@ def _has_rows(val: Any, n: int) -> bool:
 
 
 def _counted(ends: Any) -> Any:
-    """The numbers of which a tensor holds the running counts, ``bincount(x).cumsum(0)``; None of any other."""
+    """Return the numbers of which a tensor holds the running counts, ``bincount(x).cumsum(0)``; else None."""
     total = behind(ends, CASTS)
     if not isinstance(total, Node) or total.target is not aten.cumsum.default:
         return None
     return counted_numbers(total.args[0])
 
 
+register(
+    Pass("sorted_rows", PROGRAM, keep_rows_in_place,
+         "no rank has all rows to sort them by expert, and experts give the same for rows in any order"),
+    before="experts_at_once",
+)  # fmt: skip
 __all__ = ["keep_rows_in_place"]

@@ -11,7 +11,7 @@ is a set of masks, one of which has to select rows for a gradient to come there,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch.fx import Graph, Node
 
 from autopar.capture.branches.data_branches import TAKEN
 from autopar.capture.graph.conditional_writes import writes
+from autopar.capture.graph.drafts import TracedProgram
 from autopar.capture.graph.expert_turns import routing
 from autopar.capture.graph.exported_nodes import flat, name_of
+from autopar.capture.passes import PROGRAM, Pass, register
 from autopar.capture.trace.unused_parameters import TOOK_PART
 
 aten = torch.ops.aten
@@ -30,25 +32,20 @@ PASSES_NOTHING = ("aten.detach.default", TAKEN, TOOK_PART)
 Emit = Callable[..., Any]
 
 
-def note_parts(
-    graph: Graph, leaving: Mapping[Node, Node], asked: Collection[Node], parameters: Collection[str], emit: Emit
-) -> None:
-    """Note which parameters take part only where masks select rows.
-
-    Args:
-        leaving: where selected rows become part of a tensor of all, and the mask that selects them.
-        asked: the masks for which the model's code asks whether they select any.
-        parameters: names of the inputs of the graph that are parameters.
-        emit: makes a node.
-    """
-    reached = _reached_by(graph, leaving, set(asked))
+def note_parameters_taking_part(program: TracedProgram) -> None:
+    """Note which parameters take part in a call only where masks select rows."""
+    if (rows := program.rows) is None:
+        return
+    graph, leaving, emit = program.graph, rows.leaving, rows.emit
+    parameters = program.exported.graph_signature.inputs_to_parameters
+    reached = _reached_by(graph, leaving, set(rows.asked))
     masks_of = {
         node: reached[node] for node in graph.nodes
         if node.op == "placeholder" and node.name in parameters and reached[node] and ALWAYS not in reached[node]
     }  # fmt: skip
     order = {node: k for k, node in enumerate(graph.nodes)}
     last = {mask: node for node, mask in sorted(leaving.items(), key=lambda item: order[item[0]])}
-    groups: dict[Any, list[Node]] = {}
+    groups: dict[object, list[Node]] = {}
     for mask in sorted({mask for masks in masks_of.values() for mask in masks}, key=lambda mask: order[mask]):
         compared = routing(mask)
         groups.setdefault(mask if compared is None else compared[0], []).append(mask)
@@ -62,14 +59,14 @@ def note_parts(
 
 
 def _emitted_at(place: Node, emit: Emit, *call: Any) -> Any:
-    """A node that stands in the module and at the line of another."""
+    """Make a node in the module and at the line of another."""
     emitted = emit(*call)
     emitted.meta = {**place.meta, "val": emitted.meta["val"]}
     return emitted
 
 
 def _taken(masks: list[Node], emit: Emit) -> tuple[Any, dict[Node, int]]:
-    """Whether each mask selects any rows, bool [n], and the element of each."""
+    """Check whether each mask selects any rows, bool [n], and the element of each."""
     numbers = [compared[1] for mask in masks if (compared := routing(mask)) is not None]
     first = masks[0]
     if first.target is aten.eq.Scalar and numbers == list(range(len(masks))):  # of one tensor of numbers: all at once
@@ -83,7 +80,7 @@ def _taken(masks: list[Node], emit: Emit) -> tuple[Any, dict[Node, int]]:
 
 
 def _reached_by(graph: Graph, leaving: Mapping[Node, Node], asked: set[Node]) -> dict[Node, frozenset[Any]]:
-    """The masks one of which must select rows for a gradient to come to a node; no masks where none ever comes."""
+    """Return, by node, the masks of which one must select rows for a gradient to reach it; empty where none can."""
     reached: dict[Node, frozenset[Any]] = {}
     always = frozenset([ALWAYS])
     for node in reversed(graph.nodes):
@@ -100,7 +97,7 @@ def _reached_by(graph: Graph, leaving: Mapping[Node, Node], asked: set[Node]) ->
 def _passed(
     user: Node, reached: Mapping[Node, frozenset[Any]], leaving: Mapping[Node, Node], asked: set[Node]
 ) -> frozenset[Any]:
-    """What a reader of a value passes of its gradient."""
+    """Return the masks under which a reader of a value passes its gradient on."""
     masks = reached[user]
     if not masks or (user.op == "call_function" and not _is_differentiable(user)):
         return frozenset()
@@ -115,4 +112,8 @@ def _is_differentiable(node: Node) -> bool:
     return any(not isinstance(v, torch.Tensor) or v.is_floating_point() or v.is_complex() for v in values)
 
 
-__all__ = ["note_parts"]
+register(
+    Pass("parameters_taking_part", PROGRAM, note_parameters_taking_part,
+         "an expert without rows has no gradient in eager mode", ("selected_rows",)),
+)  # fmt: skip
+__all__ = ["note_parameters_taking_part"]

@@ -17,6 +17,7 @@ from autopar.capture.graph.conditional_writes import writes
 from autopar.capture.graph.drafts import TracedProgram
 from autopar.capture.graph.exported_nodes import flat, is_symbolic, name_of
 from autopar.capture.graph.rows_of_graph import selects
+from autopar.capture.passes import PROGRAM, Pass, register
 
 aten = torch.ops.aten
 REGION = "wrap_with_set_grad_enabled"
@@ -64,7 +65,7 @@ def _write_out(region: Node, body: GraphModule) -> None:
 
 
 def _detached(given: Any) -> Any:
-    """What is read without a gradient; what wants none, such as a buffer, stays what it is."""
+    """Detach a value that requires a gradient; return others as they are."""
     val = given.meta.get("val") if isinstance(given, Node) else None
     if not isinstance(val, torch.Tensor) or not val.requires_grad:
         return given
@@ -73,4 +74,9 @@ def _detached(given: Any) -> Any:
     return detached
 
 
+register(
+    Pass("inlined_regions", PROGRAM, inline_regions_of_rows,
+         "selected rows are followed operator by operator, also into regions without gradients"),
+    before="selected_rows",
+)  # fmt: skip
 __all__ = ["inline_regions_of_rows"]
