@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 
-from autopar.capture.branches.random_answers import answering
 from autopar.capture.branches.random_branches import Explorer
 from autopar.capture.graph.building import GraphBuilder
 from autopar.capture.python.generators import draw_place, same_state
 from autopar.capture.python.guards import Guards, repeated
 from autopar.capture.python.python_reads import Recorder, Written, undone
+from autopar.capture.trace.decisions import Attempt
+from autopar.capture.trace.recording import Answer
 from autopar.capture.trace.tracing import export
 from autopar.errors import AutoparError, CaptureError
 
 
 def traced(
-    module: torch.nn.Module, args: Any, kwargs: Any, prefix: str, loss_fn: Callable[..., Any] | None
+    module: torch.nn.Module, args: Any, kwargs: Any, prefix: str, loss_fn: Callable[..., Any] | None, attempt: Attempt
 ) -> tuple[Guards, Any, GraphBuilder, Any]:
     """``(guards, exported program, builder, what it built)`` of a call of ``module``.
 
@@ -28,11 +29,11 @@ def traced(
     """
     functions = (loss_fn,) if loss_fn is not None else ()
 
-    def once() -> tuple[Recorder, Any]:
+    def once(answer: Answer = lambda number, site: False) -> tuple[Recorder, Any]:
         recorder = Recorder(module, prefix, functions)
         with undone(recorder):
             with recorder:
-                exported = export(module, args, kwargs)
+                exported: Any = export(module, args, kwargs, attempt, answer)
             exported.left = recorder.left.all
             for owner, name in recorder.set_on_none.values():
                 setattr(owner, name, None)
@@ -43,7 +44,7 @@ def traced(
             drawn = recorder.drew()
             if drawn:
                 before = recorder.states()
-                place = draw_place(lambda: export(module, args, kwargs), recorder.states)
+                place = draw_place(lambda: export(module, args, kwargs, attempt, answer), recorder.states)
                 again = not all(map(same_state, before, recorder.states()))
                 recorder.set_back()
                 _refuse_draws(drawn, place, again)
@@ -52,9 +53,8 @@ def traced(
     def whole(exported: Any, recorder: Recorder) -> tuple[GraphBuilder, Any]:
         """The graph of a trace; of one in which Python asked for random numbers, that of all its branches."""
 
-        def again(answer: Any) -> tuple[GraphBuilder, Any]:
-            with answering(answer):
-                trial, exported = once()
+        def again(answer: Answer) -> tuple[GraphBuilder, Any]:
+            trial, exported = once(answer)
             trial.undo()
             recorder.learn(trial)
             return GraphBuilder(module, exported, prefix), exported

@@ -27,6 +27,7 @@ _BEHIND_A_TENSOR = (
 _SIZE_FIRST = (torch.full,)
 """Functions whose first argument alone is made of numbers."""
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+READING_NUMBERS = (*_OF_SIZES, *_BEHIND_A_TENSOR, *_SIZE_FIRST, *_INDEXED)
 
 
 def with_numbers(
@@ -74,4 +75,4 @@ def _is_a_number(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and tensor.dtype in (torch.int64, torch.int32)
 
 
-__all__ = ["with_numbers"]
+__all__ = ["READING_NUMBERS", "with_numbers"]

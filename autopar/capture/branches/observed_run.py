@@ -19,7 +19,6 @@ from autopar.capture.branches.data_branches import (
     PLACES,
     REPEATED,
     SAME,
-    Ways,
     asked_for_rows_only,
     can_be_listed,
     is_integer,
@@ -32,14 +31,18 @@ from autopar.capture.branches.numbers_given import with_numbers
 from autopar.capture.branches.random_answers import site_of
 from autopar.capture.branches.unknown_numbers import DIGITS, Drawn, checked
 from autopar.capture.python.restoring import generators_kept, kept
+from autopar.capture.trace.decisions import Answers
 from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
 
 
-def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ways:
-    """What ``module(*args, **kwargs)`` answers; nothing where tensors have no values. The module is left as it was."""
+def answers_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answers:
+    """Run ``module(*args, **kwargs)`` and return what it answered; nothing where tensors have no values.
+
+    The module is left as it was.
+    """
     tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
     if any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors):
-        return Ways()
+        return Answers()
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (tuple(args), dict(kwargs))
     )
@@ -49,7 +52,7 @@ def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             module(*args, **kwargs)
         steady = frozenset(name for name, version in _versions(module).items() if before.get(name) == version)
     answers = {site: [heard.masks.answers.get(site, a) for a in given] for site, given in heard.answers.items()}
-    return Ways({**answers, **heard.always_listed()}, listed=heard.listed, steady=steady, observed=True)
+    return Answers({**answers, **heard.always_listed()}, listed=heard.listed, steady=steady, observed=True)
 
 
 def _versions(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -177,4 +180,4 @@ class _Hearing(TorchFunctionMode):
         return result
 
 
-__all__ = ["ways_of"]
+__all__ = ["answers_of"]

@@ -18,9 +18,10 @@ import torch
 
 from autopar.capture.branches.branch_equivalence import computes
 from autopar.capture.branches.joining_drafts import Apart, Union, is_flag
-from autopar.capture.branches.random_answers import Answer, Question
+from autopar.capture.branches.random_answers import Question
 from autopar.capture.branches.uniting_traces import United, unite
 from autopar.capture.graph.building import Draft, GraphBuilder
+from autopar.capture.trace.recording import Answer
 from autopar.errors import CaptureError
 
 MOST_ALONE = 16

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from autopar.capture.python.frozen_values import OTHER, Held, items_in
+from autopar.capture.trace.recording import under_way
 from autopar.errors import CaptureError
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -77,11 +77,9 @@ class OfTheCallBefore(torch.Tensor):
     """Stands in an attribute in place of a tensor of the call before: it is no other object, and a tensor; nothing else
     may be asked of it by a forward."""
 
-    in_forward: ContextVar[bool] = ContextVar("a forward is traced", default=False)
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if cls.in_forward.get():
+        if (now := under_way()) is not None and now.in_forward:
             raise CaptureError("a tensor of the call before is read")
         return super().__torch_function__(func, types, args, kwargs or {})
 

@@ -43,6 +43,7 @@ from autopar.capture.python.generators import global_states, is_generator, same_
 from autopar.capture.python.globals_read import Free, free_values
 from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.user_lines import from_machinery, user_line
+from autopar.capture.trace.recording import under_way
 from autopar.capture.trace.value_origins import depends_on_data
 from autopar.torch_private import FakeTensor, pytree
 
@@ -139,7 +140,6 @@ class Recorder:
 
     def __exit__(self, *error: Any) -> None:
         self.lookups.active = False
-        OfTheCallBefore.in_forward.set(False)
         self.begin.remove()
         self.end.remove()
         self._ended()
@@ -185,9 +185,8 @@ class Recorder:
         if is_generator(value):
             self.generators.setdefault(id(value), (value, ReadValue(path, name, None).label, state_of(value)))
             return
-        in_forward = OfTheCallBefore.in_forward.set(False)  # it is the recorder that looks at the tensors
-        frozen_value = frozen(value)
-        OfTheCallBefore.in_forward.reset(in_forward)
+        with _outside_forward():  # the recorder itself looks at the tensors
+            frozen_value = frozen(value)
         if key in self.counted:  # not only counted: what the next call reads is another value
             if not only_counts(frame, name):
                 read, value = self.counted[key][1:]
@@ -280,7 +279,7 @@ class Recorder:
 
     def _forward_begins(self, *call: Any) -> None:
         self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
-        OfTheCallBefore.in_forward.set(True)
+        _set_in_forward(True)
 
     def _buffers_before(self) -> list[torch.Tensor | None]:
         """The trace's buffers as they were when forward began."""
@@ -292,7 +291,7 @@ class Recorder:
         Returns:
             The model's output, with what it leaves in attributes if that is something.
         """
-        OfTheCallBefore.in_forward.set(False)
+        _set_in_forward(False)
         for key, before in self.before.items():
             read = self.first[key][1]
             container = self.raw[key]
@@ -474,6 +473,24 @@ class Recorder:
         for name, tensor in constants.items():
             guards.watch(name, tensor)
         return guards
+
+
+def _set_in_forward(inside: bool) -> bool:
+    """Note whether the model's code runs, and return whether it did; outside a trace it does not count."""
+    now = under_way()
+    before = now is not None and now.in_forward
+    if now is not None:
+        now.in_forward = inside
+    return before
+
+
+@contextlib.contextmanager
+def _outside_forward() -> Iterator[None]:
+    before = _set_in_forward(False)
+    try:
+        yield
+    finally:
+        _set_in_forward(before)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ Where no gradient flows into a call its backward never runs, and its forward is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -20,7 +20,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from autopar.capture.trace import checkpointed_regions
-from autopar.capture.trace.own_checkpoints import as_region
 from autopar.capture.trace.recording import now, refuse
 from autopar.rules.function import PLAIN, Callee, ReadTensor, identity_of, on_zeros, swapped, tensors_of
 from autopar.torch_private import (
@@ -33,10 +32,13 @@ from autopar.torch_private import (
 )
 from autopar.words.autocasting import autocast_now
 
+AS_REGION: list[Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable[[], Any] | None]] = []
+"""Functions that return a call of an ``autograd.Function`` as a region of the trace, where it is one; of patterns."""
+
 
 @contextlib.contextmanager
 def whole_functions(model: torch.nn.Module) -> Iterator[None]:
-    """Calls of Functions are recorded as they are, also through an ``apply`` that was taken off its class before."""
+    """Record calls of Functions as they are, also through an ``apply`` that was taken off its class before."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if now() is None or functorch_is_active():
@@ -191,8 +193,8 @@ def _call(cls: Any, args: Any, kwargs: Any, model: torch.nn.Module) -> Any:
         return _plainly(cls, a, kw)
 
     flows = torch.is_grad_enabled() and any(leaves[k].requires_grad for k in tensors if k not in hidden)
-    if flows and (checkpointed := as_region(cls, args, kwargs)) is not None:
-        return checkpointed()
+    if flows and (region := next(filter(None, (find(cls, args, kwargs) for find in AS_REGION)), None)) is not None:
+        return region()
     trial = _try(run, leaves, name)
     if not flows and not trial.opaque:
         return _plainly(cls, args, kwargs)
@@ -283,4 +285,4 @@ def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: 
     return give(trial.result)
 
 
-__all__ = ["whole_functions"]
+__all__ = ["AS_REGION", "whole_functions"]

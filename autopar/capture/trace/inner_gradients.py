@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -25,28 +24,16 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor,
 )
-from torch.overrides import TorchFunctionMode
 
 from autopar.capture.graph.exported_nodes import storage_of
-from autopar.capture.trace.recording import DATA, FUNCTION, HOOK, now, refuse
-from autopar.errors import CaptureError
+from autopar.capture.trace.decisions import Undecided
+from autopar.capture.trace.patches import PASS, Function
+from autopar.capture.trace.recording import DATA, FUNCTION, HOOK, now, refuse, under_way
 from autopar.torch_private import FakeTensor, OpOverload, plainly, pytree
 
 ADVICE = (
     "write the gradient out, or put it into an autograd.Function that computes it in its own forward"
 )  # fmt: skip
-
-_IN_PLAIN: ContextVar[bool] = ContextVar("in_plain", default=False)
-
-
-class KeptInside(Exception):
-    """Autograd needs a value that an operator made for itself: the model is traced again, :func:`in_plain_operators`.
-    ``error`` is what to say if that does not help."""
-
-    def __init__(self, error: CaptureError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
 
 def gradients(grad: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``grad(*args, **kwargs)`` of traced tensors, as operators of the trace.
@@ -211,7 +198,8 @@ class _Kept:
             f"torch.autograd.grad inside a forward: {func} needs a value of shape {list(value.shape)} that an operator "
             "of the forward keeps for itself, such as the statistics of a norm,", ADVICE,
         )  # fmt: skip
-        raise error if _IN_PLAIN.get() else KeptInside(error)
+        now = under_way()
+        raise error if now is None or now.attempt.decisions.plain_operators else Undecided(plain_operators=True)
 
     def _known(self, node: torch.fx.Node) -> Any:
         """What the tracer writes down for a tensor that is a node's."""
@@ -265,28 +253,14 @@ def _as_view(base: torch.Tensor, value: torch.Tensor) -> Callable[[Any, Callable
 # --- operators that keep values of their own -------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def in_plain_operators() -> Iterator[None]:
-    """Operators that keep values of their own for the backward are written in such as keep only what they get and give:
-    norms with their statistics, a cross entropy with its probabilities, attention, and products of what must be copied
-    first."""
-    token = _IN_PLAIN.set(True)
-    try:
-        with _InPlain():
-            yield
-    finally:
-        _IN_PLAIN.reset(token)
+def in_plain_operators(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write an operator that keeps values of its own for the backward in ones that keep only what they get and give.
 
-
-class _InPlain(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _PLAIN_FORMS and get_proxy_mode() is not None:
-            with self:
-                plain = _PLAIN_FORMS[func](*args, **kwargs)
-            if plain is not NotImplemented:
-                return plain
-        return func(*args, **kwargs)
+    These are norms with their statistics, a cross entropy with its probabilities, attention, and products of what must
+    be copied first.
+    """
+    plain = PLAIN_FORMS[func](*args, **kwargs) if get_proxy_mode() is not None else NotImplemented
+    return PASS if plain is NotImplemented else plain
 
 
 def _normed(x: Any, dims: Sequence[int], eps: float) -> Any:
@@ -409,7 +383,7 @@ def _matmul(input: Any, other: Any) -> Any:
     return torch.matmul(input.contiguous(), other.contiguous())
 
 
-_PLAIN_FORMS: dict[Any, Callable[..., Any]] = {
+PLAIN_FORMS: dict[Any, Callable[..., Any]] = {
     F.layer_norm: _layer_norm, F.group_norm: _group_norm, F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm, F.rms_norm: _rms_norm, F.dropout: _dropout, F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _attention, F.linear: _linear, torch.matmul: _matmul,
@@ -417,4 +391,4 @@ _PLAIN_FORMS: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-__all__ = ["KeptInside", "gradients", "in_plain_operators"]
+__all__ = ["PLAIN_FORMS", "gradients", "in_plain_operators"]

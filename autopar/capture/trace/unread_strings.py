@@ -12,13 +12,13 @@ import dis
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from types import CodeType
 from typing import Any
 
 import torch
 
 from autopar.capture.python.user_lines import is_users
+from autopar.capture.trace.recording import Recording
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
 
@@ -71,30 +71,22 @@ for _name in (
     setattr(_Hidden, f"__{_name}__", _operator(f"__{_name}__"))
 setattr(_Hidden, "__bool__", lambda self: bool(_asked(self)))  # noqa: B010  (of a string it is that of its length)
 
-_TRIAL: ContextVar[Trial | None] = ContextVar("trial with hidden strings", default=None)
 
 
 @contextlib.contextmanager
 def hiding(places: frozenset[int]) -> Iterator[Trial]:
-    """Traces inside have these leaves of their call hidden."""
+    """Yield a trial, for :class:`~.decisions.Decisions`, of traces in which these leaves of their call are hidden."""
     trial = Trial(places)
-    token = _TRIAL.set(trial)
     try:
         yield trial
     finally:
         trial.over = True
-        _TRIAL.reset(token)
-
-
-def are_hidden() -> bool:
-    """Whether a trace has some hidden: all of the model's code is to run then."""
-    return _TRIAL.get() is not None
 
 
 @contextlib.contextmanager
-def strings_hidden(module: torch.nn.Module) -> Iterator[None]:
-    """Around a trace of a module: its forward is given what stands for the strings."""
-    trial = _TRIAL.get()
+def strings_hidden(record: Recording) -> Iterator[None]:
+    """Give a forward stand-ins for the strings of its call, where the decisions hide them."""
+    trial: Trial | None = record.attempt.decisions.hidden
     if trial is None:
         yield
         return
@@ -111,7 +103,7 @@ def strings_hidden(module: torch.nn.Module) -> Iterator[None]:
         if asks and holds_hidden(list(frame.f_locals.values())):
             trial.read = True
 
-    handle = module.register_forward_pre_hook(hide, with_kwargs=True)
+    handle = record.module.register_forward_pre_hook(hide, with_kwargs=True)
     profile_before = sys.getprofile()
     sys.setprofile(watch)
     try:
@@ -162,4 +154,4 @@ def _without_last_numbers(path: Sequence[Any]) -> str:
     return pytree.keystr(tuple(path[:n]))
 
 
-__all__ = ["Trial", "are_hidden", "arguments_of_strings", "hiding", "holds_hidden", "keeps_hidden", "strings_hidden"]
+__all__ = ["Trial", "arguments_of_strings", "hiding", "holds_hidden", "keeps_hidden", "strings_hidden"]

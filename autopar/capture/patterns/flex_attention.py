@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.trace.patches import Patch, Phase, register
 from autopar.errors import CaptureError
 from autopar.torch_private import FLEX_NAMES, compiled_functions_run_as_they_are, pytree
 
@@ -32,7 +33,7 @@ MODULE = "torch.nn.attention.flex_attention"
 
 @contextlib.contextmanager
 def flex_attention_in_plain_operators() -> Iterator[None]:
-    """In here ``flex_attention`` runs as plain operators, which have a backward on every device.
+    """Run ``flex_attention`` as plain operators, which have a backward on every device.
 
     Code that has imported the function has the same function: what changes are names that it looks up when it runs.
     """
@@ -242,4 +243,11 @@ def says_causal(mask_mod: Callable[..., Any]) -> bool:
     return isinstance(said, _Seen) and said in (_Seen(">=", "q", "k"), _Seen("<=", "k", "q"))
 
 
-__all__ = ["flex_attention_in_plain_operators", "says_causal"]
+register(
+    Patch(
+        "flex attention", "its higher-order operator has functions of one query and one key that rules cannot see",
+        lambda _record: flex_attention_in_plain_operators(), Phase.TRACE | Phase.COMPARE,
+    )
+)  # fmt: skip
+
+__all__ = ["says_causal"]

@@ -19,13 +19,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.trace.experts_by_rows import rows_of
+from autopar.capture.trace.patches import Patch, register
 from autopar.capture.trace.unused_parameters import took_part
 from autopar.rules.experts.experts import expert_product
 
 
 @contextlib.contextmanager
-def loops_by_rows() -> Iterator[None]:
-    """The classes of :data:`BY_ROWS` that are loaded are traced row by row."""
+def _loops_by_rows() -> Iterator[None]:
+    """Trace the classes of :data:`BY_ROWS` that are loaded row by row."""
     with contextlib.ExitStack() as stack:
         for (module, name, method), by_rows in BY_ROWS.items():
             cls = getattr(sys.modules.get(f"transformers.models.{module}"), name, None)
@@ -158,4 +159,8 @@ BY_ROWS: dict[tuple[str, str, str], Callable[..., Any]] = {
 }
 """``(module of transformers.models, class, method)`` and what is traced in its place."""
 
-__all__ = ["BY_ROWS", "loops_by_rows"]
+register(
+    Patch("loops over experts", "how many rows hit an expert depends on data", lambda _record: _loops_by_rows())
+)
+
+__all__ = ["BY_ROWS"]

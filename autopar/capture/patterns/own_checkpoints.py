@@ -3,8 +3,8 @@
 Diffusion models and many scripts after them have one: ``forward`` calls a function that it gets as an argument without
 keeping anything, ``backward`` calls it again and asks ``torch.autograd.grad`` for the gradients. Kept whole like other
 Functions, its operators could not be cut, and its code would have to find the parameters of modules in its arguments.
-So a call that does just this is traced as a region (:mod:`.checkpointed_regions`), and plans decide what is computed
-again.
+So a call that does just this is traced as a region (:mod:`~autopar.capture.trace.checkpointed_regions`), and plans
+decide what is recomputed.
 
 No name says that it does just this; a trial on tensors without values does. All is watched that the two methods do:
 
@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 
 from autopar.capture.graph.exported_nodes import storage_of
 from autopar.capture.trace import checkpointed_regions
+from autopar.capture.trace.autograd_functions import AS_REGION
 from autopar.capture.trace.recording import here, now
 from autopar.rules.function import PLAIN, tensors_of
 from autopar.torch_private import DisableTorchFunction, OpOverload, SingleLevelFunction, TorchDispatchMode, pytree
@@ -108,7 +109,7 @@ class _Watch(TorchDispatchMode):
 
 
 def as_region(cls: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
-    """What computes a call of ``cls.apply`` as a region under activation checkpointing; None where it does more.
+    """Return the call of ``cls.apply`` as a region under activation checkpointing; None where it does more.
 
     Args:
         cls: the Function.
@@ -299,4 +300,4 @@ def _check_gradients(seen: _Seen, starts: Sequence[Any]) -> None:
             _check(len(where) == 1 and seen.returned[k] is asked.results[where[0]])
 
 
-__all__ = ["as_region"]
+AS_REGION.append(as_region)

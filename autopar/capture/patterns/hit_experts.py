@@ -1,5 +1,4 @@
-"""``for e in hit`` while a model is traced, where ``hit`` are the places of a mask: how many turns there are depends on
-data.
+"""Loops over the experts that were hit: ``for e in hit``, where ``hit`` are the places of a mask.
 
 ``hit = (mask.sum((-1, -2)) > 0).nonzero()`` names the experts that have rows. Where a turn does nothing but work on
 rows (:mod:`autopar.capture.branches.only_rows`), all experts have one, and each turn asks whether its expert was hit,
@@ -24,6 +23,8 @@ from autopar.capture.branches.only_rows import loop_of_rows
 from autopar.capture.branches.random_answers import site_of, users_frame
 from autopar.capture.graph.expert_counts import CASTS, number_of_choices
 from autopar.capture.graph.same_masks import behind
+from autopar.capture.trace.patches import PASS, Function, Handler, register
+from autopar.capture.trace.recording import Recording
 from autopar.capture.trace.value_origins import constant_value, depends_on_data, node_of
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor
@@ -37,7 +38,7 @@ SQUEEZED = (torch.squeeze, torch.Tensor.squeeze)
 
 
 class HitExperts:
-    """The places of masks in a trace, and the loops over them."""
+    """Handler of the places of masks in a trace, and of the loops over them."""
 
     def __init__(self) -> None:
         self._masks: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -46,8 +47,11 @@ class HitExperts:
         self._of_one: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What was indexed by a place, which has a dim of size 1 for it, and the same without."""
 
-    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a function of torch gives here; None where it is torch's to say."""
+    def __call__(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        answer = self._answer(func, args, kwargs)
+        return PASS if answer is None else answer
+
+    def _answer(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args or not isinstance(args[0], torch.Tensor):
             return None
         if func in FOUND and not kwargs and len(args) == 1 and args[0].dim() == 1 and depends_on_data(args[0]):
@@ -55,7 +59,7 @@ class HitExperts:
             self._masks.append((places, args[0]))
             return places
         if func in DISTINCT and len(args) == 1:
-            return self._distinct(args[0], **(kwargs or {}))
+            return self._distinct(args[0], **kwargs)
         if func in ITERATED:
             mask = self._mask_of(args[0])
             frame = users_frame() if mask is not None else None
@@ -170,4 +174,16 @@ def _is_one(tensor: torch.Tensor) -> bool:
     return not tensor.dim() or (tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 1)
 
 
-__all__ = ["HitExperts"]
+def _handler(record: Recording) -> HitExperts:
+    hit = HitExperts()
+    record.contexts.append(hit.lists())
+    return hit
+
+
+register(
+    Handler(
+        "hit experts", "how many experts have rows depends on data", _handler,
+        (*FOUND, *DISTINCT, *ITERATED, *SQUEEZED, *COMPARED, torch.Tensor.__getitem__), before=("expert dispatch",),
+    )
+)  # fmt: skip
+

@@ -14,22 +14,19 @@ the padded batch [rows * steps, features] in its own order, so that rows stay ro
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.nn.utils import rnn
-from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.data_branches import LABELS, LENGTHS, LONGEST
 from autopar.capture.branches.random_answers import site_of
-from autopar.capture.trace.recording import refuse
+from autopar.capture.trace.patches import PASS, Function, Handler, calling_frame, register
+from autopar.capture.trace.recording import Recording, refuse
 from autopar.capture.trace.recurrent_layers import LAYERS
 from autopar.torch_private import pytree
 
@@ -81,26 +78,24 @@ class _All(int):
     """The number of steps of a padded batch, where nobody asked for another."""
 
 
-class PackedAsPadded(TorchFunctionMode):
-    """Takes packed sequences for the padded batch that they came from."""
+class PackedAsPadded:
+    """Handler that takes packed sequences for the padded batch that they came from."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._data: dict[int, tuple[torch.Tensor, _Rows]] = {}
         self._counts: dict[int, tuple[torch.Tensor, _Rows]] = {}
         self._order: dict[int, torch.Tensor] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name == "_pack_padded_sequence":
             return self._pack(*args)
-        if name == "sort" and _caller().f_code is rnn.pack_padded_sequence.__code__:
+        if name == "sort" and calling_frame().f_code is rnn.pack_padded_sequence.__code__:
             order = torch.arange(len(args[0]), device=args[0].device)
             self._order[id(order)] = order
             return args[0], order
         if not self._data and not self._order:
-            return func(*args, **kwargs)
+            return PASS
         if name == "_pad_packed_sequence":
             return self._pad(*args)
         if func in LAYERS and id(args[1]) in self._counts:
@@ -111,7 +106,7 @@ class PackedAsPadded(TorchFunctionMode):
             return self._of_counts(func, name, args, kwargs)
         if _among(self._data, (*args, *kwargs.values())):
             return self._of_data(func, name, args, kwargs)
-        return func(*args, **kwargs)
+        return PASS
 
     def refuse_in(self, returned: Any) -> None:
         """Packed rows do not leave the model: there are more of them than torch's."""
@@ -195,7 +190,7 @@ class PackedAsPadded(TorchFunctionMode):
             return func(*args, **kwargs)
         if rows is not None and name == "__getitem__" and args[1] == 0:
             return rows.n
-        if rows is not None and name == "size" and _caller().f_code is rnn.pad_packed_sequence.__code__:
+        if rows is not None and name == "size" and calling_frame().f_code is rnn.pad_packed_sequence.__code__:
             return _All(rows.steps)
         raise self._not_packed(name)
 
@@ -274,23 +269,11 @@ def _asked(func: Any, name: str) -> str:
     return getattr(func.__self__, "__name__", "") if name == "__get__" else name
 
 
-def _caller() -> FrameType:
-    """The frame whose call of torch came here, through what other modes may watch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_name in ("__torch_function__", "_of_counts"):
-        frame = frame.f_back
-    return frame
+def _handler(record: Recording) -> PackedAsPadded:
+    handler = PackedAsPadded()
+    record.outputs_checked.append(handler.refuse_in)
+    return handler
 
 
-@contextlib.contextmanager
-def packed_as_padded(module: torch.nn.Module) -> Iterator[None]:
-    """Packed sequences inside of the module are the padded batches that they came from."""
-    with PackedAsPadded() as mode:
-        handle = module.register_forward_hook(lambda _module, _args, output: mode.refuse_in(output))
-        try:
-            yield
-        finally:
-            handle.remove()
+register(Handler("packed sequences", "the number of packed rows depends on the lengths", _handler))
 
-
-__all__ = ["PackedAsPadded", "packed_as_padded"]

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from autopar.capture.trace.patches import Patch, Phase, register
 from autopar.errors import CaptureError
 from autopar.torch_private import VARLEN_OPERATOR
 
@@ -25,8 +26,7 @@ MODULE = "torch.nn.attention.varlen"
 
 @contextlib.contextmanager
 def varlen_attention_in_plain_operators() -> Iterator[None]:
-    """In here ``varlen_attn`` runs as plain operators, which every device has: in a trace, and where the example is run
-    to hear what the model asks of it."""
+    """Run ``varlen_attn`` as plain operators, which every device has."""
     try:  # a forward may be the first to import it
         importlib.import_module(MODULE)
     except ImportError:  # this torch has none
@@ -101,5 +101,12 @@ def _before_the_end(ends: torch.Tensor, of_places: torch.Tensor) -> torch.Tensor
     last = len(ends) - 1
     return ends[(of_places + 1).clamp(max=last)] - torch.arange(len(of_places), device=ends.device)
 
+
+register(
+    Patch(
+        "varlen attention", "torch has a kernel for CUDA alone, and rules see nothing in its operator",
+        lambda _record: varlen_attention_in_plain_operators(), Phase.TRACE | Phase.OBSERVE | Phase.COMPARE,
+    )
+)  # fmt: skip
 
 __all__ = ["varlen_attention_in_plain_operators"]
