@@ -64,7 +64,7 @@ from autopar.capture.recorded import traced
 from autopar.capture.rows_of_draws import with_rows_of_draws
 from autopar.capture.tensor_layouts import check_dense
 from autopar.capture.trace.contexts import entered
-from autopar.capture.trace.decisions import Answers, Decisions, settled
+from autopar.capture.trace.decisions import Answers, TraceDecisions, settled
 from autopar.capture.trace.patches import Phase
 from autopar.capture.trace.tracing import run_failed
 from autopar.capture.untraceable_modules import check_modules
@@ -85,7 +85,7 @@ class Example:
     kwargs: Mapping[str, Any]
     loss_fn: Callable[..., torch.Tensor] | None
     targets: tuple[Any, ...]
-    decisions: Decisions = field(default_factory=Decisions)
+    decisions: TraceDecisions = field(default_factory=TraceDecisions)
     precision: Precision | None = None
     in_parts: InParts | None = None
 
@@ -174,7 +174,7 @@ def capture(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
     precision: Precision | None = None,
-    decisions: Decisions | None = None,
+    decisions: TraceDecisions | None = None,
 ) -> Captured:
     """Capture ``model(*args, **kwargs)``, or ``loss_fn(model(...), *targets)``, as a graph.
 
@@ -216,7 +216,7 @@ def capture(
     args, kwargs = _without_aliases((tuple(args), kwargs))
     in_precision = precision.of_model(model) if precision is not None else contextlib.nullcontext()
     with uncollected(), in_precision:
-        first = decisions or Decisions()
+        first = decisions or TraceDecisions()
         found, (guards, exported, builder, (graph, user_inputs)) = settled(
             lambda attempt: traced(module, args, kwargs, prefix, loss_fn, attempt), first,
             lambda: _observed(module, args, kwargs),

@@ -18,7 +18,7 @@ from autopar.capture import capture
 from autopar.capture.graph.building import GraphBuilder
 from autopar.capture.recorded import build
 from autopar.capture.repeats import repeated
-from autopar.capture.trace.decisions import Answers, Decisions, settled
+from autopar.capture.trace.decisions import Answers, TraceDecisions, settled
 from autopar.capture.trace.tracing import export
 from autopar.errors import RunError
 
@@ -71,7 +71,7 @@ def check(make, skipped, *args, **kwargs):
             if all_of_it:
                 stack.enter_context(mock.patch.object(repeated.Repeats, "_find", lambda self, model: None))
             traced = partial(export, model, args, kwargs)
-            found.append(build(GraphBuilder(model, settled(traced, Decisions(), Answers)[1], ""))[1])
+            found.append(build(GraphBuilder(model, settled(traced, TraceDecisions(), Answers)[1], ""))[1])
     for x, y in zip(found[0][0].nodes, found[1][0].nodes, strict=True):
         assert repr(x) == repr(y)
     assert repr(found[0]) == repr(found[1])

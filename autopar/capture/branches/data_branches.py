@@ -29,7 +29,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from autopar.capture.branches.only_rows import answer_with_rows, only_rows
 from autopar.capture.branches.random_answers import site_of, truth, users_frame
 from autopar.capture.branches.unknown_numbers import Drawn
-from autopar.capture.trace.decisions import OF_ROWS, Decisions, Unanswered
+from autopar.capture.trace.decisions import OF_ROWS, TraceDecisions, Unanswered
 from autopar.capture.trace.recording import under_way
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
@@ -59,7 +59,7 @@ def fault_at(site: str) -> str:
     return next((fault.strip() for fault in FAULTS if site.endswith(fault)), "")
 
 
-def warn_of_fixed_numbers(decisions: Decisions) -> None:
+def warn_of_fixed_numbers(decisions: TraceDecisions) -> None:
     """Warn of integers and masks that the program takes from the example."""
     lines = dict.fromkeys(line for site in decisions.listed if (line := pinned_at(site)))
     if lines:

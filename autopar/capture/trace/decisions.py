@@ -39,7 +39,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Decisions:
+class TraceDecisions:
     """Everything that is settled before a trace begins.
 
     Attributes:
@@ -73,7 +73,7 @@ class Undecided(Exception):
     """A trace that ends because a decision is missing, which its cause names.
 
     Args:
-        decision: fields of :class:`Decisions` with their values.
+        decision: fields of :class:`TraceDecisions` with their values.
     """
 
     def __init__(self, **decision: Any) -> None:
@@ -95,7 +95,7 @@ class Attempt:
         open_lists: sites of lists, integers and masks that sizes may follow from and that were not fixed.
     """
 
-    decisions: Decisions
+    decisions: TraceDecisions
     open_lists: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class Attempt:
         given = set(self.answers.given.get(site, ())) or {unheard}
         return given.pop() if len(given) == 1 else None
 
-    def settled(self) -> Decisions:
+    def settled(self) -> TraceDecisions:
         """Return the decisions by which another call of the model is traced in the same way."""
         return replace(
             self.decisions, answers=self.answers, guesses=self.guesses, with_rows=self.with_rows, whole_model=False,
@@ -133,8 +133,8 @@ class Attempt:
 
 
 def settled(
-    trace: Callable[[Attempt], T], first: Decisions, observe: Callable[[], Answers]
-) -> tuple[Decisions, T]:
+    trace: Callable[[Attempt], T], first: TraceDecisions, observe: Callable[[], Answers]
+) -> tuple[TraceDecisions, T]:
     """Trace until it succeeds, each time with one more decision; return the decisions and the last trace.
 
     Args:
@@ -157,7 +157,9 @@ def settled(
             decisions = further.send((error, attempt))
 
 
-def _further(first: Decisions, observe: Callable[[], Answers]) -> Generator[Decisions, tuple[CaptureError, Attempt]]:
+def _further(
+    first: TraceDecisions, observe: Callable[[], Answers]
+) -> Generator[TraceDecisions, tuple[CaptureError, Attempt]]:
     """Yield the decisions to trace by; each failure is sent in, and raised where nothing is left to decide."""
     error, attempt = yield first
     now = replace(attempt.decisions, whole_model=first.whole_model)
@@ -190,4 +192,4 @@ def _further(first: Decisions, observe: Callable[[], Answers]) -> Generator[Deci
             raise failed
 
 
-__all__ = ["OF_ROWS", "Answers", "Attempt", "Decisions", "Unanswered", "Undecided", "settled"]
+__all__ = ["OF_ROWS", "Answers", "Attempt", "TraceDecisions", "Unanswered", "Undecided", "settled"]

@@ -75,7 +75,7 @@ setattr(_Hidden, "__bool__", lambda self: bool(_asked(self)))  # noqa: B010  (of
 
 @contextlib.contextmanager
 def hiding(places: frozenset[int]) -> Iterator[Trial]:
-    """Yield a trial, for :class:`~.decisions.Decisions`, of traces in which these leaves of their call are hidden."""
+    """Yield a trial, to be a decision of traces, in which these leaves of the call are hidden."""
     trial = Trial(places)
     try:
         yield trial
