@@ -17,12 +17,14 @@ from autopar.capture.trace.decisions import Attempt
 from autopar.capture.trace.recording import Answer
 from autopar.capture.trace.tracing import export
 from autopar.errors import AutoparError, CaptureError
+from autopar.words.trees import PyTree
 
 
 def traced(
-    module: torch.nn.Module, args: Any, kwargs: Any, prefix: str, loss_fn: Callable[..., Any] | None, attempt: Attempt
-) -> tuple[Guards, Any, GraphBuilder, Any]:
-    """``(guards, exported program, builder, what it built)`` of a call of ``module``.
+    module: torch.nn.Module, args: PyTree, kwargs: PyTree, prefix: str, loss_fn: Callable[..., Any] | None,
+    attempt: Attempt,
+) -> tuple[Guards, Any, GraphBuilder, Any]:  # fmt: skip
+    """Trace a call of ``module``; return ``(guards, exported program, builder, what it built)``.
 
     Raises:
         CaptureError: it cannot be traced, changes what it reads at every call, or draws random numbers outside torch.
@@ -50,8 +52,8 @@ def traced(
                 _refuse_draws(drawn, place, again)
         return recorder, exported
 
-    def whole(exported: Any, recorder: Recorder) -> tuple[GraphBuilder, Any]:
-        """The graph of a trace; of one in which Python asked for random numbers, that of all its branches."""
+    def whole(exported: object, recorder: Recorder) -> tuple[GraphBuilder, Any]:
+        """Return the graph of a trace; where Python asked for random numbers, that of all its branches."""
 
         def again(answer: Answer) -> tuple[GraphBuilder, Any]:
             trial, exported = once(answer)
@@ -102,10 +104,9 @@ def traced(
 def build(
     builder: GraphBuilder, again: Callable[[Any], tuple[GraphBuilder, Any]] | None = None
 ) -> tuple[GraphBuilder, Any]:
-    """The graph, and the builder that made it; what goes wrong on the way is told with the place in the model.
+    """Build the graph; return it and its builder. An error names the place in the model.
 
-    Args:
-        again: makes a trace with other answers to questions for random numbers.
+    ``again``: makes a trace with other answers to questions for random numbers.
 
     Raises:
         CaptureError: an operator is used in a way that the graph cannot express.
@@ -150,7 +151,7 @@ def _refuse_draws(drawn: Sequence[str], place: str, again: bool) -> None:
 
 
 def _listed(what: Sequence[object]) -> str:
-    """The first of what is refused, a line each."""
+    """Return the first entries of what is refused, a line each."""
     return "".join(f"\n  {item}" for item in what[:8])
 
 

@@ -33,6 +33,7 @@ from autopar.capture.trace.decisions import OF_ROWS, TraceDecisions, Unanswered
 from autopar.capture.trace.recording import under_way
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 TAKEN = "autopar.taken.default"
 NUMBER, PLACES, LIST = " number", " places", " list"
@@ -50,12 +51,12 @@ torch.fx.node.has_side_effect(torch.ops.autopar.taken.default)
 
 
 def pinned_at(site: str) -> str:
-    """Where integers or a mask were read that the program takes from the example; empty for another place."""
+    """Return the line where integers or a mask were fixed to the example's; empty for another place."""
     return site.partition("@")[0] if site.endswith((NUMBER, PLACES, LIST)) else ""
 
 
 def fault_at(site: str) -> str:
-    """What must not be so of the lengths of a packed sequence there; empty for another place."""
+    """Return what must not hold of the lengths of a packed sequence there; empty for another place."""
     return next((fault.strip() for fault in FAULTS if site.endswith(fault)), "")
 
 
@@ -133,9 +134,8 @@ def take_list(tensor: torch.Tensor, what: str = LIST, only_if: Callable[[Any], b
 
     None where there is none: the example has no values, or the trace was not tried yet without a fixed list.
 
-    Args:
-        what: :data:`LIST`, or :data:`NUMBER` or :data:`PLACES` where a single integer or a mask is read.
-        only_if: which answers are given; of another one there is none.
+    ``what``: :data:`LIST`, or :data:`NUMBER` or :data:`PLACES` where a single integer or a mask is read. ``only_if``:
+    which answers are given; of another one there is none.
     """
     site = site_of() + what
     now = under_way()
@@ -163,13 +163,14 @@ def changing_tensors() -> list[torch.Tensor]:
 
 
 class Read(Drawn):
-    """What ``tensor.item()`` gives for a number that depends on data while a model is traced."""
+    """The stand-in for ``tensor.item()`` of a number that depends on data, in a trace."""
 
     def __init__(self, tensor: torch.Tensor, asks: Callable[[torch.Tensor], bool] = take) -> None:
         super().__init__(tensor, asks)
 
     @staticmethod
     def refusal(what: str) -> CaptureError:
+        """Return the error where its digits are wanted."""
         return CaptureError(
             f"forward reads the value of a tensor that depends on its inputs or parameters, {what}, at "
             f"{site_of().partition('@')[0]}: a program would use the one of the example at every step\n  compute with "
@@ -177,8 +178,8 @@ class Read(Drawn):
             "in an if, whose way is followed and checked at every call, or move it out of forward()"
         )
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Of a list of such numbers numpy would make an array of objects, and ask each of them on its own."""
+    def __array__(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Refuse: numpy would make an array of objects, and ask each of them on its own."""
         raise self.refusal("in an array of numpy")
 
 
@@ -187,12 +188,12 @@ pytree.register_pytree_node(Read, lambda read: ([read.tensor], None), lambda lea
 
 
 def can_be_listed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is integers in a list, as sizes are."""
+    """Check that a tensor is integers in a list, as sizes are."""
     return tensor.ndim > 0 and tensor.dtype in (torch.int64, torch.int32)
 
 
 def is_integer(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one integer."""
+    """Check that a tensor is one integer."""
     return tensor.numel() == 1 and tensor.dtype in (torch.int64, torch.int32)
 
 
@@ -203,8 +204,8 @@ NUMBERS = (torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__)
 INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
-def masks_in(index: Any) -> list[torch.Tensor]:
-    """The masks of an index, in order."""
+def masks_in(index: PyTree) -> list[torch.Tensor]:
+    """Return the masks of an index, in order."""
     parts = index if isinstance(index, tuple) else (index,)
     return [part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.bool and part.dim()]
 
@@ -213,9 +214,8 @@ DISTINCT = (torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.T
 REPEATED = (torch.repeat_interleave, torch.Tensor.repeat_interleave)
 
 
-def times_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """How often ``repeat_interleave(*args, **kwargs)`` repeats each element, where tensors say it and the size of what
-    is made is not given."""
+def times_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the tensor of repeats of a ``repeat_interleave`` whose output size is not given; else None."""
     times = kwargs.get("repeats", args[1] if len(args) > 1 else args[0] if len(args) == 1 else None)
     given = kwargs.get("output_size") is not None
     return times if isinstance(times, torch.Tensor) and times.ndim == 1 and not given else None

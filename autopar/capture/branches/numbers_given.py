@@ -33,10 +33,9 @@ READING_NUMBERS = (*_OF_SIZES, *_BEHIND_A_TENSOR, *_SIZE_FIRST, *_INDEXED)
 def with_numbers(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: Callable[[torch.Tensor], int | None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call in which integers that torch would read are numbers.
+    """Return the arguments of a call with numbers for the integers that torch would read.
 
-    Args:
-        number: gives that of a tensor of one integer; None where it is not known, and the tensor stays.
+    ``number``: gives that of a tensor of one integer; None where it is not known, and the tensor stays.
     """
     args, kwargs = tuple(args), dict(kwargs)
 
@@ -48,7 +47,7 @@ def with_numbers(
             return value if known is None else known
         return value
 
-    def bounds(value: Any) -> Any:
+    def bounds(value: object) -> Any:
         if type(value) is tuple:
             return tuple(map(bounds, value))
         if isinstance(value, slice) and any(isinstance(x, torch.Tensor) for x in (value.start, value.stop, value.step)):

@@ -1,4 +1,4 @@
-"""A run of the model as it is, on the example, that notes what its Python code is told of the values of tensors."""
+"""A run of the model on its example, which records what its Python code is told of the values of tensors."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ from autopar.capture.branches.unknown_numbers import DIGITS, Drawn, checked
 from autopar.capture.python.restoring import generators_kept, kept
 from autopar.capture.trace.decisions import Answers
 from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
+from autopar.words.trees import PyTree
 
 
-def answers_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answers:
+def answers_of(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]) -> Answers:
     """Run ``module(*args, **kwargs)`` and return what it answered; nothing where tensors have no values.
 
     The module is left as it was.
@@ -56,12 +57,12 @@ def answers_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _versions(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Which tensor each buffer is, and how often it was written to."""
+    """Return the identity of each buffer, and how often it was written to."""
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
 
 
 class _Known(Drawn):
-    """What ``tensor.item()`` gives while answers are heard: the number, whose comparisons are heard too."""
+    """The result of ``tensor.item()`` while answers are recorded: the number, whose comparisons are recorded too."""
 
     def digits(self) -> Any:
         with DisableTorchFunction():
@@ -83,7 +84,7 @@ for _name in DIGITS:
 
 
 def _of_tensors(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a comparison of two tensors asks for their values: those of other shapes are not the same anyway."""
+    """Check that a comparison of two tensors asks for their values: those of other shapes are not the same anyway."""
     return len(args) > 1 and (func not in SAME or args[0].shape == args[1].shape)
 
 
@@ -97,7 +98,7 @@ class _Hearing(TorchFunctionMode):
         self.listed: dict[str, list[Any]] = {}
 
     def heard(self, tensor: torch.Tensor) -> bool:
-        """The answer, noted by the place that asks."""
+        """Return the answer, recorded by the place that asks."""
         return self._heard_at(place_of_question(), tensor)
 
     def _heard_at(self, place: str, tensor: torch.Tensor) -> bool:
@@ -107,7 +108,7 @@ class _Hearing(TorchFunctionMode):
         return answer
 
     def _array(self, tensor: torch.Tensor) -> Any:
-        """``tensor.numpy()``, with numbers whose comparisons are heard, except where branches only work on rows."""
+        """Return ``tensor.numpy()`` with numbers whose comparisons are recorded, unless branches only work on rows."""
         import numpy
 
         def heard(answer: torch.Tensor) -> bool:
@@ -122,7 +123,7 @@ class _Hearing(TorchFunctionMode):
         return array
 
     def _numbers(self, tensor: torch.Tensor) -> Any:
-        """``tensor.tolist()``, with numbers whose comparisons are heard."""
+        """Return ``tensor.tolist()``, with numbers whose comparisons are recorded."""
         if not tensor.dim():
             return _Known(tensor, self.heard)
         with DisableTorchFunction():
@@ -134,10 +135,10 @@ class _Hearing(TorchFunctionMode):
         return int(tensor)
 
     def always_listed(self) -> dict[str, list[bool]]:
-        """Places at which the same integers were read each time."""
+        """Return the places at which the same integers were read each time."""
         return {site: [True] for site, lists in self.listed.items() if all(each == lists[0] for each in lists)}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if func is torch.Tensor.__bool__ and args[0].numel() == 1:
             place = place_of_question()
             answer = self._heard_at(place, args[0])

@@ -33,10 +33,12 @@ class Question(NamedTuple):
 
     @property
     def line(self) -> str:
+        """File and line of the question."""
         return self.site.partition("@")[0]
 
     @property
     def where(self) -> str:
+        """Module, file and line of the question."""
         return f"'{self.module or '<model>'}' at {self.line}"
 
 

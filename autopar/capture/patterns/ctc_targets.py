@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from autopar.capture.trace.patches import PASS, Function, Handler, register
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, register
 from autopar.rules.families.ctc import ctc_of_rows
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 _SELECT = (torch.masked_select, torch.Tensor.masked_select)
 
@@ -25,7 +26,8 @@ class Transcripts:
     def __init__(self) -> None:
         self._taken: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        """Handle a call of torch."""
         if func in _SELECT and len(args) == 2 and not kwargs and args[0].ndim == 2 and args[0].shape == args[1].shape:
             stands_for = args[0].flatten()
             self._taken[id(stands_for)] = stands_for, args[0], args[1]

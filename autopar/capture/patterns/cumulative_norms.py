@@ -15,8 +15,9 @@ import torch
 from torch.nn import functional
 
 from autopar.capture.branches.unknown_numbers import Drawn
-from autopar.capture.trace.patches import PASS, Function, Handler, calling_frame, register
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, calling_frame, register
 from autopar.torch_private import FakeTensor
+from autopar.words.trees import PyTree
 
 
 class CumulativeNorms:
@@ -25,7 +26,8 @@ class CumulativeNorms:
     def __init__(self) -> None:
         self._n_batches: torch.Tensor | None = None
 
-    def __call__(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        """Handle a call of torch."""
         if func is functional.batch_norm:
             return self._norm(*args, **kwargs)
         if isinstance(args[0], FakeTensor) and _in_a_norm(args[0], calling_frame()):

@@ -8,15 +8,14 @@ it has.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn import functional
 
-from autopar.capture.trace.patches import PASS, Function, Handler, register
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, register
+from autopar.words.trees import PyTree
 
 
-def _bags(_func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _bags(_func: Function, args: Args, kwargs: Kwargs) -> PyTree:
     """Take ``embedding_bag`` apart, where bags are sums or means."""
     bags = _taken_apart(*args, **kwargs)
     return PASS if bags is None else bags

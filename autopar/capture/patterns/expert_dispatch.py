@@ -18,9 +18,10 @@ from autopar.capture.branches.data_branches import Read
 from autopar.capture.branches.random_answers import site_of
 from autopar.capture.graph.expert_counts import CASTS, element_of
 from autopar.capture.graph.same_masks import behind
-from autopar.capture.trace.patches import PASS, Function, Handler, register
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, register
 from autopar.capture.trace.value_origins import depends_on_data, node_of
 from autopar.errors import CaptureError
+from autopar.words.trees import PyTree
 
 FOUND = (torch.nonzero, torch.Tensor.nonzero)
 SORTED = (torch.sort, torch.Tensor.sort)
@@ -53,7 +54,8 @@ class Dispatched:
         self._by_column: dict[Any, _Places] = {}
         self._of_length: dict[str, _Places] = {}
 
-    def __call__(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        """Handle a call of torch."""
         if not args or not isinstance(args[0], torch.Tensor):
             return PASS
         if func in SPLIT:
@@ -87,7 +89,9 @@ class Dispatched:
             self._by_column[key] = self._of_length[str(places.rows.shape[0])] = places
         return self._by_column[key]
 
-    def _parts(self, tensor: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, **options: Any) -> Any:
+    def _parts(
+        self, tensor: torch.Tensor, split_size_or_sections: object = None, dim: int = 0, **options: PyTree
+    ) -> PyTree:
         """Return the rows of each column, where the sizes are numbers of its places that were read; else None."""
         sizes = options.get("split_size", split_size_or_sections)
         if not isinstance(sizes, (list, tuple)) or dim != 0:
@@ -106,7 +110,7 @@ class Dispatched:
         return tensor.split(list(places.sizes))
 
 
-def _is_ordered(index: Any) -> bool:
+def _is_ordered(index: PyTree) -> bool:
     return isinstance(index, tuple) and len(index) == 2 and isinstance(index[0], _Order)
 
 
@@ -116,7 +120,7 @@ class _Order:
 
     places: _Places
 
-    def rows_of(self, matrix: torch.Tensor, index: Any) -> torch.Tensor:
+    def rows_of(self, matrix: torch.Tensor, index: PyTree) -> torch.Tensor:
         """Return ``found[order[:, 1], 0]``, or the columns with a 1."""
         if index[1] not in (0, 1):
             raise _refused()
@@ -133,7 +137,7 @@ class _Columns:
     def __init__(self, places: _Places, sorted: bool) -> None:
         self.places, self.sorted = places, sorted
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: PyTree) -> Any:
         if index == (slice(None), 1):
             return self.places.columns if self.sorted else _Order(self.places)
         if self.sorted and _is_ordered(index):

@@ -24,11 +24,12 @@ from autopar.capture.branches.data_branches import Read
 from autopar.capture.branches.random_answers import site_of
 from autopar.capture.graph.expert_counts import CASTS, counted_numbers, element_of
 from autopar.capture.graph.same_masks import behind
-from autopar.capture.trace.patches import PASS, Function, Handler, register
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, register
 from autopar.capture.trace.python_questions import list_of_inputs
 from autopar.capture.trace.value_origins import depends_on_data, node_of
 from autopar.errors import CaptureError
 from autopar.torch_private import grouped_product
+from autopar.words.trees import PyTree
 
 GROUPED = (torch.nn.functional.grouped_mm, grouped_product)
 COUNTED = (torch.bincount, torch.Tensor.bincount)
@@ -42,15 +43,15 @@ Element = tuple[torch.fx.Node, int]
 
 
 class GroupedRows:
-    """Handler of grouped products of rows with matrices of experts, of counts of a known number, and of parts of rows
-    by counts."""
+    """Handler of grouped products, of counts of a known number, and of parts of rows by counts."""
 
     def __init__(self) -> None:
         self.parts: dict[str, tuple[torch.Tensor, int, int]] = {}
         """By torch's name of the number of rows of a part: the group of each place, which group it is, of how many."""
         self.running = RunningCounts()
 
-    def __call__(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        """Handle a call of torch."""
         self.running.note(func, args)
         answer: Any = None
         if func in GROUPED:
@@ -71,8 +72,10 @@ class GroupedRows:
             answer = as_numbers(args[0])
         return PASS if answer is None else answer
 
-    def _split(self, tensor: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, **options: Any) -> Any:
-        """As ``torch.split``, where counts say how many rows each part has; else None."""
+    def _split(
+        self, tensor: torch.Tensor, split_size_or_sections: object = None, dim: int = 0, **options: PyTree
+    ) -> PyTree:
+        """Compute ``torch.split``, where counts say how many rows each part has; else None."""
         sizes = options.get("split_size", split_size_or_sections)
         if not isinstance(sizes, (list, tuple)) or dim != 0 or not all(isinstance(n, Read) for n in sizes):
             return None
@@ -88,7 +91,7 @@ class GroupedRows:
         return tuple(parts)
 
     def _between(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
-        """``tensor[start:stop]`` by running counts; None of any other slice."""
+        """Compute ``tensor[start:stop]`` by running counts; None of any other slice."""
         mask = self._mask_between(tensor, rows)
         if mask is None:
             return None
@@ -99,14 +102,14 @@ class GroupedRows:
         return part
 
     def _mask_between(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
-        """Which rows stand between two running counts."""
+        """Return the mask of the rows between two running counts; None of any other slice."""
         if rows.step is not None or not any(isinstance(n, (Read, torch.Tensor)) for n in (rows.start, rows.stop)):
             return None
         found = self.running.group_of(rows.start, rows.stop, tensor.shape[0])
         return None if found is None else found[0] == found[1]
 
-    def _joined(self, tensors: Any, dim: int = 0, **options: Any) -> Any:
-        """As ``torch.cat``, of all parts of a split in order; else None."""
+    def _joined(self, tensors: object, dim: int = 0, **options: PyTree) -> Any:
+        """Compute ``torch.cat`` of all parts of a split in order; else None."""
         if dim != 0 or options or not isinstance(tensors, (list, tuple)) or not tensors:
             return None
         groups_of_parts = [
@@ -126,7 +129,7 @@ class GroupedRows:
 
 
 def _all_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
-    """``tensor[:sum(counts)]`` of counts that depend on data: all rows, which is checked at every call."""
+    """Return all rows for ``tensor[:sum(counts)]`` of counts of data, which every call checks; else None."""
     if rows.start is not None or rows.step is not None or not isinstance(rows.stop, Read):
         return None
     if not _is_total(rows.stop.tensor):
@@ -136,12 +139,12 @@ def _all_of(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
 
 
 def _is_total(number: torch.Tensor) -> bool:
-    """Whether a number is the sum of all elements of a list, ``sum(counts.tolist())``."""
+    """Check that a number is the sum of all elements of a list, ``sum(counts.tolist())``."""
     return _are_counts(summed(number) or ())
 
 
 def _are_counts(elements: Sequence[Any]) -> bool:
-    """Whether these are all elements, in order, of a tensor that counts how often numbers occur."""
+    """Check that these are all elements, in order, of a tensor that counts how often numbers occur."""
     whole = elements[0][0] if elements and elements[0] is not None else None
     if whole is None or [*elements] != [(whole, k) for k in range(whole.meta["val"].shape[0])]:
         return False
@@ -153,9 +156,9 @@ def _check(total: torch.Tensor, rows: int) -> None:
 
 
 def _product(
-    mat_a: torch.Tensor, mat_b: torch.Tensor, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
+    mat_a: torch.Tensor, mat_b: torch.Tensor, *, offs: object = None, bias: object = None, out_dtype: object = None
 ) -> torch.Tensor | None:
-    """As ``torch.nn.functional.grouped_mm``, whose arguments these are; None for what is left as it is."""
+    """Compute ``torch.nn.functional.grouped_mm``, whose arguments these are; None for what is left as it is."""
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None:
         return None
     if out_dtype not in (None, mat_a.dtype):
@@ -163,8 +166,8 @@ def _product(
     return torch.ops.autopar.expert_linear_in_order(mat_a, mat_b, offs)  # type: ignore[no-any-return]
 
 
-def _counts(input: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor | None:
-    """As ``torch.bincount``, whose arguments these are; None for what is left as it is."""
+def _counts(input: torch.Tensor, weights: object = None, minlength: int = 0) -> torch.Tensor | None:
+    """Compute ``torch.bincount``, whose arguments these are; None for what is left as it is."""
     if weights is not None or not minlength or input.dim() != 1 or not isinstance(input.shape[0], int):
         return None
     ones = torch.ones_like(input, dtype=torch.int64)
@@ -179,18 +182,16 @@ class RunningCounts:
         """Tensors of one dim that were taken apart into their numbers, or summed up to each of them."""
         self._groups: dict[tuple[torch.fx.Node, int], torch.Tensor] = {}
 
-    def note(self, func: Any, args: Any) -> None:
-        """A function of torch is called with these arguments."""
+    def note(self, func: object, args: PyTree) -> None:
+        """Note the tensor whose numbers a call of torch takes apart or sums up."""
         if func not in TAKEN_APART + SUMMED or not args or not isinstance(args[0], torch.Tensor) or args[0].dim() != 1:
             return
         node = behind(node_of(args[0]), CASTS)
         if node is not None and (func in SUMMED or _are_integers(args[0])):
             self._seen.setdefault(node, args[0])
 
-    def group_of(self, start: Any, stop: Any, rows: int) -> tuple[torch.Tensor, int, int] | None:
-        """Where ``start`` and ``stop`` are running counts that follow each other: the group of each of the rows, int
-        [rows], which group lies between them, and of how many; else None. The counts must be those of all rows, which
-        is checked at every call."""
+    def group_of(self, start: object, stop: object, rows: int) -> tuple[torch.Tensor, int, int] | None:
+        """Return ``(group of each row, group between the ends, number of groups)`` of consecutive counts; else None."""
         before, until = summed(start), summed(stop)
         if before is None or not until:
             return None
@@ -208,9 +209,8 @@ class RunningCounts:
         return self._groups[whole, rows], n - 1, count
 
 
-def summed(number: Any) -> list[Element] | None:
-    """The elements, in order, of a tensor of one dim that a number of data is the sum of; none of 0, and None of what
-    is no such sum."""
+def summed(number: object) -> list[Element] | None:
+    """Return the elements, in order, of the tensor that a number of data is the sum of; None if it is no such sum."""
     if number is None or (isinstance(number, int) and number == 0):
         return []
     tensor = number.tensor if isinstance(number, Read) else number
@@ -235,7 +235,7 @@ def summed(number: Any) -> list[Element] | None:
 
 
 def _running(element: Element | None) -> list[Element] | None:
-    """An element of counts, or all those up to the one whose running count it is."""
+    """Return an element of counts, or all those up to the one whose running count it is."""
     if element is None:
         return None
     whole, k = element
@@ -247,8 +247,7 @@ def _running(element: Element | None) -> list[Element] | None:
 
 
 class ReadNumbers:
-    """What ``counts.numpy()`` gives for integers that depend on data while a model is traced: an array that can be
-    walked through, indexed and summed, and nothing else."""
+    """The stand-in for ``counts.numpy()`` of data in a trace: it can be iterated, indexed and summed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -260,21 +259,24 @@ class ReadNumbers:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.tolist())
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: PyTree) -> Any:
         if not isinstance(index, int):
             raise self._refused("indexed by more than a number")
         return self.tensor[index].item()
 
     def tolist(self) -> list[Any]:
+        """Return the numbers, as Python has them."""
         return self.tensor.tolist()  # type: ignore[no-any-return]
 
     def cumsum(self, axis: int = 0) -> ReadNumbers:
+        """Return the running sums."""
         return ReadNumbers(self.tensor.cumsum(axis))
 
     def sum(self) -> Any:
+        """Return the sum."""
         return self.tensor.sum().item()
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         raise self._refused("given to numpy")
 
     def __getattr__(self, name: str) -> Any:
@@ -282,7 +284,7 @@ class ReadNumbers:
             raise AttributeError(name)
         raise self._refused(f"asked for '{name}'")
 
-    def _computed(self, *others: Any) -> Any:
+    def _computed(self, *others: object) -> Any:
         raise self._refused("computed with")
 
     # Python looks for these on the class, so that __getattr__ would not be asked
@@ -304,7 +306,7 @@ def _are_integers(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 1 and not tensor.is_floating_point() and tensor.dtype != torch.bool
 
 
-def as_numbers(tensor: Any) -> Any:
+def as_numbers(tensor: object) -> Any:
     """Return ``tensor.numpy()`` as numbers; None where it is left to torch."""
     if not isinstance(tensor, torch.Tensor) or node_of(tensor) is None or not _are_integers(tensor):
         return None

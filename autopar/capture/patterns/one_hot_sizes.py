@@ -1,5 +1,4 @@
-"""``F.one_hot(places, max(places.max() + 1, n))[..., :n]`` in a trace: as many classes as the largest number
-needs, of which the first ``n`` are kept.
+"""``F.one_hot(places, max(places.max() + 1, n))[..., :n]``: the first classes of a number that depends on data.
 
 ``one_hot`` refuses numbers that are too large, so code that wants zeros for them (places in an expert beyond its
 capacity) makes enough classes and cuts off the rest. How many these are depends on data; what is left does not: it says
@@ -19,10 +18,11 @@ import torch
 
 from autopar.capture.branches.random_answers import site_of, users_frame
 from autopar.capture.branches.unknown_numbers import Drawn
-from autopar.capture.trace.patches import PASS, Function, Handler, Patch, builtin_replaced, register
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, Patch, builtin_replaced, register
 from autopar.capture.trace.value_origins import depends_on_data
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor
+from autopar.words.trees import PyTree
 
 
 def _calls_one_hot(names: dict[str, Any]) -> bool:
@@ -32,7 +32,7 @@ def _calls_one_hot(names: dict[str, Any]) -> bool:
     return any("one_hot" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
 
 
-def _larger(*args: Any, **kwargs: Any) -> Any:
+def _larger(*args: PyTree, **kwargs: PyTree) -> Any:
     """Compute ``max``, whose arguments these are."""
     if len(args) != 2 or kwargs:
         return builtins.max(*args, **kwargs)
@@ -44,7 +44,7 @@ def _larger(*args: Any, **kwargs: Any) -> Any:
     return Classes(args)
 
 
-def _is_of_data(x: Any) -> bool:
+def _is_of_data(x: object) -> bool:
     if isinstance(x, Drawn):
         return True
     return isinstance(x, FakeTensor) and x.numel() == 1 and not x.is_floating_point() and depends_on_data(x)
@@ -65,8 +65,8 @@ class Classes:
         return getattr(self._chosen, name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def plain(x: Any) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+        def plain(x: object) -> Any:
             if isinstance(x, (list, tuple)):
                 return type(x)(map(plain, x))
             return x._chosen if isinstance(x, Classes) else x
@@ -75,7 +75,7 @@ class Classes:
 
 
 def _of_chosen(name: str) -> Any:
-    def method(self: Classes, *args: Any) -> Any:
+    def method(self: Classes, *args: PyTree) -> Any:
         others = [x._chosen if isinstance(x, Classes) else x for x in args]
         return getattr(self._chosen, name)(*others)
 
@@ -94,7 +94,7 @@ class Hot:
     def __init__(self, numbers: torch.Tensor) -> None:
         self._numbers = numbers
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: PyTree) -> torch.Tensor:
         last = index[-1] if isinstance(index, tuple) and index and index[0] is Ellipsis and len(index) == 2 else None
         known = isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1)
         if not known or not isinstance(last.stop, int) or last.stop < 0:  # type: ignore[union-attr]
@@ -106,11 +106,11 @@ class Hot:
         raise _refused()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         raise _refused()
 
 
-def _hot(_func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _hot(_func: Function, args: Args, kwargs: Kwargs) -> PyTree:
     """Return ``one_hot`` of such a number of classes."""
     given = dict(zip(("tensor", "num_classes"), args, strict=False)) | kwargs
     classes = given.get("num_classes", -1)

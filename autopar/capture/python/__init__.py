@@ -1,4 +1,4 @@
-"""Python values that a model's code reads while it is traced, and what becomes of them.
+"""Python values that a model's code reads and writes while it is traced.
 
 ========================= =============================================================================================
 :mod:`.python_reads`      attributes that are read and written, as they are

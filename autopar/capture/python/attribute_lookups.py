@@ -1,4 +1,4 @@
-"""Attribute lookups of classes, heard of for as long as a trace runs; and what code does with an attribute.
+"""Attribute lookups of classes, recorded for as long as a trace runs.
 
 A class that is made in Python looks up and sets its attributes by methods that can be replaced. Here they tell a
 listener of each attribute before they go on.
@@ -10,6 +10,7 @@ import dis
 import functools
 import types
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Lookups:
         get: Any = getattr(cls.__getattribute__, "_original", cls.__getattribute__)  # of a base that tells already
         set_: Any = getattr(cls.__setattr__, "_original", cls.__setattr__)
 
-        def __getattribute__(owner: Any, name: str) -> Any:
+        def __getattribute__(owner: object, name: str) -> Any:
             try:
                 value = get(owner, name)
             except AttributeError:  # torch looks then among what is registered, of which None is a plain value
@@ -54,7 +55,7 @@ class Lookups:
                 self.saw(owner, name, value)
             return value
 
-        def __setattr__(owner: Any, name: str, value: Any) -> None:
+        def __setattr__(owner: object, name: str, value: object) -> None:
             if name not in _OWN and self.active and not isinstance(value, torch.nn.Module):
                 self.wrote(owner, name, value)
             set_(owner, name, value)
@@ -69,7 +70,7 @@ class Lookups:
         self._before[cls] = methods_before
 
     def end(self) -> None:
-        """The classes are as they were."""
+        """Restore the classes."""
         for cls, (get, set_) in self._before.items():
             for name, class_method in (("__getattribute__", get), ("__setattr__", set_)):
                 if class_method is None:
@@ -80,26 +81,26 @@ class Lookups:
 
 
 def can_tell(cls: type) -> bool:
-    """Whether a class is made in Python, so that its attribute lookup can be changed."""
+    """Check that a class is made in Python, so that its attribute lookup can be changed."""
     return bool(cls.__flags__ & _HEAP)
 
 
-def behind(owner: Any) -> Any:
-    """The module itself: where one has two names, the trace of torch.export runs on stand-ins that share its dict."""
+def behind(owner: object) -> Any:
+    """Return the module itself: torch.export traces one with two names through stand-ins that share its dict."""
     if not isinstance(owner, AttributeProxy):
         return owner
     stand_in: Any = type(owner)
     return stand_in.get_base(owner)
 
 
-def is_registered_none(owner: Any, name: str) -> bool:
-    """Whether a module has None in place of a parameter, a buffer or a submodule: ``register_buffer("mask", None)``."""
+def is_registered_none(owner: object, name: str) -> bool:
+    """Check that a parameter, buffer or submodule is None: ``register_buffer("mask", None)``."""
     table = table_of(owner, name) if isinstance(owner, torch.nn.Module) else None
     return table is not None and table[name] is None
 
 
-def stored(owner: Any, name: str, value: Any) -> bool:
-    """Whether an attribute is kept by the object or its class, and not computed."""
+def stored(owner: object, name: str, value: object) -> bool:
+    """Check that an attribute is kept by the object or its class, and not computed."""
     if value is None and is_registered_none(owner, name):
         return True
     try:
@@ -115,7 +116,7 @@ def stored(owner: Any, name: str, value: Any) -> bool:
     return isinstance(getattr(type(owner).__getattribute__, "_original", None), types.FunctionType)
 
 
-def only_counts(frame: Any, name: str) -> bool:
+def only_counts(frame: FrameType, name: str) -> bool:
     """Whether a frame reads an attribute for ``self.name += 1``, which reads it for nothing else."""
     return frame.f_lasti in _counts(frame.f_code).get(name, ())
 
@@ -133,7 +134,7 @@ def _counts(code: types.CodeType) -> dict[str, list[int]]:
     return offsets
 
 
-def only_appends(frame: Any, name: str) -> bool:
+def only_appends(frame: FrameType, name: str) -> bool:
     """Whether a frame reads an attribute for ``self.name.append(x)``, to which what the list holds is all the same."""
     return frame.f_lasti in _appends(frame.f_code).get(name, ())
 

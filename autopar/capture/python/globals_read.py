@@ -33,7 +33,7 @@ class Free:
     state: Any = None
 
     def now(self) -> Any:
-        """The value as it is."""
+        """Return the present value."""
         if self.read.kind == "global":
             return self.place.get(self.read.name)
         return self.place.cell_contents
@@ -50,12 +50,11 @@ GRADIENT_MODE = "is_grad_enabled"
 
 
 def free_values(
-    modules: Sequence[torch.nn.Module], functions: Sequence[Any] = (), of_gradient_mode: list[str] | None = None
+    modules: Sequence[torch.nn.Module], functions: Sequence[object] = (), of_gradient_mode: list[str] | None = None
 ) -> list[Free]:
-    """The plain values, and the objects, that the code of ``modules`` and ``functions`` takes from outside.
+    """Return the plain values, and the objects, that the code of ``modules`` and ``functions`` takes from outside.
 
-    Args:
-        of_gradient_mode: gets the names and places of functions that ask ``torch.is_grad_enabled()``.
+    ``of_gradient_mode``: gets the names and places of functions that ask ``torch.is_grad_enabled()``.
     """
     values: dict[tuple[int, str], Free] = {}
     seen: set[tuple[int, type | None]] = set()
@@ -102,7 +101,7 @@ def free_values(
     return list(values.values())
 
 
-def _keep(values: dict[tuple[int, str], Free], place: Any, name: str, value: Any, path: str, kind: str) -> None:
+def _keep(values: dict[tuple[int, str], Free], place: object, name: str, value: object, path: str, kind: str) -> None:
     if isinstance(value, types.FunctionType | type | types.BuiltinFunctionType | types.ModuleType):
         return
     state = state_of(value) if is_generator(value) else None
@@ -110,8 +109,8 @@ def _keep(values: dict[tuple[int, str], Free], place: Any, name: str, value: Any
     values.setdefault((id(place), name), Free(place, ReadValue(path, name, frozen_value, kind=kind), value, state))
 
 
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """The Python functions behind a callable, with those that decorators have wrapped."""
+def _functions(value: object) -> Iterator[types.FunctionType]:
+    """Yield the Python functions behind a callable, with those that decorators have wrapped."""
     while value is not None:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__

@@ -13,7 +13,6 @@ import io
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -51,6 +50,7 @@ from autopar.torch_private import (
     scripted_functions_run_in_python,
     some_rows,
 )
+from autopar.words.trees import PyTree
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def _modules_stay() -> Iterator[None]:
         CaptureError: it would change the dtype of parameters, which would be others at the next call.
     """
 
-    def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def to(self: torch.nn.Module, *args: PyTree, **kwargs: PyTree) -> torch.nn.Module:
         _, dtype, *_ = arguments_of_to(*args, **kwargs)
         changed = [
             (name, t) for name, t in (*self.named_parameters(), *self.named_buffers())
@@ -127,7 +127,7 @@ def _plain_tensors_kept(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _outputs_seen(record: Recording) -> Iterator[None]:
-    def seen(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+    def seen(_module: torch.nn.Module, _args: object, output: PyTree) -> None:
         for check in record.outputs_checked:
             check(output)
         know_dataclasses(output)

@@ -137,9 +137,8 @@ def settled(
 ) -> tuple[TraceDecisions, T]:
     """Trace until it succeeds, each time with one more decision; return the decisions and the last trace.
 
-    Args:
-        trace: makes all traces of a call.
-        observe: runs the model on its example and returns its answers, if it branches on data.
+    ``trace``: makes all traces of a call. ``observe``: runs the model on its example and returns its answers, if it
+    branches on data.
 
     Raises:
         CaptureError: it fails, and there is nothing left to decide.

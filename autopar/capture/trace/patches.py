@@ -19,9 +19,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.trace.recording import Recording
+from autopar.words.trees import PyTree
 
 Function = Callable[..., Any]
-Handle = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handle = Callable[[Function, Args, Kwargs], PyTree]
 """Gives the result of a call of a function of torch, or :data:`PASS`."""
 PASS: Any = object()
 """The answer of a handler that leaves a call to the next one."""
@@ -152,8 +155,7 @@ def builtin_replaced(
 ) -> Iterator[None]:
     """Give the files of a module's parts another builtin function; those that have one of that name keep it.
 
-    Args:
-        where: which files, told by their globals.
+    ``where``: which files, told by their globals.
     """
     files = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
     users = [vars(sys.modules[f]) for f in files if f.partition(".")[0] not in _LIBRARIES and f in sys.modules]
@@ -178,6 +180,6 @@ def calling_frame() -> FrameType:
 
 
 __all__ = [
-    "HANDLERS", "PASS", "PATCHES", "Dispatcher", "Function", "Handle", "Handler", "Patch", "Phase", "builtin_replaced",
-    "calling_frame", "in_order", "register",
+    "HANDLERS", "PASS", "PATCHES", "Args", "Dispatcher", "Function", "Handle", "Handler", "Kwargs", "Patch", "Phase",
+    "builtin_replaced", "calling_frame", "in_order", "register",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ from autopar.capture.branches.numbers_given import READING_NUMBERS, with_numbers
 from autopar.capture.branches.random_answers import ask, refused
 from autopar.capture.branches.unknown_numbers import Drawn
 from autopar.capture.repeats.repeated import BLOCK
-from autopar.capture.trace.patches import PASS, Function, Handle
+from autopar.capture.trace.patches import PASS, Args, Function, Handle, Kwargs
 from autopar.capture.trace.row_by_number import at_one_place, read_at, selected, write_at
 from autopar.capture.trace.unique_values import distinct
 from autopar.capture.trace.value_origins import (
@@ -45,6 +45,7 @@ from autopar.capture.trace.value_origins import (
     note_made_of_numbers,
 )
 from autopar.torch_private import FakeTensor, OpOverload
+from autopar.words.trees import PyTree
 
 
 class Questions:
@@ -75,14 +76,15 @@ class Questions:
             self._table.update(dict.fromkeys(functions, handle))
         self.functions: frozenset[Function] = frozenset({*self._table, *READING_NUMBERS})
 
-    def __call__(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        """Handle a call of torch."""
         if func not in self.ASKED:
             args, kwargs = with_numbers(func, args, kwargs, _number_known)
         handle = self._table.get(func)
         answer = PASS if handle is None else handle(func, args, kwargs)
         return func(*args, **kwargs) if answer is PASS else answer
 
-    def _asked(self, func: Function, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    def _asked(self, func: Function, args: Args, _kwargs: Kwargs) -> PyTree:
         if not args:
             return PASS
         constant = constant_value(args[0], lambda t: func(t, *args[1:]))
@@ -100,28 +102,28 @@ class Questions:
         answer = _not_known(func, args[0], take, Read)
         return func(*args) if answer is None else answer
 
-    def _formatted(self, _func: Function, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    def _formatted(self, _func: Function, args: Args, _kwargs: Kwargs) -> PyTree:
         number = None
         if isinstance(args[0], FakeTensor) and not args[0].dim():
             number = constant_value(args[0], lambda value: value.item())
             number = _number_of_inputs(args[0]) if number is None else number
         return PASS if number is None else format(number, *args[1:])
 
-    def _repeated(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _repeated(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         size = _sum_known(times_of(args, kwargs))
         return PASS if size is None else func(*args, **{**kwargs, "output_size": size})
 
-    def _same(self, _func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _same(self, _func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         if len(args) != 2 or not any(isinstance(a, FakeTensor) for a in args):
             return self._compared(_func, args, kwargs)
         return args[0].shape == args[1].shape and self._truth((args[0] == args[1]).all())
 
-    def _compared(self, _func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compared(self, _func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         if not any(isinstance(a, FakeTensor) for a in args):
             return PASS
         return self._truth(torch.isclose(*args, **kwargs).all())
 
-    def _of_list(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_list(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         as_it_is = func is not torch.tensor and isinstance(args[0] if args else None, torch.Tensor)  # with its gradient
         if len(args) == 1 and not as_it_is and _has_numbers_of_data(args[0]):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
@@ -133,34 +135,34 @@ class Questions:
             return made
         return PASS
 
-    def _distinct(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _distinct(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         values = distinct(func, args, kwargs, lambda mask: _sum_known(mask, of_integers=True))
         return PASS if values is None else values
 
-    def _selected(self, _func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _selected(self, _func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         found = None if kwargs else selected(args)
         return PASS if found is None else found
 
-    def _indexed(self, func: Function, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    def _indexed(self, func: Function, args: Args, _kwargs: Kwargs) -> PyTree:
         one = at_one_place(args[0], args[1], lambda part: constant_value(part) is not None)
         if one is not None:
             return read_at(*one) if func is torch.Tensor.__getitem__ else write_at(*one, args[2])
         index = _joined(args[1]) if _has_numbers_of_data(args[1]) else args[1]
         return func(args[0], _places(index, _places_of_inputs), *args[2:])
 
-    def _places_where(self, _func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _places_where(self, _func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         alone = len(args) == 1 and not kwargs.keys() - {"as_tuple"}
         places = _places_set(args[0]) if alone else None
         return PASS if places is None else places.unbind(1)
 
-    def _places(self, _func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _places(self, _func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         alone = len(args) == 1 and not kwargs.keys() - {"as_tuple"}
         places = _places_set(args[0]) if alone else None
         if places is None:
             return PASS
         return places.unbind(1) if kwargs.get("as_tuple") else places
 
-    def _masked(self, _func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _masked(self, _func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         if len(args) != 2 or kwargs or _places_set(args[1]) is None:
             return PASS
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
@@ -238,8 +240,7 @@ def _of_inputs(tensor: torch.Tensor, of_integers: bool = False) -> bool:
 
     A pointer into a queue is another number at each call.
 
-    Args:
-        of_integers: and from no other numbers than integers.
+    ``of_integers``: and from no other numbers than integers.
     """
     in_attributes = {beginning(node) for t in changing_tensors() if (node := node_of(t)) is not None}
     todo, seen = [node_of(tensor)], set[torch.fx.Node]()
@@ -257,20 +258,20 @@ def _of_inputs(tensor: torch.Tensor, of_integers: bool = False) -> bool:
 
 
 def _is_given_floats(node: torch.fx.Node) -> bool:
-    """Whether numbers begin there that are no integers: what is given, or drawn."""
+    """Check that numbers begin there that are no integers: given, or drawn."""
     drawn = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     value = node.meta.get("val")
     return drawn or (node.op == "placeholder" and isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
-def _leaves_nothing_out(mask: Any) -> bool:
+def _leaves_nothing_out(mask: object) -> bool:
     return all(map(_leaves_nothing_out, mask)) if isinstance(mask, list) else bool(mask)
 
 
 def _not_known(
-    func: Any, tensor: torch.Tensor, truth: Callable[[torch.Tensor], bool], number: type[Drawn]
+    func: object, tensor: torch.Tensor, truth: Callable[[torch.Tensor], bool], number: type[Drawn]
 ) -> Any:
-    """What Python gets of a tensor whose values are not known yet; None where it wants to have them in its hands."""
+    """Return Python's stand-in for a tensor with unknown values; None where it needs the values themselves."""
     if func is torch.Tensor.__bool__:
         return truth(tensor)
     if func is torch.Tensor.item and tensor.numel() == 1:
@@ -282,15 +283,15 @@ def _listed(tensor: torch.Tensor, number: type[Drawn]) -> Any:
     return [_listed(x, number) for x in tensor.unbind()] if tensor.dim() else number(tensor)
 
 
-def _has_numbers_of_data(values: Any) -> bool:
-    """Whether a nested list has tensors without dims in it whose values are not known while they are traced."""
+def _has_numbers_of_data(values: PyTree) -> bool:
+    """Check that a nested list has tensors without dims in it whose values are not known."""
     if isinstance(values, (list, tuple)):
         return any(map(_has_numbers_of_data, values))
     return isinstance(values, Drawn) or (isinstance(values, FakeTensor) and not values.dim())
 
 
-def _stacked(values: Any) -> torch.Tensor:
-    """``torch.tensor(values)`` of a nested list of numbers and tensors without dims."""
+def _stacked(values: PyTree) -> torch.Tensor:
+    """Return ``torch.tensor(values)`` of a nested list of numbers and tensors without dims."""
     if isinstance(values, (list, tuple)):
         rows = [_stacked(row) for row in values]
         dtype = functools.reduce(torch.promote_types, (row.dtype for row in rows))
@@ -301,18 +302,17 @@ def _stacked(values: Any) -> torch.Tensor:
     return values if isinstance(values, torch.Tensor) else torch.full((), values)
 
 
-def _joined(index: Any) -> Any:
-    """An index of several dims in which lists and tuples of tensors without dims are tensors: ``x[rows, columns]``."""
+def _joined(index: PyTree) -> Any:
+    """Return an index in which lists of tensors without dims are tensors: ``x[rows, columns]``."""
 
-    def joined(part: Any) -> Any:
+    def joined(part: object) -> Any:
         return _stacked(part) if isinstance(part, (list, tuple)) and _has_numbers_of_data(part) else part
 
     return tuple(map(joined, index)) if isinstance(index, tuple) else index
 
 
-def _places(index: Any, of_inputs: Callable[[torch.Tensor], torch.Tensor | None] = lambda mask: None) -> Any:
-    """An index in which masks that do not depend on data are the places that they have set, and so are those of which
-    ``of_inputs`` says them."""
+def _places(index: PyTree, of_inputs: Callable[[torch.Tensor], torch.Tensor | None] = lambda mask: None) -> Any:
+    """Return an index in which masks that are known, or that ``of_inputs`` knows, are the places that they have set."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(mask, FakeTensor) for mask in masks_in(index)):
         return index
@@ -326,16 +326,15 @@ def _places(index: Any, of_inputs: Callable[[torch.Tensor], torch.Tensor | None]
     return tuple(opened)
 
 
-def _set_in(mask: Any, at: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-    """The places of a nested list at which it is true; of plain numbers, which no trace sees."""
+def _set_in(mask: object, at: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    """Return the places at which a nested list of plain numbers, which no trace sees, is true."""
     if not isinstance(mask, list):
         return [at] if mask else []
     return [place for i, part in enumerate(mask) for place in _set_in(part, (*at, i))]
 
 
-def _places_set(tensor: Any) -> torch.Tensor | None:
-    """``tensor.nonzero()`` of a tensor of the trace that does not depend on data, whose size is known so; None of any
-    other. It is found anew in each run, where the tensor is made."""
+def _places_set(tensor: object) -> torch.Tensor | None:
+    """Return ``tensor.nonzero()``, found anew in each run, of a traced tensor without data in it; None of any other."""
     if not isinstance(tensor, FakeTensor):
         return None
     n = constant_value(tensor, lambda value: int(value.count_nonzero()))

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -75,7 +76,7 @@ class Recording:
     kept: list[torch.nn.Parameter] = field(default_factory=list)
     asked_rows: dict[str, list[str]] = field(default_factory=dict)
 
-    def call(self, callee: Callee, leaves: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
+    def call(self, callee: Callee, leaves: Sequence[object], results: Sequence[torch.Tensor]) -> int:
         """Return a number for a call."""
         self.calls.append(callee)
         self.made.append([(tuple(x.shape), x.stride(), x.dtype) for x in results])
@@ -132,7 +133,7 @@ def parameters_noted(record: Recording) -> Iterator[None]:
 
 def here() -> str:
     """Return the place of the trace for messages: ``in 'layers.0' at file.py:12``."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     source = ""
     while frame is not None:
         file = frame.f_code.co_filename

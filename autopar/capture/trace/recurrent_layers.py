@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from autopar.capture.trace.patches import PASS, Function
+from autopar.capture.trace.patches import PASS, Args, Function, Kwargs
+from autopar.words.trees import PyTree
 
 LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
-def layer_by_layer(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def layer_by_layer(func: Function, args: Args, kwargs: Kwargs) -> PyTree:
     """Take ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` of several layers apart."""
     # Of packed sequences the third argument is the state, not the list of weights.
     if len(args) == 9 and isinstance(args[2], (list, tuple)) and isinstance(args[3], bool):
@@ -27,7 +28,7 @@ def layer_by_layer(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _each_layer(
-    func: Function, x: torch.Tensor, states: Any, weights: Any, has_biases: bool, n_layers: int, dropout: float,
+    func: Function, x: torch.Tensor, states: PyTree, weights: Any, has_biases: bool, n_layers: int, dropout: float,
     train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Compute torch's operator, whose arguments these are.

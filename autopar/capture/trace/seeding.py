@@ -13,13 +13,14 @@ from unittest import mock
 
 import torch
 
-from autopar.capture.trace.patches import PASS, Function
+from autopar.capture.trace.patches import PASS, Args, Function, Kwargs
 from autopar.capture.trace.recording import now, refuse
+from autopar.words.trees import PyTree
 
 _SEEDING = ((torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "seed"), (torch.random, "seed"))
 
 
-def own_generators_refused(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def own_generators_refused(func: Function, args: Args, kwargs: Kwargs) -> PyTree:
     """Refuse draws from a ``torch.Generator``, and write ``random_`` as ``randint``."""
     if isinstance(kwargs.get("generator"), torch.Generator) and now() is not None:
         raise refuse(
@@ -32,7 +33,7 @@ def own_generators_refused(func: Function, args: tuple[Any, ...], kwargs: dict[s
     return PASS
 
 
-def _integers_over(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _integers_over(x: torch.Tensor, *args: PyTree, **kwargs: PyTree) -> torch.Tensor:
     """Compute ``x.random_(from, to)`` by ``randint``, which draws the same.
 
     ``torch.export`` cannot write down an operator whose overload has the name of a keyword of Python's.
@@ -51,7 +52,7 @@ def own_seeds_refused() -> Iterator[None]:
 
 
 def _refusing(name: str, seed: Function) -> Function:
-    def seeding(*args: Any, **kwargs: Any) -> Any:
+    def seeding(*args: PyTree, **kwargs: PyTree) -> Any:
         if now() is None:
             return seed(*args, **kwargs)
         raise refuse(

@@ -1,4 +1,4 @@
-"""What a forward says about gradients: hooks on tensors, gradients taken inside it, gradients kept.
+"""Gradients inside a forward: hooks on tensors, gradients that are taken, gradients that are kept.
 
 A hook changes the gradient of a tensor, whoever reads it and whether they read it before or after the hook came. In the
 graph it is an operator that gives its input, right behind the one that makes the tensor; all readers read that.
@@ -17,10 +17,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.hooks import RemovableHandle
 
 from autopar.capture.trace.inner_gradients import gradients
-from autopar.capture.trace.patches import PASS, Function
+from autopar.capture.trace.patches import PASS, Args, Function, Kwargs
 from autopar.capture.trace.recording import Recording, here, now, refuse
 from autopar.rules.function import Callee, identity_of, refuse_fake
 from autopar.torch_private import GRADIENT_NODE, pytree
+from autopar.words.trees import PyTree
 
 
 class _Hooked(torch.autograd.Function):
@@ -38,11 +39,11 @@ class _Hooked(torch.autograd.Function):
         return grad if changed is None else changed, None
 
 
-def _called(hook: Any) -> str:
+def _called(hook: object) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
-def gradients_asked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gradients_asked(func: Function, args: Args, kwargs: Kwargs) -> PyTree:
     """Handle the functions by which a forward hooks, keeps or takes gradients."""
     recording = now()
     if recording is None:
@@ -68,7 +69,7 @@ def gradients_asked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any
 class _Past:
     """``grad_fn`` of a tensor, on which nothing can be hooked."""
 
-    def __init__(self, node: Any) -> None:
+    def __init__(self, node: object) -> None:
         self._node = node
 
     def __getattr__(self, name: str) -> Any:
@@ -92,7 +93,7 @@ def gradients_as_in_eager() -> Iterator[None]:
     past: Any = GRADIENT_NODE.get()
     inference = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
-    def no_backward(*args: Any, **kwargs: Any) -> None:
+    def no_backward(*args: PyTree, **kwargs: PyTree) -> None:
         if now() is not None:
             raise refuse(
                 "backward() inside a forward", "call it on what the model returns",
@@ -107,7 +108,7 @@ def gradients_as_in_eager() -> Iterator[None]:
             )
         return enter(self)
 
-    def no_past(x: Any) -> Any:
+    def no_past(x: object) -> Any:
         if now() is not None:
             raise refuse("a hook on grad_fn inside a forward", "hook each tensor itself with register_hook")
         return past(x)
@@ -138,7 +139,7 @@ def gradients_as_in_eager() -> Iterator[None]:
 
 
 def _assign(x: torch.Tensor, value: torch.Tensor) -> None:
-    """``x.data = value``, for a value like what is there."""
+    """Compute ``x.data = value``, for a value of the same form."""
     if (x.shape, x.dtype, x.device) != (value.shape, value.dtype, value.device):
         raise refuse(
             f"an assignment to .data of a tensor of {value.dtype} and shape {tuple(value.shape)}, where there is one "
@@ -148,7 +149,7 @@ def _assign(x: torch.Tensor, value: torch.Tensor) -> None:
     torch.ops.autopar.assign(x, value)
 
 
-def _hook(recording: Recording, x: torch.Tensor, hook: Callable[..., Any]) -> RemovableHandle:
+def _hook(recording: Recording, x: torch.Tensor, hook: Function) -> RemovableHandle:
     handle = RemovableHandle(OrderedDict())
     if not x.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
@@ -194,8 +195,8 @@ def _after(node: torch.fx.Node, new: torch.fx.Node) -> None:
     node.append(new)
 
 
-def _closed_over(hook: Any) -> list[torch.Tensor]:
-    """Tensors that a function holds: in its closure, its defaults, its object, or what it is a partial of."""
+def _closed_over(hook: object) -> list[torch.Tensor]:
+    """Return the tensors that a function holds: in its closure, defaults, object, or as a partial."""
     tensors: list[torch.Tensor] = []
     seen: set[int] = set()
     todo = [hook]

@@ -23,18 +23,18 @@ from autopar.capture.trace.recording import Answer, Recording, recording
 from autopar.capture.untraceable_modules import check_operators
 from autopar.errors import AutoparError, CaptureError
 from autopar.words.autocasting import autocast_now
+from autopar.words.trees import PyTree
 
 
 def export(
-    module: torch.nn.Module, args: Any, kwargs: Any, attempt: Attempt, answer: Answer | None = None
+    module: torch.nn.Module, args: PyTree, kwargs: PyTree, attempt: Attempt, answer: Answer | None = None
 ) -> torch.export.ExportedProgram:
     """Trace a call, and return the exported program.
 
     Its ``recording`` has the meaning of autopar's own operators in it; its ``left`` says what is behind the model's own
     outputs: nothing, unless a recorder watched.
 
-    Args:
-        answer: to questions about random numbers; False without it.
+    ``answer``: to questions about random numbers; False without it.
 
     Raises:
         Undecided: it has to be traced with another decision.
@@ -63,7 +63,7 @@ def export(
 
 
 def _export(
-    module: torch.nn.Module, args: Any, kwargs: Any, record: Recording, repeats: Repeats | None
+    module: torch.nn.Module, args: PyTree, kwargs: PyTree, record: Recording, repeats: Repeats | None
 ) -> torch.export.ExportedProgram:
     with recording(record), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,7 +85,7 @@ _NOT_THE_USERS = ("<frozen", "<eval_with_key")
 
 
 def _instead_of_reading(line: str) -> str:
-    """What to do about a line of the model that reads the values of a tensor."""
+    """Return the advice about a line of the model that reads the values of a tensor."""
     if re.search(r"\b(int|float)\(|\.(item|tolist)\(", line):
         return (
             "a number that is read from a tensor, such as a pointer into a queue, changes between calls: compute with "
@@ -100,7 +100,7 @@ _NOT_IN_OUTPUTS = re.compile(r"Found <class '(?:[\w.<>]*\.)?(\w+)'> in output, w
 
 
 class _Place(NamedTuple):
-    """Where in the user's code an error was raised; all empty where that is not known.
+    """The place in the user's code where an error was raised; all empty where that is not known.
 
     Attributes:
         where: ``file.py:12``.
@@ -138,7 +138,7 @@ def _place_of(error: Exception) -> _Place:
 
 
 def _explain(error: Exception, module: torch.nn.Module) -> str:
-    """One message for what torch.export raised: what, where in the user's code, what to do."""
+    """Return one message for an error of torch.export: the fault, where in the user's code, the remedy."""
     where, line, in_torch = _place_of(error)
     kind = type(error).__name__
     text = str(error).strip().splitlines()

@@ -11,16 +11,18 @@ import contextlib
 import dis
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from autopar.capture.python.user_lines import is_users
+from autopar.capture.trace.patches import Args, Function, Kwargs
 from autopar.capture.trace.recording import Recording
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 DEPTH = 4
 """Of containers in which a function's variables are searched for such an object."""
@@ -60,7 +62,7 @@ def _asked(hidden: _Hidden) -> str:
     return str(object.__getattribute__(hidden, "text"))
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _operator(name: str) -> Function:
     return lambda self, *args: getattr(_asked(self), name)(*args)
 
 
@@ -91,14 +93,14 @@ def strings_hidden(record: Recording) -> Iterator[None]:
         yield
         return
 
-    def hide(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hide(_module: torch.nn.Module, args: Args, kwargs: Kwargs) -> PyTree:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for i in trial.places:
             leaves[i] = _Hidden(leaves[i], trial)
         return pytree.tree_unflatten(leaves, spec)
 
-    def watch(frame: Any, event: str, _: Any) -> None:
-        """``type(x)`` tells without a question what stands there: code that asks so may read it."""
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        """Note code that calls ``type(x)``, which asks the stand-in nothing: it may read the string."""
         asks = event == "return" and is_users(frame.f_code.co_filename) and _asks_for_types(frame.f_code)
         if asks and holds_hidden(list(frame.f_locals.values())):
             trial.read = True
@@ -121,7 +123,7 @@ def _asks_for_types(code: CodeType) -> bool:
 
 
 def holds_hidden(value: Any, depth: int = DEPTH) -> bool:
-    """Whether something is such an object, or a container with one."""
+    """Check that a value is such an object, or a container with one."""
     kind = type(value)
     if kind is _Hidden or not depth:
         return kind is _Hidden
@@ -131,12 +133,12 @@ def holds_hidden(value: Any, depth: int = DEPTH) -> bool:
 
 
 def keeps_hidden(module: torch.nn.Module) -> bool:
-    """Whether one of them stands in an attribute of a module, or in a container there."""
+    """Check that one of them is in an attribute of a module, or in a container there."""
     return any(holds_hidden(value) for part in module.modules() for value in vars(part).values())
 
 
 def arguments_of_strings(spec: pytree.TreeSpec, literals: Mapping[int, Any]) -> list[frozenset[int]]:
-    """The places of strings among the leaves of a call, those of one list or tuple together."""
+    """Return the places of strings among the leaves of a call, those of one list or tuple together."""
     paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))
     groups: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(paths):
@@ -146,7 +148,7 @@ def arguments_of_strings(spec: pytree.TreeSpec, literals: Mapping[int, Any]) -> 
 
 
 def _without_last_numbers(path: Sequence[Any]) -> str:
-    """The path of the list in which a leaf stands; of another leaf its own."""
+    """Return the path of the list in which a leaf is; of another leaf its own."""
     fixed = 2  # args or kwargs, and which one
     n = len(path)
     while n > fixed and isinstance(path[n - 1], pytree.SequenceKey):
