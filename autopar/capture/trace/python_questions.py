@@ -62,6 +62,8 @@ class Questions:
         torch.Tensor.__index__, torch.Tensor.tolist,
     )  # fmt: skip
 
+    WHERE = (torch.where, torch.Tensor.where)
+
     def __init__(self) -> None:
         self._table: dict[Function, Handle] = {}
         for functions, handle in (
@@ -69,8 +71,7 @@ class Questions:
             (COMPARED, self._compared), (SAME, self._same), (DISTINCT, self._distinct),
             ((torch.tensor, torch.as_tensor, torch.asarray), self._of_list),
             ((torch.select, torch.Tensor.select), self._selected), (INDEXED, self._indexed),
-            ((torch.where, torch.Tensor.where), self._places_where),
-            ((torch.nonzero, torch.Tensor.nonzero), self._places),
+            ((*self.WHERE, torch.nonzero, torch.Tensor.nonzero), self._places),
             ((torch.masked_select, torch.Tensor.masked_select), self._masked),
         ):  # fmt: skip
             self._table.update(dict.fromkeys(functions, handle))
@@ -150,17 +151,11 @@ class Questions:
         index = _joined(args[1]) if _has_numbers_of_data(args[1]) else args[1]
         return func(args[0], _places(index, _places_of_inputs), *args[2:])
 
-    def _places_where(self, _func: Function, args: Args, kwargs: Kwargs) -> PyTree:
-        alone = len(args) == 1 and not kwargs.keys() - {"as_tuple"}
-        places = _places_set(args[0]) if alone else None
-        return PASS if places is None else places.unbind(1)
-
-    def _places(self, _func: Function, args: Args, kwargs: Kwargs) -> PyTree:
-        alone = len(args) == 1 and not kwargs.keys() - {"as_tuple"}
-        places = _places_set(args[0]) if alone else None
-        if places is None:
+    def _places(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        places = _places_set(args[0]) if args else None
+        if places is None or len(args) != 1 or kwargs.keys() - {"as_tuple"}:
             return PASS
-        return places.unbind(1) if kwargs.get("as_tuple") else places
+        return places.unbind(1) if func in self.WHERE or kwargs.get("as_tuple") else places
 
     def _masked(self, _func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         if len(args) != 2 or kwargs or _places_set(args[1]) is None:
