@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-from autopar.capture.python.user_lines import place_in
+from autopar.capture.python.bytecode import place_in
 
 ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "scatter_reduce", "masked_scatter",
             "index_fill", "masked_fill"}  # fmt: skip

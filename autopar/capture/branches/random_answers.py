@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from autopar.capture.python.user_lines import is_users, place_in, user_line
+from autopar.capture.python.bytecode import place_in
+from autopar.capture.python.user_lines import is_users, user_line
 from autopar.capture.trace.recording import under_way
 from autopar.errors import CaptureError
 

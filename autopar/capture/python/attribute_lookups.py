@@ -1,16 +1,15 @@
 """Attribute lookups of classes, recorded for as long as a trace runs.
 
 A class that is made in Python looks up and sets its attributes by methods that can be replaced. Here they tell a
-listener of each attribute before they go on.
+listener of each attribute before they go on. The classes stay the users' own: of an object that is of a subclass while
+it is traced, code that compares classes (``type(layer) is Block``, the ``__eq__`` of dataclasses) would get other
+answers, and one with ``__slots__`` has no other class.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
 import types
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -116,41 +115,4 @@ def stored(owner: object, name: str, value: object) -> bool:
     return isinstance(getattr(type(owner).__getattribute__, "_original", None), types.FunctionType)
 
 
-def only_counts(frame: FrameType, name: str) -> bool:
-    """Whether a frame reads an attribute for ``self.name += 1``, which reads it for nothing else."""
-    return frame.f_lasti in _counts(frame.f_code).get(name, ())
-
-
-@functools.lru_cache(maxsize=4096)
-def _counts(code: types.CodeType) -> dict[str, list[int]]:
-    """Where code loads an attribute, by name, to add to it: it keeps the owner, to store the sum there again."""
-    offsets: dict[str, list[int]] = {}
-    before = ""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_ATTR" and before == "COPY":
-            offsets.setdefault(instruction.argval, []).append(instruction.offset)
-        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
-            before = instruction.opname
-    return offsets
-
-
-def only_appends(frame: FrameType, name: str) -> bool:
-    """Whether a frame reads an attribute for ``self.name.append(x)``, to which what the list holds is all the same."""
-    return frame.f_lasti in _appends(frame.f_code).get(name, ())
-
-
-@functools.lru_cache(maxsize=4096)
-def _appends(code: types.CodeType) -> dict[str, list[int]]:
-    """Where code loads an attribute, by name, to call its ``append`` or ``extend``."""
-    offsets: dict[str, list[int]] = {}
-    before: dis.Instruction | None = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and instruction.argval in ("append", "extend"):
-            if before is not None and before.opname == "LOAD_ATTR":
-                offsets.setdefault(before.argval, []).append(before.offset)
-        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
-            before = instruction
-    return offsets
-
-
-__all__ = ["Lookups", "behind", "can_tell", "is_registered_none", "only_appends", "only_counts", "stored"]
+__all__ = ["Lookups", "behind", "can_tell", "is_registered_none", "stored"]

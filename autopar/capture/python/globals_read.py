@@ -6,7 +6,6 @@ function, and the functions and methods of the user that they name. Only the use
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.python.bytecode import uses_in
 from autopar.capture.python.frozen_values import frozen
 from autopar.capture.python.generators import is_generator, state_of
 from autopar.capture.python.guards import ReadValue
@@ -81,7 +81,7 @@ def free_values(
             _keep(values, cell, "cell_contents", value, f"variable '{name}' of {function.__qualname__}", "cell")
         file = os.path.basename(function.__code__.co_filename)
         for code in _codes(function.__code__):
-            names, attributes = _names(code)
+            names, attributes, *_ = uses_in(code)
             if of_gradient_mode is not None and GRADIENT_MODE in names | attributes:
                 of_gradient_mode.append(f"{function.__qualname__} ({file}:{code.co_firstlineno})")
             for name in names:
@@ -130,18 +130,6 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _codes(const)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Globals and attributes that a piece of code loads."""
-    loaded, attributes = set(), set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            loaded.add(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(instruction.argval)
-    return frozenset(loaded), frozenset(attributes)
 
 
 __all__ = ["Free", "free_values"]

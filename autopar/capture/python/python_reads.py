@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from autopar.capture.python.attribute_lookups import Lookups, behind, can_tell, only_appends, only_counts, stored
+from autopar.capture.python.attribute_lookups import Lookups, behind, can_tell, stored
 from autopar.capture.python.attribute_outputs import LeftBehind
+from autopar.capture.python.bytecode import only_appends, only_counts
 from autopar.capture.python.containers import (
     OfTheCallBefore,
     new_tensors,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import itertools
 import os
 import sysconfig
 from types import FrameType
@@ -53,20 +51,4 @@ def user_line(frame: FrameType) -> str:
     return ""
 
 
-def place_in(frame: FrameType) -> tuple[int, int | None, int | None]:
-    """Return the line and the columns (None where unknown) of what a frame evaluates right now.
-
-    Where a frame decides whether it jumps, that is what it decides by: the jump itself has the place of the whole
-    statement, which has as many questions as ``and`` and ``or`` put together. By columns and not by instructions:
-    Python moves between instructions of one call when it has run often.
-    """
-    code, at = frame.f_code.co_code, frame.f_lasti // 2
-    if "JUMP" in dis.opname[code[2 * at]] or dis.opname[code[2 * at]] == "TO_BOOL":
-        at -= 1
-        while at > 0 and dis.opname[code[2 * at]] in ("CACHE", "TO_BOOL", "COPY"):
-            at -= 1
-    line, _, begin, end = next(itertools.islice(frame.f_code.co_positions(), at, None), (None,) * 4)
-    return line or frame.f_lineno, begin, end
-
-
-__all__ = ["from_machinery", "is_own", "is_users", "place_in", "user_line"]
+__all__ = ["from_machinery", "is_own", "is_users", "user_line"]

@@ -8,15 +8,14 @@ of each that tells of every question, and gives no answer to any.
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 
+from autopar.capture.python.bytecode import uses_in
 from autopar.capture.python.user_lines import is_users
 from autopar.capture.trace.patches import Args, Function, Kwargs
 from autopar.capture.trace.recording import Recording
@@ -101,7 +100,7 @@ def strings_hidden(record: Recording) -> Iterator[None]:
 
     def watch(frame: FrameType, event: str, _: object) -> None:
         """Note code that calls ``type(x)``, which asks the stand-in nothing: it may read the string."""
-        asks = event == "return" and is_users(frame.f_code.co_filename) and _asks_for_types(frame.f_code)
+        asks = event == "return" and is_users(frame.f_code.co_filename) and "type" in uses_in(frame.f_code).names
         if asks and holds_hidden(list(frame.f_locals.values())):
             trial.read = True
 
@@ -113,13 +112,6 @@ def strings_hidden(record: Recording) -> Iterator[None]:
     finally:
         sys.setprofile(profile_before)
         handle.remove()
-
-
-@functools.lru_cache(maxsize=1024)
-def _asks_for_types(code: CodeType) -> bool:
-    return "type" in code.co_names and any(
-        step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type" for step in dis.get_instructions(code)
-    )
 
 
 def holds_hidden(value: Any, depth: int = DEPTH) -> bool:
