@@ -107,9 +107,6 @@ def build(
     """Build the graph; return it and its builder. An error names the place in the model.
 
     ``again``: makes a trace with other answers to questions for random numbers.
-
-    Raises:
-        CaptureError: an operator is used in a way that the graph cannot express.
     """
     try:
         draft = builder.draft()

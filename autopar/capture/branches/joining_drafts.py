@@ -80,9 +80,6 @@ class Union:
 
         ``constants``: tensors that are the same where their values are, see :func:`key_of`. ``values``: of these and of
         all others that are no registered ones.
-
-        Raises:
-            Apart: they have too little in common.
         """
         _Joining(self, draft, flipped, constants, values).run()
 

@@ -44,11 +44,7 @@ class Question(NamedTuple):
 
 
 def truth(tensor: torch.Tensor, numbers: str, name: str) -> torch.Tensor:
-    """Return ``bool [ ]`` of a tensor of one element; ``numbers`` and ``name`` are what the error calls them.
-
-    Raises:
-        CaptureError: it has more than one element.
-    """
+    """Return ``bool [ ]`` of a tensor of one element; ``numbers`` and ``name`` are what the error calls them."""
     if tensor.numel() != 1:
         raise CaptureError(
             f"forward asks whether a tensor of {tensor.numel()} {numbers} is true, at "

@@ -109,11 +109,7 @@ class Explorer:
         """Places where the answer of the base is True."""
 
     def explored(self) -> tuple[GraphBuilder, Draft]:
-        """Return a draft with both sides of every branch, and the builder that finishes it.
-
-        Raises:
-            CaptureError: the sides cannot be told apart, or put together.
-        """
+        """Return a draft with both sides of every branch, and the builder that finishes it."""
         self.base = self._base()
         self.questions = [ask.question for ask in self.base.draft.asks]
         self.flipped: dict[frozenset[Question], Trace] = {}
@@ -188,11 +184,7 @@ class Explorer:
         raise Apart(why)
 
     def _united_by(self, groups: Sequence[Sequence[Question]]) -> United:
-        """Unite the traces in which one of these groups is answered otherwise.
-
-        Raises:
-            Apart: they do not go together, or other traces show that it is not right.
-        """
+        """Unite the traces in which one of these groups is answered otherwise."""
         written = frozenset(self.names.written)
         union = Union(self.base.draft, self.base.unwritten(written))
         for group in groups:

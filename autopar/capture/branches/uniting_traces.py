@@ -35,9 +35,6 @@ def unite(union: Union, prefix: str) -> United:
     """Return the graph of a union.
 
     ``prefix``: of module paths that users do not see.
-
-    Raises:
-        Apart: an operator would have to run before one that it depends on, or writes what only one side may write.
     """
     return _Uniting(union, prefix).run()
 
@@ -215,11 +212,7 @@ class _Uniting:
     # -- running statistics
 
     def _beside(self, norm: Node, i: int) -> Node:
-        """Let a norm on one side of a branch write to copies of its statistics, of which the branch chooses.
-
-        Raises:
-            Apart: something else writes them too, or it is no batch norm.
-        """
+        """Let a norm on one side of a branch write to copies of its statistics, of which the branch chooses."""
         training, statistics = norm.args[5], [r for r in norm.args[3:5] if isinstance(r, Ref)]
         if not training or not statistics:
             return norm

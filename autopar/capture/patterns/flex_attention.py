@@ -139,9 +139,6 @@ def _everywhere(
     depend on stays of size 1 in it.
 
     ``sizes``: b, h, q and k. ``score``: [b h q k], for a ``score_mod``.
-
-    Raises:
-        CaptureError: it does something else with its arguments.
     """
     places = [
         torch.arange(n, device=device).reshape([n if i == dim else 1 for i in range(4)]) for dim, n in enumerate(sizes)

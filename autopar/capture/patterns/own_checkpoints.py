@@ -155,12 +155,7 @@ def as_region(cls: Any, args: Sequence[Any], kwargs: PyTree) -> Callable[[], Any
 
 
 def _tried(cls: Any, args: Sequence[Any], place: int) -> tuple[_Seen, list[Any], bool]:
-    """Try a call; return what it did, its arguments there, and whether it draws random numbers.
-
-    Raises:
-        _Otherwise: it is no checkpoint.
-        Exception: it cannot run on tensors without values.
-    """
+    """Try a call; return what it did, its arguments there, and whether it draws random numbers."""
     mode = get_proxy_mode()
     assert mode is not None
     seen = _Seen()

@@ -48,9 +48,6 @@ def _attention(
     ``query``, ``key``, ``value``: [q h d], [k g d], [k g e]; g divides h. ``ends_q``, ``ends_k``: int [n + 1], where
     the n documents end, 0 before the first one. ``window``: how many keys before and behind its own place a query sees,
     -1 for all. Places are counted from the ends of a document, which may have more keys than queries.
-
-    Raises:
-        CaptureError: keys are in pages or partly used, as where a model generates; that has no backward in torch.
     """
     if ends_k is None or seqused_k is not None or block_table is not None:
         raise CaptureError(

@@ -268,11 +268,7 @@ class Guards:
             self.of_gradient_mode = ()
 
     def check(self) -> None:
-        """Refuse to run a program that computes with values that are no longer so.
-
-        Raises:
-            RunError: it names them, with what they were.
-        """
+        """Refuse to run a program that computes with values that are no longer so."""
         if not self.same():
             raise RunError(refusal(self.changes()))
 

@@ -39,11 +39,6 @@ def write_casts(exported: Any, module: torch.nn.Module, around: State) -> None:
     """Put the casts of autocast into an exported program; its regions mean nothing any more then.
 
     ``module``: that was exported. ``around``: the autocast that was on when it was.
-
-    Raises:
-        CaptureError: what autocast does to an operator cannot be written as casts; or the model is on the meta device,
-            where torch's autocast does nothing: casts that are written afterwards would come too late for what forward
-            does with a dtype.
     """
     graph = exported.graph_module.graph
     if not around and not _has_regions(exported.graph_module):

@@ -88,11 +88,7 @@ def _library_asks_values() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modules_stay() -> Iterator[None]:
-    """Let ``module.to(...)`` in a forward do nothing.
-
-    Raises:
-        CaptureError: it would change the dtype of parameters, which would be others at the next call.
-    """
+    """Let ``module.to(...)`` in a forward do nothing."""
 
     def to(self: torch.nn.Module, *args: PyTree, **kwargs: PyTree) -> torch.nn.Module:
         _, dtype, *_ = arguments_of_to(*args, **kwargs)

@@ -159,11 +159,7 @@ class _Kept:
         self.last: torch.fx.Node | None = None
 
     def find(self, value: torch.Tensor, func: Any, run: Function) -> None:
-        """Make the tracer know a value.
-
-        Raises:
-            CaptureError: no operator of the trace has made it.
-        """
+        """Make the tracer know a value."""
         tracker = self.mode.tracer.tensor_tracker
         with disable_proxy_modes_tracing():
             self._look()
