@@ -47,7 +47,7 @@ from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.user_lines import from_machinery, user_line
 from autopar.capture.trace.recording import under_way
 from autopar.capture.trace.value_origins import depends_on_data
-from autopar.torch_private import FakeTensor, pytree
+from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
 from autopar.words.trees import PyTree
 
 _FOREIGN = ("torch", "builtins", "numpy", "enum", "types", "functools", "collections", "typing", "threading", "logging",
@@ -188,7 +188,7 @@ class Recorder:
         if is_generator(value):
             self.generators.setdefault(id(value), (value, ReadValue(path, name, None).label, state_of(value)))
             return
-        with _outside_forward():  # the recorder itself looks at the tensors
+        with DisableTorchFunction():  # the recorder itself looks at the tensors
             frozen_value = frozen(value)
         if key in self.counted:  # not only counted: what the next call reads is another value
             if not only_counts(frame, name):
@@ -476,22 +476,9 @@ class Recorder:
         return guards
 
 
-def _set_in_forward(inside: bool) -> bool:
-    """Note whether the model's code runs, and return whether it did; outside a trace it does not count."""
-    now = under_way()
-    before = now is not None and now.in_forward
-    if now is not None:
+def _set_in_forward(inside: bool) -> None:
+    if (now := under_way()) is not None:
         now.in_forward = inside
-    return before
-
-
-@contextlib.contextmanager
-def _outside_forward() -> Iterator[None]:
-    before = _set_in_forward(False)
-    try:
-        yield
-    finally:
-        _set_in_forward(before)
 
 
 @contextlib.contextmanager
