@@ -54,8 +54,8 @@ from typing import Any
 import torch
 
 from autopar.capture.batch_totals import Totals
-from autopar.capture.branches.data_branches import Ways, along, followed
-from autopar.capture.branches.observed_run import ways_of
+from autopar.capture.branches.data_branches import warn_of_fixed_numbers
+from autopar.capture.branches.observed_run import answers_of
 from autopar.capture.graph.marked_products import none_narrow
 from autopar.capture.in_parts import InParts
 from autopar.capture.losses import check_loss
@@ -64,9 +64,10 @@ from autopar.capture.python.attribute_outputs import Left, own_outputs
 from autopar.capture.python.guards import Guards
 from autopar.capture.recorded import traced
 from autopar.capture.tensor_layouts import check_dense
-from autopar.capture.trace.python_random import drawn_by_torch
+from autopar.capture.trace.contexts import entered
+from autopar.capture.trace.decisions import Answers, TraceDecisions, settled
+from autopar.capture.trace.patches import Phase
 from autopar.capture.trace.tracing import run_failed
-from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
 from autopar.capture.untraceable_modules import check_modules
 from autopar.errors import AutoparError, CaptureError
 from autopar.garbage_collection import uncollected
@@ -81,7 +82,7 @@ class Example:
     """The call by which a model was captured, without values.
 
     Attributes:
-        ways: the answers that the example gives where the model branches on data.
+        decisions: how it was traced.
         in_parts: how the call is one microbatch of several.
     """
 
@@ -89,7 +90,7 @@ class Example:
     kwargs: Mapping[str, Any]
     loss_fn: Callable[..., torch.Tensor] | None
     targets: tuple[Any, ...]
-    ways: Ways = field(default_factory=Ways)
+    decisions: TraceDecisions = field(default_factory=TraceDecisions)
     precision: Precision | None = None
     in_parts: InParts | None = None
 
@@ -100,10 +101,10 @@ class Example:
             torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device, requires_grad=t.requires_grad),
             (self.args, dict(self.kwargs), self.targets),
         )  # fmt: skip
-        with along(self.ways):
-            captured = capture(
-                model, args, kwargs, loss_fn=self.loss_fn, targets=targets, precision=self.precision
-            )  # fmt: skip
+        captured = capture(
+            model, args, kwargs, loss_fn=self.loss_fn, targets=targets, precision=self.precision,
+            decisions=self.decisions,
+        )  # fmt: skip
         return captured if self.in_parts is None else self.in_parts.of(captured)
 
 
@@ -179,6 +180,7 @@ def capture(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     targets: Sequence[Any] = (),
     precision: Precision | None = None,
+    decisions: TraceDecisions | None = None,
 ) -> Captured:
     """Capture ``model(*args, **kwargs)``, or ``loss_fn(model(...), *targets)``, as a graph.
 
@@ -189,6 +191,7 @@ def capture(
         loss_fn: called with the model's output and the targets; with it the graph's output is the loss.
         targets: further arguments of ``loss_fn``, of global shapes.
         precision: a policy: the graph computes under it, on parameters and floating point inputs that are cast.
+        decisions: those of an earlier capture of such a call; others are added as needed.
 
     Returns:
         The graph, at global shapes and with the dtypes of the model (or of the policy), and what is needed to call it
@@ -219,11 +222,15 @@ def capture(
         module, args, prefix = WithLoss(model, loss_fn, len(args), precision), (*args, *targets), "model."
     args, kwargs = _without_aliases((tuple(args), kwargs))
     in_precision = precision.of_model(model) if precision is not None else contextlib.nullcontext()
-    with uncollected(), varlen_attention_in_plain_operators(), in_precision:
-        ways, (guards, exported, builder, (graph, user_inputs)) = followed(
-            lambda: traced(module, args, kwargs, prefix, loss_fn), lambda: _observed(module, args, kwargs)
-        )
-    example, graph = replace(example, ways=ways), replace(graph, precision=precision)
+    with uncollected(), in_precision:
+        first = decisions or TraceDecisions()
+        found, (guards, exported, builder, (graph, user_inputs)) = settled(
+            lambda attempt: traced(module, args, kwargs, prefix, loss_fn, attempt), first,
+            lambda: _observed(module, args, kwargs),
+        )  # fmt: skip
+    if found.fixed_numbers and not first.fixed_numbers:
+        warn_of_fixed_numbers(found)
+    example, graph = replace(example, decisions=found), replace(graph, precision=precision)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     _check_renewed(graph, model, precision)
     check_loss(graph, module, loss_fn is not None)
@@ -236,15 +243,15 @@ def capture(
                     autocast_now(), guards, exported.left)  # fmt: skip
 
 
-def _observed(module: torch.nn.Module, args: Any, kwargs: Any) -> Ways:
-    """Run the model on the example as it is, and return which ways it goes.
+def _observed(module: torch.nn.Module, args: Any, kwargs: Any) -> Answers:
+    """Run the model on the example as it is, and return how it branches.
 
     Raises:
         CaptureError: it fails.
     """
     try:
-        with drawn_by_torch():
-            return ways_of(module, args, kwargs)
+        with entered(Phase.OBSERVE):
+            return answers_of(module, args, kwargs)
     except AutoparError:
         raise
     except Exception as error:

@@ -8,31 +8,34 @@ from typing import Any
 
 import torch
 
-from autopar.capture.branches.random_answers import answering
 from autopar.capture.branches.random_branches import Explorer
 from autopar.capture.graph.building import GraphBuilder
 from autopar.capture.python.generators import draw_place, same_state
 from autopar.capture.python.guards import Guards, repeated
 from autopar.capture.python.python_reads import Recorder, Written, undone
+from autopar.capture.trace.decisions import Attempt
+from autopar.capture.trace.recording import Answer
 from autopar.capture.trace.tracing import export
 from autopar.errors import AutoparError, CaptureError
+from autopar.words.trees import PyTree
 
 
 def traced(
-    module: torch.nn.Module, args: Any, kwargs: Any, prefix: str, loss_fn: Callable[..., Any] | None
-) -> tuple[Guards, Any, GraphBuilder, Any]:
-    """``(guards, exported program, builder, what it built)`` of a call of ``module``.
+    module: torch.nn.Module, args: PyTree, kwargs: PyTree, prefix: str, loss_fn: Callable[..., Any] | None,
+    attempt: Attempt,
+) -> tuple[Guards, Any, GraphBuilder, Any]:  # fmt: skip
+    """Trace a call of ``module``; return ``(guards, exported program, builder, what it built)``.
 
     Raises:
         CaptureError: it cannot be traced, changes what it reads at every call, or draws random numbers outside torch.
     """
     functions = (loss_fn,) if loss_fn is not None else ()
 
-    def once() -> tuple[Recorder, Any]:
+    def once(answer: Answer = lambda number, site: False) -> tuple[Recorder, Any]:
         recorder = Recorder(module, prefix, functions)
         with undone(recorder):
             with recorder:
-                exported = export(module, args, kwargs)
+                exported: Any = export(module, args, kwargs, attempt, answer)
             exported.left = recorder.left.all
             for owner, name in recorder.set_on_none.values():
                 setattr(owner, name, None)
@@ -43,18 +46,17 @@ def traced(
             drawn = recorder.drew()
             if drawn:
                 before = recorder.states()
-                place = draw_place(lambda: export(module, args, kwargs), recorder.states)
+                place = draw_place(lambda: export(module, args, kwargs, attempt, answer), recorder.states)
                 again = not all(map(same_state, before, recorder.states()))
                 recorder.set_back()
                 _refuse_draws(drawn, place, again)
         return recorder, exported
 
-    def whole(exported: Any, recorder: Recorder) -> tuple[GraphBuilder, Any]:
-        """The graph of a trace; of one in which Python asked for random numbers, that of all its branches."""
+    def whole(exported: torch.export.ExportedProgram, recorder: Recorder) -> tuple[GraphBuilder, Any]:
+        """Return the graph of a trace; where Python asked for random numbers, that of all its branches."""
 
-        def again(answer: Any) -> tuple[GraphBuilder, Any]:
-            with answering(answer):
-                trial, exported = once()
+        def again(answer: Answer) -> tuple[GraphBuilder, Any]:
+            trial, exported = once(answer)
             trial.undo()
             recorder.learn(trial)
             return GraphBuilder(module, exported, prefix), exported
@@ -102,13 +104,9 @@ def traced(
 def build(
     builder: GraphBuilder, again: Callable[[Any], tuple[GraphBuilder, Any]] | None = None
 ) -> tuple[GraphBuilder, Any]:
-    """The graph, and the builder that made it; what goes wrong on the way is told with the place in the model.
+    """Build the graph; return it and its builder. An error names the place in the model.
 
-    Args:
-        again: makes a trace with other answers to questions for random numbers.
-
-    Raises:
-        CaptureError: an operator is used in a way that the graph cannot express.
+    ``again``: makes a trace with other answers to questions for random numbers.
     """
     try:
         draft = builder.draft()
@@ -150,7 +148,7 @@ def _refuse_draws(drawn: Sequence[str], place: str, again: bool) -> None:
 
 
 def _listed(what: Sequence[object]) -> str:
-    """The first of what is refused, a line each."""
+    """Return the first entries of what is refused, a line each."""
     return "".join(f"\n  {item}" for item in what[:8])
 
 

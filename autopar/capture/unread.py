@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autopar.capture import Captured
@@ -34,9 +36,10 @@ def unread_strings(captured: Captured, model: torch.nn.Module, groups: list[froz
     assert captured.example is not None
     for places in groups[:MOST_TRIED]:
         attributes = [(module, dict(vars(module))) for module in model.modules()]
+        example = captured.example
         with hiding(places) as trial:
             try:
-                without = captured.example.capture(model)
+                without = replace(example, decisions=replace(example.decisions, hidden=trial)).capture(model)
             except AutoparError:
                 continue
             finally:

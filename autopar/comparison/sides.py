@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.fx
 
 from autopar.capture import Captured, WithLoss
 from autopar.capture.python.restoring import Draws, generators_kept, kept, same_draws
-from autopar.capture.trace.flex_attention import flex_attention_in_plain_operators
+from autopar.capture.trace.contexts import entered
+from autopar.capture.trace.patches import Phase
 from autopar.capture.trace.python_random import drawn_by_torch
-from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
 from autopar.comparison.relative import Ran, is_tensor
 from autopar.lower.emit import lower
 from autopar.lower.program import Program
@@ -27,14 +27,9 @@ from autopar.words.graph import Graph, Node, Ref
 from autopar.words.trees import PyTree
 
 
-@contextlib.contextmanager
-def attention_on(cuda: bool) -> Iterator[None]:
-    """Make attention of the model run in this scope: torch has no backward of flex attention on CPUs."""
-    with contextlib.ExitStack() as stack:
-        if not cuda:
-            stack.enter_context(flex_attention_in_plain_operators())
-            stack.enter_context(varlen_attention_in_plain_operators())
-        yield
+def attention_on(cuda: bool) -> contextlib.AbstractContextManager[None]:
+    """Let the model itself run: torch has a backward of flex attention, and varlen_attn at all, on CUDA alone."""
+    return contextlib.nullcontext() if cuda else entered(Phase.COMPARE)
 
 
 class Sides:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
 from autopar.capture import capture
-from autopar.capture.trace.flex_attention import says_causal
+from autopar.capture.patterns.flex_attention import says_causal
 from autopar.comparison import program_vs_eager as V
 from autopar.errors import CaptureError
 from autopar.planner.intra_op.mesh_plan import Options, plan_graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,6 +18,7 @@ from autopar.capture import capture
 from autopar.capture.graph.building import GraphBuilder
 from autopar.capture.recorded import build
 from autopar.capture.repeats import repeated
+from autopar.capture.trace.decisions import Answers, TraceDecisions, settled
 from autopar.capture.trace.tracing import export
 from autopar.errors import RunError
 
@@ -28,8 +30,8 @@ def counted(model, args, kwargs=None, **more):
     made = []
     begin = repeated.Repeats.__init__
 
-    def init(self, model):
-        begin(self, model)
+    def init(self, model, record):
+        begin(self, model, record)
         made.append(self)
 
     with mock.patch.object(repeated.Repeats, "__init__", init):
@@ -58,8 +60,8 @@ def check(make, skipped, *args, **kwargs):
     made = []
     begin = repeated.Repeats.__init__
 
-    def init(self, model):
-        begin(self, model)
+    def init(self, model, record):
+        begin(self, model, record)
         made.append(self)
 
     for all_of_it in (False, True):
@@ -68,7 +70,8 @@ def check(make, skipped, *args, **kwargs):
         with mock.patch.object(repeated.Repeats, "__init__", init), contextlib.ExitStack() as stack:
             if all_of_it:
                 stack.enter_context(mock.patch.object(repeated.Repeats, "_find", lambda self, model: None))
-            found.append(build(GraphBuilder(model, export(model, args, kwargs), ""))[1])
+            traced = partial(export, model, args, kwargs)
+            found.append(build(GraphBuilder(model, settled(traced, TraceDecisions(), Answers)[1], ""))[1])
     for x, y in zip(found[0][0].nodes, found[1][0].nodes, strict=True):
         assert repr(x) == repr(y)
     assert repr(found[0]) == repr(found[1])

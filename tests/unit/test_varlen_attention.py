@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from autopar.capture import capture
 from autopar.capture.microbatches import attention_between_rows, taken_of_batch
-from autopar.capture.trace.varlen_attention import varlen_attention_in_plain_operators
+from autopar.capture.patterns.varlen_attention import varlen_attention_in_plain_operators
 from autopar.comparison import program_vs_eager as V
 from autopar.comparison.parts_of_loss import difference_by_parts
 from autopar.errors import CaptureError

@@ -1,4 +1,4 @@
-"""Branches of Python code on tensors: on random numbers both sides are kept, on data the example's way is followed.
+"""Branches of Python code on tensors: of random ones both sides are kept, of data the example's side is followed.
 
 ``if torch.rand(()) < p: continue`` (LayerDrop, stochastic depth) takes another way at every step. A trace goes one way.
 So the model is traced several times, with other answers, and the graphs become one, in which the random number chooses.

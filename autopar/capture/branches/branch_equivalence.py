@@ -1,4 +1,4 @@
-"""Whether a graph with branches computes what a trace does, once each goes the way of that trace."""
+"""The check that a graph with branches computes what a trace does, once each goes as in that trace."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ class Numbers:
     def of_draft(
         self, draft: Draft, constants: Mapping[str, Any], settled: Callable[[Node], int | None] = lambda node: None
     ) -> tuple[Any, dict[Any, Any]]:
-        """``(outputs, updates)`` as numbers; flags are told by their new values, and not by their names.
+        """Return ``(outputs, updates)`` as numbers; flags are told by their new values, and not by their names.
 
-        Args:
-            settled: of a branch the position of the argument that it passes on.
+        ``settled``: of a branch the position of the argument that it passes on.
         """
         numbers: list[tuple[int, int | None]] = []
 
@@ -51,7 +50,7 @@ class Numbers:
 
 
 def _is_copy(node: Node, nodes: list[Node]) -> bool:
-    """Whether a node is a copy of a buffer, as a norm on one side of a branch gets it."""
+    """Check that a node is a copy of a buffer, as a norm on one side of a branch gets it."""
     return node.target == "aten.clone.default" and nodes[node.refs[0].node].kind == "buffer"
 
 
@@ -59,11 +58,10 @@ def computes(
     united: United, constants: Mapping[str, Any], answers: Mapping[Question, bool], draft: Draft,
     theirs: Mapping[str, Any],
 ) -> bool:  # fmt: skip
-    """Whether a graph whose branches go as in a trace gives what the trace gives.
+    """Check that a graph whose branches go as in a trace computes the same as the trace.
 
-    Args:
-        constants, theirs: tensors that are part of the graph and of the trace, by name.
-        answers: of all questions; of those that the trace did not come to any.
+    ``constants``, ``theirs``: tensors that are part of the graph and of the trace, by name. ``answers``: of all
+    questions; of those that the trace did not come to any.
     """
     questions = united.questions
 

@@ -1,4 +1,4 @@
-"""Branches on data: the way that the example takes is followed, and the program checks at every call that it still is.
+"""Branches on data: the trace follows the side that the example takes, and the program checks it at every call.
 
 ``if labels.max() >= vocab_size: raise``, ``if mask.any(): ...``: Python asks for the truth of a tensor that depends on
 what the model is called with. While the model is traced it has no values, so the model is run once as it is, on the
@@ -18,31 +18,30 @@ not help either, so are single integers (``grid[0].item()``) and the places that
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autopar.capture.branches.only_rows import answer_with_rows, only_rows
 from autopar.capture.branches.random_answers import site_of, truth, users_frame
 from autopar.capture.branches.unknown_numbers import Drawn
+from autopar.capture.trace.decisions import OF_ROWS, TraceDecisions, Unanswered
+from autopar.capture.trace.recording import under_way
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 TAKEN = "autopar.taken.default"
 NUMBER, PLACES, LIST = " number", " places", " list"
 """Behind the place where a single integer, a mask, or a list of integers was read."""
-OF_ROWS = " rows"
-"""Behind the place of a question whose branch does nothing but work on the rows of a mask."""
 LENGTHS, LONGEST, LABELS = FAULTS = " lengths", " longest", " labels"
 """Behind the place where a packed sequence is used: what must not be so of its lengths."""
-MOST_GUESSES = 16
-"""Times that another side is tried in a model without values, because one raises an error."""
+LAST = 16
+"""Nodes by which the place of a question is known: the last of them may be gone when the trace has ended."""
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("taken(Tensor condition, str site, bool answer) -> ()")
@@ -51,154 +50,19 @@ _LIBRARY.impl("taken", lambda condition, site, answer: None, "CompositeExplicitA
 torch.fx.node.has_side_effect(torch.ops.autopar.taken.default)
 
 
-class Unanswered(CaptureError):
-    """Python asks for the truth of a tensor that depends on data, and no answers were found yet."""
-
-
-@dataclass
-class Ways:
-    """What the model answered at each place of its code that branches on data.
-
-    Attributes:
-        answers: by place (``file.py:12@8-31``), in the order in which they were given.
-        guessed: places that have no answer, and what is taken for it.
-        listed: integers that were read as a list, by place.
-        with_rows: by place, the answer of a branch that only works on rows where there are some.
-        as_listed: whether lists are answered so.
-        pinned: whether single integers and masks are answered so too.
-        steady: names of buffers that the example's forward left as they were.
-        observed: whether the answers are those of a run on the example's values.
-    """
-
-    answers: Mapping[str, Sequence[bool]] = field(default_factory=dict)
-    guessed: dict[str, bool] = field(default_factory=dict)
-    listed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    with_rows: dict[str, bool] = field(default_factory=dict)
-    as_listed: bool = False
-    pinned: bool = False
-    steady: frozenset[str] = frozenset()
-    observed: bool = False
-
-    def answer(self, site: str, number: int) -> bool:
-        """Return that to the question of this number at a place.
-
-        Raises:
-            CaptureError: the run on the example was not asked there.
-        """
-        given = self.answers.get(site, ())
-        if not given and site.endswith(OF_ROWS):
-            return self.with_rows.setdefault(site, _answer_with_rows())
-        if not given and self.observed:
-            raise _unheard(site)
-        if not given:
-            return self.guessed.setdefault(site, False)
-        return given[min(number, len(given) - 1)]
-
-    def always(self, site: str) -> bool | None:
-        """The answer at a place if it is always the same; None if it is not."""
-        unheard = self.guessed.get(site, self.with_rows.get(site, site.endswith(OF_ROWS)))
-        given = set(self.answers.get(site, ())) or {unheard}
-        return given.pop() if len(given) == 1 else None
-
-
-_WAYS: ContextVar[Ways | None] = ContextVar("ways", default=None)
-_ASKED: ContextVar[Counter[str]] = ContextVar("questions of data")
-_LISTS: ContextVar[set[str]] = ContextVar("places of lists that were not answered")
-
-
-@contextlib.contextmanager
-def along(ways: Ways) -> Iterator[None]:
-    """Traces inside follow these ways."""
-    token = _WAYS.set(ways)
-    try:
-        yield
-    finally:
-        _WAYS.reset(token)
-
-
-@contextlib.contextmanager
-def from_the_start() -> Iterator[None]:
-    """Around a trace: nothing was asked yet."""
-    token = _ASKED.set(Counter())
-    try:
-        yield
-    finally:
-        _ASKED.reset(token)
-
-
-def followed(trace: Callable[[], Any], answers: Callable[[], Ways]) -> tuple[Ways, Any]:
-    """What a trace gives that goes the ways of the example, and these ways; ``trace`` is called until it succeeds.
-
-    Args:
-        answers: finds the ways, if the model branches on data.
-
-    Raises:
-        CaptureError: it cannot be traced.
-    """
-    ways = _WAYS.get()
-    lists: set[str] = set()
-    _LISTS.set(lists)
-    if ways is None:
-        try:
-            return Ways(), trace()
-        except Unanswered:
-            ways = answers()
-        except CaptureError:
-            if not lists:
-                raise
-            ways = answers()
-            ways.as_listed = True
-    with along(ways):
-        try:
-            return ways, trace()
-        except CaptureError as error:
-            failed, attempts = error, 0
-        if lists and not ways.as_listed:
-            ways.as_listed = True
-            try:
-                return ways, trace()
-            except CaptureError as error:
-                failed = error
-        if lists and not ways.pinned:
-            ways.pinned = True
-            try:
-                traced = trace()
-            except CaptureError as error:
-                failed, ways.pinned = error, False
-            else:
-                _tell_of_pinned(ways)
-                return ways, traced
-        turned: set[str] = set()
-        while True:  # the way that was guessed last may be the one that raises: `assert x.max() < n`
-            guessed = dict(ways.guessed)
-            for site in reversed([s for s in guessed if s not in turned]):
-                if attempts == MOST_GUESSES:
-                    raise failed
-                attempts += 1
-                ways.guessed = {**guessed, site: True}
-                try:
-                    return ways, trace()
-                except CaptureError as error:
-                    if ways.guessed.keys() > guessed.keys():  # it leads further
-                        failed = error
-                        turned.add(site)
-                        break
-            else:
-                raise failed
-
-
 def pinned_at(site: str) -> str:
-    """Where integers or a mask were read that the program takes from the example; empty for another place."""
+    """Return the line where integers or a mask were fixed to the example's; empty for another place."""
     return site.partition("@")[0] if site.endswith((NUMBER, PLACES, LIST)) else ""
 
 
 def fault_at(site: str) -> str:
-    """What must not be so of the lengths of a packed sequence there; empty for another place."""
+    """Return what must not hold of the lengths of a packed sequence there; empty for another place."""
     return next((fault.strip() for fault in FAULTS if site.endswith(fault)), "")
 
 
-def _tell_of_pinned(ways: Ways) -> None:
-    lines = dict.fromkeys(line for site in ways.listed if (line := pinned_at(site)))
+def warn_of_fixed_numbers(decisions: TraceDecisions) -> None:
+    """Warn of integers and masks that the program takes from the example."""
+    lines = dict.fromkeys(line for site in decisions.listed if (line := pinned_at(site)))
     if lines:
         warnings.warn(
             f"numbers and masks that follow from the model's inputs, at {', '.join(lines)}, are those of this batch in "
@@ -206,25 +70,21 @@ def _tell_of_pinned(ways: Ways) -> None:
         )  # fmt: skip
 
 
-def would_take(taken: Sequence[tuple[str, bool]]) -> bool:
-    """Whether questions at these places would be answered so whenever they are asked."""
-    ways = _WAYS.get()
-    return not taken or (ways is not None and all(ways.always(site) == answer for site, answer in taken))
-
-
 def take(tensor: torch.Tensor) -> bool:
-    """The answer that Python is given to ``bool(tensor)``, of one element that depends on data.
+    """Return the answer that Python is given to ``bool(tensor)``, of one element that depends on data.
 
     Raises:
         Unanswered: no answers are known yet.
+        CaptureError: the run on the example was not asked there.
     """
     site = place_of_question()
-    ways = _WAYS.get()
-    if ways is None:
+    now = under_way()
+    if now is None or now.attempt.decisions.answers is None:
         raise Unanswered(f"forward branches on the value of a tensor, at {site.partition('@')[0]}")
-    asked = _ASKED.get()
-    answer = ways.answer(site, asked[site])
-    asked[site] += 1
+    answer = now.attempt.answer(site, now.questions[site], _rows_are_used)
+    if answer is None:
+        raise _unheard(site)
+    now.questions[site] += 1
     torch.ops.autopar.taken(truth(tensor, "numbers", "x"), site, answer)
     return answer
 
@@ -239,61 +99,78 @@ def _unheard(site: str) -> CaptureError:
 
 
 def place_of_question() -> str:
-    """That of a question, with :data:`OF_ROWS` behind it where it applies."""
+    """Return the site of a question, with the suffix :data:`OF_ROWS` where it applies."""
     return site_of() + (OF_ROWS if asked_for_rows_only() else "")
 
 
-def _answer_with_rows() -> bool:
+def _rows_are_used() -> bool:
     frame = users_frame()
     return frame is None or answer_with_rows(frame)
 
 
 def asked_for_rows_only() -> bool:
-    """Whether the user's code asks right now for a branch that does nothing but work on the rows of a mask."""
+    """Check that the user's code asks right now for a branch that does nothing but work on the rows of a mask."""
     frame = users_frame()
     return frame is not None and only_rows(frame)
 
 
-def take_list(tensor: torch.Tensor, what: str = LIST, only_if: Callable[[Any], bool] = lambda answer: True) -> Any:
-    """The answer that Python is given to ``tensor.tolist()``, of integers that follow from inputs alone; None where
-    there is none: the example has no values, or it was not tried yet to do without.
+def rows_are_asked_for(number: str) -> bool:
+    """Check that the branch that is asked for right now may be entered also where there are no rows, and note it.
 
     Args:
-        what: :data:`LIST`, or :data:`NUMBER` or :data:`PLACES` where a single integer or a mask is read.
-        only_if: which answers are given; of another one there is none.
+        number: torch's name of the number of rows.
+    """
+    record = under_way()
+    if record is None or not asked_for_rows_only():
+        return False
+    mode = get_proxy_mode()
+    newest_first = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
+    record.asked_rows.setdefault(number, [str(node.name) for node in islice(newest_first, LAST)])
+    return True
+
+
+def take_list(tensor: torch.Tensor, what: str = LIST, only_if: Callable[[Any], bool] = lambda answer: True) -> Any:
+    """Return the example's answer to ``tensor.tolist()``, of integers that follow from inputs alone.
+
+    None where there is none: the example has no values, or the trace was not tried yet without a fixed list.
+
+    ``what``: :data:`LIST`, or :data:`NUMBER` or :data:`PLACES` where a single integer or a mask is read. ``only_if``:
+    which answers are given; of another one there is none.
     """
     site = site_of() + what
-    ways = _WAYS.get()
-    if ways is None or not (ways.as_listed if what == LIST else ways.pinned):
-        _LISTS.get(set()).add(site)
+    now = under_way()
+    assert now is not None
+    decisions = now.attempt.decisions
+    if not (decisions.fixed_lists if what == LIST else decisions.fixed_numbers):
+        now.attempt.open_lists.add(site)
         return None
-    given, asked = ways.listed.get(site, ()), _ASKED.get()
-    if asked[site] >= len(given):
+    given, number = now.attempt.answers.listed.get(site, ()), now.questions[site]
+    if number >= len(given) or not only_if(answer := given[number]):
         return None
-    answer = given[asked[site]]
-    if not only_if(answer):
-        return None
-    asked[site] += 1
+    now.questions[site] += 1
     same = torch.tensor(answer, dtype=tensor.dtype, device=tensor.device) == tensor
     torch.ops.autopar.taken(same.all(), site, True)
     return answer
 
 
-def changing(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters, and buffers that a forward writes: what a number follows from that is another one at each call."""
-    ways = _WAYS.get()
-    written = [b for name, b in module.named_buffers() if ways is not None and name not in ways.steady]
-    return [*module.parameters(), *written]
+def changing_tensors() -> list[torch.Tensor]:
+    """Return the traced module's parameters and the buffers that it writes: other values at each call."""
+    now = under_way()
+    assert now is not None
+    answers = now.attempt.decisions.answers
+    written = [b for name, b in now.module.named_buffers() if answers is not None and name not in answers.steady]
+    return [*now.module.parameters(), *written]
 
 
 class Read(Drawn):
-    """What ``tensor.item()`` gives for a number that depends on data while a model is traced."""
+    """The stand-in for ``tensor.item()`` of a number that depends on data, in a trace."""
 
     def __init__(self, tensor: torch.Tensor, asks: Callable[[torch.Tensor], bool] = take) -> None:
         super().__init__(tensor, asks)
 
     @staticmethod
     def refusal(what: str) -> CaptureError:
+        """Return the error where its digits are wanted."""
         return CaptureError(
             f"forward reads the value of a tensor that depends on its inputs or parameters, {what}, at "
             f"{site_of().partition('@')[0]}: a program would use the one of the example at every step\n  compute with "
@@ -301,8 +178,8 @@ class Read(Drawn):
             "in an if, whose way is followed and checked at every call, or move it out of forward()"
         )
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Of a list of such numbers numpy would make an array of objects, and ask each of them on its own."""
+    def __array__(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Refuse: numpy would make an array of objects, and ask each of them on its own."""
         raise self.refusal("in an array of numpy")
 
 
@@ -311,12 +188,12 @@ pytree.register_pytree_node(Read, lambda read: ([read.tensor], None), lambda lea
 
 
 def can_be_listed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is integers in a list, as sizes are."""
+    """Check that a tensor is integers in a list, as sizes are."""
     return tensor.ndim > 0 and tensor.dtype in (torch.int64, torch.int32)
 
 
 def is_integer(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one integer."""
+    """Check that a tensor is one integer."""
     return tensor.numel() == 1 and tensor.dtype in (torch.int64, torch.int32)
 
 
@@ -327,8 +204,8 @@ NUMBERS = (torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__)
 INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
-def masks_in(index: Any) -> list[torch.Tensor]:
-    """The masks of an index, in order."""
+def masks_in(index: PyTree) -> list[torch.Tensor]:
+    """Return the masks of an index, in order."""
     parts = index if isinstance(index, tuple) else (index,)
     return [part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.bool and part.dim()]
 
@@ -337,17 +214,16 @@ DISTINCT = (torch.unique, torch.Tensor.unique, torch.unique_consecutive, torch.T
 REPEATED = (torch.repeat_interleave, torch.Tensor.repeat_interleave)
 
 
-def times_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """How often ``repeat_interleave(*args, **kwargs)`` repeats each element, where tensors say it and the size of what
-    is made is not given."""
+def times_of(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the tensor of repeats of a ``repeat_interleave`` whose output size is not given; else None."""
     times = kwargs.get("repeats", args[1] if len(args) > 1 else args[0] if len(args) == 1 else None)
     given = kwargs.get("output_size") is not None
     return times if isinstance(times, torch.Tensor) and times.ndim == 1 and not given else None
 
 
 __all__ = [
-    "COMPARED", "DISTINCT", "INDEXED", "LABELS", "LENGTHS", "LIST", "LONGEST", "MOST_GUESSES", "NUMBER", "NUMBERS",
-    "OF_ROWS", "PLACES", "REPEATED", "SAME", "TAKEN", "Read", "Unanswered", "Ways", "along", "asked_for_rows_only",
-    "can_be_listed", "changing", "fault_at", "followed", "from_the_start", "is_integer", "masks_in", "pinned_at",
-    "place_of_question", "take", "take_list", "times_of", "would_take",
+    "COMPARED", "DISTINCT", "INDEXED", "LABELS", "LENGTHS", "LIST", "LONGEST", "NUMBER", "NUMBERS", "OF_ROWS", "PLACES",
+    "REPEATED", "SAME", "TAKEN", "Read", "asked_for_rows_only", "can_be_listed", "changing_tensors", "fault_at",
+    "is_integer", "masks_in", "pinned_at", "place_of_question", "rows_are_asked_for", "take", "take_list", "times_of",
+    "warn_of_fixed_numbers",
 ]  # fmt: skip

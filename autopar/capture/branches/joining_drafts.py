@@ -27,8 +27,7 @@ class Apart(Exception):
 
 
 class Use(NamedTuple):
-    """Where a value is read: tensor number ``position`` of a node, an output of the model, or the new value of the
-    buffer that is node number ``position``."""
+    """A place that reads a value: an input of a node, an output of the model, or a buffer's new value."""
 
     reader: int | str
     position: int
@@ -36,7 +35,7 @@ class Use(NamedTuple):
 
 @dataclass
 class Union:
-    """What several traces compute.
+    """The union of what several traces compute.
 
     Attributes:
         base: the trace that the others are compared with.
@@ -69,6 +68,7 @@ class Union:
         """Of what other traces read and the base does not, the numbers by :func:`key_of`."""
 
     def spec(self, ref: Ref) -> Spec:
+        """Return the spec of a value."""
         spec = self.nodes[ref.node].outs[ref.out]
         assert spec is not None
         return spec
@@ -78,27 +78,22 @@ class Union:
     ) -> None:
         """Take in a trace in which some questions of the base were answered otherwise; its questions are the base's.
 
-        Args:
-            constants: tensors that are the same where their values are, see :func:`key_of`.
-            values: of these and of all others that are no registered ones.
-
-        Raises:
-            Apart: they have too little in common.
+        ``constants``: tensors that are the same where their values are, see :func:`key_of`. ``values``: of these and of
+        all others that are no registered ones.
         """
         _Joining(self, draft, flipped, constants, values).run()
 
 
 def is_flag(node: Node) -> bool:
-    """Whether a node is a buffer in which a program notes how a call went."""
+    """Check that a node is a buffer in which a program notes how a call went."""
     return node.kind == "buffer" and node.target.startswith((WAY, PART))
 
 
 def key_of(node: Node, constants: Mapping[str, Any]) -> Any:
-    """What a node computes, but for which tensors it is given.
+    """Return what a node computes, apart from the tensors that it is given.
 
-    Args:
-        constants: tensors that a trace has made, which are the same where their values are. One that a forward writes
-            is no such tensor: it is told by its name, as those that the model has registered.
+    ``constants``: tensors that a trace has made, which are the same where their values are. One that a forward writes
+    is no such tensor: it is told by its name, as those that the model has registered.
     """
     if node.kind != "op":
         value = constants.get(node.target)
@@ -109,9 +104,9 @@ def key_of(node: Node, constants: Mapping[str, Any]) -> Any:
 
 
 def literals(node: Node) -> str:
-    """The arguments that are no tensors, as text."""
+    """Return the arguments that are no tensors, as text."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         return f"<{value.name}>" if isinstance(value, Callee) else value
 
     args = tuple(plain(map_refs(a, lambda r: "%")) for a in node.args)
@@ -119,7 +114,7 @@ def literals(node: Node) -> str:
 
 
 def _noted_in(flag: Node) -> Any:
-    """What a flag stands for, beside the operator that writes it."""
+    """Return the meaning of a flag, apart from the operator that writes it."""
     return flag.module, flag.source, repr(sorted(flag.kwargs.items()))
 
 
@@ -170,7 +165,7 @@ class _Joining:
             self._meet(Use("update", buffer), mine, theirs, last)
 
     def _match(self) -> None:
-        """Which operators of the other trace are operators of the base."""
+        """Find the operators of the other trace that are operators of the base."""
         union = self.union
         for segment in range(len(self.flips) + 1):
             waiting: dict[Any, list[int]] = defaultdict(list)
@@ -196,7 +191,7 @@ class _Joining:
                 self.image[f] = b
 
     def _take(self, f: int, node: Node, segment: int) -> None:
-        """A node that the base does not have."""
+        """Add a node that the base does not have."""
         union = self.union
         if node.kind == "op" and not segment:
             raise Apart(f"{node.where} is computed before a random number is asked for, on one side only")
@@ -217,7 +212,7 @@ class _Joining:
         return Ref(self.image[ref.node], ref.out)
 
     def _meet(self, use: Use, mine: Ref, theirs: Ref, segment: int) -> None:
-        """Two values that one operator is given."""
+        """Join two values that one operator is given."""
         if mine == theirs:
             return
         union = self.union

@@ -8,9 +8,9 @@ mask then selects.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from autopar.words.trees import PyTree
 
 COUNTS = {torch.Tensor.any, torch.any, torch.Tensor.sum, torch.sum, torch.count_nonzero, torch.Tensor.count_nonzero}
 COMPARISONS = {
@@ -32,8 +32,8 @@ class MaskQuestions:
         self._asked: dict[int, list[tuple[torch.Tensor, str, bool]]] = {}
         self.answers: dict[str, bool] = {}
 
-    def computed(self, func: Any, args: Any, result: Any) -> None:
-        """A function of torch was called."""
+    def computed(self, func: object, args: PyTree, result: PyTree) -> None:
+        """Note a call of a function of torch."""
         if func in SELECTIONS:
             index = args[1] if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) else args[0]
             for x in index if isinstance(index, tuple) else (index,):
@@ -48,7 +48,7 @@ class MaskQuestions:
             self._mask_of[id(result)] = result, self._mask_of[id(args[0])][1]
 
     def asked(self, tensor: torch.Tensor, site: str, answer: bool) -> None:
-        """Python was told whether a tensor is true."""
+        """Note that Python was told whether a tensor is true."""
         computed, mask = self._mask_of.get(id(tensor), (None, None))
         if computed is tensor and mask is not None:
             self._asked.setdefault(id(mask), []).append((mask, site, answer))

@@ -27,15 +27,15 @@ _BEHIND_A_TENSOR = (
 _SIZE_FIRST = (torch.full,)
 """Functions whose first argument alone is made of numbers."""
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+READING_NUMBERS = (*_OF_SIZES, *_BEHIND_A_TENSOR, *_SIZE_FIRST, *_INDEXED)
 
 
 def with_numbers(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: Callable[[torch.Tensor], int | None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call in which integers that torch would read are numbers.
+    """Return the arguments of a call with numbers for the integers that torch would read.
 
-    Args:
-        number: gives that of a tensor of one integer; None where it is not known, and the tensor stays.
+    ``number``: gives that of a tensor of one integer; None where it is not known, and the tensor stays.
     """
     args, kwargs = tuple(args), dict(kwargs)
 
@@ -47,7 +47,7 @@ def with_numbers(
             return value if known is None else known
         return value
 
-    def bounds(value: Any) -> Any:
+    def bounds(value: object) -> Any:
         if type(value) is tuple:
             return tuple(map(bounds, value))
         if isinstance(value, slice) and any(isinstance(x, torch.Tensor) for x in (value.start, value.stop, value.step)):
@@ -74,4 +74,4 @@ def _is_a_number(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and tensor.dtype in (torch.int64, torch.int32)
 
 
-__all__ = ["with_numbers"]
+__all__ = ["READING_NUMBERS", "with_numbers"]

@@ -1,4 +1,4 @@
-"""A run of the model as it is, on the example, that notes what its Python code is told of the values of tensors."""
+"""A run of the model on its example, which records what its Python code is told of the values of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from autopar.capture.branches.data_branches import (
     PLACES,
     REPEATED,
     SAME,
-    Ways,
     asked_for_rows_only,
     can_be_listed,
     is_integer,
@@ -32,14 +31,19 @@ from autopar.capture.branches.numbers_given import with_numbers
 from autopar.capture.branches.random_answers import site_of
 from autopar.capture.branches.unknown_numbers import DIGITS, Drawn, checked
 from autopar.capture.python.restoring import generators_kept, kept
+from autopar.capture.trace.decisions import Answers
 from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
+from autopar.words.trees import PyTree
 
 
-def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ways:
-    """What ``module(*args, **kwargs)`` answers; nothing where tensors have no values. The module is left as it was."""
+def answers_of(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, Any]) -> Answers:
+    """Run ``module(*args, **kwargs)`` and return what it answered; nothing where tensors have no values.
+
+    The module is left as it was.
+    """
     tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
     if any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors):
-        return Ways()
+        return Answers()
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (tuple(args), dict(kwargs))
     )
@@ -49,16 +53,16 @@ def ways_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             module(*args, **kwargs)
         steady = frozenset(name for name, version in _versions(module).items() if before.get(name) == version)
     answers = {site: [heard.masks.answers.get(site, a) for a in given] for site, given in heard.answers.items()}
-    return Ways({**answers, **heard.always_listed()}, listed=heard.listed, steady=steady, observed=True)
+    return Answers({**answers, **heard.always_listed()}, listed=heard.listed, steady=steady, observed=True)
 
 
 def _versions(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Which tensor each buffer is, and how often it was written to."""
+    """Return the identity of each buffer, and how often it was written to."""
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
 
 
 class _Known(Drawn):
-    """What ``tensor.item()`` gives while answers are heard: the number, whose comparisons are heard too."""
+    """The result of ``tensor.item()`` while answers are recorded: the number, whose comparisons are recorded too."""
 
     def digits(self) -> Any:
         with DisableTorchFunction():
@@ -80,7 +84,7 @@ for _name in DIGITS:
 
 
 def _of_tensors(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a comparison of two tensors asks for their values: those of other shapes are not the same anyway."""
+    """Check that a comparison of two tensors asks for their values: those of other shapes are not the same anyway."""
     return len(args) > 1 and (func not in SAME or args[0].shape == args[1].shape)
 
 
@@ -94,7 +98,7 @@ class _Hearing(TorchFunctionMode):
         self.listed: dict[str, list[Any]] = {}
 
     def heard(self, tensor: torch.Tensor) -> bool:
-        """The answer, noted by the place that asks."""
+        """Return the answer, recorded by the place that asks."""
         return self._heard_at(place_of_question(), tensor)
 
     def _heard_at(self, place: str, tensor: torch.Tensor) -> bool:
@@ -104,7 +108,7 @@ class _Hearing(TorchFunctionMode):
         return answer
 
     def _array(self, tensor: torch.Tensor) -> Any:
-        """``tensor.numpy()``, with numbers whose comparisons are heard, except where branches only work on rows."""
+        """Return ``tensor.numpy()`` with numbers whose comparisons are recorded, unless branches only work on rows."""
         import numpy
 
         def heard(answer: torch.Tensor) -> bool:
@@ -119,7 +123,7 @@ class _Hearing(TorchFunctionMode):
         return array
 
     def _numbers(self, tensor: torch.Tensor) -> Any:
-        """``tensor.tolist()``, with numbers whose comparisons are heard."""
+        """Return ``tensor.tolist()``, with numbers whose comparisons are recorded."""
         if not tensor.dim():
             return _Known(tensor, self.heard)
         with DisableTorchFunction():
@@ -131,10 +135,10 @@ class _Hearing(TorchFunctionMode):
         return int(tensor)
 
     def always_listed(self) -> dict[str, list[bool]]:
-        """Places at which the same integers were read each time."""
+        """Return the places at which the same integers were read each time."""
         return {site: [True] for site, lists in self.listed.items() if all(each == lists[0] for each in lists)}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if func is torch.Tensor.__bool__ and args[0].numel() == 1:
             place = place_of_question()
             answer = self._heard_at(place, args[0])
@@ -177,4 +181,4 @@ class _Hearing(TorchFunctionMode):
         return result
 
 
-__all__ = ["ways_of"]
+__all__ = ["answers_of"]

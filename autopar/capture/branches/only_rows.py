@@ -19,9 +19,10 @@ import copy
 import functools
 import linecache
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
-from autopar.capture.python.user_lines import place_in
+from autopar.capture.python.bytecode import place_in
 
 ADD_ROWS = {"index_add", "index_put", "index_copy", "scatter_add", "scatter_reduce", "masked_scatter",
             "index_fill", "masked_fill"}  # fmt: skip
@@ -36,8 +37,8 @@ NO_TENSORS = {"torch", "len", "bool", "int", "self"}
 Statements = Sequence[ast.stmt]
 
 
-def only_rows(frame: Any) -> bool:
-    """Whether what a frame of the user's asks right now decides about a branch that only works on rows.
+def only_rows(frame: FrameType) -> bool:
+    """Check that the present question of a frame of the user's is for a branch that only works on rows.
 
     Args:
         frame: the innermost one of the user's; the line that it is at has the question.
@@ -46,8 +47,8 @@ def only_rows(frame: Any) -> bool:
     return question is not None and question.only_rows()
 
 
-def loop_of_rows(frame: Any) -> bool:
-    """Whether each turn of the loop that a frame of the user's begins right now only works on rows that it finds."""
+def loop_of_rows(frame: FrameType) -> bool:
+    """Check that each turn of the loop that a user's frame begins now only works on rows that it finds."""
     file = frame.f_code.co_filename
     function = _function_at("".join(linecache.getlines(file)), frame.f_code.co_firstlineno)
     if function is None:
@@ -66,8 +67,8 @@ def loop_of_rows(frame: Any) -> bool:
     return False
 
 
-def answer_with_rows(frame: Any) -> bool:
-    """What the question is answered with where there are rows: False to ``counts[e] == 0``."""
+def answer_with_rows(frame: FrameType) -> bool:
+    """Return the answer to the question where there are rows: False to ``counts[e] == 0``."""
     question = _question_of(frame)
     return question is None or _with_rows(question.test)
 
@@ -94,8 +95,8 @@ class _Question(NamedTuple):
         )  # fmt: skip
 
 
-def _question_of(frame: Any) -> _Question | None:
-    """What a frame asks right now; None if that is of no branch, or of one whose both sides do something."""
+def _question_of(frame: FrameType) -> _Question | None:
+    """Return the question of a frame; None if it is of no branch, or of one whose both sides do something."""
     file = frame.f_code.co_filename
     line, column, _ = place_in(frame)
     return _question_at("".join(linecache.getlines(file)), frame.f_code.co_firstlineno, line, column)
@@ -120,7 +121,7 @@ def _question_at(source: str, first_line: int, line: int, column: int | None) ->
 
 
 def _operands(test: ast.expr) -> Iterator[ast.expr]:
-    """The questions that ``and`` and ``or`` put together in a test, with the ``not`` in front of each."""
+    """Return the questions that ``and`` and ``or`` join in a test, with the ``not`` in front of each."""
     inside = _without_not(test)
     if isinstance(inside, ast.BoolOp):
         for value in inside.values:
@@ -130,15 +131,14 @@ def _operands(test: ast.expr) -> Iterator[ast.expr]:
 
 
 def _without_not(test: ast.expr) -> ast.expr:
-    """What Python asks to answer ``not x``: ``x``."""
+    """Return ``x`` of ``not x``."""
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
     return test
 
 
 def _work_of(branch: ast.If, behind: Statements | None) -> Statements:
-    """The statements of the side of a branch that does something, and what follows behind it where the other side is
-    ``continue``; none where both sides do something.
+    """Return the statements of the side of a branch that does something; none where both do.
 
     Which side runs where there are rows makes no difference where this only works on rows: without rows it does
     nothing.
@@ -171,7 +171,7 @@ class _WrittenOut(ast.NodeTransformer):
 
 
 def _says_how_many(value: ast.expr) -> bool:
-    """Whether an expression is a number of rows, or whether there are any, of a tensor that has a name."""
+    """Check that an expression is a number of rows, or whether there are any, of a tensor that has a name."""
     if isinstance(value, ast.NamedExpr):
         return _says_how_many(value.value)
     if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not):
@@ -195,12 +195,12 @@ def _is_module(value: ast.expr) -> bool:
 
 
 def _is_named(value: ast.expr) -> bool:
-    """Whether an expression is a name, or an element of what has one: ``rows``, ``counts[e]``."""
+    """Check that an expression is a name, or an element of what has one: ``rows``, ``counts[e]``."""
     return isinstance(value, ast.Name) or (isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name))
 
 
 def _tells_any_from_none(test: ast.expr) -> bool:
-    """Whether a question tells none from any, and nothing else: ``n > 0``, and not ``n > 3``."""
+    """Check that a question tells none from any, and nothing else: ``n > 0``, and not ``n > 3``."""
     if any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Sub | ast.Mult) for n in _outside_indices(test)):
         return False
     if not isinstance(test, ast.Compare):
@@ -214,7 +214,7 @@ def _tells_any_from_none(test: ast.expr) -> bool:
 
 
 def _with_rows(test: ast.expr) -> bool:
-    """The answer to a question where there are rows."""
+    """Return the answer to a question where there are rows."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return not _with_rows(test.operand)
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
@@ -226,7 +226,7 @@ def _with_rows(test: ast.expr) -> bool:
 
 
 def _compared_with(test: ast.Compare) -> tuple[Any, type[ast.cmpop]]:
-    """The number that something is compared with, None if there is none, and how, with the number on the right."""
+    """Return the number that something is compared with, if any, and how, with the number on the right."""
     left, right, op = test.left, test.comparators[0], type(test.ops[0])
     if isinstance(right, ast.Constant):
         return right.value, op
@@ -246,7 +246,7 @@ SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 
 
 def _asked_in(test: ast.expr) -> set[str]:
-    """Names of what a question is about."""
+    """Return names of what a question is about."""
     return {n.id for n in _of_type(test, ast.Name)} - NO_TENSORS - _indices(test)
 
 
@@ -256,7 +256,7 @@ def _outside_indices(test: ast.expr) -> Iterator[ast.AST]:
 
 
 def _indices(test: ast.expr) -> set[str]:
-    """Names that only say which element is asked for: the ``e`` of ``counts[e]``."""
+    """Return names that only say which element is asked for: the ``e`` of ``counts[e]``."""
     inside = [n for part in _of_type(test, ast.Subscript) for n in _of_type(part.slice, ast.Name)]
     places = {id(n) for n in inside}
     return {n.id for n in inside} - {n.id for n in _of_type(test, ast.Name) if id(n) not in places}
@@ -281,12 +281,7 @@ def _function_at(source: str, first_line: int) -> ast.FunctionDef | None:
 
 
 def _branch_in(statements: Statements, line: int, rest: Statements | None) -> tuple[ast.If, Statements | None] | None:
-    """The branch somewhere in these statements whose test is at a line, and what of a turn of the innermost loop
-    follows behind it, which a ``continue`` passes over; None outside of loops.
-
-    Args:
-        rest: that of what follows behind these statements.
-    """
+    """Return the branch whose test is at a line, and the rest of the innermost loop's turn behind it (None outside)."""
     for k, node in enumerate(statements):
         if not node.lineno <= line <= (node.end_lineno or 0):
             continue
@@ -362,20 +357,20 @@ class _Branch:
         return True
 
     def _compares_turn(self, value: ast.expr) -> bool:
-        """Whether an expression is a mask of where something is the number of the turn: ``(picked == e).any(-1)``."""
+        """Check that an expression is a mask of the loop's own number: ``(picked == e).any(-1)``."""
         compared = [n for n in _of_type(value, ast.Compare) if isinstance(n.ops[0], ast.Eq)]
         sides = [[n.left, *n.comparators] for n in compared]
         return any(isinstance(x, ast.Name) and x.id in self.turns for side in sides for x in side)
 
     def _starts(self, value: ast.expr) -> str:
-        """The name of ``start`` in ``start + n``, of the number that is asked for; empty for any other expression."""
+        """Return the name of ``start`` in ``start + n``, of the number that is asked for; empty for any other."""
         if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
             return ""
         names = [x.id for x in (value.left, value.right) if isinstance(x, ast.Name)]
         return next((a for a, b in (names, names[::-1]) if b in self.asked), "") if len(names) == 2 else ""
 
     def _moves_on(self, node: ast.stmt) -> bool:
-        """Whether a statement is ``start = end`` or ``start += n``, which change nothing where there are no rows."""
+        """Check that a statement is ``start = end`` or ``start += n``, which change nothing without rows."""
         if isinstance(node, ast.AugAssign):
             value, target = node.value, node.target
             return isinstance(node.op, ast.Add) and isinstance(target, ast.Name) and (
@@ -387,7 +382,7 @@ class _Branch:
         return start == node.targets[0].id
 
     def _appends_rows(self, value: ast.expr) -> bool:
-        """Whether an expression is ``parts.append(rows)``, of a list that the function only joins."""
+        """Check that an expression is ``parts.append(rows)``, of a list that the function only joins."""
         if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr != "append":
             return False
         name, inside = _receiver(value), value.args
@@ -401,7 +396,7 @@ class _Branch:
         return all(id(n) in joined or id(n) in appended for n in reads)
 
     def _adds_rows(self, value: ast.expr, ending: str) -> bool:
-        """Whether an expression is a call that changes the mask's rows of a tensor."""
+        """Check that an expression is a call that changes the mask's rows of a tensor."""
         if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
             return False
         named = any(self._names_rows(x) for x in (*value.args, *(k.value for k in value.keywords)))
@@ -410,7 +405,7 @@ class _Branch:
         return adds and named and all(map(self._changes_nothing_else, inside))
 
     def _changes_nothing_else(self, value: ast.expr) -> bool:
-        """Whether all that an expression changes in place is made of the rows."""
+        """Check that all that an expression changes in place is made of the rows."""
         if any(isinstance(n, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for n in ast.walk(value)):
             return False
         for call in _of_type(value, ast.Call):
@@ -423,7 +418,7 @@ class _Branch:
         return any(n.id in self.of_rows or n.id in self.ends for n in _of_type(node, ast.Name))
 
     def _read_elsewhere(self) -> bool:
-        """Whether something outside of the branch reads a name that it assigns."""
+        """Check that something outside of the branch reads a name that it assigns."""
         inside = {id(n) for statement in self.branch for n in ast.walk(statement)}
         return any(
             n.id in self.assigned and isinstance(n.ctx, ast.Load) and id(n) not in inside
@@ -432,14 +427,13 @@ class _Branch:
 
 
 def _shaped(value: ast.expr) -> str:
-    """The name of the tensor that an expression gives another shape: ``mask.view(-1)``; empty for any other."""
+    """Return the name of the tensor that an expression reshapes: ``mask.view(-1)``; empty for any other."""
     func = value.func if isinstance(value, ast.Call) else None
     return _receiver(value) if isinstance(func, ast.Attribute) and func.attr in SHAPED else ""
 
 
 def _asked_for_any(function: ast.FunctionDef) -> set[int]:
-    """Where a function asks of a list whether it has any elements, by the identity of its name there: ``if len(x)``,
-    ``if len(x) > 0``."""
+    """Return the names that a function asks for any elements, by identity: ``if len(x)``, ``if len(x) > 0``."""
     found: set[int] = set()
     for branch in _of_type(function, ast.If | ast.IfExp):
         test = branch.test.operand if isinstance(branch.test, ast.UnaryOp) else branch.test
@@ -452,17 +446,17 @@ def _asked_for_any(function: ast.FunctionDef) -> set[int]:
 
 
 def _name_of(function: ast.expr) -> str:
-    """That under which a function is called, without the module that it is taken from."""
+    """Return the name under which a function is called, without its module."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _read_of(value: ast.expr) -> str:
-    """The name of the tensor whose number an expression reads: ``e.item()``; empty for any other."""
+    """Return the name of the tensor whose number an expression reads: ``e.item()``; empty for any other."""
     return _receiver(value) if isinstance(value, ast.Call) and _name_of(value.func) == "item" else ""
 
 
 def _receiver(value: ast.expr) -> str:
-    """The name of what a method is called of; empty if it has none."""
+    """Return the name of the object of a method call; empty if it has none."""
     func = value.func if isinstance(value, ast.Call) else None
     return func.value.id if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) else ""
 

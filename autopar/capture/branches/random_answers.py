@@ -1,20 +1,19 @@
-"""While a model is traced: Python asks for the value of a random number, and is given an answer that was chosen before.
+"""Python's questions for the value of a random number in a trace, and the answers that were chosen before.
 
 The question stays in the trace, as an operator ``autopar::ask`` with its condition, where it was asked, and the answer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import NamedTuple
 
 import torch
 
-from autopar.capture.python.user_lines import is_users, place_in, user_line
+from autopar.capture.python.bytecode import place_in
+from autopar.capture.python.user_lines import is_users, user_line
+from autopar.capture.trace.recording import under_way
 from autopar.errors import CaptureError
 
 ASK = "autopar.ask.default"
@@ -25,8 +24,8 @@ class Question(NamedTuple):
 
     Attributes:
         module: path of the module whose code asks.
-        site: ``file.py:12@8-31``: the line, and the columns of what asks.
-        number: how many were asked before in the trace.
+        site: ``file.py:12@8-31``: line and columns of the question.
+        number: of questions before it in the trace.
     """
 
     module: str
@@ -35,66 +34,17 @@ class Question(NamedTuple):
 
     @property
     def line(self) -> str:
+        """File and line of the question."""
         return self.site.partition("@")[0]
 
     @property
     def where(self) -> str:
+        """Module, file and line of the question."""
         return f"'{self.module or '<model>'}' at {self.line}"
 
 
-Answer = Callable[[int, str], bool]
-"""What is answered to the question of a number, asked at a site."""
-
-
-@dataclass
-class Asking:
-    """What is answered in one trace, and how many questions were asked in it."""
-
-    answer: Answer
-    asked: int = 0
-
-    def would_answer(self, answers: Sequence[tuple[str, bool]]) -> bool:
-        """Whether questions at these sites, asked now one after the other, would be answered so."""
-        return all(self.answer(self.asked + i, site) == answer for i, (site, answer) in enumerate(answers))
-
-
-_ANSWERS: ContextVar[Answer | None] = ContextVar("answers", default=None)
-_NOW: ContextVar[Asking | None] = ContextVar("asking", default=None)
-
-
-@contextlib.contextmanager
-def answering(answer: Answer) -> Iterator[None]:
-    """Traces inside are given these answers; without it every answer is False."""
-    token = _ANSWERS.set(answer)
-    try:
-        yield
-    finally:
-        _ANSWERS.reset(token)
-
-
-@contextlib.contextmanager
-def asked_afresh() -> Iterator[None]:
-    """Around a trace: nothing was asked yet."""
-    token = _NOW.set(Asking(_ANSWERS.get() or (lambda number, site: False)))
-    try:
-        yield
-    finally:
-        _NOW.reset(token)
-
-
-def asking() -> Asking:
-    """That of the trace under way."""
-    now = _NOW.get()
-    assert now is not None
-    return now
-
-
 def truth(tensor: torch.Tensor, numbers: str, name: str) -> torch.Tensor:
-    """``bool [ ]`` of a tensor of one element; ``numbers`` and ``name`` are what the error calls them.
-
-    Raises:
-        CaptureError: it has more.
-    """
+    """Return ``bool [ ]`` of a tensor of one element; ``numbers`` and ``name`` are what the error calls them."""
     if tensor.numel() != 1:
         raise CaptureError(
             f"forward asks whether a tensor of {tensor.numel()} {numbers} is true, at "
@@ -106,10 +56,11 @@ def truth(tensor: torch.Tensor, numbers: str, name: str) -> torch.Tensor:
 
 
 def ask(tensor: torch.Tensor) -> bool:
-    """The answer that Python is given to ``bool(tensor)``, a random number of one element."""
+    """Return the answer that Python is given to ``bool(tensor)``, a random number of one element."""
     condition = truth(tensor, "random numbers", "draws")
     site = site_of()
-    now = asking()
+    now = under_way()
+    assert now is not None
     answer = now.answer(now.asked, site)
     now.asked += 1
     torch.ops.autopar.ask(condition, site, answer)
@@ -117,7 +68,7 @@ def ask(tensor: torch.Tensor) -> bool:
 
 
 def site_of() -> str:
-    """The innermost place in the user's code: its line, and the columns of what asks (``file.py:12@8-31``)."""
+    """Return the innermost place in the user's code: line and columns of the question (``file.py:12@8-31``)."""
     frame = users_frame()
     if frame is None:
         return "an unknown place@0"
@@ -125,23 +76,23 @@ def site_of() -> str:
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{line}@{begin}-{end}"
 
 
-def users_frame() -> Any:
-    """The innermost frame of the user's code; None if there is none."""
-    frame: Any = sys._getframe(1)
+def users_frame() -> FrameType | None:
+    """Return the innermost frame of the user's code; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def plain_path(path: str) -> str:
-    """The path of a module in what is traced, without the names that ``torch.export`` has for its root."""
+    """Return the path of a module in a trace, without the names that ``torch.export`` has for its root."""
     for root in ("L['self']", "_export_root"):
         path = path.replace(f"{root}.", "").replace(root, "")
     return path
 
 
 def refused(what: str, drawn: str = "") -> CaptureError:
-    """The error for a random number that Python wants to have in its hands."""
+    """Return the error for a random number whose value Python needs."""
     return CaptureError(
         f"forward asks for the value of a random number{f' ({drawn})' if drawn else ''} in Python, at "
         f"{user_line(sys._getframe(1)) or 'an unknown place'}, {what}: a program would use the same one at every step"
@@ -157,6 +108,5 @@ torch.fx.node.has_side_effect(torch.ops.autopar.ask.default)
 
 
 __all__ = [
-    "ASK", "Answer", "Asking", "Question", "answering", "ask", "asked_afresh", "asking", "plain_path", "refused",
-    "site_of", "truth", "users_frame",
+    "ASK", "Question", "ask", "plain_path", "refused", "site_of", "truth", "users_frame",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which answers are tried, and whether the graph that comes of them is right.
+"""The exploration of random branches: answers to try, and a check of the graph that they give.
 
 Some few traces are enough for any number of questions. The *base* is the trace in which most is computed. A trace in
 which every second question is answered otherwise, and one with the others, show for each question what hangs on it and
@@ -18,10 +18,11 @@ import torch
 
 from autopar.capture.branches.branch_equivalence import computes
 from autopar.capture.branches.joining_drafts import Apart, Union, is_flag
-from autopar.capture.branches.random_answers import Answer, Question
+from autopar.capture.branches.random_answers import Question
 from autopar.capture.branches.uniting_traces import United, unite
 from autopar.capture.graph.building import GraphBuilder
 from autopar.capture.graph.drafts import Draft
+from autopar.capture.trace.recording import Answer
 from autopar.errors import CaptureError
 
 MOST_ALONE = 16
@@ -30,7 +31,7 @@ MOST_ALONE = 16
 
 @dataclass(frozen=True)
 class Trace:
-    """What one trace gave."""
+    """The result of one trace."""
 
     builder: GraphBuilder
     draft: Draft
@@ -41,7 +42,7 @@ class Trace:
         return self.builder.constants
 
     def unwritten(self, written: Collection[str]) -> dict[str, torch.Tensor]:
-        """Those that no trace writes: they are the same as others of the same values."""
+        """Return the constants that no trace writes: they are the same as others of the same values."""
         return {name: value for name, value in self.values.items() if name not in written}
 
     @property
@@ -55,8 +56,7 @@ class Trace:
 
 
 class _SameNames:
-    """Gives tensors that are no registered ones the same names in all traces: torch counts those in lists in the order
-    in which a trace meets them."""
+    """Names of unregistered tensors that are the same in all traces, which meet them in different orders."""
 
     def __init__(self) -> None:
         self.name_of: dict[int, str] = {}
@@ -110,11 +110,7 @@ class Explorer:
         """Places where the answer of the base is True."""
 
     def explored(self) -> tuple[GraphBuilder, Draft]:
-        """A draft with both sides of every branch, and the builder that finishes it.
-
-        Raises:
-            CaptureError: the sides cannot be told apart, or put together.
-        """
+        """Return a draft with both sides of every branch, and the builder that finishes it."""
         self.base = self._base()
         self.questions = [ask.question for ask in self.base.draft.asks]
         self.flipped: dict[frozenset[Question], Trace] = {}
@@ -135,7 +131,7 @@ class Explorer:
         return self.plain[yes]
 
     def _base(self) -> Trace:
-        """The trace in which most is computed: place by place the answer that makes it larger."""
+        """Return the trace in which most is computed: place by place the answer that makes it larger."""
         base = self._plainly(frozenset())
         tried: set[str] = set()
         while True:
@@ -148,10 +144,9 @@ class Explorer:
                 base, self.yes = trial, self.yes | {site}
 
     def _trace(self, flipped: Sequence[Question], inside: Mapping[Question, Question]) -> Trace:
-        """The trace in which these answers are not those of the base, its questions told by those of the base.
+        """Return the trace with these answers flipped, its questions told by those of the base.
 
-        Args:
-            inside: the question on which a question hangs, as far as is known.
+        ``inside``: the question on which a question hangs, as far as is known.
         """
         key = frozenset(flipped)
         if key not in self.flipped:
@@ -190,11 +185,7 @@ class Explorer:
         raise Apart(why)
 
     def _united_by(self, groups: Sequence[Sequence[Question]]) -> United:
-        """What follows from the traces in which one of these groups is answered otherwise.
-
-        Raises:
-            Apart: they do not go together, or other traces show that it is not right.
-        """
+        """Unite the traces in which one of these groups is answered otherwise."""
         written = frozenset(self.names.written)
         union = Union(self.base.draft, self.base.unwritten(written))
         for group in groups:
@@ -215,7 +206,7 @@ class Explorer:
 
 
 def _around(question: Question, inside: Mapping[Question, Question]) -> Iterator[Question]:
-    """The questions on which a question hangs."""
+    """Yield the questions on which a question hangs."""
     outer = inside.get(question)
     while outer is not None:
         yield outer
@@ -223,7 +214,7 @@ def _around(question: Question, inside: Mapping[Question, Question]) -> Iterator
 
 
 def _by_bits(questions: Sequence[Question]) -> Iterator[list[Question]]:
-    """For every bit of their numbers the questions that have it."""
+    """Yield for every bit of their numbers the questions that have it."""
     for bit in range(len(questions).bit_length()):
         group = [q for i, q in enumerate(questions, 1) if i >> bit & 1]
         if group:

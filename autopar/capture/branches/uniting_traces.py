@@ -32,19 +32,15 @@ class United:
 
 
 def unite(union: Union, prefix: str) -> United:
-    """The graph.
+    """Return the graph of a union.
 
-    Args:
-        prefix: of module paths that users do not see.
-
-    Raises:
-        Apart: an operator would have to run before one that it depends on, or writes what only one side may write.
+    ``prefix``: of module paths that users do not see.
     """
     return _Uniting(union, prefix).run()
 
 
 def after_what_is_inside(union: Union) -> list[Question]:
-    """The questions as they were asked, each behind those that hang on it."""
+    """Return the questions as they were asked, each behind those that hang on it."""
     inner: dict[Question, list[Question]] = {}
     for question, outer in union.inside.items():
         inner.setdefault(outer, []).append(question)
@@ -87,7 +83,7 @@ class _Uniting:
         return self.union.nodes[use.reader].refs[use.position]  # type: ignore[index]
 
     def _new_value(self, buffer: int) -> Ref:
-        """What the base writes to a buffer: the buffer itself, where it writes nothing."""
+        """Return the base's new value of a buffer: the buffer itself, where it writes nothing."""
         return self.union.updates.get(buffer, Ref(buffer))
 
     def run(self) -> United:
@@ -136,7 +132,7 @@ class _Uniting:
         return Ref(self._place(ref.node).node, ref.out)
 
     def _value(self, use: Use, ref: Ref) -> Ref:
-        """What is read at a place of the base: its own value, or what others read there."""
+        """Return the value that is read at a place of the base: its own, or what others read there."""
         value = self._moved(ref)
         others = self.union.meets.get(use, {})
         for question in sorted(others, key=self.rank.__getitem__):
@@ -144,7 +140,7 @@ class _Uniting:
         return value
 
     def _before(self, question: Question, ref: Ref) -> Ref:
-        """A value of the base as it is where a question is asked: earlier answers may have replaced it."""
+        """Return a value of the base at the place of a question: earlier answers may have replaced it."""
         value = self._moved(ref)
         for earlier, others in sorted(self.of_base.get(ref, {}).items(), key=lambda item: self.rank[item[0]]):
             if self.rank[earlier] < self.rank[question] and len(others) == 1:
@@ -152,7 +148,7 @@ class _Uniting:
         return value
 
     def _entered(self, i: int, source: int, value: Ref) -> Ref:
-        """A value that enters one side of a branch: its gradient from there counts only where that side is taken.
+        """Return a value that enters one side of a branch: its gradient counts only where that side is taken.
 
         The gradient that enters the other side from behind is zero, but zero times infinity is no number.
         """
@@ -177,7 +173,7 @@ class _Uniting:
         return self.detached[value]
 
     def _choice(self, question: Question, otherwise: Ref, value: Ref, reader: int | str) -> Ref:
-        """``value`` where the base's answer is right, else ``other``."""
+        """Return ``value`` where the base's answer is right, else ``otherwise``."""
         key = question, otherwise, value
         if key not in self.chosen:
             ask = self.union.asks[question]
@@ -216,12 +212,7 @@ class _Uniting:
     # -- running statistics
 
     def _beside(self, norm: Node, i: int) -> Node:
-        """A norm on one side of a branch: it writes to copies of its statistics, and the branch says whether the
-        buffers get the new values.
-
-        Raises:
-            Apart: something else writes them too, or it is no batch norm.
-        """
+        """Let a norm on one side of a branch write to copies of its statistics, of which the branch chooses."""
         training, statistics = norm.args[5], [r for r in norm.args[3:5] if isinstance(r, Ref)]
         if not training or not statistics:
             return norm
@@ -249,7 +240,7 @@ class _Uniting:
         return replace(norm, args=(*norm.args[:3], *copies, *norm.args[5:]))
 
     def _moments(self, x: Ref, spec: Spec, norm: Node) -> list[Ref]:
-        """Mean and unbiased variance of x [b c ...] over all but its channels."""
+        """Return mean and unbiased variance of x [b c ...] over all but its channels."""
         whole = self._spec(x)
         if self.nodes[x.node].needs_grad:
             x = self._op("aten.detach.default", (x,), whole, norm)

@@ -1,4 +1,4 @@
-"""What ``tensor.item()`` gives for a random number while a model is traced: a number that is not known yet.
+"""Numbers that are not known yet: ``tensor.item()`` of a random number while a model is traced.
 
 It can be computed with and compared, as Python computes with floats and integers (in double precision), and tensors can
 be multiplied with it and so on. Who needs its digits (``int()``, ``range()``, a list's index) is refused.
@@ -16,6 +16,7 @@ import torch
 from autopar.capture.branches.random_answers import ask, refused
 from autopar.errors import CaptureError
 from autopar.torch_private import CHECK
+from autopar.words.trees import PyTree
 
 
 class Drawn:
@@ -35,14 +36,14 @@ class Drawn:
         self.tensor = tensor.reshape(()).to(wide if wide in (torch.float64, torch.bool) else torch.int64)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         return func(*map(_tensor, args), **{k: _tensor(v) for k, v in (kwargs or {}).items()})
 
     def __bool__(self) -> bool:
         return self.asks(self.tensor)
 
     def like(self, tensor: torch.Tensor) -> Drawn:
-        """Another number that follows from this one."""
+        """Return another number that follows from this one."""
         return type(self)(tensor, self.asks)
 
     def __hash__(self) -> int:
@@ -60,23 +61,23 @@ class Drawn:
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """``torch._check`` asks numbers that are not known yet."""
+    """Let ``torch._check`` ask numbers that are not known yet."""
     check_with = CHECK.get()
 
-    def asking(error_type: Any, cond: Any, message: Any) -> None:
+    def asking(error_type: object, cond: object, message: object) -> None:
         check_with(error_type, bool(cond) if isinstance(cond, Drawn) else cond, message)
 
     with CHECK.replaced(asking):
         yield
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_tensor, value))
     return value.tensor if isinstance(value, Drawn) else value
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (Drawn, int, float))
 
 
@@ -84,7 +85,7 @@ _WITH_SIZE = "together with a size that depends on values too"
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Any:
-    def compute(self: Drawn, other: Any) -> Any:
+    def compute(self: Drawn, other: object) -> Any:
         if isinstance(other, torch.SymInt):
             raise self.refusal(_WITH_SIZE)
         if isinstance(other, torch.Tensor):
@@ -95,7 +96,7 @@ def _binary(function: Callable[[Any, Any], Any]) -> Any:
 
 
 def _swapped(function: Callable[[Any, Any], Any]) -> Any:
-    def compute(self: Drawn, other: Any) -> Any:
+    def compute(self: Drawn, other: object) -> Any:
         if isinstance(other, torch.SymInt):
             raise self.refusal(_WITH_SIZE)
         return self.like(function(other, self.tensor)) if _is_number(other) else NotImplemented
@@ -108,7 +109,7 @@ def _unary(function: Callable[[Any], Any]) -> Any:
 
 
 def _refusing(what: str) -> Any:
-    def wanted(self: Drawn, *args: Any) -> Any:
+    def wanted(self: Drawn, *args: PyTree) -> Any:
         raise self.refusal(what)
 
     return wanted

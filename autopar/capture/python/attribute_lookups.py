@@ -1,13 +1,13 @@
-"""Attribute lookups of classes, heard of for as long as a trace runs; and what code does with an attribute.
+"""Attribute lookups of classes, recorded for as long as a trace runs.
 
 A class that is made in Python looks up and sets its attributes by methods that can be replaced. Here they tell a
-listener of each attribute before they go on.
+listener of each attribute before they go on. The classes stay the users' own: of an object that is of a subclass while
+it is traced, code that compares classes (``type(layer) is Block``, the ``__eq__`` of dataclasses) would get other
+answers, and one with ``__slots__`` has no other class.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ class Lookups:
         get: Any = getattr(cls.__getattribute__, "_original", cls.__getattribute__)  # of a base that tells already
         set_: Any = getattr(cls.__setattr__, "_original", cls.__setattr__)
 
-        def __getattribute__(owner: Any, name: str) -> Any:
+        def __getattribute__(owner: object, name: str) -> Any:
             try:
                 value = get(owner, name)
             except AttributeError:  # torch looks then among what is registered, of which None is a plain value
@@ -54,7 +54,7 @@ class Lookups:
                 self.saw(owner, name, value)
             return value
 
-        def __setattr__(owner: Any, name: str, value: Any) -> None:
+        def __setattr__(owner: object, name: str, value: object) -> None:
             if name not in _OWN and self.active and not isinstance(value, torch.nn.Module):
                 self.wrote(owner, name, value)
             set_(owner, name, value)
@@ -69,7 +69,7 @@ class Lookups:
         self._before[cls] = methods_before
 
     def end(self) -> None:
-        """The classes are as they were."""
+        """Restore the classes."""
         for cls, (get, set_) in self._before.items():
             for name, class_method in (("__getattribute__", get), ("__setattr__", set_)):
                 if class_method is None:
@@ -80,26 +80,26 @@ class Lookups:
 
 
 def can_tell(cls: type) -> bool:
-    """Whether a class is made in Python, so that its attribute lookup can be changed."""
+    """Check that a class is made in Python, so that its attribute lookup can be changed."""
     return bool(cls.__flags__ & _HEAP)
 
 
-def behind(owner: Any) -> Any:
-    """The module itself: where one has two names, the trace of torch.export runs on stand-ins that share its dict."""
+def behind(owner: object) -> Any:
+    """Return the module itself: torch.export traces one with two names through stand-ins that share its dict."""
     if not isinstance(owner, AttributeProxy):
         return owner
     stand_in: Any = type(owner)
     return stand_in.get_base(owner)
 
 
-def is_registered_none(owner: Any, name: str) -> bool:
-    """Whether a module has None in place of a parameter, a buffer or a submodule: ``register_buffer("mask", None)``."""
+def is_registered_none(owner: object, name: str) -> bool:
+    """Check that a parameter, buffer or submodule is None: ``register_buffer("mask", None)``."""
     table = table_of(owner, name) if isinstance(owner, torch.nn.Module) else None
     return table is not None and table[name] is None
 
 
-def stored(owner: Any, name: str, value: Any) -> bool:
-    """Whether an attribute is kept by the object or its class, and not computed."""
+def stored(owner: object, name: str, value: object) -> bool:
+    """Check that an attribute is kept by the object or its class, and not computed."""
     if value is None and is_registered_none(owner, name):
         return True
     try:
@@ -115,41 +115,4 @@ def stored(owner: Any, name: str, value: Any) -> bool:
     return isinstance(getattr(type(owner).__getattribute__, "_original", None), types.FunctionType)
 
 
-def only_counts(frame: Any, name: str) -> bool:
-    """Whether a frame reads an attribute for ``self.name += 1``, which reads it for nothing else."""
-    return frame.f_lasti in _counts(frame.f_code).get(name, ())
-
-
-@functools.lru_cache(maxsize=4096)
-def _counts(code: types.CodeType) -> dict[str, list[int]]:
-    """Where code loads an attribute, by name, to add to it: it keeps the owner, to store the sum there again."""
-    offsets: dict[str, list[int]] = {}
-    before = ""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_ATTR" and before == "COPY":
-            offsets.setdefault(instruction.argval, []).append(instruction.offset)
-        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
-            before = instruction.opname
-    return offsets
-
-
-def only_appends(frame: Any, name: str) -> bool:
-    """Whether a frame reads an attribute for ``self.name.append(x)``, to which what the list holds is all the same."""
-    return frame.f_lasti in _appends(frame.f_code).get(name, ())
-
-
-@functools.lru_cache(maxsize=4096)
-def _appends(code: types.CodeType) -> dict[str, list[int]]:
-    """Where code loads an attribute, by name, to call its ``append`` or ``extend``."""
-    offsets: dict[str, list[int]] = {}
-    before: dis.Instruction | None = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and instruction.argval in ("append", "extend"):
-            if before is not None and before.opname == "LOAD_ATTR":
-                offsets.setdefault(before.argval, []).append(before.offset)
-        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
-            before = instruction
-    return offsets
-
-
-__all__ = ["Lookups", "behind", "can_tell", "is_registered_none", "only_appends", "only_counts", "stored"]
+__all__ = ["Lookups", "behind", "can_tell", "is_registered_none", "stored"]

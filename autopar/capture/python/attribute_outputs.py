@@ -1,4 +1,4 @@
-"""What a forward leaves in attributes for whoever calls it: ``self.last_loss = F.cross_entropy(...)``.
+"""Values that a forward leaves in attributes for its caller: ``self.last_loss = F.cross_entropy(...)``.
 
 A script reads it from the model when the call is over, to train by it (a loss, the balance of experts) or to log it. A
 program sets no attributes, so numbers (tensors of no dims, also in tuples, lists and dicts) are outputs of the graph
@@ -57,24 +57,20 @@ class LeftBehind:
         """What lists and dicts that are filled held before."""
         self.all: tuple[Left, ...] = ()
 
-    def note(self, owner: Any, path: str, name: str, counted: bool = False) -> None:
-        """An attribute is set; what it holds in the end is asked for then.
-
-        Args:
-            counted: it is another plain value after every call.
-        """
+    def note(self, owner: object, path: str, name: str, counted: bool = False) -> None:
+        """Note that an attribute is set; ``counted`` if it is another plain value after every call."""
         if isinstance(owner, torch.nn.Module):
             self.set[id(owner), name] = owner, path, name
             if counted:
                 self.counted.add((id(owner), name))
 
-    def note_filled(self, owner: Any, path: str, name: str, before: list[Any] | dict[Any, Any]) -> None:
-        """Tensors were put into a list or dict that stands in an attribute."""
+    def note_filled(self, owner: object, path: str, name: str, before: list[Any] | dict[Any, Any]) -> None:
+        """Note that tensors were put into a list or dict that is an attribute."""
         self.note(owner, path, name)
         self.into[id(owner), name] = before
 
     def at_the_end(self) -> list[Any]:
-        """What the forward has left, in the order of the outputs; :attr:`all` names it."""
+        """Return the values that the forward leaves, in the order of the outputs; :attr:`all` names them."""
         labels, values = [], []
         for key, (owner, path, name) in self.set.items():
             if name not in vars(owner):  # a buffer, a property, or taken away again
@@ -97,12 +93,12 @@ class LeftBehind:
 
 
 def begins_with(now: list[Any], before: list[Any]) -> bool:
-    """Whether a list has what it had before, and maybe more."""
+    """Check that a list has its former elements, and maybe more."""
     return len(now) >= len(before) and all(a is b for a, b in zip(now, before, strict=False))
 
 
 def own_outputs(exported: Any) -> pytree.TreeSpec:
-    """Pytree of what the model itself returns, in a trace that may also give what it leaves in attributes."""
+    """Return the pytree of the model's own output, in a trace that may also give attributes."""
     spec: pytree.TreeSpec = exported.call_spec.out_spec
     return spec.children()[0] if any(left.spec is not None for left in exported.left) else spec
 

@@ -1,23 +1,24 @@
-"""Attributes, and what stands in lists and dicts of a model, before a forward and after it."""
+"""Attributes, lists and dicts of a model before a forward and after it."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import types
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from autopar.capture.python.frozen_values import OTHER, Held, items_in
+from autopar.capture.trace.recording import under_way
 from autopar.errors import CaptureError
+from autopar.words.trees import PyTree
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 """Tables of a module in which torch looks for what is no attribute like others, in this order."""
 
 
-def shallow_copy(container: Any) -> Any:
+def shallow_copy(container: object) -> Any:
     """Return what :func:`refill` gives a container again; itself, where it cannot be changed."""
     for builtin in (dict, list, set):
         if isinstance(container, builtin):
@@ -38,11 +39,10 @@ def refill(container: Any, before: Any) -> None:
 
 
 def plain_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the tensors with values that a module, and the modules in it, have as plain attributes, or in lists and
-    dicts that are attributes."""
+    """Return the tensors with values in a module's plain attributes, or in lists and dicts there."""
     found: dict[int, torch.Tensor] = {}
 
-    def look(value: Any, depth: int) -> None:
+    def look(value: object, depth: int) -> None:
         if isinstance(value, torch.Tensor):
             if not value.is_meta:
                 found[id(value)] = value
@@ -58,11 +58,11 @@ def plain_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
-    """The table of a module's parameters, buffers or submodules that has a name; None if none has."""
+    """Return the table of a module's parameters, buffers or submodules that has a name; None if none has."""
     return next((vars(module)[kind] for kind in _REGISTERED if name in vars(module).get(kind, {})), None)
 
 
-def restored(owner: Any, name: str, value: Any) -> None:
+def restored(owner: object, name: str, value: object) -> None:
     """Set an attribute, past what a class makes of it; of a module also what is registered there, where it stays."""
     if isinstance(owner, torch.nn.Module) and name not in vars(owner):
         table = table_of(owner, name)
@@ -74,28 +74,25 @@ def restored(owner: Any, name: str, value: Any) -> None:
 
 
 class OfTheCallBefore(torch.Tensor):
-    """Stands in an attribute in place of a tensor of the call before: it is no other object, and a tensor; nothing else
-    may be asked of it by a forward."""
-
-    in_forward: ContextVar[bool] = ContextVar("a forward is traced", default=False)
+    """The stand-in for a tensor of the call before, of which a forward may ask nothing but whether it is one."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if cls.in_forward.get():
+    def __torch_function__(cls, func: object, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+        if (now := under_way()) is not None and now.in_forward:
             raise CaptureError("a tensor of the call before is read")
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def unreadable(value: Any) -> Any:
-    """What stands for a tensor of the call before."""
+def unreadable(value: object) -> Any:
+    """Return the stand-in for a tensor of the call before; other values as they are."""
     tensor = value is None or isinstance(value, torch.Tensor)
     return torch.empty(0).as_subclass(OfTheCallBefore) if tensor else value
 
 
-def new_tensors(before: Any, now: Any) -> list[torch.Tensor]:
-    """Tensors in a container that it did not hold before."""
+def new_tensors(before: object, now: object) -> list[torch.Tensor]:
+    """Return tensors in a container that it did not hold before."""
 
-    def held(container: Any) -> list[Any]:
+    def held(container: object) -> list[Any]:
         if isinstance(container, (list, tuple, set, frozenset)):
             return items_in(container) or []
         return [item for _, item in items_in(container if isinstance(container, dict) else vars(container)) or []]
@@ -104,8 +101,8 @@ def new_tensors(before: Any, now: Any) -> list[torch.Tensor]:
     return [item for item in held(now) if isinstance(item, torch.Tensor) and id(item) not in old]
 
 
-def only_more(before: Any, now: Any) -> bool:
-    """Whether a dict has only gained entries that are no plain values: a cache."""
+def only_more(before: object, now: object) -> bool:
+    """Check that a dict has only gained entries that are no plain values: a cache."""
     if not (isinstance(before, tuple) and isinstance(now, tuple) and before[:1] == now[:1] == ("dict",)):
         return False
     more = now[len(before) :]

@@ -37,7 +37,7 @@ OTHER = _Other()
 class SameObject:
     """Stands for an object whose attributes were read: it must stay that object."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.kind = type(value).__name__
         self.ref: Callable[[], Any]
         try:
@@ -74,15 +74,15 @@ class Held:
         return f"a tensor of shape {self.shape}"
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is compared as it is."""
+def is_plain(value: object) -> bool:
+    """Check that a value is compared as it is."""
     if isinstance(value, types.BuiltinFunctionType) and not isinstance(value.__self__, types.ModuleType | type(None)):
         return False  # a method of some object
     return isinstance(value, PLAIN) or isinstance(value, NAMED)
 
 
-def frozen(value: Any, depth: int = 4) -> Any:
-    """A copy of a container with plain values as they are, :class:`Held` for tensors and :data:`OTHER` for the rest."""
+def frozen(value: object, depth: int = 4) -> Any:
+    """Return a comparable copy, with :class:`Held` for tensors and :data:`OTHER` for unknown objects."""
     if is_plain(value):
         return value
     if isinstance(value, torch.Tensor):
@@ -103,7 +103,7 @@ def frozen(value: Any, depth: int = 4) -> Any:
     return tuple([type(value).__name__, *(frozen(v, depth - 1) for v in items)])
 
 
-def items_in(container: Any) -> list[Any] | None:
+def items_in(container: object) -> list[Any] | None:
     """Return what a container holds, a mapping's pairs; None for any other value, or where its class does not show it.
 
     A subclass of one of Python's own containers is looked at past its methods: those of a class may raise an error
@@ -123,25 +123,21 @@ def items_in(container: Any) -> list[Any] | None:
     return None
 
 
-def is_of_builtins(value: Any) -> bool:
-    """Whether a value is plain, or a container of Python's own of such: a copy of one is made and compared by code of
-    Python's alone."""
+def is_of_builtins(value: object) -> bool:
+    """Check that a value is plain, or a builtin container of such, which Python alone copies and compares."""
     if type(value) not in (tuple, list, set, frozenset, dict, OrderedDict, defaultdict):
         return is_plain(value)
     items = items_in(value) or []
     return all(map(is_of_builtins, items))
 
 
-def _by_tensor_class(key: Any, value: Any) -> bool:
-    """Whether an entry is what a library found out about a class of tensors, such as einops' backend for it.
-
-    Tracing calls the model with tensors of its own classes, so it fills such a table itself.
-    """
+def _by_tensor_class(key: object, value: object) -> bool:
+    """Check that an entry is a library's note about a class of tensors, which a trace fills itself."""
     return value is OTHER and isinstance(key, type) and issubclass(key, torch.Tensor)
 
 
-def says_the_same(before: Any, after: Any) -> bool:
-    """Whether an object was replaced by another one of its class that holds the same, as libraries do with their state.
+def says_the_same(before: object, after: object) -> bool:
+    """Check that an object was replaced by one of its class that holds the same, as libraries do with their state.
 
     The second one may know more classes of what it is called with: a trace has tensors of classes of its own.
     """
@@ -163,21 +159,21 @@ def says_the_same(before: Any, after: Any) -> bool:
     return hasattr(before, "__dict__") and says_the_same(vars(before), vars(after))
 
 
-def _classes(key: Any) -> bool:
+def _classes(key: object) -> bool:
     parts = key if isinstance(key, (tuple, set, frozenset)) else (key,)
     return all(isinstance(part, type) for part in parts)
 
 
-def leaves_out(value: Any) -> bool:
-    """Whether :func:`frozen` leaves something out of a dict, or of what is in a container."""
+def leaves_out(value: object) -> bool:
+    """Check that :func:`frozen` leaves something out of a dict, or of values in a container."""
     items = items_in(value) or []
     if isinstance(value, Mapping):
         return any(_by_tensor_class(k, frozen(v)) or leaves_out(v) for k, v in items)
     return isinstance(value, (tuple, list)) and any(map(leaves_out, items))
 
 
-def show(value: Any) -> str:
-    """A value for messages: a frozen container as it was written."""
+def show(value: object) -> str:
+    """Return a value for messages: a frozen container as it was written."""
     if isinstance(value, tuple) and value and isinstance(value[0], str):
         kind, *items = value
         if kind == "dict":

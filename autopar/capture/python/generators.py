@@ -8,14 +8,15 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from autopar.capture.python.user_lines import is_users
 from autopar.errors import CaptureError
 
 
-def is_generator(value: Any) -> bool:
-    """Whether a value is a generator of Python's or numpy's random numbers."""
+def is_generator(value: object) -> bool:
+    """Check that a value is a generator of Python's or numpy's random numbers."""
     numpy = sys.modules.get("numpy")
     kinds: tuple[Any, ...] = (random.Random,)
     if numpy is not None:
@@ -24,7 +25,7 @@ def is_generator(value: Any) -> bool:
 
 
 def state_of(generator: Any) -> Any:
-    """What tells whether a generator was drawn from."""
+    """Return a state that tells whether a generator was drawn from."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if hasattr(generator, "bit_generator"):
@@ -46,7 +47,7 @@ State = tuple[str, Callable[[], Any], Any, Callable[[Any], Any]]
 
 
 def global_states() -> list[State]:
-    """``(name, how to read its state, its state now, how to set it)`` of the generators that modules share."""
+    """Return ``(name, read its state, its state now, set it)`` of the generators that modules share."""
     states: list[State] = [("random", random.getstate, random.getstate(), random.setstate)]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -56,7 +57,7 @@ def global_states() -> list[State]:
 
 
 def same_state(a: Any, b: Any) -> bool:
-    """Whether a generator was not drawn from between two states."""
+    """Check that a generator was not drawn from between two states."""
     if isinstance(a, dict):
         return all(same_state(v, b[k]) for k, v in a.items())
     if isinstance(a, tuple) and len(a) < 10:
@@ -66,20 +67,20 @@ def same_state(a: Any, b: Any) -> bool:
 
 
 def draw_place(trace: Callable[[], Any], states: Callable[[], Any]) -> str:
-    """``file.py:12`` of the first line after which generators have another state; empty if no line of the user's does.
+    """Return ``file.py:12`` of the first of the user's lines that changes the generators; empty if none does.
 
     It traces once more and looks after every line, which is slow: only for a message.
     """
     places: list[str] = []
     last = states()
 
-    def line(frame: Any, event: str, _: Any, at: list[str]) -> Any:
+    def line(frame: FrameType, event: str, _: object, at: list[str]) -> Any:
         if not places and not same_state(last, states()):
             places.append(at[0])
         at[0] = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         return None if places else functools.partial(line, at=at)
 
-    def call(frame: Any, event: str, _: Any) -> Any:
+    def call(frame: Any, event: str, _: object) -> Any:
         if places or not is_users(frame.f_code.co_filename):
             return None
         if not same_state(last, states()):  # before this function was called: in a line that runs, or in none we see

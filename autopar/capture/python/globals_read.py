@@ -6,7 +6,6 @@ function, and the functions and methods of the user that they name. Only the use
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.python.bytecode import uses_in
 from autopar.capture.python.frozen_values import frozen
 from autopar.capture.python.generators import is_generator, state_of
 from autopar.capture.python.guards import ReadValue
@@ -33,7 +33,7 @@ class Free:
     state: Any = None
 
     def now(self) -> Any:
-        """The value as it is."""
+        """Return the present value."""
         if self.read.kind == "global":
             return self.place.get(self.read.name)
         return self.place.cell_contents
@@ -50,12 +50,11 @@ GRADIENT_MODE = "is_grad_enabled"
 
 
 def free_values(
-    modules: Sequence[torch.nn.Module], functions: Sequence[Any] = (), of_gradient_mode: list[str] | None = None
+    modules: Sequence[torch.nn.Module], functions: Sequence[object] = (), of_gradient_mode: list[str] | None = None
 ) -> list[Free]:
-    """The plain values, and the objects, that the code of ``modules`` and ``functions`` takes from outside.
+    """Return the plain values, and the objects, that the code of ``modules`` and ``functions`` takes from outside.
 
-    Args:
-        of_gradient_mode: gets the names and places of functions that ask ``torch.is_grad_enabled()``.
+    ``of_gradient_mode``: gets the names and places of functions that ask ``torch.is_grad_enabled()``.
     """
     values: dict[tuple[int, str], Free] = {}
     seen: set[tuple[int, type | None]] = set()
@@ -82,7 +81,7 @@ def free_values(
             _keep(values, cell, "cell_contents", value, f"variable '{name}' of {function.__qualname__}", "cell")
         file = os.path.basename(function.__code__.co_filename)
         for code in _codes(function.__code__):
-            names, attributes = _names(code)
+            names, attributes, *_ = uses_in(code)
             if of_gradient_mode is not None and GRADIENT_MODE in names | attributes:
                 of_gradient_mode.append(f"{function.__qualname__} ({file}:{code.co_firstlineno})")
             for name in names:
@@ -102,7 +101,7 @@ def free_values(
     return list(values.values())
 
 
-def _keep(values: dict[tuple[int, str], Free], place: Any, name: str, value: Any, path: str, kind: str) -> None:
+def _keep(values: dict[tuple[int, str], Free], place: object, name: str, value: object, path: str, kind: str) -> None:
     if isinstance(value, types.FunctionType | type | types.BuiltinFunctionType | types.ModuleType):
         return
     state = state_of(value) if is_generator(value) else None
@@ -110,8 +109,8 @@ def _keep(values: dict[tuple[int, str], Free], place: Any, name: str, value: Any
     values.setdefault((id(place), name), Free(place, ReadValue(path, name, frozen_value, kind=kind), value, state))
 
 
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """The Python functions behind a callable, with those that decorators have wrapped."""
+def _functions(value: object) -> Iterator[types.FunctionType]:
+    """Yield the Python functions behind a callable, with those that decorators have wrapped."""
     while value is not None:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__
@@ -131,18 +130,6 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _codes(const)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Globals and attributes that a piece of code loads."""
-    loaded, attributes = set(), set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            loaded.add(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(instruction.argval)
-    return frozenset(loaded), frozenset(attributes)
 
 
 __all__ = ["Free", "free_values"]

@@ -1,4 +1,4 @@
-"""What a program took from Python, and whether it still is so.
+"""Guards: Python values that a program was traced with, compared at each call.
 
 A graph is captured once. Numbers, flags and names that ``forward`` read from modules, from objects that hang on them
 (a config, a dict), from globals and closures are part of it from then on. Here they are kept with the places where they
@@ -94,8 +94,7 @@ class _Alike:
 
 
 class _Own:
-    """Values in an object's own dict, for a class that looks up attributes in Python: a config of transformers takes
-    0.8 us for each. They say only that nothing has changed: where they are not the same, the attributes are read."""
+    """Values in an object's own dict, for a class that looks up attributes in Python, which takes long."""
 
     def __init__(self, ref: Callable[[], Any], names: list[str], values: list[Any]) -> None:
         self.ref, self.values = ref, values[0] if len(values) == 1 else tuple(values)
@@ -114,8 +113,8 @@ class _Own:
             return self.read.same()
 
     @staticmethod
-    def holds(owner: Any, name: str, value: Any) -> bool:
-        """Whether an attribute is an entry of the object's own dict, and is looked up in Python."""
+    def holds(owner: object, name: str, value: object) -> bool:
+        """Check that an attribute is an entry of the object's own dict, and is looked up in Python."""
         kind = type(owner)
         if not isinstance(getattr(kind, "__getattribute__", None), types.FunctionType):
             return False
@@ -127,7 +126,7 @@ class _Own:
 
 
 class Guards:
-    """What tracing read outside of tensors; empty for a model that reads nothing."""
+    """Values that tracing read outside of tensors; empty for a model that reads none."""
 
     def __init__(self) -> None:
         self.reads: list[ReadValue] = []
@@ -151,7 +150,7 @@ class Guards:
     def __iter__(self) -> Iterator[ReadValue]:
         return iter(self.reads)
 
-    def add(self, owner: Any, reads: list[ReadValue]) -> None:
+    def add(self, owner: object, reads: list[ReadValue]) -> None:
         """Guard values of one owner: an object for its attributes, a dict for globals, a cell for what it holds."""
         if not reads:
             return
@@ -164,7 +163,7 @@ class Guards:
         except TypeError:
             weak = owner
 
-            def ref(owner: Any = owner) -> Any:
+            def ref(owner: object = owner) -> Any:
                 return owner
 
         if kind == "attribute":
@@ -196,20 +195,20 @@ class Guards:
             self._watched.append((weakref.ref(tensor), tensor._version, name))
 
     def owner(self, path: str) -> Any:
-        """The object at a path, if it is alive."""
+        """Return the object at a path, if it is alive."""
         ref = self._by_path.get(path)
         return ref() if ref is not None else None
 
     def read(self, path: str, name: str) -> ReadValue | None:
-        """The guarded attribute of a module, if it is one."""
+        """Return the guarded attribute of a module, if it is one."""
         return next((r for r in self.reads if (r.path, r.name, r.kind) == (path, name, "attribute")), None)
 
     def same(self) -> bool:
-        """Whether all values are what they were."""
+        """Check that all values are unchanged."""
         return self._equal() or not self.changes()
 
     def _equal(self) -> bool:
-        """Whether all compare as equal; an empty table that tracing or a call filled by classes of tensors does not."""
+        """Check that all compare as equal, but for tables that tracing or a call fills by classes of tensors."""
         try:
             for alike in self._alike.values():
                 try:
@@ -237,7 +236,7 @@ class Guards:
         return True
 
     def changes(self) -> list[Change]:
-        """The values that are not what they were."""
+        """Return the values that have changed."""
         changes: list[Change] = []
         for ref, reads in self._entries:
             owner = ref()
@@ -269,17 +268,13 @@ class Guards:
             self.of_gradient_mode = ()
 
     def check(self) -> None:
-        """Refuse to run a program that computes with values that are no longer so.
-
-        Raises:
-            RunError: it names them, with what they were.
-        """
+        """Refuse to run a program that computes with values that are no longer so."""
         if not self.same():
             raise RunError(refusal(self.changes()))
 
 
 def refusal(changes: list[Change]) -> str:
-    """What to say of changed values."""
+    """Return the message about changed values."""
     more = f"\n  and {len(changes) - 8} more" if len(changes) > 8 else ""
     return (
         "the program was captured with other values than the model has now:"
@@ -293,13 +288,13 @@ def _is_written(watched: tuple[Callable[[], Any], int, str]) -> bool:
     return tensor is not None and tensor._version != watched[1]
 
 
-def _now(owner: Any, read: ReadValue) -> Any:
-    """The value of a read as it is, to be compared with what it was."""
+def _now(owner: object, read: ReadValue) -> Any:
+    """Return the present value of a read, to be compared with the former one."""
     value = _fetch(owner, read)
     return SameObject(value) if isinstance(read.value, SameObject) else frozen(value)
 
 
-def _holds_other(value: Any) -> bool:
+def _holds_other(value: object) -> bool:
     if isinstance(value, tuple):
         return any(map(_holds_other, value))
     return value is OTHER or isinstance(value, (SameObject, Held))
@@ -317,12 +312,12 @@ def _below(path: str, root: str) -> bool:
 
 
 def _moved(path: str, base: str, target: str) -> str:
-    """A path below ``one`` as it is below ``other``."""
+    """Return the path below ``base`` moved below ``target``."""
     return f"{target}.{path[len(base) :].lstrip('.')}".strip(".")
 
 
 def repeated(guards: Guards, one: str, others: Iterable[str], modules: Mapping[str, torch.nn.Module]) -> None:
-    """Guard in the modules at paths ``others`` what was read in that at path ``one``: its trace stands for all."""
+    """Guard in the modules at paths ``others`` the reads of the one at path ``one``, whose trace stands for all."""
     reads = [
         read
         for read in guards.reads

@@ -1,4 +1,4 @@
-"""What ``forward`` reads and writes outside of tensors while it is traced.
+"""The recorder of what ``forward`` reads and writes outside of tensors while it is traced.
 
 The classes of the model's modules, and of the objects that hang on them, look up attributes through a recorder for as
 long as a trace runs. What it hears of are attribute reads of plain values (they become
@@ -14,12 +14,14 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 
-from autopar.capture.python.attribute_lookups import Lookups, behind, can_tell, only_appends, only_counts, stored
+from autopar.capture.python.attribute_lookups import Lookups, behind, can_tell, stored
 from autopar.capture.python.attribute_outputs import LeftBehind
+from autopar.capture.python.bytecode import only_appends, only_counts
 from autopar.capture.python.containers import (
     OfTheCallBefore,
     new_tensors,
@@ -43,8 +45,10 @@ from autopar.capture.python.generators import global_states, is_generator, same_
 from autopar.capture.python.globals_read import Free, free_values
 from autopar.capture.python.guards import Guards, ReadValue
 from autopar.capture.python.user_lines import from_machinery, user_line
+from autopar.capture.trace.recording import under_way
 from autopar.capture.trace.value_origins import depends_on_data
-from autopar.torch_private import FakeTensor, pytree
+from autopar.torch_private import DisableTorchFunction, FakeTensor, pytree
+from autopar.words.trees import PyTree
 
 _FOREIGN = ("torch", "builtins", "numpy", "enum", "types", "functools", "collections", "typing", "threading", "logging",
             "re", "weakref", "_thread", "abc", "pathlib", "inspect", "contextlib")  # fmt: skip
@@ -137,9 +141,8 @@ class Recorder:
         self.end = self.root.register_forward_hook(self._forward_ends)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.lookups.active = False
-        OfTheCallBefore.in_forward.set(False)
         self.begin.remove()
         self.end.remove()
         self._ended()
@@ -159,7 +162,7 @@ class Recorder:
 
     # -- what is heard
 
-    def _saw(self, owner: Any, name: str, value: Any) -> None:
+    def _saw(self, owner: object, name: str, value: object) -> None:
         owner = behind(owner)
         key = id(owner), name
         if type(value) is list and key not in self.examined:
@@ -185,9 +188,8 @@ class Recorder:
         if is_generator(value):
             self.generators.setdefault(id(value), (value, ReadValue(path, name, None).label, state_of(value)))
             return
-        in_forward = OfTheCallBefore.in_forward.set(False)  # it is the recorder that looks at the tensors
-        frozen_value = frozen(value)
-        OfTheCallBefore.in_forward.reset(in_forward)
+        with DisableTorchFunction():  # the recorder itself looks at the tensors
+            frozen_value = frozen(value)
         if key in self.counted:  # not only counted: what the next call reads is another value
             if not only_counts(frame, name):
                 read, value = self.counted[key][1:]
@@ -207,15 +209,15 @@ class Recorder:
             self.before[key] = shallow_copy(value)
             self._inside(value, f"{path}.{name}".lstrip("."))
 
-    def _saw_tensor(self, owner: Any, name: str, value: torch.Tensor, frame: Any) -> None:
-        """A tensor that is no parameter and no buffer, but an attribute like others, is part of the program."""
+    def _saw_tensor(self, owner: object, name: str, value: torch.Tensor, frame: FrameType) -> None:
+        """Note a plain tensor attribute, which is part of the program."""
         owner_and_path = self.owned.get(id(owner))
         if owner_and_path is not None and owner_and_path[0] is owner and stored(owner, name, value):
             key = id(owner), name
             read = ReadValue(owner_and_path[1], name, Held(value), user_line(frame))
             self.plain.setdefault(key, (owner, read, value))
 
-    def _inside(self, container: Any, path: str) -> None:
+    def _inside(self, container: object, path: str) -> None:
         """Follow objects that stand in a container."""
         items = items_in(container) or []
         if isinstance(container, dict):
@@ -225,13 +227,13 @@ class Recorder:
             for i, item in enumerate(items):
                 self._member(item, f"{path}[{i}]")
 
-    def _member(self, item: Any, path: str) -> None:
+    def _member(self, item: object, path: str) -> None:
         if isinstance(item, (dict, list, tuple)):
             self._inside(item, path)
         elif not is_plain(item):
             self._adopt(item, path)
 
-    def _adopt(self, value: Any, path: str) -> bool:
+    def _adopt(self, value: object, path: str) -> bool:
         """Hear of an object that hangs on the model; whether it is the first time."""
         cls = type(value)
         if isinstance(value, torch.Tensor) or id(value) in self.owned or not can_tell(cls):
@@ -242,7 +244,7 @@ class Recorder:
         self.lookups.listen(cls)
         return True
 
-    def _wrote(self, owner: Any, name: str, value: Any) -> None:
+    def _wrote(self, owner: object, name: str, value: object) -> None:
         owner = behind(owner)
         owner_and_path = self.owned.get(id(owner))
         if owner_and_path is None or owner_and_path[0] is not owner:
@@ -266,8 +268,8 @@ class Recorder:
         read = self.first[key][1] if key in self.first else self.counted[key][1]
         self.written[key] = Written(owner, read, value, user_line(frame))
 
-    def _kept(self, key: tuple[int, str], owner: Any, path: str, name: str, value: torch.Tensor) -> None:
-        """A tensor is put into an attribute: the next call reads it if this one did before."""
+    def _kept(self, key: tuple[int, str], owner: object, path: str, name: str, value: torch.Tensor) -> None:
+        """Note a tensor that is put into an attribute: the next call reads it if this one did before."""
         frame = sys._getframe(3)
         if key not in self.first and key not in self.tensors:
             self.fresh.add(key)
@@ -278,21 +280,21 @@ class Recorder:
             if key in self.first and self.raw[key] is None:
                 self.set_on_none[key] = owner, name
 
-    def _forward_begins(self, *call: Any) -> None:
+    def _forward_begins(self, *call: object) -> None:
         self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
-        OfTheCallBefore.in_forward.set(True)
+        _set_in_forward(True)
 
     def _buffers_before(self) -> list[torch.Tensor | None]:
-        """The trace's buffers as they were when forward began."""
+        """Return the trace's buffers at the beginning of forward."""
         return [buffer for _, _, buffers in self.traced for buffer in buffers.values()]
 
-    def _forward_ends(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+    def _forward_ends(self, module: torch.nn.Module, args: PyTree, output: PyTree) -> Any:
         """Look, while the trace still runs, for tensors that were put into containers.
 
         Returns:
             The model's output, with what it leaves in attributes if that is something.
         """
-        OfTheCallBefore.in_forward.set(False)
+        _set_in_forward(False)
         for key, before in self.before.items():
             read = self.first[key][1]
             container = self.raw[key]
@@ -370,8 +372,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def next_call(self) -> Iterator[None]:
-        """In here attributes that were None, and were given tensors, and lists and dicts that were given some, have
-        something that nobody can read."""
+        """Put something unreadable where forward left tensors for its next call, in attributes, lists and dicts."""
         try:
             for owner, name in self.set_on_none.values():
                 restored(owner, name, unreadable(None))
@@ -387,8 +388,7 @@ class Recorder:
                 restored(owner, name, None)
 
     def leaves_alike(self, second: Recorder) -> bool:
-        """Whether the next call has left the same in lists and dicts, and of this one nothing but in lists to which it
-        appended."""
+        """Check that the next call left the same in lists and dicts, or appended to what this one left."""
         one, other = self.left.all, second.left.all
         if [(x.path, x.name, x.spec, x.plain) for x in one] != [(x.path, x.name, x.spec, x.plain) for x in other]:
             return False
@@ -404,7 +404,7 @@ class Recorder:
         return self.into.keys() == second.into.keys()
 
     def forget(self, keys: Iterable[tuple[int, str]]) -> None:
-        """That attributes were read, because it made no difference what they were."""
+        """Forget reads of attributes whose values made no difference."""
         for key in keys:
             del self.first[key], self.raw[key]
 
@@ -418,11 +418,11 @@ class Recorder:
                 value.restore()
 
     def drew(self) -> list[str]:
-        """Generators of random numbers outside torch that the trace drew from."""
+        """Return the generators of random numbers outside torch that the trace drew from."""
         return [name for name, get, _, state in self._generators() if not same_state(get(), state)]
 
     def states(self) -> tuple[Any, ...]:
-        """What tells whether any of them is drawn from."""
+        """Return the states that tell whether any of them is drawn from."""
         return tuple(get() for _, get, _, _ in self._generators())
 
     def set_back(self) -> None:
@@ -440,7 +440,7 @@ class Recorder:
             yield label, get, put, state
 
     def learn(self, other: Recorder) -> None:
-        """What another trace of the same model read beside what this one did."""
+        """Add the reads of another trace of the same model."""
         self.fills |= other.fills
         for key, (owner, read) in other.first.items():
             if key not in self.first:
@@ -449,7 +449,7 @@ class Recorder:
             self.plain.setdefault(place, plain_read)
 
     def guards(self, constants: Mapping[str, torch.Tensor]) -> Guards:
-        """What was read, to be checked at each call.
+        """Return the reads as guards, to be checked at each call.
 
         Args:
             constants: tensors that are part of the program and that it does not write, by name.
@@ -476,9 +476,14 @@ class Recorder:
         return guards
 
 
+def _set_in_forward(inside: bool) -> None:
+    if (now := under_way()) is not None:
+        now.in_forward = inside
+
+
 @contextlib.contextmanager
 def undone(recorder: Recorder) -> Iterator[None]:
-    """What an attempt that fails wrote to the model is taken back."""
+    """Undo an attempt's writes to the model if it fails."""
     try:
         yield
     except BaseException:

@@ -16,14 +16,14 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.python.containers import plain_tensors, refill, shallow_copy
 from autopar.capture.python.frozen_values import is_plain, items_in
 from autopar.torch_private import DisableTorchFunction, TorchDispatchMode, pytree
+from autopar.words.trees import PyTree
 
 _SEED = 20240229
 _AFTER = "_post_accumulate_grad_hooks"
 
 
 class Draws(TorchDispatchMode):
-    """Seeds the generator before each random operator: operators of one kind and shape draw the same numbers, in
-    whatever order their elements are in memory.
+    """Mode that seeds the generator before each random operator, so that equal draws are equal in any memory order.
 
     Args:
         nothing_dropped: dropouts keep every element, scaled as those that are kept are.
@@ -39,7 +39,7 @@ class Draws(TorchDispatchMode):
         self.dropouts: Counter[tuple[int, ...]] = Counter()
         self.others: Counter[tuple[int, ...]] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if torch.Tag.nondeterministic_seeded in func.tags:
             if func in _DROPOUTS:
                 self.dropouts[tuple(args[0].shape)] += 1
@@ -52,14 +52,14 @@ class Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
+def _drawn(func: Any, args: PyTree, kwargs: PyTree) -> Any:
     """Return what a random operator gives from one seed, element by element in the order of the shape.
 
     torch draws in the order of memory, and a graph has no ``contiguous()``: a tensor that was transposed on one side of
     a comparison alone would get the same numbers at other places.
     """
 
-    def dense(x: Any) -> Any:
+    def dense(x: object) -> Any:
         return x.contiguous() if isinstance(x, torch.Tensor) and not x.is_contiguous() else x
 
     in_order, in_order_kwargs = pytree.tree_map(dense, (args, kwargs))
@@ -83,7 +83,7 @@ _DROPOUTS = (torch.ops.aten.bernoulli_.float, torch.ops.aten.native_dropout.defa
 
 
 def _all_kept(x: torch.Tensor, p: float = 0.5, train: bool | None = None) -> Any:
-    """What a dropout gives that keeps everything: of CPUs its noise, of GPUs the result and the mask."""
+    """Return the result of a dropout that keeps everything: on CPUs its noise, on GPUs the result and the mask."""
     if train is None:
         return x.fill_(1)
     return x / (1 - p) if p < 1 else x * 0, torch.ones_like(x, dtype=torch.bool)
@@ -91,13 +91,14 @@ def _all_kept(x: torch.Tensor, p: float = 0.5, train: bool | None = None) -> Any
 
 @contextlib.contextmanager
 def same_draws(nothing_dropped: bool = False) -> Iterator[Draws]:
+    """Draw the same numbers on both sides, and restore the generators."""
     with generators_kept(), Draws(nothing_dropped) as draws:
         yield draws
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """The states of all generators are put back."""
+    """Restore the states of all generators in the end."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
@@ -111,8 +112,7 @@ def generators_kept() -> Iterator[None]:
 
 
 class _ParametersKept(TorchFunctionMode):
-    """Parameters that a forward writes, such as those of a momentum encoder, are put back: a copy of one is made before
-    the first write to its memory."""
+    """Mode that copies a parameter before the first write to its memory, to restore it."""
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _ParametersKept(TorchFunctionMode):
         self.at = {data.untyped_storage()._cdata: data for _, data in self.before}
         self.copies: dict[int, torch.Tensor] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         name = getattr(func, "__name__", "")
         written = [*args[:1], *((kwargs or {}).get("out", None),)] if self.at and _may_write(name, kwargs) else []
         for x in pytree.tree_leaves(written):
@@ -133,7 +133,7 @@ class _ParametersKept(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def put_back(self) -> None:
-        """What was written has the values that it had, and parameters have the memory that they had."""
+        """Restore the values that were written, and the memory of parameters."""
         for param, data in self.before:
             if param.data_ptr() != data.data_ptr():
                 param.data = data
@@ -141,7 +141,7 @@ class _ParametersKept(TorchFunctionMode):
             self.at[memory].copy_(copy_before)
 
 
-def _may_write(name: str, kwargs: Any) -> bool:
+def _may_write(name: str, kwargs: PyTree) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in ("__setitem__", *_IN_PLACE) or "out" in (kwargs or {})
 
@@ -152,8 +152,8 @@ _IN_PLACE = tuple(
 
 
 @contextlib.contextmanager
-def kept(*roots: Any) -> Iterator[None]:
-    """Buffers, plain tensors, parameters, hooks of parameters and Python attributes of modules are put back."""
+def kept(*roots: object) -> Iterator[None]:
+    """Restore buffers, plain tensors, parameters, their hooks and Python attributes of modules in the end."""
     modules = [m for root in roots if isinstance(root, torch.nn.Module) for m in root.modules()]
     written = _ParametersKept(modules)
     attributes = []
@@ -195,8 +195,8 @@ def kept(*roots: Any) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def _in(container: Any) -> list[Any]:
-    """What a list, a set or a dict holds now; of a dict its keys and values in turn."""
+def _in(container: object) -> list[Any]:
+    """Return the elements of a list, a set or a dict; of a dict its keys and values in turn."""
     items = items_in(container) or []
     return [part for pair in items for part in pair] if isinstance(container, dict) else items
 

@@ -27,8 +27,8 @@ from unittest import mock
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
-from autopar.capture.branches.data_branches import TAKEN, would_take
-from autopar.capture.branches.random_answers import ASK, asking
+from autopar.capture.branches.data_branches import TAKEN
+from autopar.capture.branches.random_answers import ASK
 from autopar.capture.repeats.attribute_reads import watched
 from autopar.capture.repeats.block_calls import (
     FAKE,
@@ -70,6 +70,7 @@ from autopar.capture.repeats.python_state import (
     shape_of,
 )
 from autopar.capture.trace.faster_tracing import unstacked
+from autopar.capture.trace.recording import Recording
 from autopar.torch_private import DisableTorchFunction, ModuleStackTracer, OpOverload, module_at, pytree
 from autopar.words.trees import PyTree
 
@@ -105,7 +106,8 @@ class Repeats:
         names: the requested names, from which all names follow.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, record: Recording) -> None:
+        self.record = record
         self.skipped: dict[str, Skipped] = {}
         self.names: NamesAsked | None = None
         self.tracer: Any = None
@@ -203,7 +205,7 @@ class Repeats:
             for traced in group.traced.get(call.key, ()) if call is not None else ():
                 if call is None or not traced.verified:
                     continue
-                if not asking().would_answer(traced.asks()) or not would_take(traced.taken()):
+                if not self.record.would_answer(traced.asks()) or not self.record.attempt.would_take(traced.taken()):
                     continue
                 if call.fits(traced, group.varying):
                     return self._skip(traced, call)
@@ -385,7 +387,7 @@ class Repeats:
             old = f"{traced.path}.{path}" if path else traced.path
             if old in counts:
                 counts[full] = counts.get(full, 0) + 1
-        asking().asked += len(traced.asks())
+        self.record.asked += len(traced.asks())
         leaves = [
             call.tensors[v] if what == "tensor" else fresh[v] if what == "made" else v[1] for what, v in traced.outputs
         ]

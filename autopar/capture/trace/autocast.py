@@ -26,6 +26,7 @@ from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, has_kernel, pytree
 from autopar.words.autocasting import AutocastState as State
 from autopar.words.autocasting import autocast_as
+from autopar.words.trees import PyTree
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 PLACE = "autocast"
@@ -37,14 +38,7 @@ _TO = torch.ops.aten.to.dtype
 def write_casts(exported: Any, module: torch.nn.Module, around: State) -> None:
     """Put the casts of autocast into an exported program; its regions mean nothing any more then.
 
-    Args:
-        module: that was exported.
-        around: the autocast that was on when it was.
-
-    Raises:
-        CaptureError: what autocast does to an operator cannot be written as casts; or the model is on the meta device,
-            where torch's autocast does nothing: casts that are written afterwards would come too late for what forward
-            does with a dtype.
+    ``module``: that was exported. ``around``: the autocast that was on when it was.
     """
     graph = exported.graph_module.graph
     if not around and not _has_regions(exported.graph_module):
@@ -65,7 +59,7 @@ def write_casts(exported: Any, module: torch.nn.Module, around: State) -> None:
 
 
 def _has_regions(gm: torch.fx.GraphModule) -> bool:
-    """Whether a region of a trace, or one inside of others, turns autocast on."""
+    """Check that a region of a trace, or one inside of others, turns autocast on."""
     for node in gm.graph.nodes:
         if node.op == "call_function" and "wrap_with_autocast" in name_of(node.target) and node.args[2]:
             return True
@@ -77,7 +71,7 @@ def _has_regions(gm: torch.fx.GraphModule) -> bool:
 
 @dataclass
 class _Casts:
-    """What autocast does to one operator.
+    """The change that autocast makes to one operator.
 
     Attributes:
         inputs: the precision to which it casts each tensor argument, or None.
@@ -102,11 +96,7 @@ class _Writer:
         self.asked: dict[Any, _Casts] = {}
 
     def write(self, gm: torch.fx.GraphModule, state: State, leaves: Mapping[torch.fx.Node, int]) -> None:
-        """Casts of one graph and of the regions in it.
-
-        Args:
-            leaves: which nodes are parameters, by identity.
-        """
+        """Write the casts of one graph and of the regions in it; ``leaves`` are its parameters, by identity."""
         kept: dict[tuple[int, torch.dtype], torch.fx.Node] = {}
         for node in list(gm.graph.nodes):
             if node.op != "call_function":
@@ -127,7 +117,7 @@ class _Writer:
             passed = zip(placeholders, node.args[position + 1 :], strict=True)
             self.write(body, inside, {p: leaves[arg] for p, arg in passed if arg in leaves})
 
-    def _body(self, gm: torch.fx.GraphModule, arg: Any) -> torch.fx.GraphModule | None:
+    def _body(self, gm: torch.fx.GraphModule, arg: object) -> torch.fx.GraphModule | None:
         if not isinstance(arg, torch.fx.Node) or arg.op != "get_attr":
             return None
         body = get(gm, str(arg.target))
@@ -173,7 +163,7 @@ class _Writer:
 
         node.args, node.kwargs = torch.fx.node.map_arg((node.args, node.kwargs), cast)
 
-    def _casts(self, node: torch.fx.Node, values: Any, state: State) -> _Casts:
+    def _casts(self, node: torch.fx.Node, values: PyTree, state: State) -> _Casts:
         leaves, spec = pytree.tree_flatten(values)
         key = (
             node.target, str(spec), tuple(sorted(state.items(), key=str)),
@@ -186,8 +176,8 @@ class _Writer:
                 self.asked[key] = self._ask(node, leaves, spec, state)
         return self.asked[key]
 
-    def _ask(self, node: torch.fx.Node, leaves: Sequence[Any], spec: pytree.TreeSpec, state: State) -> _Casts:
-        """What autocast does to a call, seen by making it on tensors without values."""
+    def _ask(self, node: torch.fx.Node, leaves: Sequence[object], spec: pytree.TreeSpec, state: State) -> _Casts:
+        """Return the change that autocast makes to a call, by making the call on tensors without values."""
         target = node.target
         assert isinstance(target, OpOverload)
         if self.kind == "meta":
@@ -227,7 +217,7 @@ class _Writer:
         )
 
     def _write_apart(
-        self, gm: torch.fx.GraphModule, node: torch.fx.Node, values: Any, state: State,
+        self, gm: torch.fx.GraphModule, node: torch.fx.Node, values: PyTree, state: State,
         leaves: Mapping[torch.fx.Node, int],
     ) -> None:  # fmt: skip
         """Put the operators in a call's place that it is put together of, and their casts."""
@@ -275,16 +265,12 @@ class _Writer:
 
 
 def _value(gm: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
-    """What a node of a trace gives, without values."""
+    """Return the value of a node of a trace, without data."""
     return get(gm, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
 
 
 def _place(node: torch.fx.Node, below: str) -> dict[str, Any]:
-    """What says where in the user's code a node stands.
-
-    Args:
-        below: of a part of the module whose code made it.
-    """
+    """Return the part of a node's meta that says where in the user's code it is, in a submodule named ``below``."""
     place: dict[str, Any] = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
     if below:
         stack = place.get("nn_module_stack") or {}
@@ -294,13 +280,13 @@ def _place(node: torch.fx.Node, below: str) -> dict[str, Any]:
 
 
 def _on_meta(value: torch.Tensor) -> torch.Tensor:
-    """A tensor without values of the same sizes and strides; it wants a gradient if ``value`` does."""
+    """Return a tensor without values of the same sizes and strides; it wants a gradient if ``value`` does."""
     copied = torch.empty_strided(tuple(value.shape), tuple(value.stride()), dtype=value.dtype, device="meta")
     return copied.requires_grad_(value.requires_grad and value.is_floating_point())
 
 
-def _on(kind: str, leaves: Sequence[Any]) -> list[Any]:
-    """Tensors without values on a device of that kind, of the same sizes, strides and precisions."""
+def _on(kind: str, leaves: Sequence[object]) -> list[Any]:
+    """Return tensors without values on a device of that kind, of the same sizes, strides and precisions."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         return [
             torch.empty_strided(tuple(x.shape), tuple(x.stride()), dtype=x.dtype, device=kind)
@@ -309,7 +295,7 @@ def _on(kind: str, leaves: Sequence[Any]) -> list[Any]:
         ]  # fmt: skip
 
 
-def _mode_of(tensors: Sequence[Any]) -> Any:
+def _mode_of(tensors: Sequence[object]) -> Any:
     fake = next((x for x in tensors if isinstance(x, FakeTensor)), None)
     return fake.fake_mode if fake is not None else contextlib.nullcontext()
 
@@ -321,13 +307,13 @@ class _Seen(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], Mapping[str, Any]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _called(target: OpOverload, fakes: Sequence[Any], spec: pytree.TreeSpec, state: State) -> tuple[list[Any], Any]:
-    """The operators that a call comes to under an autocast, and what it gives."""
+def _called(target: OpOverload, fakes: Sequence[object], spec: pytree.TreeSpec, state: State) -> tuple[list[Any], Any]:
+    """Return the operators that a call comes to under an autocast, and its result."""
     args, kwargs = pytree.tree_unflatten(list(fakes), spec)
     with _mode_of(fakes), autocast_as(state), _Seen() as seen, torch.no_grad():
         result = target(*args, **kwargs)
@@ -340,7 +326,7 @@ def _signature(call: tuple[Any, tuple[Any, ...], Mapping[str, Any]]) -> Any:
     return op, dtypes, kwargs.get("dtype")
 
 
-def _dtypes(result: Any) -> list[torch.dtype]:
+def _dtypes(result: PyTree) -> list[torch.dtype]:
     return [x.dtype for x in flat(result) if isinstance(x, torch.Tensor)]
 
 

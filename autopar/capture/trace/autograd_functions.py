@@ -11,7 +11,7 @@ Where no gradient flows into a call its backward never runs, and its forward is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -20,7 +20,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from autopar.capture.trace import checkpointed_regions
-from autopar.capture.trace.own_checkpoints import as_region
 from autopar.capture.trace.recording import now, refuse
 from autopar.rules.function import PLAIN, Callee, ReadTensor, identity_of, on_zeros, swapped, tensors_of
 from autopar.torch_private import (
@@ -32,13 +31,17 @@ from autopar.torch_private import (
     pytree,
 )
 from autopar.words.autocasting import autocast_now
+from autopar.words.trees import PyTree
+
+AS_REGION: list[Callable[[Any, Sequence[Any], Mapping[str, Any]], Callable[[], Any] | None]] = []
+"""Functions that return a call of an ``autograd.Function`` as a region of the trace, where it is one; of patterns."""
 
 
 @contextlib.contextmanager
 def whole_functions(model: torch.nn.Module) -> Iterator[None]:
-    """Calls of Functions are recorded as they are, also through an ``apply`` that was taken off its class before."""
+    """Record calls of Functions as they are, also through an ``apply`` that was taken off its class before."""
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: object, *args: PyTree, **kwargs: PyTree) -> Any:
         if now() is None or functorch_is_active():
             return _plainly(cls, args, kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
@@ -53,14 +56,14 @@ def whole_functions(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _plainly(cls: Any, args: Any, kwargs: Any) -> Any:
-    """The call as torch makes it."""
+def _plainly(cls: Any, args: PyTree, kwargs: PyTree) -> Any:
+    """Make the call as torch does."""
     return super(SingleLevelFunction, cls).apply(*args, **kwargs)
 
 
 @dataclass
 class _Trial:
-    """What a call did when it was tried out.
+    """The effects of a call that was tried out.
 
     Attributes:
         result: what it returned.
@@ -73,7 +76,7 @@ class _Trial:
         opaque: it could not run without values.
     """
 
-    result: Any = None
+    result: PyTree = None
     own: list[Any] = field(default_factory=list)
     without: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
@@ -93,7 +96,7 @@ class _Watch(TorchDispatchMode):
         self.read: dict[int, tuple[torch.Tensor, int]] = {}
         self.random = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, torch.Tensor) and id(x) not in self.read and x in self.tracked:
                 self.read[id(x)] = x, x._version
@@ -101,18 +104,18 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _apart(leaves: Sequence[Any]) -> list[Any]:
-    """The same tensors, where gradients go nowhere else."""
+def _apart(leaves: Sequence[object]) -> list[Any]:
+    """Return the same tensors, where gradients go nowhere else."""
     return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
 
 
-def _copies(leaves: Sequence[Any]) -> list[Any]:
-    """Tensors that may be written to."""
+def _copies(leaves: Sequence[object]) -> list[Any]:
+    """Return copies of the tensors, which may be written to."""
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
 
 
 def _try(
-    run: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], name: str,
+    run: Callable[[Sequence[Any]], Any], leaves: Sequence[object], name: str,
     around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = lambda own: contextlib.nullcontext(),
 ) -> _Trial:  # fmt: skip
     """Run a call and its backward on tensors without values, ``around`` what it is run on."""
@@ -148,7 +151,7 @@ def _try(
             ) from error
         trial = _Trial(opaque=True)
 
-        def on_copies(zeros: Sequence[Any]) -> Any:
+        def on_copies(zeros: Sequence[object]) -> Any:
             trial.own = _copies(_apart(zeros))
             trial.result = run(trial.own)
             return ()
@@ -169,7 +172,7 @@ def _try(
     return trial
 
 
-def _written(leaves: Sequence[Any]) -> tuple[int, ...]:
+def _written(leaves: Sequence[object]) -> tuple[int, ...]:
     return tuple(k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x._version)
 
 
@@ -178,7 +181,7 @@ def _first(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def _call(cls: Any, args: Any, kwargs: Any, model: torch.nn.Module) -> Any:
+def _call(cls: Any, args: PyTree, kwargs: PyTree, model: torch.nn.Module) -> Any:
     """Record one call, and give what it would give."""
     name = cls.__qualname__
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -191,8 +194,8 @@ def _call(cls: Any, args: Any, kwargs: Any, model: torch.nn.Module) -> Any:
         return _plainly(cls, a, kw)
 
     flows = torch.is_grad_enabled() and any(leaves[k].requires_grad for k in tensors if k not in hidden)
-    if flows and (checkpointed := as_region(cls, args, kwargs)) is not None:
-        return checkpointed()
+    if flows and (region := next(filter(None, (find(cls, args, kwargs) for find in AS_REGION)), None)) is not None:
+        return region()
     trial = _try(run, leaves, name)
     if not flows and not trial.opaque:
         return _plainly(cls, args, kwargs)
@@ -224,11 +227,7 @@ def _call(cls: Any, args: Any, kwargs: Any, model: torch.nn.Module) -> Any:
 
 
 def _reads(read: Sequence[torch.Tensor], model: torch.nn.Module, name: str) -> list[ReadTensor]:
-    """Where modules keep the tensors that the code read.
-
-    Raises:
-        CaptureError: no module keeps one of them.
-    """
+    """Find the modules that keep the tensors that the code read."""
     reads: dict[int, ReadTensor] = {}
     for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
@@ -270,7 +269,7 @@ def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: 
             leaves[k].copy_(value)
     traced_outs = iter(zip(outs, values, strict=False))
 
-    def give(x: Any) -> Any:
+    def give(x: object) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         tried, value = next(traced_outs)
@@ -283,4 +282,4 @@ def _record(callee: Callee, leaves: list[Any], read: list[torch.Tensor], trial: 
     return give(trial.result)
 
 
-__all__ = ["whole_functions"]
+__all__ = ["AS_REGION", "whole_functions"]

@@ -16,11 +16,12 @@ import torch.utils.checkpoint
 
 from autopar.capture.trace.recording import here, now
 from autopar.torch_private import CHECKPOINT, TorchDispatchMode
+from autopar.words.trees import PyTree
 
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """Around the operators of a region."""
+    """Mark the operators inside as a region."""
     recording = now()
     if recording is None or not torch.is_grad_enabled():  # without a backward nothing runs again
         yield
@@ -41,10 +42,12 @@ def marked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def marked_regions() -> Iterator[None]:
-    """Checkpointing of either kind marks its regions."""
+    """Let checkpointing of either kind mark its regions."""
     plain = CHECKPOINT.get()
 
-    def generator(fn: Any, preserve: Any = True, context_fn: Any = None, *rest: Any, **kwargs: Any) -> Iterator[None]:
+    def generator(
+        fn: object, preserve: object = True, context_fn: Any = None, *rest: Any, **kwargs: Any
+    ) -> Iterator[None]:  # fmt: skip
         if now() is None:
             yield from plain(fn, preserve, context_fn, *rest, **kwargs)
             return
@@ -58,8 +61,8 @@ def marked_regions() -> Iterator[None]:
         yield
 
 
-def reentrant(function: Any, preserve: Any, *args: Any) -> Any:
-    """What ``checkpoint(use_reentrant=True)`` computes: no gradient flows where no tensor argument has one."""
+def reentrant(function: Any, preserve: Any, *args: PyTree) -> Any:
+    """Compute ``checkpoint(use_reentrant=True)``: no gradient flows where no tensor argument has one."""
     flows = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
     with marked():
         outs = function(*args)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.nn import functional
 
+from autopar.capture.trace.patches import Function
 from autopar.rules.experts.experts import expert_product
 
 _MODULE = "transformers.integrations.moe"
@@ -23,13 +24,13 @@ _MODULE = "transformers.integrations.moe"
 
 @contextlib.contextmanager
 def experts_by_rows() -> Iterator[None]:
-    """Experts of ``transformers`` are traced row by row, however their configuration wants them to run."""
+    """Trace experts of ``transformers`` row by row, however their configuration wants them to run."""
     interface = getattr(sys.modules.get(_MODULE), "ExpertsInterface", None)
     if interface is None:
         yield
         return
 
-    def chosen(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(self: object, name: str, default: Function) -> Function:
         return _by_rows
 
     with mock.patch.object(interface, "get_interface", chosen):
@@ -37,7 +38,7 @@ def experts_by_rows() -> Iterator[None]:
 
 
 def rows_of(tokens: torch.Tensor, n: int) -> torch.Tensor:
-    """A row for each of the ``n`` experts of every token: [tokens hidden] to [tokens * n hidden]."""
+    """Return a row for each of the ``n`` experts of every token: [tokens hidden] to [tokens * n hidden]."""
     count, hidden = tokens.shape
     return tokens.unsqueeze(1).expand(count, n, hidden).reshape(count * n, hidden)
 
@@ -45,7 +46,7 @@ def rows_of(tokens: torch.Tensor, n: int) -> torch.Tensor:
 def _by_rows(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What ``grouped_mm_experts_forward`` of transformers computes: [tokens hidden] to the same."""
+    """Compute ``grouped_mm_experts_forward`` of transformers: [tokens hidden] to the same."""
     tokens = len(hidden_states)
     n = top_k_index.shape[-1]
     expert = top_k_index.reshape(-1)

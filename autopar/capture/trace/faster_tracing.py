@@ -1,4 +1,4 @@
-"""What makes a trace cheaper and changes nothing in it.
+"""Shortcuts that make a trace cheaper and change nothing in it.
 
 A trace looks at thousands of tensors, and each look at a shape passes through every function mode that is on, ours
 among them, though none has anything to say where ``torch.export`` itself looks. It writes Python code for every graph
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -20,22 +20,24 @@ from unittest import mock
 import torch
 import torch.fx.experimental.proxy_tensor
 
+from autopar.capture.trace.patches import Function
 from autopar.capture.untraceable_modules import check_operators
 from autopar.torch_private import EXPORT_INSIDE, TRACEBACK_OF_NODES, DisableTorchFunction, lazy_graph_modules
+from autopar.words.trees import PyTree
 
 
-def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _without_modes(function: Function) -> Function:
+    def run(*args: PyTree, **kwargs: PyTree) -> Any:
         with DisableTorchFunction():
             return function(*args, **kwargs)
 
     return run
 
 
-def _without_lines(function: Callable[..., Any]) -> Callable[..., Any]:
-    """No line of the user's makes an input: the stack above a model's call need not be read for each parameter."""
+def _without_lines(function: Function) -> Function:
+    """Skip reading the stack above a model's call for each parameter: no line of the user's makes an input."""
 
-    def run(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(tracer: object, *args: PyTree, **kwargs: PyTree) -> Any:
         with unstacked(tracer):
             return function(tracer, *args, **kwargs)
 
@@ -44,7 +46,7 @@ def _without_lines(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def unstacked(tracer: Any) -> Iterator[None]:
-    """Nodes that a tracer makes inside do not say which line made them."""
+    """Let a tracer make nodes that do not say which line made them."""
     before = tracer.record_stack_traces
     tracer.record_stack_traces = False
     try:
@@ -61,11 +63,11 @@ class _CapturedCalls:
         self._nodes = 0
 
     def extract(self) -> _CapturedCalls:
-        """The calls that are open when :meth:`summary` is called."""
+        """Return the calls that are open when :meth:`summary` is called."""
         return self
 
     def summary(self) -> traceback.StackSummary:
-        """The open calls, the outermost first."""
+        """Return the open calls, the outermost first."""
         self._nodes += 1
         check_operators(self._nodes)  # a loop that is traced turn by turn may have no end
         calls = []
@@ -83,7 +85,7 @@ class _CapturedCalls:
 
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
-    """Around a call of ``torch.export``."""
+    """Leave out work of ``torch.export`` inside."""
     with contextlib.ExitStack() as stack:
         for inside in EXPORT_INSIDE:
             stack.enter_context(inside.replaced(_without_modes(inside.get())))

@@ -23,29 +23,30 @@ from autopar.torch_private import (
     places_in_masks,
     pytree,
 )
+from autopar.words.trees import PyTree
 
 
 @contextlib.contextmanager
 def transforms_written_out() -> Iterator[None]:
-    """Calls of these transforms inside become operators of the trace."""
+    """Turn calls of these transforms into operators of the trace."""
     mapped, grad = functorch_apis.vmap_impl, functorch_transforms.grad_impl
     grad_and_value, forward = functorch_transforms.grad_and_value_impl, JVP_CALL.get()
 
     def written_out_map(
-        func: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: int | None, *args: Any, **kwargs: Any
+        func: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: int | None, *args: PyTree, **kwargs: PyTree
     ) -> Any:
-        def call(args: Any, kwargs: Any) -> Any:
+        def call(args: PyTree, kwargs: PyTree) -> Any:
             return mapped(func, in_dims, out_dims, randomness, chunk_size, *args, **kwargs)
 
         return _written_out(call, args, kwargs)
 
-    def written_out_grad(func: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+    def written_out_grad(func: Any, argnums: Any, has_aux: bool, args: PyTree, kwargs: PyTree) -> Any:
         return _written_out(lambda args, kwargs: grad(func, argnums, has_aux, args, kwargs), args, kwargs)
 
-    def written_out_both(func: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+    def written_out_both(func: Any, argnums: Any, has_aux: bool, args: PyTree, kwargs: PyTree) -> Any:
         return _written_out(lambda args, kwargs: grad_and_value(func, argnums, has_aux, args, kwargs), args, kwargs)
 
-    def written_out_forward(func: Any, primals: Any, tangents: Any, *args: Any, **kwargs: Any) -> Any:
+    def written_out_forward(func: object, primals: object, tangents: object, *args: PyTree, **kwargs: PyTree) -> Any:
         return _written_out(lambda given, _: forward(func, *given, *args, **kwargs), (primals, tangents), {})
 
     with contextlib.ExitStack() as stack:
@@ -58,8 +59,8 @@ def transforms_written_out() -> Iterator[None]:
         yield
 
 
-def _written_out(call: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
-    """``call(args, kwargs)``, by the operators that it makes; inside of another transform, as it is."""
+def _written_out(call: Callable[[Any, Any], Any], args: PyTree, kwargs: PyTree) -> Any:
+    """Run ``call(args, kwargs)`` by the operators that it makes; inside of another transform, as it is."""
     if functorch_is_active():
         return call(args, kwargs)
     given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))

@@ -11,9 +11,9 @@ The program then computes the gradient forward, and its backward differentiates 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -25,36 +25,23 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor,
 )
-from torch.overrides import TorchFunctionMode
 
 from autopar.capture.graph.exported_nodes import storage_of
-from autopar.capture.trace.recording import DATA, FUNCTION, HOOK, now, refuse
-from autopar.errors import CaptureError
+from autopar.capture.trace.decisions import Undecided
+from autopar.capture.trace.patches import PASS, Args, Function, Kwargs
+from autopar.capture.trace.recording import DATA, FUNCTION, HOOK, now, refuse, under_way
 from autopar.torch_private import FakeTensor, OpOverload, plainly, pytree
+from autopar.words.trees import PyTree
 
 ADVICE = (
     "write the gradient out, or put it into an autograd.Function that computes it in its own forward"
 )  # fmt: skip
 
-_IN_PLAIN: ContextVar[bool] = ContextVar("in_plain", default=False)
-
-
-class KeptInside(Exception):
-    """Autograd needs a value that an operator made for itself: the model is traced again, :func:`in_plain_operators`.
-    ``error`` is what to say if that does not help."""
-
-    def __init__(self, error: CaptureError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def gradients(grad: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``grad(*args, **kwargs)`` of traced tensors, as operators of the trace.
-
-    Raises:
-        CaptureError: what lies between has no derivative that can be traced.
-    """
-    options = _options(*args, **kwargs)
+def gradients(grad: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute ``grad(*args, **kwargs)`` of traced tensors, as operators of the trace."""
+    bound = inspect.signature(torch.autograd.grad).bind(*args, **kwargs)
+    bound.apply_defaults()
+    options = bound.arguments
     if options["is_grads_batched"]:
         raise refuse("torch.autograd.grad inside a forward with is_grads_batched", ADVICE)
     _only_known(options["outputs"], options["inputs"])
@@ -65,27 +52,13 @@ def gradients(grad: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return tuple(None if g is None else g.detach() for g in grads)  # a constant for what comes after
 
 
-def _options(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
-    only_inputs: bool = True, allow_unused: Any = None, is_grads_batched: bool = False, materialize_grads: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments of ``torch.autograd.grad`` that matter here, by name."""
-    return {
-        "outputs": outputs, "inputs": inputs, "create_graph": create_graph, "is_grads_batched": is_grads_batched,
-    }  # fmt: skip
-
-
-def _only_known(outputs: Any, inputs: Any) -> None:
-    """All operators between are torch's own: autograd knows nothing of what stands for a user's function or a block.
-
-    Raises:
-        CaptureError: one is not.
-    """
+def _only_known(outputs: PyTree, inputs: PyTree) -> None:
+    """Refuse operators in between that are not torch's own, of which autograd knows nothing."""
     mode = get_proxy_mode()
     assert mode is not None
     tracker = mode.tracer.tensor_tracker
 
-    def nodes_of(tensors: Any) -> set[torch.fx.Node]:
+    def nodes_of(tensors: object) -> set[torch.fx.Node]:
         slots = (tracker.get(t) for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor))
         return {slot.proxy.node for slot in slots if slot is not None}
 
@@ -111,13 +84,13 @@ def _only_known(outputs: Any, inputs: Any) -> None:
 
 @contextlib.contextmanager
 def _kept_values_known() -> Iterator[None]:
-    """While autograd computes: what it kept for it is known to the tracer."""
+    """Make the values that autograd has kept known to the tracer, while autograd computes."""
     mode = get_proxy_mode()
     assert mode is not None
     kept = _Kept(mode)
     trace = ProxyTorchDispatchMode.__torch_dispatch__
 
-    def traced(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def traced(self: Any, func: Any, types: Any, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if self is not mode:
             return trace(self, func, types, args, kwargs)
 
@@ -136,8 +109,8 @@ def _kept_values_known() -> Iterator[None]:
         yield
 
 
-def _plain(func: Any) -> Callable[..., Any] | None:
-    """What computes the same as a backward operator of torch with operators that autograd can differentiate."""
+def _plain(func: Any) -> Function | None:
+    """Return a backward operator of torch in operators that autograd can differentiate; None if there is none."""
     name = getattr(func, "_opname", "")
     if not (name.endswith(("_backward", "_backward_data"))):
         return None
@@ -150,7 +123,7 @@ def _of_convolution(
     grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
     output_padding: Any, groups: int, wanted: Sequence[bool],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """The gradients of a convolution as convolutions: with respect to its input, its weight and its bias."""
+    """Return the gradients of a convolution as convolutions, for its input, weight and bias."""
     n = grad.dim() - 2
     stride, padding, dilation = ([*v] * n if len(v) == 1 else [*v] for v in (stride, padding, dilation))
     if transposed or (wanted[1] and groups > 1):
@@ -178,19 +151,15 @@ def _of_convolution(
 
 
 class _Kept:
-    """Which node of a trace a value is that autograd has kept."""
+    """The nodes of a trace that autograd's kept values come from."""
 
     def __init__(self, mode: Any) -> None:
         self.mode = mode
         self.nodes: dict[int, list[torch.fx.Node]] = {}
         self.last: torch.fx.Node | None = None
 
-    def find(self, value: torch.Tensor, func: Any, run: Callable[..., Any]) -> None:
-        """Make the tracer know a value.
-
-        Raises:
-            CaptureError: no operator of the trace has made it.
-        """
+    def find(self, value: torch.Tensor, func: Any, run: Function) -> None:
+        """Make the tracer know a value."""
         tracker = self.mode.tracer.tensor_tracker
         with disable_proxy_modes_tracing():
             self._look()
@@ -211,10 +180,11 @@ class _Kept:
             f"torch.autograd.grad inside a forward: {func} needs a value of shape {list(value.shape)} that an operator "
             "of the forward keeps for itself, such as the statistics of a norm,", ADVICE,
         )  # fmt: skip
-        raise error if _IN_PLAIN.get() else KeptInside(error)
+        now = under_way()
+        raise error if now is None or now.attempt.decisions.plain_operators else Undecided(plain_operators=True)
 
     def _known(self, node: torch.fx.Node) -> Any:
-        """What the tracer writes down for a tensor that is a node's."""
+        """Return the tracer's entry for a tensor of a node."""
         tracer = self.mode.tracer
         with disable_proxy_modes_tracing():
             detached = node.meta["val"].detach()
@@ -236,9 +206,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
 
 
-def _as_view(base: torch.Tensor, value: torch.Tensor) -> Callable[[Any, Callable[..., Any]], Any] | None:
-    """How a value is had from a contiguous one in the same memory: reshaped, its dims in another order, and expanded;
-    None where it is another part of it."""
+def _as_view(base: torch.Tensor, value: torch.Tensor) -> Callable[[Any, Function], Any] | None:
+    """Return a function that views a contiguous tensor in the same memory as the value; None for another part of it."""
     strides: tuple[int, ...] = value.stride()
     once = [1 if s == 0 else n for n, s in zip(value.shape, strides, strict=True)]
     order = sorted(range(value.dim()), key=lambda d: (once[d] == 1, -strides[d], d))
@@ -250,7 +219,7 @@ def _as_view(base: torch.Tensor, value: torch.Tensor) -> Callable[[Any, Callable
         return None
     back = [order.index(d) for d in range(value.dim())]
 
-    def view(tensor: Any, run: Callable[..., Any]) -> Any:
+    def view(tensor: Any, run: Function) -> Any:
         if list(tensor.shape) != sizes:
             tensor = run(torch.ops.aten.reshape.default, tensor, sizes)
         if back != [*range(len(back))]:
@@ -265,28 +234,14 @@ def _as_view(base: torch.Tensor, value: torch.Tensor) -> Callable[[Any, Callable
 # --- operators that keep values of their own -------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def in_plain_operators() -> Iterator[None]:
-    """Operators that keep values of their own for the backward are written in such as keep only what they get and give:
-    norms with their statistics, a cross entropy with its probabilities, attention, and products of what must be copied
-    first."""
-    token = _IN_PLAIN.set(True)
-    try:
-        with _InPlain():
-            yield
-    finally:
-        _IN_PLAIN.reset(token)
+def in_plain_operators(func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+    """Write an operator that keeps values of its own for the backward in ones that keep only what they get and give.
 
-
-class _InPlain(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _PLAIN_FORMS and get_proxy_mode() is not None:
-            with self:
-                plain = _PLAIN_FORMS[func](*args, **kwargs)
-            if plain is not NotImplemented:
-                return plain
-        return func(*args, **kwargs)
+    These are norms with their statistics, a cross entropy with its probabilities, attention, and products of what must
+    be copied first.
+    """
+    plain = PLAIN_FORMS[func](*args, **kwargs) if get_proxy_mode() is not None else NotImplemented
+    return PASS if plain is NotImplemented else plain
 
 
 def _normed(x: Any, dims: Sequence[int], eps: float) -> Any:
@@ -401,7 +356,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     return F.linear(input.contiguous(), weight, bias)
 
 
-def _matmul(input: Any, other: Any) -> Any:
+def _matmul(input: object, other: object) -> Any:
     if not (isinstance(input, torch.Tensor) and isinstance(other, torch.Tensor)):
         return NotImplemented
     if min(input.dim(), other.dim()) < 2 or (input.is_contiguous() and other.is_contiguous()):
@@ -409,7 +364,7 @@ def _matmul(input: Any, other: Any) -> Any:
     return torch.matmul(input.contiguous(), other.contiguous())
 
 
-_PLAIN_FORMS: dict[Any, Callable[..., Any]] = {
+PLAIN_FORMS: dict[Any, Function] = {
     F.layer_norm: _layer_norm, F.group_norm: _group_norm, F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm, F.rms_norm: _rms_norm, F.dropout: _dropout, F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _attention, F.linear: _linear, torch.matmul: _matmul,
@@ -417,4 +372,4 @@ _PLAIN_FORMS: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-__all__ = ["KeptInside", "gradients", "in_plain_operators"]
+__all__ = ["PLAIN_FORMS", "gradients", "in_plain_operators"]

@@ -19,11 +19,11 @@ _MEMO: Any = type(functools.lru_cache(lambda: None))
 
 
 def _memos(model: torch.nn.Module) -> list[Any]:
-    """The memoized functions among the methods of the model's modules and in the files of their classes."""
+    """Return the memoized functions among the methods of the model's modules and in the files of their classes."""
     memos: dict[int, Any] = {}
     seen: set[int] = set()
 
-    def look(value: Any) -> None:
+    def look(value: object) -> None:
         while value is not None and id(value) not in seen:
             seen.add(id(value))
             if isinstance(value, _MEMO):
@@ -48,7 +48,7 @@ def _memos(model: torch.nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def memos_forgotten(model: torch.nn.Module) -> Iterator[None]:
-    """After what runs in here, memoized functions that were computed anew forget what they gave."""
+    """Let memoized functions that are computed anew inside forget their results."""
     misses_before = [(memo, memo.cache_info().misses) for memo in _memos(model)]
     try:
         yield

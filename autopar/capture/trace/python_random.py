@@ -18,15 +18,17 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from autopar.capture.branches.unknown_numbers import Drawn
 from autopar.capture.python.user_lines import is_users, user_line
+from autopar.capture.trace.patches import Function
 from autopar.capture.trace.recording import now, refuse
 from autopar.rules.families.seeded_number import GENERATORS, Draw, number_drawn, original
+from autopar.words.trees import PyTree
 
 _NAMES = ("random", "uniform", "rand", "random_sample", "sample", "ranf", "randint", "randrange", "Random",
           "RandomState", "default_rng")  # fmt: skip
@@ -36,7 +38,7 @@ _OF_ANY_SIZE = ("random", "random_sample", "sample", "ranf")
 
 
 def _told(drawn: torch.Tensor) -> Any:
-    """A number that torch has drawn: one of Python's, or while a model is traced what stands for one."""
+    """Return a number that torch has drawn, or in a trace its stand-in, and note it."""
     recording = now()
     if recording is not None:
         recording.notes[
@@ -53,16 +55,16 @@ def _number(low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
     return drawn if (low, high) == (0.0, 1.0) else low + (high - low) * drawn
 
 
-def _integer(low: Any, high: Any = None, *more: Any, **kwargs: Any) -> Any:
+def _integer(low: Any, high: Any = None, *more: Any, **kwargs: PyTree) -> Any:
     if more or kwargs or not all(isinstance(x, int) for x in (low, high) if x is not None):
         return None
     begin, end = (0, low) if high is None else (low, high)
     return _told(torch.randint(begin, end, (), device="cpu"))
 
 
-def _drawing() -> list[tuple[Any, Callable[..., Any]]]:
-    """Functions of Python and numpy that draw one number, and the same by torch: None where it is something else."""
-    functions: list[tuple[Any, Callable[..., Any]]] = [
+def _drawing() -> list[tuple[Any, Function]]:
+    """Return functions of Python and numpy that draw one number, and the same by torch: None where it is not one."""
+    functions: list[tuple[Any, Function]] = [
         (random.random, _number), (random.uniform, _number), (random.randrange, _integer),
         (random.randint, lambda a, b: _integer(a, b + 1)),
     ]  # fmt: skip
@@ -85,7 +87,7 @@ class _Generator:
             raise AttributeError(method)
         return functools.partial(self._draw, method)
 
-    def _draw(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _draw(self, method: str, *args: PyTree, **kwargs: PyTree) -> Any:
         raise NotImplementedError
 
 
@@ -95,7 +97,7 @@ class _Seeded(_Generator):
     def __init__(self, name: str, seed: torch.Tensor) -> None:
         self.name, self.seed, self.draws = name, seed, list[Draw]()
 
-    def _draw(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _draw(self, method: str, *args: PyTree, **kwargs: PyTree) -> Any:
         try:
             ast.literal_eval(repr((args, kwargs)))  # plain numbers, and containers of such
             draws = [*self.draws, (method, args, kwargs)]
@@ -115,7 +117,7 @@ class _Unseeded(_Generator):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def _draw(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _draw(self, method: str, *args: PyTree, **kwargs: PyTree) -> Any:
         by_torch = _OF_GENERATORS.get(method)
         drawn = by_torch(*args, **kwargs) if by_torch is not None else None
         if drawn is None:
@@ -126,12 +128,12 @@ class _Unseeded(_Generator):
         return drawn
 
 
-def _integers(low: Any, high: Any = None, *more: Any, endpoint: bool = False, **kwargs: Any) -> Any:
+def _integers(low: object, high: object = None, *more: object, endpoint: bool = False, **kwargs: PyTree) -> Any:
     begin, end = (0, low) if high is None else (low, high)
     return _integer(begin, end + endpoint, *more, **kwargs) if isinstance(end, int) else None
 
 
-_OF_GENERATORS: dict[str, Callable[..., Any]] = {
+_OF_GENERATORS: dict[str, Function] = {
     "random": lambda size=None: _number(size=size), "uniform": _number, "randrange": _integer, "integers": _integers,
     "rand": lambda *shape: None if shape else _number(), "random_sample": lambda size=None: _number(size=size),
 }  # fmt: skip
@@ -144,16 +146,16 @@ class _Stand(type):
 
     original: Any
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls.original)
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: PyTree, **kwargs: PyTree) -> Any:
         made = _generator(cls.original, *args, **kwargs) if is_users(sys._getframe(1).f_code.co_filename) else None
         return cls.original(*args, **kwargs) if made is None else made
 
 
-def _generator(make: Any, *args: Any, **kwargs: Any) -> _Generator | None:
-    """What ``make(*args, **kwargs)`` gives, where it has no seed, or one that is not known; else None."""
+def _generator(make: object, *args: PyTree, **kwargs: PyTree) -> _Generator | None:
+    """Return ``make(*args, **kwargs)``, where it has no seed, or an unknown one; else None."""
     name = next(n for n in GENERATORS if original(n) is make)
     seed = next(iter((*args, *kwargs.values())), None)
     if seed is None:
@@ -164,19 +166,19 @@ def _generator(make: Any, *args: Any, **kwargs: Any) -> _Generator | None:
 
 
 def _makers() -> list[tuple[Any, Any]]:
-    """What makes generators, and what stands in its place."""
+    """Return the classes and functions that make generators, each with its substitute."""
     names = [name for name in GENERATORS if name.partition(".")[0] in sys.modules]
     return [(make, _stand_in(make)) for make in map(original, names)]
 
 
-def _stand_in(make: Any) -> Any:
+def _stand_in(make: object) -> Any:
     if isinstance(make, type):
         return _Stand(make.__name__, (make,), {"original": make})
     return _instead(make, functools.partial(_generator, make))
 
 
-def _instead(function: Any, by_torch: Callable[..., Any]) -> Callable[..., Any]:
-    def draw(*args: Any, **kwargs: Any) -> Any:
+def _instead(function: Any, by_torch: Function) -> Function:
+    def draw(*args: PyTree, **kwargs: PyTree) -> Any:
         drawn = by_torch(*args, **kwargs) if is_users(sys._getframe(1).f_code.co_filename) else None
         return function(*args, **kwargs) if drawn is None else drawn
 
@@ -185,7 +187,7 @@ def _instead(function: Any, by_torch: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def drawn_by_torch() -> Iterator[None]:
-    """In here code of the user that draws a number draws it with torch."""
+    """Let code of the user that draws a number draw it with torch."""
     functions = {id(function): (function, _instead(function, by_torch)) for function, by_torch in _drawing()}
     functions |= {id(make): (make, stand) for make, stand in _makers()}
     replaced: list[tuple[dict[str, Any], str, Any]] = []

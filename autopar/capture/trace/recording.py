@@ -1,8 +1,9 @@
-"""What a trace says that torch's operators cannot: calls of a user's own code, and where a region begins and ends.
+"""The record of the trace under way, and operators for what torch's cannot express.
 
-Such a thing is an operator of autopar's in the traced program (``autopar::function`` and so on) with a number; what the
-number stands for is in the :class:`Recording` of the trace. They are operators like others to ``torch.export``, so
-nothing between tracing and :mod:`autopar.capture.graph.building` needs to know of them.
+Calls of a user's own code, hooks and the ends of a checkpointed region are operators of autopar's in the traced program
+(``autopar::function`` and so on) with a number; what the number stands for is in the :class:`Recording` of the trace.
+They are operators like others to ``torch.export``, so nothing between tracing and
+:mod:`autopar.capture.graph.building` needs to know of them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import islice
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -21,7 +23,7 @@ import torch
 import torch.fx
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode
 
-from autopar.capture.branches.data_branches import asked_for_rows_only
+from autopar.capture.trace.decisions import Attempt
 from autopar.errors import CaptureError
 from autopar.rules.function import Callee
 
@@ -29,27 +31,42 @@ FUNCTION, HOOK, DATA, ASSIGN, BEGIN, END = (
     f"autopar.{n}.default" for n in ("function", "hook", "data", "assign", "begin", "end")
 )
 
-
-LAST = 16
-"""Nodes by which the place of a question is known: the last of them may be gone when the trace has ended."""
+Answer = Callable[[int, str], bool]
+"""The answer to the question of a number, asked at a site, whether a random number is true."""
 
 
 @dataclass
 class Recording:
-    """What one trace met.
+    """One trace: what it is given, and what it met.
 
     Attributes:
+        module: that is traced.
+        attempt: with the decisions that the trace follows.
+        answer: what questions about random numbers are answered.
+        asked: number of such questions so far.
+        questions: number of questions about data so far, by site.
+        in_forward: the model's own code runs right now.
+        contexts: that handlers need around the trace.
+        outputs_checked: are given what the forward returned, and refuse what no program can return.
         calls: the code of ``autopar::function`` and ``autopar::hook``, by number.
         made: shape, strides and dtype of what each call gives.
         leaves: the leaves of each call's arguments: ``(True, None)`` for a tensor, or ``(False, value)``.
         regions: how many regions the model runs under activation checkpointing.
-        depth: of regions inside each other that the trace is in.
-        notes: what the user is told after the trace, each once.
+        depth: of nested regions that the trace is in.
+        notes: warnings to give after the trace, each once.
         kept: parameters that were used without their name, by way of a list or a global.
         asked_rows: names of numbers of rows (``u0``) for which a branch asked whether they are none, and the names of
             the nodes that the trace had made last when it was first asked, the last one first.
     """
 
+    module: torch.nn.Module
+    attempt: Attempt
+    answer: Answer = lambda number, site: False
+    asked: int = 0
+    questions: Counter[str] = field(default_factory=Counter)
+    in_forward: bool = False
+    contexts: list[contextlib.AbstractContextManager[None]] = field(default_factory=list)
+    outputs_checked: list[Callable[[Any], None]] = field(default_factory=list)
     calls: list[Callee] = field(default_factory=list)
     made: list[list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]] = field(default_factory=list)
     leaves: list[list[tuple[bool, Any]]] = field(default_factory=list)
@@ -59,13 +76,17 @@ class Recording:
     kept: list[torch.nn.Parameter] = field(default_factory=list)
     asked_rows: dict[str, list[str]] = field(default_factory=dict)
 
-    def call(self, callee: Callee, leaves: Sequence[Any], results: Sequence[torch.Tensor]) -> int:
-        """A number for a call."""
+    def call(self, callee: Callee, leaves: Sequence[object], results: Sequence[torch.Tensor]) -> int:
+        """Return a number for a call."""
         self.calls.append(callee)
         self.made.append([(tuple(x.shape), x.stride(), x.dtype) for x in results])
         tensors = [isinstance(x, torch.Tensor) for x in leaves]
         self.leaves.append([(t, None if t else x) for t, x in zip(tensors, leaves, strict=True)])
         return len(self.calls) - 1
+
+    def would_answer(self, answers: Sequence[tuple[str, bool]]) -> bool:
+        """Check that random questions at these sites, asked now one after the other, would be answered so."""
+        return all(self.answer(self.asked + i, site) == answer for i, (site, answer) in enumerate(answers))
 
     def tell(self) -> None:
         """Warn of what was noted."""
@@ -76,17 +97,22 @@ class Recording:
 _NOW: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
+def under_way() -> Recording | None:
+    """Return the recording of the trace under way; None outside a trace."""
+    return _NOW.get()
+
+
 def now() -> Recording | None:
-    """The recording of the trace under way; None outside a trace, and in code of the trace that is not recorded."""
+    """Return the same, but None in code of the trace that is not recorded, too."""
     return _NOW.get() if get_proxy_mode() is not None else None
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Recording]:
-    """Around a trace."""
-    token = _NOW.set(Recording())
+def recording(record: Recording) -> Iterator[None]:
+    """Make a recording that of the trace under way."""
+    token = _NOW.set(record)
     try:
-        yield _NOW.get()  # type: ignore[misc]
+        yield
     finally:
         _NOW.reset(token)
 
@@ -105,24 +131,9 @@ def parameters_noted(record: Recording) -> Iterator[None]:
         yield
 
 
-def rows_are_asked_for(number: str) -> bool:
-    """Whether the branch that the user's code asks for right now may be entered also where there are no rows.
-
-    Args:
-        number: torch's name of how many there are; it is noted.
-    """
-    record = _NOW.get()
-    if record is None or not asked_for_rows_only():
-        return False
-    mode = get_proxy_mode()
-    newest_first = reversed(mode.tracer.graph.nodes) if mode is not None else iter(())
-    record.asked_rows.setdefault(number, [str(node.name) for node in islice(newest_first, LAST)])
-    return True
-
-
 def here() -> str:
-    """``in 'layers.0' at file.py:12``: where the trace is, for messages."""
-    frame: Any = sys._getframe(1)
+    """Return the place of the trace for messages: ``in 'layers.0' at file.py:12``."""
+    frame: FrameType | None = sys._getframe(1)
     source = ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -139,7 +150,7 @@ def here() -> str:
 
 
 def refuse(what: str, do: str) -> CaptureError:
-    """The error for what a program cannot do, with its place."""
+    """Return the error for what a program cannot do, with its place."""
     return CaptureError(f"cannot capture {what} {here()}\n  {do}")
 
 
@@ -155,7 +166,7 @@ _LIBRARY.define("end(int number) -> ()")
 
 
 def _function(xs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    recording = _NOW.get()
+    recording = under_way()
     assert recording is not None
     return [
         torch.empty_strided(shape, stride, dtype=dtype, device=xs[0].device)
@@ -176,4 +187,7 @@ torch.library.register_autograd("autopar::function", lambda ctx, *grads: (None, 
 torch.library.register_autograd("autopar::hook", lambda ctx, grad: (grad, None), lib=_LIBRARY)
 
 
-__all__ = ["ASSIGN", "BEGIN", "DATA", "END", "FUNCTION", "HOOK", "Recording", "here", "now", "recording", "refuse"]
+__all__ = [
+    "ASSIGN", "BEGIN", "DATA", "END", "FUNCTION", "HOOK", "Answer", "Recording", "here", "now", "recording", "refuse",
+    "under_way",
+]  # fmt: skip

@@ -10,29 +10,32 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from autopar.capture.trace.patches import PASS, Args, Function, Kwargs
+from autopar.words.trees import PyTree
 
 LAYERS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
-class LayerByLayer(TorchFunctionMode):
-    """Takes ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` of several layers apart."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Of packed sequences the third argument is the state, not the list of weights.
-        if func in LAYERS and len(args) == 9 and isinstance(args[2], (list, tuple)) and isinstance(args[3], bool):
-            x, states, weights, has_biases, n_layers, dropout, *rest = args
-            if n_layers > 1 and not kwargs:
-                return _each_layer(func, x, states, weights, has_biases, n_layers, dropout, *rest)
-        return func(*args, **(kwargs or {}))
+def layer_by_layer(func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+    """Take ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` of several layers apart."""
+    # Of packed sequences the third argument is the state, not the list of weights.
+    if len(args) == 9 and isinstance(args[2], (list, tuple)) and isinstance(args[3], bool):
+        x, states, weights, has_biases, n_layers, dropout, *rest = args
+        if n_layers > 1 and not kwargs:
+            return _each_layer(func, x, states, weights, has_biases, n_layers, dropout, *rest)
+    return PASS
 
 
 def _each_layer(
-    func: Any, x: torch.Tensor, states: Any, weights: Any, has_biases: bool, n_layers: int, dropout: float, train: bool,
-    bidirectional: bool, batch_first: bool,
+    func: Function, x: torch.Tensor, states: PyTree, weights: Any, has_biases: bool, n_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """As torch's operator, whose arguments these are: x [time batch features] (or [batch time features]), states
-    [layers * directions, batch, hidden], of an LSTM two of them, and the weights of one layer after the other."""
+    """Compute torch's operator, whose arguments these are.
+
+    x is [time batch features] (or [batch time features]), states [layers * directions, batch, hidden], of an LSTM two
+    of them, and the weights are those of one layer after the other.
+    """
     directions = 2 if bidirectional else 1
     n_weights = len(weights) // n_layers
     finals: list[tuple[torch.Tensor, ...]] = []
@@ -50,4 +53,4 @@ def _each_layer(
     return (x, *(torch.cat(of_layers) for of_layers in zip(*finals, strict=True)))
 
 
-__all__ = ["LAYERS", "LayerByLayer"]
+__all__ = ["LAYERS", "layer_by_layer"]

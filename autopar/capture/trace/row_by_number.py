@@ -12,24 +12,23 @@ import torch
 
 from autopar.capture.branches.unknown_numbers import Drawn
 from autopar.torch_private import FakeTensor
+from autopar.words.trees import PyTree
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 def _place(part: Any, known: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
-    """The index that a part of an index is, where its value is not known while a model is traced."""
+    """Return the index that a part of an index is, where its value is not known in the trace; else None."""
     if type(part) is Drawn and part.tensor.dtype in _INTEGERS:
         return part.tensor
     one = isinstance(part, FakeTensor) and not part.dim() and part.dtype in _INTEGERS
     return part if one and not known(part) else None
 
 
-def at_one_place(x: Any, index: Any, known: Callable[[torch.Tensor], bool]) -> tuple[Any, int, torch.Tensor] | None:
-    """``(view, dim, place)``: of ``view``, what ``index`` names is at one place of a dim. None for another index.
-
-    Args:
-        known: whether the value of a tensor is known.
-    """
+def at_one_place(
+    x: object, index: PyTree, known: Callable[[torch.Tensor], bool]
+) -> tuple[torch.Tensor, int, torch.Tensor] | None:
+    """Return ``(view, dim, place)``, if ``index`` names one place of a dim of the view that is not ``known``."""
     parts = list(index) if isinstance(index, tuple) else [index]
     places = [_place(part, known) for part in parts]
     if not isinstance(x, torch.Tensor) or sum(place is not None for place in places) != 1:
@@ -51,9 +50,8 @@ def _from_the_front(place: torch.Tensor, size: int) -> torch.Tensor:
     return torch.where(place < 0, place + size, place).reshape(1)
 
 
-def selected(args: Any) -> torch.Tensor | None:
-    """``torch.select(x, dim, place)``, as ``torch.export`` writes ``x[place]``, where the place is not known; None of
-    any other."""
+def selected(args: PyTree) -> torch.Tensor | None:
+    """Return ``torch.select(x, dim, place)``, export's ``x[place]``, of an unknown place; None of any other."""
     if len(args) != 3 or not isinstance(args[2], Drawn) or args[2].tensor.dtype not in _INTEGERS:
         return None
     x, dim, place = args
@@ -61,7 +59,7 @@ def selected(args: Any) -> torch.Tensor | None:
 
 
 def read_at(view: torch.Tensor, dim: int, place: torch.Tensor) -> torch.Tensor:
-    """What is there."""
+    """Read the value at a place."""
     return view.index_select(dim, place).squeeze(dim)
 
 

@@ -12,46 +12,47 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from autopar.capture.trace.patches import PASS, Args, Function, Kwargs
 from autopar.capture.trace.recording import now, refuse
+from autopar.words.trees import PyTree
 
 _SEEDING = ((torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "seed"), (torch.random, "seed"))
 
 
-class _Generators(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(kwargs.get("generator"), torch.Generator) and now() is not None:
-            raise refuse(
-                f"{getattr(func, '__name__', 'a draw')} with a torch.Generator inside a forward: a program has a seed "
-                "of its own and would not go on where the generator is,",
-                "draw without generator=, or draw before the call and pass a tensor",
-            )
-        if func is torch.Tensor.random_ and (len(args) == 3 or "from" in kwargs) and now() is not None:
-            return _integers_over(*args, **kwargs)
-        return func(*args, **kwargs)
+def own_generators_refused(func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+    """Refuse draws from a ``torch.Generator``, and write ``random_`` as ``randint``."""
+    if isinstance(kwargs.get("generator"), torch.Generator) and now() is not None:
+        raise refuse(
+            f"{getattr(func, '__name__', 'a draw')} with a torch.Generator inside a forward: a program has a seed of "
+            "its own and would not go on where the generator is,",
+            "draw without generator=, or draw before the call and pass a tensor",
+        )
+    if func is torch.Tensor.random_ and (len(args) == 3 or "from" in kwargs) and now() is not None:
+        return _integers_over(*args, **kwargs)
+    return PASS
 
 
-def _integers_over(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``x.random_(from, to)`` by ``randint``, which draws the same: ``torch.export`` cannot write down an operator
-    whose overload has the name of a keyword of Python's."""
+def _integers_over(x: torch.Tensor, *args: PyTree, **kwargs: PyTree) -> torch.Tensor:
+    """Compute ``x.random_(from, to)`` by ``randint``, which draws the same.
+
+    ``torch.export`` cannot write down an operator whose overload has the name of a keyword of Python's.
+    """
     low, high = args if len(args) == 2 else (kwargs["from"], kwargs["to"])
     return x.copy_(torch.randint(low, high, x.shape, dtype=x.dtype, device=x.device))
 
 
 @contextlib.contextmanager
-def own_draws_refused() -> Iterator[None]:
-    """While a trace runs."""
+def own_seeds_refused() -> Iterator[None]:
+    """Refuse to seed torch's generator while a trace runs."""
     with contextlib.ExitStack() as stack:
         for place, name in _SEEDING:
             stack.enter_context(mock.patch.object(place, name, _refusing(name, getattr(place, name))))
-        stack.enter_context(_Generators())
         yield
 
 
-def _refusing(name: str, seed: Any) -> Any:
-    def seeding(*args: Any, **kwargs: Any) -> Any:
+def _refusing(name: str, seed: Function) -> Function:
+    def seeding(*args: PyTree, **kwargs: PyTree) -> Any:
         if now() is None:
             return seed(*args, **kwargs)
         raise refuse(
@@ -62,4 +63,4 @@ def _refusing(name: str, seed: Any) -> Any:
     return seeding
 
 
-__all__ = ["own_draws_refused"]
+__all__ = ["own_generators_refused", "own_seeds_refused"]

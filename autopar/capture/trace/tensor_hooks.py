@@ -1,4 +1,4 @@
-"""What a forward says about gradients: hooks on tensors, gradients taken inside it, gradients kept.
+"""Gradients inside a forward: hooks on tensors, gradients that are taken, gradients that are kept.
 
 A hook changes the gradient of a tensor, whoever reads it and whether they read it before or after the hook came. In the
 graph it is an operator that gives its input, right behind the one that makes the tensor; all readers read that.
@@ -14,13 +14,14 @@ from unittest import mock
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from autopar.capture.trace.inner_gradients import gradients
+from autopar.capture.trace.patches import PASS, Args, Function, Kwargs
 from autopar.capture.trace.recording import Recording, here, now, refuse
 from autopar.rules.function import Callee, identity_of, refuse_fake
 from autopar.torch_private import GRADIENT_NODE, pytree
+from autopar.words.trees import PyTree
 
 
 class _Hooked(torch.autograd.Function):
@@ -38,44 +39,37 @@ class _Hooked(torch.autograd.Function):
         return grad if changed is None else changed, None
 
 
-def _called(hook: Any) -> str:
+def _called(hook: object) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
-class _Gradients(TorchFunctionMode):
-    """Answers what a forward asks of gradients."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _ASKED and (recording := now()) is not None:
-            if func is torch.Tensor.register_hook:
-                return _hook(recording, self.model, *args, **kwargs)
-            if func is torch.Tensor.retain_grad:
-                recording.notes[
-                    f"retain_grad() {here()} has no effect: tensors inside a program are not those of the model; use "
-                    "register_hook to look at a gradient"
-                ] = None
-                return None
-            if func == _PAST:
-                node = func(*args)
-                return None if node is None else _Past(node)
-            if func == _DATA:  # torch gives a tensor that the trace does not know
-                return torch.ops.autopar.data(args[0])
-            if func == _ASSIGNED:
-                return _assign(*args)
-            if func is torch.autograd.grad:
-                return gradients(func, args, kwargs)
-        return func(*args, **kwargs)
+def gradients_asked(func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+    """Handle the functions by which a forward hooks, keeps or takes gradients."""
+    recording = now()
+    if recording is None:
+        return PASS
+    if func is torch.Tensor.register_hook:
+        return _hook(recording, *args, **kwargs)
+    if func is torch.Tensor.retain_grad:
+        recording.notes[
+            f"retain_grad() {here()} has no effect: tensors inside a program are not those of the model; use "
+            "register_hook to look at a gradient"
+        ] = None
+        return None
+    if func == _PAST:
+        node = func(*args)
+        return None if node is None else _Past(node)
+    if func == _DATA:  # torch gives a tensor that the trace does not know
+        return torch.ops.autopar.data(args[0])
+    if func == _ASSIGNED:
+        return _assign(*args)
+    return gradients(func, args, kwargs)
 
 
 class _Past:
     """``grad_fn`` of a tensor, on which nothing can be hooked."""
 
-    def __init__(self, node: Any) -> None:
+    def __init__(self, node: object) -> None:
         self._node = node
 
     def __getattr__(self, name: str) -> Any:
@@ -87,17 +81,19 @@ class _Past:
 _PAST = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _ASSIGNED = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_ASKED = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd.grad, _DATA, _ASSIGNED, _PAST)
+GRADIENTS_ASKED = (
+    torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.autograd.grad, _DATA, _ASSIGNED, _PAST,
+)  # fmt: skip
 
 
 @contextlib.contextmanager
-def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
-    """Hooks are recorded; what no program can do is refused."""
+def gradients_as_in_eager() -> Iterator[None]:
+    """Refuse what no program can do with gradients, and let inference mode turn gradients off only."""
     backward, enter = torch.autograd.backward, torch.autograd.graph.saved_tensors_hooks.__enter__
     past: Any = GRADIENT_NODE.get()
     inference = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
-    def no_backward(*args: Any, **kwargs: Any) -> None:
+    def no_backward(*args: PyTree, **kwargs: PyTree) -> None:
         if now() is not None:
             raise refuse(
                 "backward() inside a forward", "call it on what the model returns",
@@ -112,7 +108,7 @@ def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
             )
         return enter(self)
 
-    def no_past(x: Any) -> Any:
+    def no_past(x: object) -> Any:
         if now() is not None:
             raise refuse("a hook on grad_fn inside a forward", "hook each tensor itself with register_hook")
         return past(x)
@@ -138,13 +134,12 @@ def as_in_eager(model: torch.nn.Module) -> Iterator[None]:
         mock.patch.object(torch.inference_mode, "__enter__", no_gradients),
         mock.patch.object(torch.inference_mode, "__exit__", gradients),
         mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", no_saved),
-        _Gradients(model),
     ):
         yield
 
 
 def _assign(x: torch.Tensor, value: torch.Tensor) -> None:
-    """``x.data = value``, for a value like what is there."""
+    """Compute ``x.data = value``, for a value of the same form."""
     if (x.shape, x.dtype, x.device) != (value.shape, value.dtype, value.device):
         raise refuse(
             f"an assignment to .data of a tensor of {value.dtype} and shape {tuple(value.shape)}, where there is one "
@@ -154,11 +149,11 @@ def _assign(x: torch.Tensor, value: torch.Tensor) -> None:
     torch.ops.autopar.assign(x, value)
 
 
-def _hook(recording: Recording, model: torch.nn.Module, x: torch.Tensor, hook: Callable[..., Any]) -> RemovableHandle:
+def _hook(recording: Recording, x: torch.Tensor, hook: Function) -> RemovableHandle:
     handle = RemovableHandle(OrderedDict())
     if not x.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-    if any(x is p for m in model.modules() for p in m._parameters.values()):
+    if any(x is p for m in recording.module.modules() for p in m._parameters.values()):
         raise refuse(
             "a hook on a parameter inside a forward, which would be there once more at every call",
             "register it once, on the parameters of the parallel module",
@@ -200,8 +195,8 @@ def _after(node: torch.fx.Node, new: torch.fx.Node) -> None:
     node.append(new)
 
 
-def _closed_over(hook: Any) -> list[torch.Tensor]:
-    """Tensors that a function holds: in its closure, its defaults, its object, or what it is a partial of."""
+def _closed_over(hook: object) -> list[torch.Tensor]:
+    """Return the tensors that a function holds: in its closure, defaults, object, or as a partial."""
     tensors: list[torch.Tensor] = []
     seen: set[int] = set()
     todo = [hook]
@@ -232,4 +227,4 @@ def _is_traced(x: torch.Tensor) -> bool:
     return mode is not None and x in mode.tracer.tensor_tracker
 
 
-__all__ = ["as_in_eager"]
+__all__ = ["GRADIENTS_ASKED", "gradients_as_in_eager", "gradients_asked"]

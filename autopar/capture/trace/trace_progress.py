@@ -1,4 +1,4 @@
-"""How far a capture has come: whoever waits for it (:mod:`autopar.progress`) hears the module that is traced."""
+"""The progress of a capture: whoever waits (:mod:`autopar.progress`) is notified of the module that is traced."""
 
 from __future__ import annotations
 

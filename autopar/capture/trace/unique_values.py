@@ -17,13 +17,9 @@ _SORTED = (torch.unique, torch.Tensor.unique)
 
 
 def distinct(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], size: Callable[[torch.Tensor], int | None]
+    func: object, args: Sequence[object], kwargs: Mapping[str, Any], size: Callable[[torch.Tensor], int | None]
 ) -> Any:
-    """What a call of these functions gives; None where it is another function, or the size is not known.
-
-    Args:
-        size: how many elements of a mask are set.
-    """
+    """Compute a call of these functions; None if it is another one, or ``size`` does not know how many are set."""
     if func not in DISTINCT or not args or not isinstance(args[0], torch.Tensor):
         return None
     names = (*(("sorted",) if func in _SORTED else ()), "return_inverse", "return_counts", "dim")

@@ -8,19 +8,20 @@ of each that tells of every question, and gives no answer to any.
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from types import CodeType
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 
+from autopar.capture.python.bytecode import uses_in
 from autopar.capture.python.user_lines import is_users
+from autopar.capture.trace.patches import Args, Function, Kwargs
+from autopar.capture.trace.recording import Recording
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 DEPTH = 4
 """Of containers in which a function's variables are searched for such an object."""
@@ -60,7 +61,7 @@ def _asked(hidden: _Hidden) -> str:
     return str(object.__getattribute__(hidden, "text"))
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _operator(name: str) -> Function:
     return lambda self, *args: getattr(_asked(self), name)(*args)
 
 
@@ -71,47 +72,39 @@ for _name in (
     setattr(_Hidden, f"__{_name}__", _operator(f"__{_name}__"))
 setattr(_Hidden, "__bool__", lambda self: bool(_asked(self)))  # noqa: B010  (of a string it is that of its length)
 
-_TRIAL: ContextVar[Trial | None] = ContextVar("trial with hidden strings", default=None)
 
 
 @contextlib.contextmanager
 def hiding(places: frozenset[int]) -> Iterator[Trial]:
-    """Traces inside have these leaves of their call hidden."""
+    """Yield a trial, to be a decision of traces, in which these leaves of the call are hidden."""
     trial = Trial(places)
-    token = _TRIAL.set(trial)
     try:
         yield trial
     finally:
         trial.over = True
-        _TRIAL.reset(token)
-
-
-def are_hidden() -> bool:
-    """Whether a trace has some hidden: all of the model's code is to run then."""
-    return _TRIAL.get() is not None
 
 
 @contextlib.contextmanager
-def strings_hidden(module: torch.nn.Module) -> Iterator[None]:
-    """Around a trace of a module: its forward is given what stands for the strings."""
-    trial = _TRIAL.get()
+def strings_hidden(record: Recording) -> Iterator[None]:
+    """Give a forward stand-ins for the strings of its call, where the decisions hide them."""
+    trial: Trial | None = record.attempt.decisions.hidden
     if trial is None:
         yield
         return
 
-    def hide(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hide(_module: torch.nn.Module, args: Args, kwargs: Kwargs) -> PyTree:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         for i in trial.places:
             leaves[i] = _Hidden(leaves[i], trial)
         return pytree.tree_unflatten(leaves, spec)
 
-    def watch(frame: Any, event: str, _: Any) -> None:
-        """``type(x)`` tells without a question what stands there: code that asks so may read it."""
-        asks = event == "return" and is_users(frame.f_code.co_filename) and _asks_for_types(frame.f_code)
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        """Note code that calls ``type(x)``, which asks the stand-in nothing: it may read the string."""
+        asks = event == "return" and is_users(frame.f_code.co_filename) and "type" in uses_in(frame.f_code).names
         if asks and holds_hidden(list(frame.f_locals.values())):
             trial.read = True
 
-    handle = module.register_forward_pre_hook(hide, with_kwargs=True)
+    handle = record.module.register_forward_pre_hook(hide, with_kwargs=True)
     profile_before = sys.getprofile()
     sys.setprofile(watch)
     try:
@@ -121,15 +114,8 @@ def strings_hidden(module: torch.nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-@functools.lru_cache(maxsize=1024)
-def _asks_for_types(code: CodeType) -> bool:
-    return "type" in code.co_names and any(
-        step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type" for step in dis.get_instructions(code)
-    )
-
-
 def holds_hidden(value: Any, depth: int = DEPTH) -> bool:
-    """Whether something is such an object, or a container with one."""
+    """Check that a value is such an object, or a container with one."""
     kind = type(value)
     if kind is _Hidden or not depth:
         return kind is _Hidden
@@ -139,12 +125,12 @@ def holds_hidden(value: Any, depth: int = DEPTH) -> bool:
 
 
 def keeps_hidden(module: torch.nn.Module) -> bool:
-    """Whether one of them stands in an attribute of a module, or in a container there."""
+    """Check that one of them is in an attribute of a module, or in a container there."""
     return any(holds_hidden(value) for part in module.modules() for value in vars(part).values())
 
 
 def arguments_of_strings(spec: pytree.TreeSpec, literals: Mapping[int, Any]) -> list[frozenset[int]]:
-    """The places of strings among the leaves of a call, those of one list or tuple together."""
+    """Return the places of strings among the leaves of a call, those of one list or tuple together."""
     paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))
     groups: dict[str, list[int]] = {}
     for i, (path, _) in enumerate(paths):
@@ -154,7 +140,7 @@ def arguments_of_strings(spec: pytree.TreeSpec, literals: Mapping[int, Any]) -> 
 
 
 def _without_last_numbers(path: Sequence[Any]) -> str:
-    """The path of the list in which a leaf stands; of another leaf its own."""
+    """Return the path of the list in which a leaf is; of another leaf its own."""
     fixed = 2  # args or kwargs, and which one
     n = len(path)
     while n > fixed and isinstance(path[n - 1], pytree.SequenceKey):
@@ -162,4 +148,4 @@ def _without_last_numbers(path: Sequence[Any]) -> str:
     return pytree.keystr(tuple(path[:n]))
 
 
-__all__ = ["Trial", "are_hidden", "arguments_of_strings", "hiding", "holds_hidden", "keeps_hidden", "strings_hidden"]
+__all__ = ["Trial", "arguments_of_strings", "hiding", "holds_hidden", "keeps_hidden", "strings_hidden"]

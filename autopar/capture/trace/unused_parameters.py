@@ -1,4 +1,4 @@
-"""Which parameters take part in a call: an expert without rows has no gradient at all in eager mode.
+"""Parameters that take no part in a call: an expert without rows has no gradient at all in eager mode.
 
 ``for e in experts_hit: ...`` and ``if mask.any(): out[mask] = expert(x[mask])`` never run an expert that got no rows,
 so its parameters keep ``grad`` as it was, None for one that is fresh, and optimizers with momentum or weight decay

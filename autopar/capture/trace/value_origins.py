@@ -1,4 +1,4 @@
-"""What a tensor of the trace under way comes from: numbers alone, random operators, or data."""
+"""The origin of a tensor of the trace under way: numbers alone, random operators, or data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from autopar.torch_private import (
     no_dispatch_modes,
     unset_fake_temporarily,
 )
+from autopar.words.trees import PyTree
 
 MOST_ELEMENTS = 1 << 26
 """Of a tensor whose value is computed while tracing: half a gigabyte of indices."""
 
 
-def constant_value(tensor: Any, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
-    """``read(value)`` of a traced tensor that depends on no input, parameter, buffer or random number; None for any
-    other, and for one that is too large to be computed while tracing."""
+def constant_value(tensor: object, read: Callable[[torch.Tensor], Any] = lambda t: t) -> Any:
+    """Return ``read(value)`` of a traced tensor without data or draws in it; None of others and of too large ones."""
     asked, proxy_mode = node_of(tensor), get_proxy_mode()
     if asked is None or proxy_mode is None:
         return None
@@ -67,7 +67,7 @@ _FRESH = ("aten.lift_fresh_copy.default", "aten.lift_fresh.default")
 
 
 def _made_of_numbers(node: torch.fx.Node, root: torch.nn.Module) -> torch.Tensor:
-    """The value of a tensor that the forward makes of numbers: ``torch.tensor([3, 5])``, or ``x[mask] = 0.0``.
+    """Return the value of a tensor that the forward makes of numbers: ``torch.tensor([3, 5])``.
 
     Raises:
         LookupError: it is a tensor that was there before, which could be written to, or is made of an array that could.
@@ -82,7 +82,7 @@ def _made_of_numbers(node: torch.fx.Node, root: torch.nn.Module) -> torch.Tensor
 
 
 def note_made_of_numbers(tensor: torch.Tensor) -> None:
-    """``torch.tensor([3, 5])`` was called, and gave this: what is read of it is known."""
+    """Note that ``torch.tensor([3, 5])`` gave this, so that its values are known."""
     node = node_of(tensor)
     while node is not None and node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
@@ -90,15 +90,15 @@ def note_made_of_numbers(tensor: torch.Tensor) -> None:
         node.meta[OF_NUMBERS] = True
 
 
-def are_numbers(values: Any) -> bool:
-    """Whether this is a nested list of plain numbers."""
+def are_numbers(values: PyTree) -> bool:
+    """Check that this is a nested list of plain numbers."""
     if isinstance(values, (list, tuple)):
         return all(map(are_numbers, values))
     return isinstance(values, (bool, int, float))
 
 
-def node_of(tensor: Any) -> torch.fx.Node | None:
-    """The node of the trace under way that a tensor is; None for a tensor of none."""
+def node_of(tensor: object) -> torch.fx.Node | None:
+    """Return the node of the trace under way that a tensor is; None for a tensor of none."""
     proxy_mode = get_proxy_mode()
     if proxy_mode is None or not isinstance(tensor, torch.Tensor):
         return None
@@ -106,8 +106,8 @@ def node_of(tensor: Any) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-def drawn_by(tensor: Any) -> list[str]:
-    """The random operators that a traced tensor follows from, if it follows from nothing else; else nothing."""
+def drawn_by(tensor: object) -> list[str]:
+    """Return the random operators that a traced tensor follows from, if from nothing else; else nothing."""
     asked = node_of(tensor)
     try:
         return [] if asked is None else _made_by(asked)[1]
@@ -116,10 +116,9 @@ def drawn_by(tensor: Any) -> list[str]:
 
 
 def depends_on_data(tensor: torch.Tensor, buffers: Iterable[torch.Tensor | None] = ()) -> bool:
-    """Whether a tensor of the trace that runs follows from an input, a parameter or a buffer.
+    """Check that a tensor of the trace under way follows from an input, a parameter or a buffer.
 
-    Args:
-        buffers: which may be read, as long as nothing writes to them: rotary angles follow from their frequencies.
+    ``buffers``: which may be read, as long as nothing writes to them: rotary angles follow from their frequencies.
     """
     if not isinstance(tensor, FakeTensor):
         return False
@@ -147,11 +146,9 @@ OF_THE_SHAPE = frozenset(
 def _made_by(
     asked: torch.fx.Node, held: Collection[torch.fx.Node] = ()
 ) -> tuple[list[torch.fx.Node], list[str]]:
-    """The operators that a tensor's value comes from, in order: those that made it, and all that have written to its
-    memory since; and the names of the random ones among them.
+    """Return the operators that a tensor's value comes from, in order, and the names of the random ones among them.
 
-    Args:
-        held: what else it may come from, if nothing writes there.
+    ``held``: what else it may come from, if nothing writes there.
 
     Raises:
         LookupError: it depends on an input, a parameter or a buffer.
@@ -188,7 +185,7 @@ def _made_by(
 
 
 def beginning(node: torch.fx.Node) -> torch.fx.Node:
-    """What a tensor was before anything wrote to it."""
+    """Return the node of a tensor before anything wrote to it."""
     while node.op == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

@@ -292,8 +292,8 @@ class Programs:
         """
         group = pm._autopar_ranks()[0] if dist.is_initialized() else None
         what = self._change(pm, changes, call, fits)
-        if self.example is not None and self.example.ways.listed:
-            lines = dict.fromkeys(site.partition("@")[0] for site in self.example.ways.listed)
+        if self.example is not None and self.example.decisions.listed:
+            lines = dict.fromkeys(site.partition("@")[0] for site in self.example.decisions.listed)
             what += (
                 f"\n  integers that the model reads from its inputs at {first_few(list(lines))} are those of the first "
                 "example here, too: for others, parallelize the model with a batch that has them"
@@ -314,7 +314,7 @@ class Programs:
                 raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
             batch, loss_fn = call.of(self.example, batch_rows(pm._autopar_captured))
             example = pm._autopar_captured.example if fits else Example(
-                *batch[:2], loss_fn, batch[2], self.example.ways, self.example.precision,
+                *batch[:2], loss_fn, batch[2], self.example.decisions, self.example.precision,
                 self._for_steps(pm._autopar_captured, call) or in_parts_of(pm._autopar_captured),
             )  # fmt: skip
             assert example is not None

@@ -8,21 +8,20 @@ does. A cluster that no class of the batch is in takes no part in a call
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from autopar.capture.trace.patches import Patch, register
 from autopar.capture.trace.unused_parameters import took_part
 
 _ORIGINAL = nn.AdaptiveLogSoftmaxWithLoss.forward
 
 
 def _of_all_rows(self: nn.AdaptiveLogSoftmaxWithLoss, input_: torch.Tensor, target_: torch.Tensor) -> object:
-    """As torch's forward: log-probabilities of the targets [rows], and the loss."""
+    """Compute torch's forward: log-probabilities of the targets [rows], and the loss."""
     if (input_.dim(), target_.dim()) not in ((2, 1), (1, 0)) or input_.shape[:-1] != target_.shape:
         return _ORIGINAL(self, input_, target_)  # it says what is wrong
     rows, target = (input_, target_) if target_.dim() else (input_.unsqueeze(0), target_.unsqueeze(0))
@@ -45,11 +44,10 @@ def _of_all_rows(self: nn.AdaptiveLogSoftmaxWithLoss, input_: torch.Tensor, targ
     return kind(output if target_.dim() else output.squeeze(0), loss)
 
 
-@contextlib.contextmanager
-def adaptive_softmax_of_all_rows() -> Iterator[None]:
-    """In here torch's adaptive softmax has nothing that depends on values."""
-    with mock.patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _of_all_rows):
-        yield
+register(
+    Patch(
+        "adaptive softmax", "the rows of a cluster of rare classes depend on values",
+        lambda _record: mock.patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _of_all_rows),
+    )
+)  # fmt: skip
 
-
-__all__ = ["adaptive_softmax_of_all_rows"]

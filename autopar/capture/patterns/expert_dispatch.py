@@ -18,11 +18,14 @@ from autopar.capture.branches.data_branches import Read
 from autopar.capture.branches.random_answers import site_of
 from autopar.capture.graph.expert_counts import CASTS, element_of
 from autopar.capture.graph.same_masks import behind
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, register
 from autopar.capture.trace.value_origins import depends_on_data, node_of
 from autopar.errors import CaptureError
+from autopar.words.trees import PyTree
 
 FOUND = (torch.nonzero, torch.Tensor.nonzero)
 SORTED = (torch.sort, torch.Tensor.sort)
+SPLIT = (torch.split, torch.Tensor.split, torch.functional.split)
 GET = torch.Tensor.__getitem__
 COUNTED = ("aten.sum.dim_IntList", "aten.count_nonzero.dim_IntList")
 
@@ -44,29 +47,32 @@ class _Places:
 
 
 class Dispatched:
-    """Places of matrices in a trace, and orders of them."""
+    """Handler of the places of matrices in a trace, and of their orders."""
 
     def __init__(self) -> None:
         self._found: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._by_column: dict[Any, _Places] = {}
         self._of_length: dict[str, _Places] = {}
 
-    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a function of torch gives here; None where it is torch's to say."""
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        """Handle a call of torch."""
         if not args or not isinstance(args[0], torch.Tensor):
-            return None
+            return PASS
+        if func in SPLIT:
+            parts = self._parts(*args, **kwargs)
+            return PASS if parts is None else parts
         if func in FOUND and len(args) == 1 and not kwargs and args[0].dim() == 2 and depends_on_data(args[0]):
             places = func(args[0])
             self._found.append((places, args[0]))
             return places
         matrix = self._matrix_of(args[0]) if self._found and func in (*SORTED, GET) else None
         if matrix is None:
-            return None
+            return PASS
         if func is GET:
-            return args[1][0].rows_of(matrix, args[1]) if _is_ordered(args[1]) else None
-        along = args[1] if len(args) > 1 else (kwargs or {}).get("dim", -1)
-        if along != 0 or set(kwargs or {}) - {"dim"}:
-            return None
+            return args[1][0].rows_of(matrix, args[1]) if _is_ordered(args[1]) else PASS
+        along = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+        if along != 0 or set(kwargs) - {"dim"}:
+            return PASS
         places_by_column = self._places_of(matrix)
         return _Columns(places_by_column, sorted=True), _Columns(places_by_column, sorted=False)
 
@@ -83,8 +89,13 @@ class Dispatched:
             self._by_column[key] = self._of_length[str(places.rows.shape[0])] = places
         return self._by_column[key]
 
-    def parts(self, tensor: torch.Tensor, sizes: Any) -> Any:
-        """The rows of each column, where ``sizes`` are numbers of its places that were read; else None."""
+    def _parts(
+        self, tensor: torch.Tensor, split_size_or_sections: object = None, dim: int = 0, **options: PyTree
+    ) -> PyTree:
+        """Return the rows of each column, where the sizes are numbers of its places that were read; else None."""
+        sizes = options.get("split_size", split_size_or_sections)
+        if not isinstance(sizes, (list, tuple)) or dim != 0:
+            return None
         places = self._of_length.get(str(tensor.shape[0])) if tensor.dim() else None
         if places is None or len(sizes) != len(places.sizes) or not all(isinstance(n, Read) for n in sizes):
             return None
@@ -99,7 +110,7 @@ class Dispatched:
         return tensor.split(list(places.sizes))
 
 
-def _is_ordered(index: Any) -> bool:
+def _is_ordered(index: PyTree) -> bool:
     return isinstance(index, tuple) and len(index) == 2 and isinstance(index[0], _Order)
 
 
@@ -109,16 +120,15 @@ class _Order:
 
     places: _Places
 
-    def rows_of(self, matrix: torch.Tensor, index: Any) -> torch.Tensor:
-        """``found[order[:, 1], 0]``, or the columns with a 1."""
+    def rows_of(self, matrix: torch.Tensor, index: PyTree) -> torch.Tensor:
+        """Return ``found[order[:, 1], 0]``, or the columns with a 1."""
         if index[1] not in (0, 1):
             raise _refused()
         return self.places.rows if index[1] == 0 else self.places.columns
 
 
 class _Columns:
-    """What ``found.sort(0)`` gives: the sorted places, of which the second column is in the order of columns; or their
-    order.
+    """The result of ``found.sort(0)``: the sorted places, by columns, or their order.
 
     Args:
         sorted: whether these are the places.
@@ -127,7 +137,7 @@ class _Columns:
     def __init__(self, places: _Places, sorted: bool) -> None:
         self.places, self.sorted = places, sorted
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: PyTree) -> Any:
         if index == (slice(None), 1):
             return self.places.columns if self.sorted else _Order(self.places)
         if self.sorted and _is_ordered(index):
@@ -135,7 +145,7 @@ class _Columns:
         raise _refused()
 
     def split(self, split_size: int, dim: int = 0) -> Any:
-        """Both columns."""
+        """Return both columns."""
         if not self.sorted or split_size != 1 or dim not in (1, -1):
             raise _refused()
         return None, self.places.columns.unsqueeze(1)
@@ -152,4 +162,10 @@ def _refused() -> CaptureError:
     )
 
 
-__all__ = ["Dispatched"]
+register(
+    Handler(
+        "expert dispatch", "the number of places that are not zero depends on data",
+        lambda _record: Dispatched(), (*FOUND, *SORTED, *SPLIT, GET), before=("one-hot sizes", "grouped rows"),
+    )
+)  # fmt: skip
+

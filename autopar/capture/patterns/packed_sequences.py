@@ -14,24 +14,22 @@ the padded batch [rows * steps, features] in its own order, so that rows stay ro
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.nn.utils import rnn
-from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.data_branches import LABELS, LENGTHS, LONGEST
 from autopar.capture.branches.random_answers import site_of
-from autopar.capture.trace.recording import refuse
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, calling_frame, register
+from autopar.capture.trace.recording import Recording, refuse
 from autopar.capture.trace.recurrent_layers import LAYERS
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 OF_EACH_ROW = frozenset({
     functional.embedding, functional.linear, functional.dropout, functional.relu, functional.gelu, functional.silu,
@@ -52,27 +50,27 @@ dtype."""
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """What was packed: ``n`` rows of ``steps`` steps, of which those before ``lengths`` count."""
+    """A packed batch of ``n`` rows of ``steps`` steps, of which those before ``lengths`` count."""
 
     n: int
     steps: int
     lengths: torch.Tensor
 
     def counted(self, device: torch.device) -> torch.Tensor:
-        """[n steps], True before a row's length."""
+        """Return a mask [n steps], True before a row's length."""
         return torch.arange(self.steps, device=device) < self.lengths.to(device)[:, None]
 
     def unpacked(self, data: torch.Tensor) -> torch.Tensor:
         return data.unflatten(0, (self.n, self.steps))
 
     def backwards(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n steps features], each row from its last step that counts to its first; what follows stays."""
+        """Return x [n steps features], each row from its last step that counts to its first; the padding stays."""
         step = torch.arange(self.steps, device=x.device)
         other = torch.where(self.counted(x.device), self.lengths.to(x.device)[:, None] - 1 - step, step)
         return x.gather(1, other[:, :, None].expand(-1, -1, x.shape[2]))
 
     def last(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n steps features] at the last step of each row that counts."""
+        """Return x [n steps features] at the last step of each row that counts."""
         step = (self.lengths.to(x.device) - 1)[:, None, None]
         return x.gather(1, step.expand(-1, 1, x.shape[2])).squeeze(1)
 
@@ -81,26 +79,25 @@ class _All(int):
     """The number of steps of a padded batch, where nobody asked for another."""
 
 
-class PackedAsPadded(TorchFunctionMode):
-    """Takes packed sequences for the padded batch that they came from."""
+class PackedAsPadded:
+    """Handler that takes packed sequences for the padded batch that they came from."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._data: dict[int, tuple[torch.Tensor, _Rows]] = {}
         self._counts: dict[int, tuple[torch.Tensor, _Rows]] = {}
         self._order: dict[int, torch.Tensor] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        """Handle a call of torch."""
         name = getattr(func, "__name__", "")
         if name == "_pack_padded_sequence":
             return self._pack(*args)
-        if name == "sort" and _caller().f_code is rnn.pack_padded_sequence.__code__:
+        if name == "sort" and calling_frame().f_code is rnn.pack_padded_sequence.__code__:
             order = torch.arange(len(args[0]), device=args[0].device)
             self._order[id(order)] = order
             return args[0], order
         if not self._data and not self._order:
-            return func(*args, **kwargs)
+            return PASS
         if name == "_pad_packed_sequence":
             return self._pad(*args)
         if func in LAYERS and id(args[1]) in self._counts:
@@ -111,10 +108,10 @@ class PackedAsPadded(TorchFunctionMode):
             return self._of_counts(func, name, args, kwargs)
         if _among(self._data, (*args, *kwargs.values())):
             return self._of_data(func, name, args, kwargs)
-        return func(*args, **kwargs)
+        return PASS
 
-    def refuse_in(self, returned: Any) -> None:
-        """Packed rows do not leave the model: there are more of them than torch's."""
+    def refuse_in(self, returned: PyTree) -> None:
+        """Refuse packed rows that leave the model: there are more of them than torch's."""
         if _among(self._data, pytree.tree_leaves(returned)):
             raise refuse(
                 "packed rows (the data of a PackedSequence) that the model returns, whose number depends on the "
@@ -126,7 +123,7 @@ class PackedAsPadded(TorchFunctionMode):
         return data
 
     def _pack(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``torch._VF._pack_padded_sequence``: the packed rows, and how many there are at each step."""
+        """Compute ``torch._VF._pack_padded_sequence``: the packed rows, and how many there are at each step."""
         x = x if batch_first else x.transpose(0, 1)
         n, steps = x.shape[:2]
         if lengths.ndim != 1 or len(lengths) != n:
@@ -145,7 +142,7 @@ class PackedAsPadded(TorchFunctionMode):
     def _pad(
         self, data: torch.Tensor, counts: torch.Tensor, batch_first: bool, value: float, steps: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``torch._VF._pad_packed_sequence``."""
+        """Compute ``torch._VF._pad_packed_sequence``."""
         rows = self._counts[id(counts)][1]
         if isinstance(steps, _All):
             _never(rows.lengths.max() < rows.steps, LONGEST)
@@ -158,10 +155,10 @@ class PackedAsPadded(TorchFunctionMode):
         return padded if batch_first else padded.transpose(0, 1).contiguous(), rows.lengths
 
     def _layers(
-        self, func: Any, data: torch.Tensor, counts: torch.Tensor, states: Any, weights: Any, has_biases: bool,
+        self, func: Any, data: torch.Tensor, counts: torch.Tensor, states: PyTree, weights: Any, has_biases: bool,
         n_layers: int, dropout: float, train: bool, bidirectional: bool,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """As torch's operator for packed sequences, whose arguments these are."""
+        """Compute torch's operator for packed sequences, whose arguments these are."""
         rows = self._counts[id(counts)][1]
         x, n_directions = rows.unpacked(data), 2 if bidirectional else 1
         n_weights = len(weights) // (n_layers * n_directions)
@@ -181,25 +178,25 @@ class PackedAsPadded(TorchFunctionMode):
                 x = torch.dropout(x, dropout, train)
         return self._packed(x.flatten(0, 1), rows), *(torch.stack(kind) for kind in zip(*finals, strict=True))
 
-    def _in_order(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """The order of a batch that is not sorted: selecting by it selects all, and its inverse is itself."""
+    def _in_order(self, func: Any, name: str, args: PyTree, kwargs: PyTree) -> Any:
+        """Handle the order of a batch that is not sorted: it selects all, and is its own inverse."""
         if name in ("to", "cpu", "cuda", "empty_like", "scatter_") and id(args[0]) in self._order:
             return args[0]
         if name == "index_select" and id(args[2]) in self._order:
             return args[0]
         return func(*args, **kwargs)
 
-    def _of_counts(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _of_counts(self, func: Any, name: str, args: PyTree, kwargs: PyTree) -> Any:
         rows = self._counts[id(args[0])][1] if id(args[0]) in self._counts else None
         if rows is not None and _asked(func, name) in ASKING:
             return func(*args, **kwargs)
         if rows is not None and name == "__getitem__" and args[1] == 0:
             return rows.n
-        if rows is not None and name == "size" and _caller().f_code is rnn.pad_packed_sequence.__code__:
+        if rows is not None and name == "size" and calling_frame().f_code is rnn.pad_packed_sequence.__code__:
             return _All(rows.steps)
         raise self._not_packed(name)
 
-    def _of_data(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _of_data(self, func: Any, name: str, args: PyTree, kwargs: Mapping[str, Any]) -> Any:
         first = self._data.get(id(args[0])) if args else None
         if first is not None and not _among(self._data, (*args[1:], *kwargs.values())):
             if func in OF_EACH_ROW:
@@ -220,7 +217,7 @@ class PackedAsPadded(TorchFunctionMode):
         self, func: Any, asked: inspect.BoundArguments, scores: tuple[torch.Tensor, _Rows],
         labels: tuple[torch.Tensor, _Rows],
     ) -> torch.Tensor:  # fmt: skip
-        """A loss over packed rows: the others are left out."""
+        """Compute a loss over packed rows, which leaves out the others."""
         rows, others = scores[1], labels[1]
         if (rows.n, rows.steps) != (others.n, others.steps):
             raise refuse(
@@ -244,9 +241,9 @@ class PackedAsPadded(TorchFunctionMode):
 
 
 def _one_way(
-    func: Any, x: torch.Tensor, states: Any, weights: list[torch.Tensor], has_biases: bool, train: bool, rows: _Rows
+    func: Any, x: torch.Tensor, states: PyTree, weights: list[torch.Tensor], has_biases: bool, train: bool, rows: _Rows
 ) -> tuple[torch.Tensor, ...]:
-    """One layer in one direction over x [n steps features]; the states [n hidden] are those at the lengths."""
+    """Run one layer in one direction over x [n steps features]; the states [n hidden] are those at the lengths."""
     if func is torch.lstm:
         hidden = weights[0].shape[0] // 4
         behind = (~rows.counted(x.device)).to(x.dtype)[:, :, None]
@@ -257,12 +254,12 @@ def _one_way(
 
 
 def _never(condition: torch.Tensor, what: str) -> None:
-    """Torch would do something else in that case: checked at every call."""
+    """Check at every call that this does not hold: torch would do something else then."""
     torch.ops.autopar.taken(condition, site_of() + what, False)
 
 
-def _among(known: Mapping[int, Any], values: Iterable[Any]) -> bool:
-    """Whether any of these, or any in a list of them, is known by its identity."""
+def _among(known: Mapping[int, Any], values: Iterable[object]) -> bool:
+    """Check that any of these, or any in a list of them, is known by its identity."""
     for value in values:
         if id(value) in known or (isinstance(value, (tuple, list)) and _among(known, value)):
             return True
@@ -270,27 +267,15 @@ def _among(known: Mapping[int, Any], values: Iterable[Any]) -> bool:
 
 
 def _asked(func: Any, name: str) -> str:
-    """The name of a function, or of the property that it gives."""
+    """Return the name of a function, or of the property that it gives."""
     return getattr(func.__self__, "__name__", "") if name == "__get__" else name
 
 
-def _caller() -> FrameType:
-    """The frame whose call of torch came here, through what other modes may watch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_name in ("__torch_function__", "_of_counts"):
-        frame = frame.f_back
-    return frame
+def _handler(record: Recording) -> PackedAsPadded:
+    handler = PackedAsPadded()
+    record.outputs_checked.append(handler.refuse_in)
+    return handler
 
 
-@contextlib.contextmanager
-def packed_as_padded(module: torch.nn.Module) -> Iterator[None]:
-    """Packed sequences inside of the module are the padded batches that they came from."""
-    with PackedAsPadded() as mode:
-        handle = module.register_forward_hook(lambda _module, _args, output: mode.refuse_in(output))
-        try:
-            yield
-        finally:
-            handle.remove()
+register(Handler("packed sequences", "the number of packed rows depends on the lengths", _handler))
 
-
-__all__ = ["PackedAsPadded", "packed_as_padded"]

@@ -3,8 +3,8 @@
 Diffusion models and many scripts after them have one: ``forward`` calls a function that it gets as an argument without
 keeping anything, ``backward`` calls it again and asks ``torch.autograd.grad`` for the gradients. Kept whole like other
 Functions, its operators could not be cut, and its code would have to find the parameters of modules in its arguments.
-So a call that does just this is traced as a region (:mod:`.checkpointed_regions`), and plans decide what is computed
-again.
+So a call that does just this is traced as a region (:mod:`~autopar.capture.trace.checkpointed_regions`), and plans
+decide what is recomputed.
 
 No name says that it does just this; a trial on tensors without values does. All is watched that the two methods do:
 
@@ -24,14 +24,18 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from autopar.capture.graph.exported_nodes import storage_of
 from autopar.capture.trace import checkpointed_regions
+from autopar.capture.trace.autograd_functions import AS_REGION
+from autopar.capture.trace.patches import Function
 from autopar.capture.trace.recording import here, now
 from autopar.rules.function import PLAIN, tensors_of
 from autopar.torch_private import DisableTorchFunction, OpOverload, SingleLevelFunction, TorchDispatchMode, pytree
 from autopar.words.autocasting import autocast_now, without_autocast
+from autopar.words.trees import PyTree
 
 
 class _Otherwise(Exception):
@@ -53,14 +57,14 @@ class _Called:
     """A call of the function, and the state of torch that it found."""
 
     args: tuple[Any, ...]
-    result: Any
+    result: PyTree
     random_state: torch.Tensor
     autocast: dict[str, torch.dtype]
 
 
 @dataclass
 class _Seen:
-    """What a trial saw.
+    """The observations of a trial.
 
     Attributes:
         calls: of the function, the forward's first.
@@ -95,7 +99,7 @@ class _Watch(TorchDispatchMode):
         self.read: dict[int, torch.Tensor] = {}
         self.random = False
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         own = not self.seen.depth and not func.is_view and func.namespace != "prim"  # which asks for a device
         # what is written would be written twice, by the forward and by the backward
         written = func._schema.is_mutable and any(isinstance(x, torch.Tensor) and x in self.tracked for x in args)
@@ -107,12 +111,10 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def as_region(cls: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
-    """What computes a call of ``cls.apply`` as a region under activation checkpointing; None where it does more.
+def as_region(cls: Any, args: Sequence[Any], kwargs: PyTree) -> Callable[[], Any] | None:
+    """Return the call of ``cls.apply`` as a region under activation checkpointing; None where it does more.
 
-    Args:
-        cls: the Function.
-        args, kwargs: what ``apply`` was called with, where a gradient flows.
+    ``cls``: the Function. ``args``, ``kwargs``: what ``apply`` was called with, where a gradient flows.
     """
     functions = [k for k, x in enumerate(args) if callable(x) and not isinstance(x, (torch.Tensor, type))]
     others = [x for k, x in enumerate(args) if k not in functions]
@@ -153,12 +155,7 @@ def as_region(cls: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] |
 
 
 def _tried(cls: Any, args: Sequence[Any], place: int) -> tuple[_Seen, list[Any], bool]:
-    """What a call was seen to do, the arguments that it was tried on, and whether it draws random numbers.
-
-    Raises:
-        _Otherwise: it is no checkpoint.
-        Exception: it cannot run on tensors without values.
-    """
+    """Try a call; return what it did, its arguments there, and whether it draws random numbers."""
     mode = get_proxy_mode()
     assert mode is not None
     seen = _Seen()
@@ -193,15 +190,15 @@ def _tried(cls: Any, args: Sequence[Any], place: int) -> tuple[_Seen, list[Any],
 plain_grad = torch.autograd.grad
 
 
-def _start(x: Any) -> Any:
-    """What stands for an argument: a parameter is itself, for the function reads it from its module."""
+def _start(x: object) -> Any:
+    """Return a copy of an argument; a parameter is itself, for the function reads it from its module."""
     if not isinstance(x, torch.Tensor) or (x.requires_grad and x.is_leaf):
         return x
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def _watched(function: Callable[..., Any], seen: _Seen) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
+def _watched(function: Function, seen: _Seen) -> Function:
+    def call(*args: PyTree) -> Any:
         generator = torch.default_generator
         random_state, autocast = generator.get_state(), autocast_now()
         with seen.inside():
@@ -215,7 +212,7 @@ def _watched(function: Callable[..., Any], seen: _Seen) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _grad_watched(seen: _Seen) -> Iterator[None]:
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def grad(outputs: PyTree, inputs: PyTree, grad_outputs: PyTree = None, *args: PyTree, **kwargs: PyTree) -> Any:
         if seen.depth:  # the function's own
             return plain_grad(outputs, inputs, grad_outputs, *args, **kwargs)
         with seen.inside():
@@ -231,7 +228,7 @@ def _grad_watched(seen: _Seen) -> Iterator[None]:
 def _backward_watched(cls: Any, seen: _Seen) -> Iterator[None]:
     backward = cls.backward
 
-    def watched(ctx: Any, *grads: Any) -> Any:
+    def watched(ctx: FunctionCtx, *grads: object) -> Any:
         returned = backward(ctx, *grads)
         seen.given, seen.returned = grads, _as_tuple(returned)
         return returned
@@ -240,11 +237,11 @@ def _backward_watched(cls: Any, seen: _Seen) -> Iterator[None]:
         yield
 
 
-def _as_tuple(x: Any) -> tuple[Any, ...]:
+def _as_tuple(x: object) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (list, tuple)) else (x,)
 
 
-def _same_memory(a: Any, b: Any) -> bool:
+def _same_memory(a: object, b: object) -> bool:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return a is b
     same = (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
@@ -256,12 +253,8 @@ def _check(right: bool) -> None:
         raise _Otherwise
 
 
-def _check_calls(seen: _Seen, starts: Sequence[Any], result: Any) -> None:
-    """The function was called on the arguments, once in each direction, and its result is the call's.
-
-    Raises:
-        _Otherwise: not so.
-    """
+def _check_calls(seen: _Seen, starts: Sequence[object], result: PyTree) -> None:
+    """Check that the function was called on the arguments, once in each direction, with the result of the call."""
     _check(len(seen.calls) == 2)
     first, second = seen.calls
     ids = {id(x) for x in starts}
@@ -276,12 +269,8 @@ def _check_calls(seen: _Seen, starts: Sequence[Any], result: Any) -> None:
         _check(_same_memory(mine, theirs))
 
 
-def _check_gradients(seen: _Seen, starts: Sequence[Any]) -> None:
-    """The gradients that the backward gave are those that autograd has of the second call, each in its place.
-
-    Raises:
-        _Otherwise: not so.
-    """
+def _check_gradients(seen: _Seen, starts: Sequence[object]) -> None:
+    """Check that the backward gave autograd's gradients of the second call, each in its place."""
     _check(len(seen.asked) == 1)
     (asked,) = seen.asked
     outs = _as_tuple(seen.calls[1].result)
@@ -299,4 +288,4 @@ def _check_gradients(seen: _Seen, starts: Sequence[Any]) -> None:
             _check(len(where) == 1 and seen.returned[k] is asked.results[where[0]])
 
 
-__all__ = ["as_region"]
+AS_REGION.append(as_region)

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from autopar.capture.trace.patches import Patch, Phase, register
 from autopar.errors import CaptureError
 from autopar.torch_private import VARLEN_OPERATOR
 
@@ -25,8 +26,7 @@ MODULE = "torch.nn.attention.varlen"
 
 @contextlib.contextmanager
 def varlen_attention_in_plain_operators() -> Iterator[None]:
-    """In here ``varlen_attn`` runs as plain operators, which every device has: in a trace, and where the example is run
-    to hear what the model asks of it."""
+    """Run ``varlen_attn`` as plain operators, which every device has."""
     try:  # a forward may be the first to import it
         importlib.import_module(MODULE)
     except ImportError:  # this torch has none
@@ -43,16 +43,11 @@ def _attention(
     enable_gqa: bool = False, seqused_k: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None]:  # fmt: skip
-    """The operator: its result [q h e], and the log-sum-exp of each query [h q].
+    """Compute the operator: its result [q h e], and the log-sum-exp of each query [h q].
 
-    Args:
-        query, key, value: [q h d], [k g d], [k g e]; g divides h.
-        ends_q, ends_k: int [n + 1], where the n documents end, 0 before the first one.
-        window: how many keys before and behind its own place a query sees, -1 for all. Places are counted from the
-            ends of a document, which may have more keys than queries.
-
-    Raises:
-        CaptureError: keys are in pages or partly used, as where a model generates; that has no backward in torch.
+    ``query``, ``key``, ``value``: [q h d], [k g d], [k g e]; g divides h. ``ends_q``, ``ends_k``: int [n + 1], where
+    the n documents end, 0 before the first one. ``window``: how many keys before and behind its own place a query sees,
+    -1 for all. Places are counted from the ends of a document, which may have more keys than queries.
     """
     if ends_k is None or seqused_k is not None or block_table is not None:
         raise CaptureError(
@@ -74,8 +69,7 @@ def _attention(
 def _sees(
     ends_q: torch.Tensor, ends_k: torch.Tensor, n_q: int, n_k: int, left: int, right: int
 ) -> torch.Tensor:  # [q k]
-    """Which queries see which keys: those of their own document, within the window. Places behind the last document
-    see nothing."""
+    """Return the mask of the keys of a query's own document within the window; places behind the last one see none."""
     of_q, of_k = _documents(ends_q, n_q), _documents(ends_k, n_k)
     sees = of_q.unsqueeze(1) == of_k
     sees = sees & (of_q < len(ends_q) - 1).unsqueeze(1)
@@ -92,14 +86,21 @@ def _sees(
 
 
 def _documents(ends: torch.Tensor, n: int) -> torch.Tensor:
-    """The number of the document of each of ``n`` places; that of documents for places behind the last one."""
+    """Return the number of the document of each of ``n`` places; of those behind the last one, that of documents."""
     return torch.bucketize(torch.arange(n, dtype=ends.dtype, device=ends.device), ends[1:], right=True)
 
 
 def _before_the_end(ends: torch.Tensor, of_places: torch.Tensor) -> torch.Tensor:
-    """How far before the end of its document each place is."""
+    """Return the distance of each place from the end of its document."""
     last = len(ends) - 1
     return ends[(of_places + 1).clamp(max=last)] - torch.arange(len(of_places), device=ends.device)
 
+
+register(
+    Patch(
+        "varlen attention", "torch has a kernel for CUDA alone, and rules see nothing in its operator",
+        lambda _record: varlen_attention_in_plain_operators(), Phase.TRACE | Phase.OBSERVE | Phase.COMPARE,
+    )
+)  # fmt: skip
 
 __all__ = ["varlen_attention_in_plain_operators"]

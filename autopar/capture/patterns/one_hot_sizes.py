@@ -1,5 +1,4 @@
-"""``F.one_hot(places, max(places.max() + 1, n))[..., :n]`` in a trace: as many classes as the largest number
-needs, of which the first ``n`` are kept.
+"""``F.one_hot(places, max(places.max() + 1, n))[..., :n]``: the first classes of a number that depends on data.
 
 ``one_hot`` refuses numbers that are too large, so code that wants zeros for them (places in an expert beyond its
 capacity) makes enough classes and cuts off the rest. How many these are depends on data; what is left does not: it says
@@ -11,10 +10,7 @@ makes. To anything else such a maximum is the larger of both, chosen by a branch
 from __future__ import annotations
 
 import builtins
-import contextlib
 import functools
-import sys
-from collections.abc import Iterator
 from inspect import isroutine
 from typing import Any
 
@@ -22,38 +18,22 @@ import torch
 
 from autopar.capture.branches.random_answers import site_of, users_frame
 from autopar.capture.branches.unknown_numbers import Drawn
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, Patch, builtin_replaced, register
 from autopar.capture.trace.value_origins import depends_on_data
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor
-
-_LIBRARIES = ("torch", "transformers", "builtins")
-HOT = (torch.nn.functional.one_hot,)
-
-
-@contextlib.contextmanager
-def sizes_for_one_hot(module: torch.nn.Module) -> Iterator[None]:
-    """The files of the module's parts ask for such maxima so; those that have a ``max`` of their own keep it."""
-    files = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
-    users = [vars(sys.modules[f]) for f in files if f.partition(".")[0] not in _LIBRARIES and f in sys.modules]
-    changed = [names for names in users if "max" not in names and _calls_one_hot(names)]
-    for names in changed:
-        names["max"] = _larger
-    try:
-        yield
-    finally:
-        for names in changed:
-            names.pop("max", None)
+from autopar.words.trees import PyTree
 
 
 def _calls_one_hot(names: dict[str, Any]) -> bool:
-    """Whether a file's functions may call ``one_hot`` at all."""
+    """Check that a file's functions may call ``one_hot`` at all."""
     classes = [cls for cls in names.values() if isinstance(cls, type)]
     functions = [f for f in (*names.values(), *(m for cls in classes for m in vars(cls).values())) if isroutine(f)]
     return any("one_hot" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
 
 
-def _larger(*args: Any, **kwargs: Any) -> Any:
-    """As ``max``, whose arguments these are."""
+def _larger(*args: PyTree, **kwargs: PyTree) -> Any:
+    """Compute ``max``, whose arguments these are."""
     if len(args) != 2 or kwargs:
         return builtins.max(*args, **kwargs)
     of_data = [x for x in args if _is_of_data(x)]
@@ -64,7 +44,7 @@ def _larger(*args: Any, **kwargs: Any) -> Any:
     return Classes(args)
 
 
-def _is_of_data(x: Any) -> bool:
+def _is_of_data(x: object) -> bool:
     if isinstance(x, Drawn):
         return True
     return isinstance(x, FakeTensor) and x.numel() == 1 and not x.is_floating_point() and depends_on_data(x)
@@ -85,8 +65,8 @@ class Classes:
         return getattr(self._chosen, name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def plain(x: Any) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
+        def plain(x: object) -> Any:
             if isinstance(x, (list, tuple)):
                 return type(x)(map(plain, x))
             return x._chosen if isinstance(x, Classes) else x
@@ -95,7 +75,7 @@ class Classes:
 
 
 def _of_chosen(name: str) -> Any:
-    def method(self: Classes, *args: Any) -> Any:
+    def method(self: Classes, *args: PyTree) -> Any:
         others = [x._chosen if isinstance(x, Classes) else x for x in args]
         return getattr(self._chosen, name)(*others)
 
@@ -114,7 +94,7 @@ class Hot:
     def __init__(self, numbers: torch.Tensor) -> None:
         self._numbers = numbers
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: PyTree) -> torch.Tensor:
         last = index[-1] if isinstance(index, tuple) and index and index[0] is Ellipsis and len(index) == 2 else None
         known = isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1)
         if not known or not isinstance(last.stop, int) or last.stop < 0:  # type: ignore[union-attr]
@@ -126,17 +106,15 @@ class Hot:
         raise _refused()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         raise _refused()
 
 
-def hot_of(func: Any, args: Any, kwargs: Any) -> Hot | None:
-    """What ``one_hot`` gives for such a number; None where it is torch's to say."""
-    if func not in HOT:
-        return None
-    given = dict(zip(("tensor", "num_classes"), args, strict=False)) | (kwargs or {})
+def _hot(_func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+    """Return ``one_hot`` of such a number of classes."""
+    given = dict(zip(("tensor", "num_classes"), args, strict=False)) | kwargs
     classes = given.get("num_classes", -1)
-    return Hot(given["tensor"]) if isinstance(classes, Classes) or _is_of_data(classes) else None
+    return Hot(given["tensor"]) if isinstance(classes, Classes) or _is_of_data(classes) else PASS
 
 
 def _refused() -> CaptureError:
@@ -147,4 +125,14 @@ def _refused() -> CaptureError:
     )
 
 
-__all__ = ["Classes", "hot_of", "sizes_for_one_hot"]
+register(
+    Patch(
+        "max of sizes", "``max(places.max() + 1, n)`` is a number of classes that depends on data",
+        lambda record: builtin_replaced(record.module, "max", _larger, _calls_one_hot),
+    ),
+    Handler(
+        "one-hot sizes", "of a number of classes that depends on data the first ones are known",
+        lambda _record: _hot, (torch.nn.functional.one_hot,), before=("grouped rows",),
+    ),
+)  # fmt: skip
+

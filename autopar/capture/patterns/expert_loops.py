@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,13 +19,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.trace.experts_by_rows import rows_of
+from autopar.capture.trace.patches import Function, Patch, register
 from autopar.capture.trace.unused_parameters import took_part
 from autopar.rules.experts.experts import expert_product
+from autopar.words.trees import PyTree
 
 
 @contextlib.contextmanager
-def loops_by_rows() -> Iterator[None]:
-    """The classes of :data:`BY_ROWS` that are loaded are traced row by row."""
+def _loops_by_rows() -> Iterator[None]:
+    """Trace the classes of :data:`BY_ROWS` that are loaded row by row."""
     with contextlib.ExitStack() as stack:
         for (module, name, method), by_rows in BY_ROWS.items():
             cls = getattr(sys.modules.get(f"transformers.models.{module}"), name, None)
@@ -48,7 +50,7 @@ class _Stacked(TorchFunctionMode):
         self.tables = [dict(module.named_parameters()) for module in experts]
         self.names = {id(p): name for name, p in self.tables[0].items()}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         if func is not functional.linear:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
@@ -61,10 +63,9 @@ class _Stacked(TorchFunctionMode):
 
 
 def _run(self: Any, rows: torch.Tensor, expert: torch.Tensor, per_expert: torch.Tensor) -> torch.Tensor:
-    """What the modules of a ``ModuleDict`` of experts make of rows: [rows hidden] and int [rows] to [rows hidden].
+    """Run the modules of a ``ModuleDict`` of experts on rows: [rows hidden] and int [rows] to [rows hidden].
 
-    Args:
-        per_expert: int [experts], how many rows of each count. The loop runs only those that have some.
+    ``per_expert``: int [experts], how many rows of each count. The loop runs only those that have some.
     """
     experts = [self[f"expert_{k}"] for k in range(self.num_experts)]
     took_part(per_expert > 0, [list(module.parameters()) for module in experts])
@@ -73,9 +74,9 @@ def _run(self: Any, rows: torch.Tensor, expert: torch.Tensor, per_expert: torch.
 
 
 def _switch(
-    self: Any, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor
+    self: object, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor
 ) -> torch.Tensor:
-    """One expert for each token, or none where its expert is full: ``selected_experts`` int [tokens 1 experts]."""
+    """Run one expert for each token, or none where it is full: ``selected_experts`` int [tokens 1 experts]."""
     hit = selected_experts.sum(-1)
     per_expert = selected_experts.sum((0, 1))
     scaled = _run(self, hidden_states, selected_experts.argmax(-1).squeeze(1), per_expert) * (routing_weights * hit)
@@ -85,7 +86,7 @@ def _switch(
 def _nllb(
     self: Any, hidden_states: torch.Tensor, router_mask: torch.Tensor, router_probs: torch.Tensor
 ) -> torch.Tensor:
-    """``router_mask`` int [tokens n] names the experts of each token, and ``router_probs`` [tokens n] weighs them."""
+    """Run the experts ``router_mask``, int [tokens n], of each token, weighed by ``router_probs`` [tokens n]."""
     tokens, n = router_mask.shape
     per_expert = functional.one_hot(router_mask, num_classes=self.num_experts).sum((0, 1))
     scaled = _run(self, rows_of(hidden_states, n), router_mask.reshape(-1), per_expert) * router_probs.reshape(-1, 1)
@@ -109,7 +110,7 @@ def _dbrx(
 
 
 def _jetmoe_gating(self: Any, hidden_states: torch.Tensor) -> tuple[Any, ...]:
-    """The routing, in which rows stay in their order; the experts of rows stand where their numbers would."""
+    """Return the routing with rows in their order, and the rows' experts in place of their numbers."""
     logits = self.layer(hidden_states).float()
     top_k_logits, top_k_indices = logits.topk(self.top_k, dim=1)
     gates = torch.softmax(top_k_logits, dim=1).type_as(hidden_states)
@@ -146,7 +147,7 @@ def _jetmoe_reduce(self: Any, layer_input: torch.Tensor, topo_info: tuple[Any, .
 
 _JETMOE = "jetmoe.modeling_jetmoe"
 
-BY_ROWS: dict[tuple[str, str, str], Callable[..., Any]] = {
+BY_ROWS: dict[tuple[str, str, str], Function] = {
     ("switch_transformers.modeling_switch_transformers", "SwitchTransformersExperts", "forward"): _switch,
     ("nllb_moe.modeling_nllb_moe", "NllbMoeExperts", "forward"): _nllb,
     ("dbrx.modeling_dbrx", "DbrxExperts", "forward"): _dbrx,
@@ -158,4 +159,8 @@ BY_ROWS: dict[tuple[str, str, str], Callable[..., Any]] = {
 }
 """``(module of transformers.models, class, method)`` and what is traced in its place."""
 
-__all__ = ["BY_ROWS", "loops_by_rows"]
+register(
+    Patch("loops over experts", "how many rows hit an expert depends on data", lambda _record: _loops_by_rows())
+)
+
+__all__ = ["BY_ROWS"]

@@ -8,38 +8,38 @@ beside the norm, and moves the running ones by their part of the way.
 from __future__ import annotations
 
 import math
-import sys
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from autopar.capture.branches.unknown_numbers import Drawn
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, calling_frame, register
 from autopar.torch_private import FakeTensor
+from autopar.words.trees import PyTree
 
 
-class CumulativeNorms(TorchFunctionMode):
-    """Takes batch norms apart whose momentum follows from a tensor."""
+class CumulativeNorms:
+    """Handler that takes batch norms apart whose momentum follows from a tensor."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._n_batches: torch.Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__float__ and isinstance(args[0], FakeTensor) and _in_a_norm(args[0], _caller()):
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        """Handle a call of torch."""
+        if func is functional.batch_norm:
+            return self._norm(*args, **kwargs)
+        if isinstance(args[0], FakeTensor) and _in_a_norm(args[0], calling_frame()):
             self._n_batches = args[0]
             return math.nan
-        if func is functional.batch_norm:
-            return self._norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return PASS
 
     def _norm(
         self, input: torch.Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
         training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
     ) -> torch.Tensor:  # fmt: skip
-        """As ``torch.nn.functional.batch_norm``, whose arguments these are."""
+        """Compute ``torch.nn.functional.batch_norm``, whose arguments these are."""
         part_of_the_way = None
         if isinstance(momentum, Drawn):  # of SyncBatchNorm, which asks for an item
             part_of_the_way = momentum.tensor
@@ -57,17 +57,15 @@ class CumulativeNorms(TorchFunctionMode):
 
 
 def _in_a_norm(tensor: torch.Tensor, frame: FrameType) -> bool:
-    """Whether the frame is that of a batch norm that reads its number of batches."""
+    """Check that the frame is that of a batch norm that reads its number of batches."""
     norm = frame.f_locals.get("self") if frame.f_code is torch.nn.BatchNorm1d.forward.__code__ else None
     return norm is not None and norm.num_batches_tracked is tensor
 
 
-def _caller() -> FrameType:
-    """The frame whose call of torch came here, through what other modes may watch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return frame
+register(
+    Handler(
+        "cumulative norms", "torch reads the number of batches as a float, for the momentum of this call",
+        lambda _record: CumulativeNorms(), (torch.Tensor.__float__, functional.batch_norm),
+    )
+)  # fmt: skip
 
-
-__all__ = ["CumulativeNorms"]

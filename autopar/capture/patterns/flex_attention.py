@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,15 +24,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.trace.patches import Function, Patch, Phase, register
 from autopar.errors import CaptureError
 from autopar.torch_private import FLEX_NAMES, compiled_functions_run_as_they_are, pytree
+from autopar.words.trees import PyTree
 
 MODULE = "torch.nn.attention.flex_attention"
 
 
 @contextlib.contextmanager
 def flex_attention_in_plain_operators() -> Iterator[None]:
-    """In here ``flex_attention`` runs as plain operators, which have a backward on every device.
+    """Run ``flex_attention`` as plain operators, which have a backward on every device.
 
     Code that has imported the function has the same function: what changes are names that it looks up when it runs.
     """
@@ -52,15 +54,13 @@ def flex_attention_in_plain_operators() -> Iterator[None]:
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Callable[..., Any], block_mask: Any,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Function, block_mask: Any,
     scale: float, kernel_options: Any, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The operator: its result, and the log-sum-exp and the largest score of each query, both in powers of two.
+    """Compute the operator: its result, and the log-sum-exp and largest score of each query, in powers of two.
 
-    Args:
-        query, key, value: [b h q d], [b g k d], [b g k e]; g divides h.
-        block_mask: as torch hands it on: its third element has the batch and heads of the mask, its last is the
-            ``mask_mod``.
+    ``query``, ``key``, ``value``: [b h q d], [b g k d], [b g k e]; g divides h. ``block_mask``: as torch hands it on:
+    its third element has the batch and heads of the mask, its last is the ``mask_mod``.
     """
     module: Any = sys.modules[MODULE]
     key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
@@ -84,15 +84,15 @@ def _attention(
 
 
 def _wide(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys or values, each as often as heads of queries share it."""
+    """Repeat keys or values as often as heads of queries share them."""
     return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
 def _scores(
-    query: torch.Tensor, key: torch.Tensor, score_mod: Callable[..., Any], mask: torch.Tensor | None, scale: float,
+    query: torch.Tensor, key: torch.Tensor, score_mod: Function, mask: torch.Tensor | None, scale: float,
     is_causal: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """What the softmax is of, [b h q k], in float32 or more. Where nobody reads it, it vanishes from the graph."""
+    """Return the argument of the softmax, [b h q k], in float32 or more; unread it leaves the graph."""
     exact = torch.promote_types(query.dtype, torch.float32)
     scores = torch.matmul(query.to(exact), _wide(key, query).to(exact).transpose(-2, -1)) * scale
     if score_mod is not getattr(sys.modules[MODULE], FLEX_NAMES.same_score):
@@ -103,15 +103,15 @@ def _scores(
 
 
 def _probabilities(scores: torch.Tensor) -> torch.Tensor:
-    """Their softmax; zeros for a query that sees no key, and no gradient."""
+    """Return the softmax of scores; zeros for a query that sees no key, and no gradient."""
     is_blind = (scores == -math.inf).all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(is_blind, 0.0), -1).masked_fill(is_blind, 0.0)
 
 
 def _of_blocks(
-    mod_fn: Callable[..., Any], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None
+    mod_fn: Function, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None
 ) -> torch.Tensor:
-    """As torch's ``create_mask``, for block masks that are made in a forward: nobody reads the blocks."""
+    """Stand in for torch's ``create_mask``, for block masks that are made in a forward: nobody reads the blocks."""
     sizes = (B or 1, H or 1, Q_LEN, KV_LEN)
     return torch.ones(sizes, dtype=torch.bool, device=device)
 
@@ -130,20 +130,15 @@ OF_NO_ELEMENT = frozenset("new_zeros new_ones new_full new_tensor dim size is_fl
 
 
 def _everywhere(
-    function: Callable[..., Any], sizes: Sequence[int], device: Any, score: torch.Tensor | None = None
+    function: Function, sizes: Sequence[int], device: Any, score: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What a ``mask_mod`` or ``score_mod`` says of every query and key.
+    """Call a ``mask_mod`` or ``score_mod`` for every query and key at once.
 
     Torch calls it for one element at a time, in a vmap. Here it is called once with indices that broadcast, [b 1 1 1],
     [1 h 1 1], [1 1 q 1] and [1 1 1 k], which is the same where it works on each element by itself; what a mask does not
     depend on stays of size 1 in it.
 
-    Args:
-        sizes: b, h, q and k.
-        score: [b h q k], for a ``score_mod``.
-
-    Raises:
-        CaptureError: it does something else with its arguments.
+    ``sizes``: b, h, q and k. ``score``: [b h q k], for a ``score_mod``.
     """
     places = [
         torch.arange(n, device=device).reshape([n if i == dim else 1 for i in range(4)]) for dim, n in enumerate(sizes)
@@ -159,12 +154,12 @@ def _everywhere(
 class _ElementByElement(TorchFunctionMode):
     """Lets a function work on elements that stand in four dims as if it had one of them."""
 
-    def __init__(self, function: Callable[..., Any], given: Sequence[torch.Tensor]) -> None:
+    def __init__(self, function: Function, given: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.function = function
         self.of_elements = list(given)  # what follows from the arguments; kept, so that no identity is used twice
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         kwargs = kwargs or {}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not any(map(self._is_of_elements, tensors)):
@@ -186,7 +181,7 @@ class _ElementByElement(TorchFunctionMode):
     def _is_of_elements(self, x: torch.Tensor) -> bool:
         return any(x is each for each in self.of_elements)
 
-    def _indexed(self, x: torch.Tensor, index: Any) -> torch.Tensor:
+    def _indexed(self, x: torch.Tensor, index: PyTree) -> torch.Tensor:
         indices = list(index) if isinstance(index, (tuple, list)) else [index]
         by_numbers = all(isinstance(i, (torch.Tensor, int)) and not isinstance(i, bool) for i in indices)
         if not by_numbers or len(indices) != x.dim() or self._is_of_elements(x):
@@ -208,7 +203,7 @@ class _ElementByElement(TorchFunctionMode):
 
 
 class _Seen(NamedTuple):
-    """What was asked of two places."""
+    """A comparison of two places."""
 
     relation: str
     left: str
@@ -233,8 +228,8 @@ class _Place:
         return self._compared(other, "<=")
 
 
-def says_causal(mask_mod: Callable[..., Any]) -> bool:
-    """Whether a ``mask_mod`` is ``q >= k``: of anything else that it does with its indices nothing is concluded."""
+def says_causal(mask_mod: Function) -> bool:
+    """Check that a ``mask_mod`` is ``q >= k``, and nothing else."""
     try:
         said = mask_mod(_Place("b"), _Place("h"), _Place("q"), _Place("k"))
     except Exception:  # it does what only tensors can: whatever that raises, it is not the plain comparison
@@ -242,4 +237,11 @@ def says_causal(mask_mod: Callable[..., Any]) -> bool:
     return isinstance(said, _Seen) and said in (_Seen(">=", "q", "k"), _Seen("<=", "k", "q"))
 
 
-__all__ = ["flex_attention_in_plain_operators", "says_causal"]
+register(
+    Patch(
+        "flex attention", "its higher-order operator has functions of one query and one key that rules cannot see",
+        lambda _record: flex_attention_in_plain_operators(), Phase.TRACE | Phase.COMPARE,
+    )
+)  # fmt: skip
+
+__all__ = ["says_causal"]

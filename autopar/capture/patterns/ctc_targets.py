@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, register
 from autopar.rules.families.ctc import ctc_of_rows
 from autopar.torch_private import pytree
+from autopar.words.trees import PyTree
 
 _SELECT = (torch.masked_select, torch.Tensor.masked_select)
 
 
-class Transcripts(TorchFunctionMode):
-    """Takes ``ctc_loss`` as a loss of each row, and what is left of the reduction as operators of their own."""
+class Transcripts:
+    """Handler that makes ``ctc_loss`` a loss of each row, and the reduction operators of their own."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._taken: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        """Handle a call of torch."""
         if func in _SELECT and len(args) == 2 and not kwargs and args[0].ndim == 2 and args[0].shape == args[1].shape:
             stands_for = args[0].flatten()
             self._taken[id(stands_for)] = stands_for, args[0], args[1]
@@ -36,12 +36,13 @@ class Transcripts(TorchFunctionMode):
             loss = self._loss(*args, **kwargs)
             if loss is not None:
                 return loss
-        if self._taken:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self._really, (args, kwargs))
+        if not self._taken:
+            return PASS
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._really, (args, kwargs))
         return func(*args, **kwargs)
 
     def _really(self, value: torch.Tensor) -> torch.Tensor:
-        """What a placeholder stands for, which the tracer refuses."""
+        """Return the selected values that a placeholder stands for, which the tracer refuses."""
         if id(value) not in self._taken:
             return value
         _, rows, mask = self._taken[id(value)]
@@ -51,7 +52,7 @@ class Transcripts(TorchFunctionMode):
         self, log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
         reduction: str = "mean", zero_infinity: bool = False,
     ) -> torch.Tensor | None:  # fmt: skip
-        """As ``torch.nn.functional.ctc_loss``, whose arguments these are; None for a single row."""
+        """Compute ``torch.nn.functional.ctc_loss``, whose arguments these are; None for a single row."""
         if log_probs.ndim != 3:
             return None
         _, rows, mask = self._taken.get(id(targets), (None, targets, None))
@@ -68,4 +69,10 @@ def _lengths(given: torch.Tensor | Iterable[int], device: torch.device) -> torch
     return given if isinstance(given, torch.Tensor) else torch.tensor([*given], device=device)
 
 
-__all__ = ["Transcripts"]
+register(
+    Handler(
+        "transcripts of CTC", "rows of labels that a mask selects have a size that depends on data",
+        lambda _record: Transcripts(), before=("packed sequences",),
+    )
+)  # fmt: skip
+

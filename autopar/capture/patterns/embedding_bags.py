@@ -8,22 +8,17 @@ it has.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, register
+from autopar.words.trees import PyTree
 
 
-class Bags(TorchFunctionMode):
-    """Takes ``embedding_bag`` apart, where bags are sums or means."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.embedding_bag:
-            bags = _taken_apart(*args, **(kwargs or {}))
-            if bags is not None:
-                return bags
-        return func(*args, **(kwargs or {}))
+def _bags(_func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+    """Take ``embedding_bag`` apart, where bags are sums or means."""
+    bags = _taken_apart(*args, **kwargs)
+    return PASS if bags is None else bags
 
 
 def _taken_apart(
@@ -31,7 +26,7 @@ def _taken_apart(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """As ``torch.nn.functional.embedding_bag``, whose arguments these are; None for what is left as it is."""
+    """Compute ``torch.nn.functional.embedding_bag``, whose arguments these are; None for what is left as it is."""
     if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean") or not input.numel():
         return None
     if (input.ndim, offsets is None) not in ((2, True), (1, False)):
@@ -59,4 +54,10 @@ def _taken_apart(
     return sums / rows.new_zeros(offsets.shape[0]).index_add(0, at, ones)[:n].clamp(min=1).unsqueeze(1)
 
 
-__all__ = ["Bags"]
+register(
+    Handler(
+        "embedding bags", "torch's operator for bags can be cut along nothing",
+        lambda _record: _bags, (functional.embedding_bag,),
+    )
+)  # fmt: skip
+

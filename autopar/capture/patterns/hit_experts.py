@@ -1,5 +1,4 @@
-"""``for e in hit`` while a model is traced, where ``hit`` are the places of a mask: how many turns there are depends on
-data.
+"""Loops over the experts that were hit: ``for e in hit``, where ``hit`` are the places of a mask.
 
 ``hit = (mask.sum((-1, -2)) > 0).nonzero()`` names the experts that have rows. Where a turn does nothing but work on
 rows (:mod:`autopar.capture.branches.only_rows`), all experts have one, and each turn asks whether its expert was hit,
@@ -24,9 +23,12 @@ from autopar.capture.branches.only_rows import loop_of_rows
 from autopar.capture.branches.random_answers import site_of, users_frame
 from autopar.capture.graph.expert_counts import CASTS, number_of_choices
 from autopar.capture.graph.same_masks import behind
+from autopar.capture.trace.patches import PASS, Args, Function, Handler, Kwargs, register
+from autopar.capture.trace.recording import Recording
 from autopar.capture.trace.value_origins import constant_value, depends_on_data, node_of
 from autopar.errors import CaptureError
 from autopar.torch_private import FakeTensor
+from autopar.words.trees import PyTree
 
 FOUND = (torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere)
 DISTINCT = (torch.unique, torch.Tensor.unique)
@@ -37,7 +39,7 @@ SQUEEZED = (torch.squeeze, torch.Tensor.squeeze)
 
 
 class HitExperts:
-    """The places of masks in a trace, and the loops over them."""
+    """Handler of the places of masks in a trace, and of the loops over them."""
 
     def __init__(self) -> None:
         self._masks: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -46,8 +48,12 @@ class HitExperts:
         self._of_one: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What was indexed by a place, which has a dim of size 1 for it, and the same without."""
 
-    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a function of torch gives here; None where it is torch's to say."""
+    def __call__(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
+        """Handle a call of torch."""
+        answer = self._answer(func, args, kwargs)
+        return PASS if answer is None else answer
+
+    def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> PyTree:
         if not args or not isinstance(args[0], torch.Tensor):
             return None
         if func in FOUND and not kwargs and len(args) == 1 and args[0].dim() == 1 and depends_on_data(args[0]):
@@ -55,7 +61,7 @@ class HitExperts:
             self._masks.append((places, args[0]))
             return places
         if func in DISTINCT and len(args) == 1:
-            return self._distinct(args[0], **(kwargs or {}))
+            return self._distinct(args[0], **kwargs)
         if func in ITERATED:
             mask = self._mask_of(args[0])
             frame = users_frame() if mask is not None else None
@@ -68,7 +74,7 @@ class HitExperts:
 
     @contextlib.contextmanager
     def lists(self) -> Iterator[None]:
-        """In here a list of such places is one that a loop walks through in the same way."""
+        """Let a list of such places be one that a loop walks through in the same way."""
         in_parts = FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> Any:
@@ -79,7 +85,7 @@ class HitExperts:
             yield
 
     def _mask_of(self, places: torch.Tensor) -> torch.Tensor | None:
-        """The mask whose places a tensor holds; None of any other."""
+        """Return the mask whose places a tensor holds; None of any other."""
         node = behind(node_of(places), CASTS) if self._masks else None
         if node is None:
             return None
@@ -89,8 +95,7 @@ class HitExperts:
         self, picked: torch.Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False,
         dim: int | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
-        """As ``torch.unique``, whose arguments these are, of numbers of which it is known which could occur; None of
-        others."""
+        """Compute ``torch.unique`` of numbers of which it is known which could occur; None of others."""
         choices = number_of_choices(node_of(picked)) if depends_on_data(picked) else None
         if choices is None or dim is not None:
             return None
@@ -106,14 +111,14 @@ class HitExperts:
         return places
 
     def turns(self, mask: torch.Tensor, places: list[Any]) -> Iterator[Any]:
-        """A loop over the places of a mask: all of them, each of which asks whether it is set."""
+        """Loop over all places of a mask, each of which asks whether it is set."""
         self._looped = True
         site = site_of() + OF_ROWS
         for k, place in enumerate(places):
             torch.ops.autopar.taken(mask[k] if mask.dtype == torch.bool else mask[k] != 0, site, True)
             yield place
 
-    def _by_number(self, func: Any, args: Any) -> Any:
+    def _by_number(self, func: object, args: PyTree) -> Any:
         if func in SQUEEZED:
             return next((one for given, one in self._of_one if given is args[0] and args[1:] in ((0,), ())), None)
         if len(args) != 2 or (func is not torch.Tensor.__getitem__ and func not in COMPARED):
@@ -134,12 +139,7 @@ class HitExperts:
 
 
 class _Places:
-    """What ``places.tolist()`` gives: a list that a loop can walk through, and nothing else.
-
-    Args:
-        of: the loops of the trace.
-        mask: whose places they are.
-    """
+    """The stand-in for ``places.tolist()``: a list that a loop can walk through, and nothing else."""
 
     def __init__(self, of: HitExperts, mask: torch.Tensor) -> None:
         self.of, self.mask = of, mask
@@ -153,7 +153,7 @@ class _Places:
     def __len__(self) -> int:
         raise _more_than_rows()
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: PyTree) -> Any:
         raise _more_than_rows()
 
 
@@ -166,8 +166,20 @@ def _more_than_rows() -> CaptureError:
 
 
 def _is_one(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one number, of no dim or one; a size that depends on data is no 1."""
+    """Check that a tensor is one number, of no dim or one; a size that depends on data is no 1."""
     return not tensor.dim() or (tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 1)
 
 
-__all__ = ["HitExperts"]
+def _handler(record: Recording) -> HitExperts:
+    hit = HitExperts()
+    record.contexts.append(hit.lists())
+    return hit
+
+
+register(
+    Handler(
+        "hit experts", "how many experts have rows depends on data", _handler,
+        (*FOUND, *DISTINCT, *ITERATED, *SQUEEZED, *COMPARED, torch.Tensor.__getitem__), before=("expert dispatch",),
+    )
+)  # fmt: skip
+
