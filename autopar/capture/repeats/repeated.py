@@ -59,7 +59,7 @@ from autopar.capture.repeats.names_asked import NamesAsked, Skipped
 from autopar.capture.repeats.python_state import (
     ByIdentity,
     Memo,
-    Place,
+    Namespace,
     Shape,
     Structures,
     Unknown,
@@ -87,7 +87,7 @@ class AlikeModules:
 
     instances: list[torch.nn.Module]
     varying: frozenset[tuple[str, str]] = frozenset()
-    globals: list[tuple[Place, str]] = field(default_factory=list)
+    globals: list[tuple[Namespace, str]] = field(default_factory=list)
     looks_inside: bool = False
     traced: dict[object, list[Traced]] = field(default_factory=dict)
     count: int = 0
