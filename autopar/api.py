@@ -255,8 +255,8 @@ BESIDE_LAYOUTS = ("memory_limit", "optimizer", "precision", "expert_load", "max_
 @documented
 def parallelize(
     model: torch.nn.Module,
-    mesh: DeviceMesh | str | Cluster | int,
-    example_inputs: Any,
+    mesh: DeviceMesh | str | Cluster | int | None = None,
+    example_inputs: Any = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
@@ -302,8 +302,9 @@ def parallelize(
 
     Args:
         model: with its weights (rank 0's are used), or on the meta device.
-        mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen. In a
-            DeviceMesh, an axis ``pipe``, the first, makes a pipeline of so many groups.
+        mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen. By
+            default all ranks that the launcher started (``torchrun``), or the one process. In a DeviceMesh, an axis
+            ``pipe``, the first, makes a pipeline of so many groups.
         example_inputs: the batch of a step, as for :func:`plan`.
         example_kwargs: keyword arguments of that call, if it has positional ones too.
         plan: run this plan (or plan file) instead of making one; it says how many microbatches the batch is cut into.
@@ -373,6 +374,8 @@ def parallelize(
     given = dict(locals())
     of_model = model if isinstance(model, torch.nn.Module) else None
     ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS, of_model)
+    if mesh is None:
+        mesh = given["mesh"] = dist.get_world_size()
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
     with alive(group, "parallelize", abort_groups), unheard():
