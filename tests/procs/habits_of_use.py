@@ -1049,7 +1049,7 @@ def a_backward_that_breaks_half_way() -> None:
     ):  # fmt: skip
         module, eager = pair(Net(mse), batch(), **more)
         breaks = [True]
-        leaf = module._autopar_held_params[name].leaf
+        leaf = module._autopar.held_params[name].leaf
 
         def out_of_memory(_: torch.Tensor, breaks: list[bool] = breaks) -> None:
             if breaks[0]:
@@ -1060,7 +1060,7 @@ def a_backward_that_breaks_half_way() -> None:
             module(*batch()).backward()
         with pytest.raises(Skip):
             module.train_step(*batch(16), microbatches=2)
-        gathered = [held.leaf for held in module._autopar_held_params.values() if held.per_use]
+        gathered = [held.leaf for held in module._autopar.held_params.values() if held.per_use]
         assert not any(leaf.untyped_storage().nbytes() for leaf in gathered), "nothing gathered for one use stays"
         breaks[0] = False
         assert all(p.grad is None for p in module.parameters()), "a broken step leaves no gradients"

@@ -149,7 +149,7 @@ def test_a_graph_of_eval_modes_own(begins: bool, kept: bool) -> None:
         torch.testing.assert_close(pm(x), reference(x))
         for name, buffer in reference.named_buffers():
             torch.testing.assert_close(pm.get_buffer(name), buffer)
-    assert pm._autopar_programs is not None and pm._autopar_programs.captures == 1
+    assert pm._autopar.programs is not None and pm._autopar.programs.captures == 1
     twin = copy.deepcopy(pm)
     twin.train(), reference.train()
     torch.testing.assert_close(twin(x), reference(x))

@@ -512,7 +512,7 @@ def test_a_schedule_is_captured_again(alone):
     for gate in (False, True, False):
         pm.gate = gate
         same_as(pm, model)
-        assert isinstance(pm._autopar_stage.run_program, torch._dynamo.OptimizedModule)
+        assert isinstance(pm._autopar.stage.run_program, torch._dynamo.OptimizedModule)
     assert all(a is b for a, b in zip(weights, pm.parameters(), strict=True))
 
 

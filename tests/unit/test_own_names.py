@@ -16,7 +16,7 @@ from autopar import ParallelModule
 from autopar.errors import RunError
 from autopar.runtime.as_module.own_names import PREFIX
 from autopar.runtime.as_module.submodules import Part
-from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.pipelines.pipeline import in_stages
 
 X = torch.randn(4, 4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.plans.plan import StagePlan
-from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.optimizers import rounded_steps
 from autopar.runtime.parameters.attributes import with_attributes
 from autopar.runtime.parameters.dtensor_fixes import meet_on
@@ -20,6 +20,9 @@ from autopar.runtime.stages.stage import Buffers, device_of
 from autopar.torch_private import module_at
 from autopar.words.graph import Graph
 from autopar.words.placements import State, whole_state
+
+if TYPE_CHECKING:
+    from autopar.runtime.as_module.run import Run
 
 
 class Placing:
@@ -37,7 +40,7 @@ class Placing:
     """
 
     def __init__(
-        self, home: SpreadModule, model: torch.nn.Module, graph: Graph, constants: Mapping[str, torch.Tensor],
+        self, home: Run, model: torch.nn.Module, graph: Graph, constants: Mapping[str, torch.Tensor],
         plan: StagePlan, device_mesh: DeviceMesh, values: Callable[[str], torch.Tensor] | None = None,
         shared: dict[str, torch.nn.Parameter] | None = None, unread: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
@@ -100,7 +103,7 @@ class Placing:
             elif self.shared is not None and source not in mine:
                 _same_storage(source, placed[source], self.plan.params[source].stored, self.device_mesh)
             mine.add(source)
-            owner, key = self.home._autopar_owner_of(name)
+            owner, key = self.home.owner_of(name)
             owner._parameters[key] = placed[source]
 
     def registered_buffers(self) -> Buffers:
@@ -113,7 +116,7 @@ class Placing:
         read = [n.target for n in self.graph.nodes if n.kind == "buffer" and n.target not in self.buffers]
         for name in read:
             if name in self.params:  # registered as a parameter, and renewed as a buffer is
-                owner, key = self.home._autopar_owner_of(name)
+                owner, key = self.home.owner_of(name)
                 stored = owner._parameters[key]
                 assert stored is not None
                 placed[name] = local_of(stored), self._kept(name)
@@ -137,14 +140,14 @@ class Placing:
             if name in self.buffers:
                 parent, _, key = name.rpartition(".")
                 persistent = key not in module_at(self.model, parent)._non_persistent_buffers_set
-                owner, key = self.home._autopar_owner_of(name)
+                owner, key = self.home.owner_of(name)
                 owner._buffers[key] = shown[source]
                 if not persistent:
                     owner._non_persistent_buffers_set.add(key)
         return placed
 
     def _registered(self, name: str) -> torch.Tensor | None:
-        owner, key = self.home._autopar_owner_of(name)
+        owner, key = self.home.owner_of(name)
         return owner._buffers.get(key)
 
     def _local(self, name: str, state: State) -> torch.Tensor:
