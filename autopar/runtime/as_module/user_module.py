@@ -84,6 +84,7 @@ class UserModule:
         self.names: dict[int, str] = {}
         for name, param in self.params.items():
             self.names.setdefault(id(param), name)
+        self._tables = {each.module: each.stored for each in self.modules}
         self.is_written = False
         """The module is now as its user wrote it."""
 
@@ -94,6 +95,11 @@ class UserModule:
         for parent in parents:
             owner = owner._modules[parent]
         return owner, key
+
+    def stored_at(self, name: str) -> tuple[dict[str, Any], str]:
+        """Return the tables of what is stored in the module of a parameter or buffer, and its key there."""
+        owner, key = self.owner_of(name)
+        return self._tables[owner], key
 
     def store(self) -> None:
         """Take the user's parameters, buffers and hooks out, for stored ones to be registered."""

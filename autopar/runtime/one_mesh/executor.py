@@ -97,12 +97,11 @@ class MeshRun(Run):
         )
         self.given = plan
         placing = Placing(self, model, captured.graph, captured.constants, plan.only(), device_mesh, values)
+        placing.parameters()
+        buffers = placing.registered_buffers()
         self.user.store()
         try:
-            placing.parameters()
-            self.run_stage(
-                captured, Stage(captured.graph, plan.only(), device_mesh, self, placing.registered_buffers())
-            )
+            self.run_stage(captured, Stage(captured.graph, plan.only(), device_mesh, self, buffers))
         except BaseException:
             self.user.restore()
             raise

@@ -119,13 +119,13 @@ class PipelineRun(Run):
             range(dist.get_world_size()), groups.abort, stays_armed=self.device.type != "cpu"
         )
         self.leads = self.rank == plan.stages[mine[0]].devices[0]
+        for placing in placings.values():
+            placing.parameters()
+        buffers = {s: placing.registered_buffers() for s, placing in placings.items()}
         self.user.store()
         try:
-            for placing in placings.values():
-                placing.parameters()
             self.stages = {
-                s: Stage(self.parts[s].graph, plan.stages[s], meshes[s], self, placing.registered_buffers())
-                for s, placing in placings.items()
+                s: Stage(self.parts[s].graph, plan.stages[s], meshes[s], self, buffers[s]) for s in placings
             }
         except BaseException:
             self.user.restore()
