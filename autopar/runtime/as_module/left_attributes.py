@@ -57,11 +57,10 @@ def begin(run: Run) -> None:
         if left.path not in parts or left.plain:
             continue
         attributes = parts[left.path].__dict__
+        if left.name in attributes:
+            run.user.hidden[left.path, left.name] = attributes.pop(left.name)
         if left.into is not None and left.spec is not None and run.leads is None and run.buckets is None:
-            attributes.pop(left.name, None)
             _held(attributes, left)
-        else:
-            attributes.pop(left.name, None)
 
 
 def _held(attributes: dict[str, Any], left: Left) -> Any:

@@ -18,7 +18,6 @@ import torch
 
 from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.left_attributes import refusing_what_is_left
-from autopar.runtime.as_module.submodules import freeze_alike
 from autopar.runtime.optimizers.user_optimizers import Move
 from autopar.torch_private import pytree
 
@@ -29,14 +28,15 @@ _END = object()
 
 
 def method_of(name: str, written: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method ``name`` of a parallel module whose class has ``written``."""
+    """Return the method ``name`` of a parallel module, or of a submodule, of whose class ``written`` is."""
 
     @functools.wraps(written)
     def method(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run: Run | None = self.__dict__.get("_autopar")
-        if run is None:
+        at = self.__dict__.get("_autopar")
+        if at is None:
             return written(self, *args, **kwargs)
-        shown = f"{run.kind.__name__}.{name}"
+        run: Run = at.run
+        shown = f"{at.kind.__name__}.{name}"
         with run.all_call(shown):
             values = run.whole_values()
             result = _once(run, shown, values, lambda: written(self, *args, **kwargs))
@@ -49,7 +49,7 @@ def _once(run: Run, shown: str, values: Mapping[str, torch.Tensor], call: Callab
     """Run a method, or a generator on to what it yields, and refuse what would be lost."""
     stored = dict(run.named_parameters(remove_duplicate=False))
     now = {name: param.requires_grad for name, param in stored.items()}
-    with run.user.as_written(values, {**run.user.wanted, **now}) as model, refusing_what_is_left(run):
+    with run.user.as_written(values, {**run.user.wanted, **now}, captures=False) as model, refusing_what_is_left(run):
         held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         versions = {name: tensor._version for name, tensor in held.items()}
         result = call()
@@ -116,4 +116,11 @@ def _leads_to(tensor: torch.Tensor, leaves: Collection[int]) -> bool:
     return False
 
 
-__all__ = ["method_of"]
+def freeze_alike(run: Any, requires_grad: Mapping[str, bool]) -> None:
+    """Freeze or thaw stored parameters as the user's own code has done it to the old ones."""
+    for name, param in run.named_parameters(remove_duplicate=False):
+        if param.requires_grad is not requires_grad[name]:
+            param.requires_grad_(requires_grad[name])
+
+
+__all__ = ["freeze_alike", "method_of"]

@@ -7,15 +7,15 @@ has no effect on it, and is refused; its mode, its plain attributes and its tens
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from autopar.errors import RunError
 from autopar.runtime.as_module.left_attributes import refuse_left
+from autopar.runtime.as_module.methods import freeze_alike, method_of
 from autopar.runtime.as_module.statistics_anew import BATCH_NORMS, momentum_of, reset, set_momentum
 from autopar.runtime.as_module.user_module import PLACE
 from autopar.runtime.parameters.state import placed_as
@@ -115,8 +115,8 @@ class Derived(torch.nn.Module):
                 super().train(mode)
             else:
                 before = {name: param.requires_grad for name, param in run.named_parameters(remove_duplicate=False)}
-                with run.user.as_written(requires_grad={**run.user.wanted, **before}):
-                    super().train(mode)
+                with run.user.as_written(requires_grad={**run.user.wanted, **before}, captures=False):
+                    at.kind.train(self, mode)
                     after = {name: param.requires_grad for name, param in run.user.params.items()}
                 freeze_alike(run, after)
         return self
@@ -131,13 +131,6 @@ class Derived(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         place(self, state_dict, prefix, local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-
-
-def freeze_alike(run: Any, requires_grad: Mapping[str, bool]) -> None:
-    """Freeze or thaw stored parameters as the user's own code has done it to the old ones."""
-    for name, param in run.named_parameters(remove_duplicate=False):
-        if param.requires_grad is not requires_grad[name]:
-            param.requires_grad_(requires_grad[name])
 
 
 def _label(at: Any, name: str) -> str:
@@ -194,19 +187,21 @@ class Part(Derived):
     """A submodule of a parallel module. It runs only with the whole."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a call: there is no program of a part.
+        """Run on whole values, without gradients; every rank calls it.
 
         Raises:
-            RunError: it says what to do.
+            RunError: with gradients, since there is no program of a part.
         """
         at = place_of(self)
         if at is None:
             return super().__call__(*args, **kwargs)
-        raise RunError(
-            f"'{at.path}' of a parallel module cannot be called alone: the program was captured as a whole\n  call the "
-            "whole, with what is to be computed in its forward or in loss_fn= of parallelize, or parallelize the "
-            "submodule"
-        )
+        if torch.is_grad_enabled():
+            raise RunError(
+                f"'{at.path}' of a parallel module cannot be called alone with gradients: the program was captured as "
+                "a whole\n  call the whole, with what is to be computed in its forward or in loss_fn= of parallelize; "
+                "or parallelize the submodule; or, for values only, call it on all ranks under torch.no_grad()"
+            )
+        return method_of("forward", torch.nn.Module.__call__)(self, *args, **kwargs)
 
     register_forward_hook = register_forward_pre_hook = _refuse_hook
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
@@ -224,10 +219,9 @@ class Part(Derived):
 
 
 def names_of_part(kind: type) -> dict[str, Any]:
-    """Return what the class of a submodule has in addition to its own: methods that work on tensors are refused."""
-    names: dict[str, Any] = {
-        name: _refused(name, getattr(kind, name)) for name in methods_of(kind) if not hasattr(Part, name)
-    }  # fmt: skip
+    """Return what the class of a submodule has in addition to its own: methods that run on whole values."""
+    own = [name for name in methods_of(kind) if not hasattr(Part, name)]
+    names: dict[str, Any] = {name: method_of(name, getattr(kind, name)) for name in own}
     if issubclass(kind, BATCH_NORMS):
         names.update(momentum=property(momentum_of, set_momentum), reset_running_stats=reset)
     if issubclass(kind, torch.nn.RNNBase):
@@ -243,21 +237,6 @@ def methods_of(kind: type) -> Iterable[str]:
             value = inspect.getattr_static(kind, name)
             if inspect.isroutine(value) and not isinstance(value, staticmethod | classmethod):
                 yield name
-
-
-def _refused(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def refuse(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        at = place_of(self)
-        if at is None:
-            return method(self, *args, **kwargs)
-        raise RunError(
-            f"{name}() of '{at.path}', a {at.kind.__name__} in a parallel module: the program was captured as a whole, "
-            "and the method would work on this rank's shards; call it on the model before parallelize, or have a "
-            "method of the whole model call it"
-        )
-
-    return refuse
 
 
 def place(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
@@ -295,4 +274,4 @@ def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device)
             )
 
 
-__all__ = ["Derived", "Part", "freeze_alike", "methods_of", "names_of_part", "place_of"]
+__all__ = ["Derived", "Part", "methods_of", "names_of_part", "place_of"]

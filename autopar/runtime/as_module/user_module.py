@@ -31,6 +31,7 @@ HOOKS = (
 """Where modules keep hooks: those that were traced are part of the program, and do not run around it."""
 PLACE = "_autopar"
 """The attribute of the module and of each submodule that leads to the run."""
+_MISSING = object()
 Base = tuple[type, Callable[[type], dict[str, Any]]]
 """A class from which others are derived, and what these have of their own."""
 _derived: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
@@ -85,6 +86,8 @@ class UserModule:
         for name, param in self.params.items():
             self.names.setdefault(id(param), name)
         self._tables = {each.module: each.stored for each in self.modules}
+        self.hidden: dict[tuple[str, str], Any] = {}
+        """By path and name attributes that calls of the program set, or do not set, with what they were."""
         self.is_written = False
         """The module is now as its user wrote it."""
 
@@ -153,13 +156,15 @@ class UserModule:
 
     @contextlib.contextmanager
     def as_written(
-        self, values: Mapping[str, torch.Tensor] | None = None, requires_grad: Mapping[str, bool] | None = None
-    ) -> Iterator[torch.nn.Module]:
+        self, values: Mapping[str, torch.Tensor] | None = None, requires_grad: Mapping[str, bool] | None = None, *,
+        captures: bool = True,
+    ) -> Iterator[torch.nn.Module]:  # fmt: skip
         """Have the module be as its user wrote it: its class, its own parameters, buffers and hooks.
 
         Args:
             values: whole values by name; parameters that have none have their shapes only.
             requires_grad: of parameters; by default as when it was parallelized.
+            captures: it is captured, so attributes that its forward sets are as when it was parallelized.
 
         Raises:
             RunError: it has other submodules, parameters or hooks afterwards.
@@ -188,7 +193,8 @@ class UserModule:
                   for each in self.modules]  # fmt: skip
         self.is_written = True
         try:
-            yield self.model
+            with self._shown() if captures else contextlib.nullcontext():
+                yield self.model
             self._check_unchanged(before)
         finally:
             self.is_written = False
@@ -204,6 +210,21 @@ class UserModule:
                 object.__setattr__(each.module, "__class__", each.derived)
             for param in {id(p): p for p in self.params.values()}.values():
                 self._free(param)
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Have hidden attributes be what they were."""
+        owners = {each.path: each.module.__dict__ for each in self.modules}
+        now = [(owners[path], name, owners[path].get(name, _MISSING)) for path, name in self.hidden]
+        for (path, name), value in self.hidden.items():
+            owners[path][name] = value
+        try:
+            yield
+        finally:
+            for attributes, name, value in now:
+                attributes.pop(name, None)
+                if value is not _MISSING:
+                    attributes[name] = value
 
     def _check_unchanged(self, before: list[tuple[dict[str, Any], ...]]) -> None:
         for each, (modules, *tables) in zip(self.modules, before, strict=True):
