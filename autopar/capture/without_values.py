@@ -27,14 +27,17 @@ _STRIDES: Any = WeakIdKeyDictionary()
 """Of parameters of copies: how those of the model lie in memory. They themselves are one value each, expanded."""
 
 
-def without_values(model: torch.nn.Module) -> torch.nn.Module:
-    """The copy; its parameters have the shapes of the model's, and one value each.
+def without_values(model: torch.nn.Module, memo: dict[int, Any] | None = None) -> torch.nn.Module:
+    """Return the copy; its parameters have the shapes of the model's, and one value each.
+
+    Args:
+        memo: copies by the ids of what they are of, as of ``copy.deepcopy``.
 
     Raises:
         Exception: the model holds what cannot be copied.
         ValueError: something that was copied still reads modules or tensors of the model.
     """
-    memo: dict[int, Any] = {}
+    memo = {} if memo is None else memo
     for parameter in model.parameters():
         memo[id(parameter)] = copied_parameter(parameter)
     copied: torch.nn.Module = copy.deepcopy(model, memo)
@@ -55,6 +58,14 @@ def copied_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     copied = torch.nn.Parameter(parameter.detach().new_zeros(()).expand(parameter.shape), parameter.requires_grad)
     _STRIDES[copied] = _STRIDES.get(parameter, parameter.stride())
     return copied
+
+
+def laid_out_as(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """Return a value in the dtype of a parameter, laid out in memory as that was at first."""
+    new = torch.empty_strided(
+        value.shape, _STRIDES.get(parameter, parameter.stride()), dtype=parameter.dtype, device=value.device
+    )
+    return new.copy_(value)
 
 
 def expanded(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -212,4 +223,4 @@ def _leads_to(originals: set[int], values: Iterable[Any], free: set[int], weakly
     return False
 
 
-__all__ = ["copied_parameter", "expanded", "with_strides", "without_values"]
+__all__ = ["copied_parameter", "expanded", "laid_out_as", "with_strides", "without_values"]

@@ -7,13 +7,12 @@ optimizer that is copied with the module follow it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-from autopar.capture.without_values import copied_parameter
+from autopar.capture.without_values import without_values
 from autopar.runtime.as_module.parallel_module import parallel
 from autopar.runtime.as_module.run import Run
 from autopar.runtime.batches.batch import Batch
@@ -23,7 +22,7 @@ R = TypeVar("R", bound=Run)
 Build = Callable[[torch.nn.Module, Callable[[str], torch.Tensor]], R]
 
 _TAKEN_OVER = (
-    "captured_training", "skeleton", "signature", "gradient_dtype", "local_batch", "buckets", "layouts_change",
+    "captured_training", "signature", "gradient_dtype", "local_batch", "buckets", "layouts_change",
     "told_of_statistics", "evaluates_otherwise",
 )  # fmt: skip
 """Attributes that a copy has as the run that it is made of."""
@@ -36,13 +35,10 @@ def copied(run: R, memo: dict[int, Any], build: Build[R]) -> R:
         build: makes a run like ``run`` of a model with given whole values by name.
     """
     with run.user.as_written() as model:
-        values: dict[str, torch.Tensor] = {}
-        for name, param in run.user.params.items():
-            if id(param) not in memo:
-                memo[id(param)] = copied_parameter(param)
-            values[name] = memo[id(param)]
-        twin: torch.nn.Module = copy.deepcopy(model, memo)
-    values |= dict(twin.named_buffers(remove_duplicate=False))
+        twin = without_values(model, memo)
+    values: dict[str, torch.Tensor] = {
+        **dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))
+    }  # fmt: skip
     new = build(twin, lambda name: values[name])
     with torch.no_grad():
         for name, value in run.registered().items():

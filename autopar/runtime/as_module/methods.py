@@ -65,12 +65,13 @@ def _once(run: Run, shown: str, values: Mapping[str, torch.Tensor], call: Callab
             )
         after = {name: param.requires_grad for name, param in run.user.params.items()}
         moves = [Move(leaf, run.user.params) for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)]
+        moves = [move for move in moves if any(name is not None for names in move.layout for name in names)]
         for move in moves:
-            if any(name is not None for names in move.layout for name in names):
-                move.check()
-                move.to(run, run.ranks()[0])
+            move.check()
         old = {id(param): stored.get(name) for name, param in reversed(run.user.params.items())}
         result = pytree.tree_map(lambda leaf: old.get(id(leaf), leaf), result) if leaves else result
+    for move in moves:
+        move.to(run, run.ranks()[0])
     freeze_alike(run, after)
     return result
 

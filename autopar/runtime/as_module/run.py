@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.capture import Captured
-from autopar.capture.evaluation import OtherGraphError, Skeleton
+from autopar.capture.evaluation import OtherGraphError, sides_in_eval_mode
 from autopar.capture.losses import LOSS, other_losses
 from autopar.errors import RunError
 from autopar.plans.plan import Plan
@@ -77,7 +77,6 @@ class Run:
         self.module, self.captured, self.kind = model, captured, type(model)
         self.signature = inspect.signature(model.forward)
         self.captured_training = model.training
-        self.skeleton = Skeleton(model) if model.training else None
         self.user = UserModule(model)
         self.modes = Modes(model)
         self.trained = self.modes.at_first
@@ -253,7 +252,7 @@ class Run:
         return training is trained or training == trained or (not training and self._is_told_to_evaluate(trained))
 
     def _is_told_to_evaluate(self, trained: Training) -> bool:
-        return "" in trained and self.skeleton is not None and not self.evaluates_otherwise
+        return "" in trained and self.captured_training and not self.evaluates_otherwise
 
     def captures_in(self) -> Training:
         """Return the modes in which the model is captured for a call now: those of training, if they do for eval mode
@@ -269,9 +268,9 @@ class Run:
         """
         if self.evaluates:
             return True
-        assert self.skeleton is not None
         try:
-            sides = self.skeleton.check(self.captured)
+            with self.user.as_written() as model:
+                sides = sides_in_eval_mode(model, self.captured)
         except OtherGraphError as error:
             if not self.follows_modes:
                 raise RunError(str(error)) from None

@@ -56,7 +56,8 @@ class Derived(torch.nn.Module):
         path, run = at.path, at.run
         full = f"{path}.{name}" if path else name
         if run.leads is not None and full in run.user.params:
-            return torch.nn.Parameter(run.user.params[full].to("meta"), run.user.wanted[full])
+            old = run.user.params[full]
+            return torch.nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device="meta"), run.user.wanted[full])
         if run.leads is not None and full in run.user.buffers:
             return run.user.buffers[full].to("meta")
         refuse_left(run.captured, path, name)
@@ -149,9 +150,11 @@ def _refuse_replacing(module: torch.nn.Module, at: Any, name: str, value: Any) -
     is_new = had is module and name != "__class__"
     if is_new and not issubclass(at.kind, _CONTAINERS) and name != "parametrizations":
         return  # forward does not read it
-    what = "added" if is_new else "replaced" if had is not None else "set, which is None in the model"
+    what = "added" if is_new else "set, which is None in the model" if had is None else "replaced"
+    by = f" by a {type(value).__name__}" if isinstance(value, torch.nn.Module) and what == "replaced" else ""
+    kind = "module " if isinstance(value, torch.nn.Module) else ""
     raise RunError(
-        f"{_label(at, name)} was {what}: the program was captured as a whole and would go on without it; change the "
+        f"{kind}'{f'{at.path}.{name}' if at.path else name}' of a parallel module was {what}{by}: the program was captured as a whole and would go on without it; change the "
         f"model before parallelize, or {AGAIN}"
     )
 

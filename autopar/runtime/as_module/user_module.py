@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.without_values import expanded
+from autopar.capture.without_values import expanded, laid_out_as
 from autopar.errors import RunError
 from autopar.runtime.as_module.old_parameters import OldParameter
 
@@ -187,7 +187,7 @@ class UserModule:
             if self.names[id(param)] == name:
                 param.__class__ = self.kinds[id(param)]
                 if name in values:
-                    param.data = values[name].to(param.dtype)
+                    param.data = laid_out_as(param, values[name])
                 param.requires_grad_((requires_grad or self.wanted)[name])
         before = [(dict(each.module._modules), *(dict(each.written[name]) for name in ("_parameters", *HOOKS)))
                   for each in self.modules]  # fmt: skip

@@ -34,7 +34,6 @@ from autopar.runtime.variants.recaptured import (
     check_stored,
     differs,
     planner_for,
-    skeleton_of,
     with_buffers_of,
 )
 
@@ -47,7 +46,7 @@ ReplanStages = Callable[[Captured, int], Plan]
 Lines = tuple[tuple[Wire, ...], tuple[Tied, ...]]
 """What crosses between stages, and what several groups of ranks hold."""
 PROGRAM = (
-    "captured", "parts", "plan", "skeleton", "has_evaluation",
+    "captured", "parts", "plan", "has_evaluation",
     "drawing", "batch", "reached_by", "totals", "stages",
     "lines", "works", "trained",
 )  # fmt: skip
@@ -147,7 +146,7 @@ def _with_other_literals(pm: PipelineRun, new: Captured) -> None:
 def _run(pm: PipelineRun, new: Captured, parts: tuple[StageGraph, ...], plan: Plan) -> None:
     """Run the stages that ``pm`` has been given."""
     pm.captured, pm.parts, pm.plan, pm.works = new, parts, plan, {}
-    pm.skeleton, pm.has_evaluation = skeleton_of(pm), False
+    pm.has_evaluation = False
     pm.drawing = (drawing(new.graph),) * 2
     pm.batch = Batch(new, pm.signature, pm.device)
     pm.reached_by, pm.totals = (

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.capture import Captured
-from autopar.capture.evaluation import Skeleton
 from autopar.errors import RunError
 from autopar.plans.plan import StagePlan
 from autopar.rules.notation import Rule
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 Planner = TypeVar("Planner")
 """Of a mesh's program, or of a pipeline's."""
 PROGRAM = (
-    "captured", "stage", "skeleton", "batch", "totals_kept",
+    "captured", "stage", "batch", "totals_kept",
     "trained",
 )  # fmt: skip
 """What of a module without pipeline is another with other values."""
@@ -91,7 +90,6 @@ def take(pm: Run, new: Captured, replan: Replan | None, all_well: AllWell) -> No
     with all_well():
         stage = pm.stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
         pm.run_stage(new, stage)
-        pm.skeleton = skeleton_of(pm)
 
 
 def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner:
@@ -110,14 +108,6 @@ def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner
             f"parallelize it again, and load this {state_dict}"
         )
     return replan
-
-
-def skeleton_of(pm: Run) -> Skeleton | None:
-    """What eval mode is seen from, with the values that the model has now."""
-    if pm.skeleton is None or pm.programs is None or not pm.programs.values:
-        return pm.skeleton
-    with pm.user.as_written() as model:
-        return Skeleton(model)
 
 
 def _stored(pm: Run, graph: Graph) -> dict[str, str]:
@@ -277,6 +267,6 @@ def _placed_again(
 
 
 __all__ = [
-    "buffers_for", "check_stored", "differs", "fields_of", "planner_for", "resume", "skeleton_of", "take",
+    "buffers_for", "check_stored", "differs", "fields_of", "planner_for", "resume", "take",
     "under_another_plan", "with_buffers_of",
 ]  # fmt: skip
