@@ -183,6 +183,7 @@ class ParallelModule(Derived):
 
     @compare_every.setter
     def compare_every(self, calls: int | None) -> None:
+        _refuse_both(self, "compare_every")
         if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 0):
             raise RunError(f"compare_every is {calls!r}; give a number of calls, 0 for never, or None for the default")
         self._autopar.compared.every = calls
@@ -199,6 +200,7 @@ class ParallelModule(Derived):
 
     @gradient_dtype.setter
     def gradient_dtype(self, dtype: torch.dtype | None) -> None:
+        _refuse_both(self, "gradient_dtype")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise RunError(f"gradient_dtype is {dtype!r}; give a floating point dtype, such as torch.float32, or None")
         self._autopar.gradient_dtype = dtype
@@ -384,6 +386,19 @@ def _on_one_mesh(pm: ParallelModule, name: str) -> MeshRun:
     if pm._autopar.leads is not None:
         raise RunError(f"{name} of a pipeline: each of its stages has its own; see pm.plan.stages")
     return cast("MeshRun", pm._autopar)
+
+
+def _refuse_both(pm: ParallelModule, name: str) -> None:
+    """Refuse to set an attribute that the model has, too.
+
+    Raises:
+        RunError: it says how to set the model's.
+    """
+    if name in vars(pm):
+        raise RunError(
+            f"{name} was set, which is of the parallel module and of the {pm._autopar.kind.__name__}, and forward reads "
+            f"the model's: set that by vars(model)['{name}'] = ..., or rename it"
+        )
 
 
 def _in_stages(pm: ParallelModule, name: str) -> PipelineRun:
