@@ -8,7 +8,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -422,7 +422,8 @@ def _with_signature(forward: Any, kind: Any) -> Any:
     return copied
 
 
-_Does = TypeVar("_Does", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def run_of(module: Any) -> Run:
@@ -438,17 +439,17 @@ def run_of(module: Any) -> Run:
     return module._autopar
 
 
-def on_all_ranks(does: _Does) -> _Does:
+def on_all_ranks(does: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return a function of a parallel module, which all ranks call, as one that takes the module's run; where only some
     ranks call it, it is refused on all of them."""
 
     @functools.wraps(does)
-    def together(pm: Any, *args: Any, **kwargs: Any) -> Any:
+    def together(pm: Any, *args: P.args, **kwargs: P.kwargs) -> R:
         run = run_of(pm)
         with run.all_call(does.__name__):
             return does(run, *args, **kwargs)
 
-    return cast(_Does, together)
+    return together
 
 
 __all__ = ["EXTRA", "ParallelModule", "on_all_ranks", "parallel", "run_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +65,8 @@ class Run:
     buckets: Buckets | None = None
     local_batch: RowsOfRanks | None = None
     told_of_statistics = False
+    train_step: Callable[..., torch.Tensor]
+    """Run a training step; arguments as of ``ParallelModule.train_step``, the batch as a tuple and a dict."""
     layouts_change = False
     layout = 0
     compiled_as: Any = None
@@ -186,10 +188,6 @@ class Run:
         """Run a call of the module."""
         raise NotImplementedError
 
-    def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> torch.Tensor:
-        """Run a training step."""
-        raise NotImplementedError
-
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of a batch without gradients."""
         raise NotImplementedError
@@ -214,7 +212,7 @@ class Run:
             self.follow_modes()
         except BaseException:
             for module, mode in before:
-                torch.nn.Module.__setattr__(module, "training", mode)
+                module.__dict__["training"] = mode
             raise
         finally:
             self.is_changing_mode, self.modes.stale = False, True

@@ -103,11 +103,11 @@ def taken_anew(run: Run) -> Iterator[None]:
         with torch.no_grad():
             for (path, name), value in before.items():
                 part, momentum = anew.get(path) or staying[path]
+                buffer = part.get_buffer(name)
                 if not failed and path in anew:
-                    of_batch = part._buffers[name] / momentum
-                    value = value + (of_batch - value) / part._buffers["num_batches_tracked"]
-                with preserve_version_counter(part._buffers[name]):  # the backward has saved it, and does not read it
-                    part._buffers[name].copy_(value)
+                    value = value + (buffer / momentum - value) / part.get_buffer("num_batches_tracked")
+                with preserve_version_counter(buffer):  # the backward has saved it, and does not read it
+                    buffer.copy_(value)
 
 
 __all__ = ["BATCH_NORMS", "momentum_of", "reset", "set_momentum", "taken_anew"]

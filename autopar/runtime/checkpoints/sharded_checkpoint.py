@@ -512,8 +512,9 @@ class Checkpoint:
 
     def _together(self, what: str) -> contextlib.AbstractContextManager[Any]:
         """Around what all ranks call: where only some do, and others go on, all of them hear it within seconds."""
-        parallel = isinstance(self.model, ParallelModule)
-        return self.model._autopar.all_call(what) if parallel else contextlib.nullcontext()
+        if isinstance(self.model, ParallelModule):
+            return self.model._autopar.all_call(what)
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _on_all(self, what: str) -> Iterator[None]:

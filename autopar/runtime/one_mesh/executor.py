@@ -59,6 +59,7 @@ class MeshRun(Run):
     stage: Stage
     local_batch: LocalBatch | None = None
     given_ahead: Mapping[str, torch.Tensor] | None = None
+    totals_kept: tuple[TotalsAhead | None] | None
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,

@@ -92,6 +92,7 @@ def _may_be_uneven(pm: MeshRun) -> bool:
 
 def _of_local_batch(pm: MeshRun, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[StepPart]:
     """The parts of a step of which every rank has equally many rows."""
+    assert pm.local_batch is not None
     without = no_rows_in(pm.planned)
     rows = rows_of((args, kwargs), without)
     planned = batch_rows(pm.planned) // pm.local_batch.ranks
@@ -175,10 +176,7 @@ def _trained(pm: MeshRun, parts: Sequence[StepPart], scale: torch.Tensor | None)
     for part in parts:
         pm.check_step(part.call)
         pm.check_trains()
-        if pm.captured.graph.loss is None:
-            raise RunError(
-                "the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself"
-            )
+        _loss_of(pm)
         of_parts.append(calls := _calls_of(pm, part, len(parts) > 1))
         rows = rows_of_microbatch(pm.captured)
         places.append(part.places or [PlaceInBatch(rows_before + k * rows, rows, rows) for k in range(len(calls))])
@@ -197,17 +195,26 @@ def _trained(pm: MeshRun, parts: Sequence[StepPart], scale: torch.Tensor | None)
     with pm.fails_everywhere(f"summing what the losses from call {pm.calls + 1} on divide by"):
         given = computed_ahead(totals, wholes, shares, pm.buffer)
     if len(parts) == 1:
-        loss = pm.captured.graph.loss
-        return backwards(pm, of_parts[0], weights, loss, len(shares), given, scale, places[0])
+        return backwards(pm, of_parts[0], weights, _loss_of(pm), len(shares), given, scale, places[0])
     losses = []
     begin = 0
     with _gradients_stay_where_it_breaks(pm):
         for part, calls, of_rows in zip(parts, of_parts, places, strict=True):
             pm.check_step(part.call)
-            loss = pm.captured.graph.loss
             these = slice(begin, begin := begin + len(calls))
-            losses.append(backwards(pm, calls, weights[these], loss, len(shares), given[these], scale, of_rows))
+            losses.append(backwards(pm, calls, weights[these], _loss_of(pm), len(shares), given[these], scale, of_rows))
     return sum(losses[1:], losses[0])
+
+
+def _loss_of(pm: MeshRun) -> int:
+    """Return the number of the loss among the outputs of the program that runs now.
+
+    Raises:
+        RunError: there is none.
+    """
+    if pm.captured.graph.loss is None:
+        raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
+    return pm.captured.graph.loss
 
 
 def _calls_of(pm: MeshRun, part: StepPart, of_several: bool) -> Sequence[Call]:

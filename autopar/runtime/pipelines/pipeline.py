@@ -41,7 +41,7 @@ from autopar.runtime.pipelines.pipeline_outputs import of_batch, of_run
 from autopar.runtime.pipelines.pipeline_programs import Lines
 from autopar.runtime.pipelines.pipeline_runs import forwards, ready_runs, seeds_of
 from autopar.runtime.pipelines.pipeline_start import begun, check_fits, take_values, unread_in
-from autopar.runtime.pipelines.rank_actions import Span, Unfinished
+from autopar.runtime.pipelines.rank_actions import Span, Unfinished, Work
 from autopar.runtime.pipelines.schedule_check import check_buffers, check_rows
 from autopar.runtime.ranks.agree import Meeting
 from autopar.runtime.ranks.failures import Failures
@@ -59,6 +59,9 @@ class PipelineRun(Run):
     lines: Lines
     local_batch: RowsInStages | None = None
     padding: Padding
+    failures: Failures
+    works: dict[int, Work]
+    spans: list[Span] | None
 
     def __init__(
         self, model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",

@@ -78,7 +78,7 @@ def fields_of(pm: Run) -> Fields:
     return {name: pm.__dict__[name] for name in PROGRAM}
 
 
-def take(pm: Run, new: Captured, replan: Replan | None, all_well: AllWell) -> None:
+def take(pm: MeshRun, new: Captured, replan: Replan | None, all_well: AllWell) -> None:
     """Have a module run ``new``: under the plan that it has, if that fits, else under a new one."""
     reason = differs(pm.captured, new)
     plan: StagePlan | None = None
@@ -127,7 +127,7 @@ def _stored(pm: Run, graph: Graph) -> dict[str, str]:
     return pins
 
 
-def under_another_plan(pm: Run, new: Captured, plan: StagePlan) -> Stage:
+def under_another_plan(pm: MeshRun, new: Captured, plan: StagePlan) -> Stage:
     """A stage that runs ``new`` under a plan of its own, with the parameters and buffers that ``pm`` has.
 
     Raises:
@@ -218,7 +218,7 @@ def _renewed_from_now_on(name: str, param: torch.Tensor) -> tuple[torch.Tensor, 
     return local, whole_state(mesh_of(param.device_mesh)) if isinstance(param, DTensor) else State()
 
 
-def resume(pm: Run, fields: Fields) -> None:
+def resume(pm: MeshRun, fields: Fields) -> None:
     """Have ``pm`` run a program that was kept, with the buffers as they are by now."""
     now = pm.stage.buffers
     for name, value in fields.items():
