@@ -178,11 +178,13 @@ def plan(
     if captured is None or request.microbatches > 1:
         captured = captured_in_parts(
             lambda part: capture(
-                model, part[0], example_kwargs=part[1], loss_fn=loss_fn, targets=part[2], precision=request.pins.precision
+                model, part[0], example_kwargs=part[1], loss_fn=loss_fn, targets=part[2],
+                precision=request.pins.precision,
             ),
             batch, request.microbatches, model, input_rows,
         )  # fmt: skip
-    request = with_measured_load(request, captured, model, first_part(batch, request.microbatches, no_rows_in(captured)))
+    one = first_part(batch, request.microbatches, no_rows_in(captured))
+    request = with_measured_load(request, captured, model, one)
     where = get_cluster(cluster)
     outcome = planning.find(
         model, captured, lambda: batch, where, where.n_devices, request, reference(cluster), runs=False
@@ -228,7 +230,8 @@ def layouts(
         "precision": precision, "expert_load": expert_load,
     }  # fmt: skip
     arguments.check(**given)
-    said = [w.name for w in PLAN_OPTIONS if w.name in given and w.name not in BESIDE_LAYOUTS and given[w.name] != w.default]
+    options = [option for option in PLAN_OPTIONS if option.name in given and option.name not in BESIDE_LAYOUTS]
+    said = [option.name for option in options if given[option.name] != option.default]
     if said:
         raise PlanError(f"like= says {', '.join(said)}, too; leave {'these' if len(said) > 1 else 'it'} out, or like=")
     request = request_of(given)
@@ -338,7 +341,8 @@ def parallelize(
         batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
             rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
             is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.batches.local_batch`). In a
-            pipeline the nth ranks of all groups have the same rows (:mod:`autopar.runtime.batches.local_batch_in_stages`).
+            pipeline the nth ranks of all groups have the same rows
+            (:mod:`autopar.runtime.batches.local_batch_in_stages`).
         compile: whether the programs are compiled, as ``pm.compile()`` does; or the options of ``torch.compile``, such
             as ``{"fullgraph": True}``.
         input_rows: the inputs that have one entry for each row of the batch, by the names or positions of arguments of

@@ -36,7 +36,7 @@ from autopar.planner.planning import in_stages
 from autopar.plans.request import request_of
 from autopar.profiling import document as profiles
 from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
-from autopar.runtime.pipelines.pipeline import in_stages
+from autopar.runtime.pipelines.pipeline import pipelined
 from hardware_profiles import load_cluster
 
 OUT = Path(__file__).parent.parent / "hardware_profiles" / "measured" / "prediction_local.json"
@@ -121,7 +121,7 @@ def rank(name: str, texts: list[str], steps: int, patience: float) -> list[dict[
     runs = []
     for text in texts:
         plan = files.loads(text, captured.graph)
-        module = in_stages(model, captured, plan)
+        module = pipelined(model, captured, plan)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
         batch = {k: v.repeat(plan.microbatches, *[1] * (v.dim() - 1)) for k, v in kwargs.items()}
         runs.append((module, optimizer, batch))

@@ -99,7 +99,7 @@ class OtherGraphError(RunError):
 
 
 def sides_in_eval_mode(model: torch.nn.Module, captured: Captured) -> dict[str, int]:
-    """Refuse a model whose eval mode is another than :func:`evaluated` makes; return the ``sides`` that it makes it with.
+    """Refuse a model whose eval mode is another than :func:`evaluated` makes; return the ``sides`` for it.
 
     Raises:
         OtherGraphError: it is. RunError: it cannot be captured in eval mode.

@@ -119,7 +119,8 @@ def check_model(model: Any) -> None:
         where = f"its module '{path}'" if path else "the model"
         if isinstance(module, ParallelModule):
             raise CaptureError(
-                f"{where} is a parallel module already, a {written_class(module).__name__} that parallelize was given; parallelize the whole model once, "
+                f"{where} is a parallel module already, a {written_class(module).__name__} that parallelize was given; "
+                "parallelize the whole model once, "
                 "before any part of it"
             )
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):

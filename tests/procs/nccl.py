@@ -29,7 +29,7 @@ from zoo import ZOO
 import autopar
 from autopar.capture import capture
 from autopar.errors import RunError
-from autopar.runtime.pipelines.pipeline import in_stages
+from autopar.runtime.pipelines.pipeline import pipelined
 from autopar.runtime.ranks import failures, presence
 from autopar.runtime.ranks.agree import share
 from autopar.runtime.ranks.groups import Groups, destroy_groups, group_of_members
@@ -204,8 +204,8 @@ def fails_at(place: Place) -> tuple[float, str]:
     config = Config("mlp", place.schedule, (ONE,) * dist.get_world_size(), 4)
     case = ZOO["mlp"](layers=2 * dist.get_world_size())
     captured = capture(case.model, *cut(case.batch, 4, 0))
-    pm = in_stages(case.model, captured, make_plan(captured, config))
-    beside = in_stages(case.model, captured, make_plan(captured, config))
+    pm = pipelined(case.model, captured, make_plan(captured, config))
+    beside = pipelined(case.model, captured, make_plan(captured, config))
     call = pm.evaluate if place.evaluate else pm.train_step
     for _ in range(place.step):
         pm.train_step(*case.batch[0], **case.batch[1])  # these go well

@@ -29,7 +29,7 @@ from autopar.profiling.ops import passes_of
 from autopar.runtime.gradients import gradient_reduction
 from autopar.runtime.one_mesh.executor import on_mesh
 from autopar.runtime.parameters import gathering
-from autopar.runtime.pipelines.pipeline import in_stages
+from autopar.runtime.pipelines.pipeline import pipelined
 from autopar.runtime.ranks.groups import abort_groups
 from autopar.runtime.ranks.presence import alive
 from autopar.torch_private import default_store, no_dispatch_modes
@@ -113,7 +113,7 @@ def trained(config: Config) -> tuple[float, list[list[str]]]:
     def made(device: str) -> Any:
         model = copy.deepcopy(case.model)
         if isinstance(config, pipelines.Config):
-            return in_stages(model, captured, plan, device)
+            return pipelined(model, captured, plan, device)
         names = tuple(name for name, _ in config.mesh)
         mesh = init_device_mesh(device, tuple(n for _, n in config.mesh), mesh_dim_names=names)
         return on_mesh(model, captured, plan, mesh)

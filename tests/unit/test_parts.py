@@ -42,7 +42,8 @@ def decays(model: nn.Module) -> tuple[list[str], list[str]]:
 
 def test_loops_meet_modules_by_class() -> None:
     model = Net(shared=True)
-    before, classes, state = decays(model), [(p, m.__class__.__name__) for p, m in model.named_modules()], list(model.state_dict())
+    before, state = decays(model), list(model.state_dict())
+    classes = [(path, module.__class__.__name__) for path, module in model.named_modules()]
     pm: Any = autopar.parallelize(model, 1, X)
     assert decays(pm) == before and before[0] == ["first.weight", "twice.0.weight"]
     assert isinstance(pm, ParallelModule) and isinstance(pm, Net)

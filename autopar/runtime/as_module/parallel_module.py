@@ -396,8 +396,8 @@ def _refuse_both(pm: ParallelModule, name: str) -> None:
     """
     if name in vars(pm):
         raise RunError(
-            f"{name} was set, which is of the parallel module and of the {pm._autopar.kind.__name__}, and forward reads "
-            f"the model's: set that by vars(model)['{name}'] = ..., or rename it"
+            f"{name} was set, which is of the parallel module and of the {pm._autopar.kind.__name__}, and forward "
+            f"reads the model's: set that by vars(model)['{name}'] = ..., or rename it"
         )
 
 

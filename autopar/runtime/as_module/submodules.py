@@ -150,12 +150,13 @@ def _refuse_replacing(module: torch.nn.Module, at: Any, name: str, value: Any) -
     is_new = had is module and name != "__class__"
     if is_new and not issubclass(at.kind, _CONTAINERS) and name != "parametrizations":
         return  # forward does not read it
+    label = f"{at.path}.{name}" if at.path else name
     what = "added" if is_new else "set, which is None in the model" if had is None else "replaced"
     by = f" by a {type(value).__name__}" if isinstance(value, torch.nn.Module) and what == "replaced" else ""
     kind = "module " if isinstance(value, torch.nn.Module) else ""
     raise RunError(
-        f"{kind}'{f'{at.path}.{name}' if at.path else name}' of a parallel module was {what}{by}: the program was captured as a whole and would go on without it; change the "
-        f"model before parallelize, or {AGAIN}"
+        f"{kind}'{label}' of a parallel module was {what}{by}: the program was captured as a whole and would go on "
+        f"without it; change the model before parallelize, or {AGAIN}"
     )
 
 
@@ -213,7 +214,8 @@ class Part(Derived):
         """Return a module of the user's class, with copies of the tensors that this rank stores."""
         new: torch.nn.Module = torch.nn.Module.__new__(place_of(self).kind)
         memo[id(self)] = new
-        new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items() if name != PLACE})
+        attributes = {name: value for name, value in self.__dict__.items() if name != PLACE}
+        new.__dict__.update(copy.deepcopy(attributes, memo))
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -46,7 +46,7 @@ class Place:
 
 @dataclass
 class _Module:
-    """One module of the user's, and its tables of parameters, buffers and hooks as it was written and as it is stored."""
+    """A module of the user's, with its tables of parameters, buffers and hooks as written and as stored."""
 
     path: str
     module: torch.nn.Module
@@ -70,7 +70,8 @@ class UserModule:
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self.modules = [
             _Module(
-                path, module, type(module), {name: module.__dict__[name] for name in ("_parameters", "_buffers", *HOOKS)},
+                path, module, type(module),
+                {name: module.__dict__[name] for name in ("_parameters", "_buffers", *HOOKS)},
                 {
                     **{
                         table: {key: None for key, value in module.__dict__[table].items() if value is None}
@@ -145,7 +146,8 @@ class UserModule:
         for name, param in self.params.items():
             if id(param) in new:
                 owner, key = self.owner_of(name)
-                next(each for each in self.modules if each.module is owner).written["_parameters"][key] = self.params[name] = new[id(param)]
+                written = next(each.written for each in self.modules if each.module is owner)
+                written["_parameters"][key] = self.params[name] = new[id(param)]
                 self.names.setdefault(id(new[id(param)]), self.names[id(param)])
                 self.kinds[id(new[id(param)])] = torch.nn.Parameter
                 OldParameter.make(param, self.names[id(param)])

@@ -188,7 +188,9 @@ class _LocalBatch(torch.autograd.Function):
     """A piece of an output becomes this rank's rows; their gradient becomes that piece's, of the mean over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, state: State, shape: tuple[int, ...], local_batch: LocalBatch) -> torch.Tensor:
+    def forward(
+        ctx: Any, value: torch.Tensor, state: State, shape: tuple[int, ...], local_batch: LocalBatch
+    ) -> torch.Tensor:  # fmt: skip
         ctx.state, ctx.shape, ctx.local_batch = state, shape, local_batch
         whole = as_dtensor(value, state, shape, local_batch.device_mesh)
         rows: torch.Tensor = whole.redistribute(placements=torch_placements(local_batch.state)).to_local()

@@ -364,7 +364,7 @@ def on_mesh(
     model: torch.nn.Module, captured: Captured, plan: Plan, device_mesh: DeviceMesh,
     values: Callable[[str], torch.Tensor] | None = None, *, alike: bool | None = None, random: str = "sharded",
 ) -> Any:  # fmt: skip
-    """Turn a model into a parallel module on one mesh, as a plan of one stage says; arguments as of :class:`MeshRun`."""
+    """Turn a model into a parallel module on one mesh, as a plan says; arguments as of :class:`MeshRun`."""
     return parallel(MeshRun(model, captured, plan, device_mesh, values, alike=alike, random=random))
 
 

@@ -55,7 +55,9 @@ class StepPart:
     places: Sequence[PlaceInBatch] | None = None
 
 
-def parts_of_step(pm: MeshRun, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None) -> list[StepPart]:
+def parts_of_step(
+    pm: MeshRun, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None
+) -> list[StepPart]:  # fmt: skip
     """The parts of a step, before the first of them begins; every rank calls it.
 
     Args:

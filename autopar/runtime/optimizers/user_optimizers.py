@@ -147,7 +147,9 @@ class Move:
             return any(self._holds(v, shared, depth - 1) for v in value)
         return False
 
-    def _first_ranks_state(self, group: Any, device: torch.device, new: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    def _first_ranks_state(
+        self, group: Any, device: torch.device, new: Mapping[str, torch.Tensor]
+    ) -> dict[str, dict[str, Any]]:  # fmt: skip
         """State by name of the parameters that are here, each value placed as its parameter."""
         mine = {name: self.optimizer.state[p] for p, name in self._own() if self.optimizer.state.get(p)}
         alone = dist.get_world_size(group) == 1

@@ -329,7 +329,7 @@ class PipelineRun(Run):
         return {name: same[id(tensor)] for name, tensor in named if id(tensor) in same}
 
 
-def in_stages(
+def pipelined(
     model: torch.nn.Module, captured: Captured, plan: Plan, device_type: str = "cpu",
     values: Callable[[str], torch.Tensor] | None = None, alike: bool | None = None, meeting: Meeting | None = None,
     random: str = "sharded",
@@ -338,4 +338,4 @@ def in_stages(
     return parallel(PipelineRun(model, captured, plan, device_type, values, alike, meeting, random))
 
 
-__all__ = ["PipelineRun", "in_stages"]
+__all__ = ["PipelineRun", "pipelined"]

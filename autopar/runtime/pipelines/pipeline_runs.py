@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 _Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 
 
-def ready_runs(module: PipelineRun, args: tuple[Any, ...], kwargs: dict[str, Any], to_do: str | None = None) -> list[Ready]:
+def ready_runs(
+    module: PipelineRun, args: tuple[Any, ...], kwargs: dict[str, Any], to_do: str | None = None
+) -> list[Ready]:  # fmt: skip
     """The runs of a batch, with their programs in place, before the first of them begins.
 
     Args:

@@ -26,6 +26,7 @@ from autopar.words.placements import State, replicated_placement, whole_state
 
 if TYPE_CHECKING:
     from autopar.runtime.as_module.run import Run
+    from autopar.runtime.one_mesh.executor import MeshRun
 
 Planner = TypeVar("Planner")
 """Of a mesh's program, or of a pipeline's."""
