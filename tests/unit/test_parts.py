@@ -251,9 +251,9 @@ def test_what_is_registered_as_none_is_none() -> None:
     for each in (pm, copied):
         for owner in (each, each.inner):
             assert owner.mask is owner.head is owner.bias is None and "mask" in dir(owner)
-            with pytest.raises(RunError, match="'mask' of a parallel module was set, which is None in the model"):
+            with pytest.raises(RunError, match="mask' of a parallel module was set, which is None in the model"):
                 owner.mask = torch.ones(4)
-            with pytest.raises(RunError, match="'head' of a parallel module was set"):
+            with pytest.raises(RunError, match="head' of a parallel module was set"):
                 owner.head = nn.Linear(4, 4)
             owner.head = owner.bias = None
         with pytest.raises(RunError, match=r"bias of 'inner' was registered on a parallel module"):

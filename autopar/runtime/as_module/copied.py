@@ -14,11 +14,11 @@ import torch
 
 from autopar.capture.without_values import without_values
 from autopar.runtime.as_module.parallel_module import parallel
-from autopar.runtime.as_module.run import Run
+from autopar.runtime.as_module.run import ParallelRun
 from autopar.runtime.batches.batch import Batch
 from autopar.torch_private import module_at
 
-R = TypeVar("R", bound=Run)
+R = TypeVar("R", bound=ParallelRun)
 Build = Callable[[torch.nn.Module, Callable[[str], torch.Tensor]], R]
 
 _TAKEN_OVER = (

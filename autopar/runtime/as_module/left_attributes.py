@@ -21,10 +21,10 @@ from autopar.errors import RunError
 from autopar.torch_private import pytree
 
 if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import Run
+    from autopar.runtime.as_module.run import ParallelRun
 
 
-def leave(run: Run, values: Sequence[Any], of_step: bool) -> None:
+def leave(run: ParallelRun, values: Sequence[Any], of_step: bool) -> None:
     """Set the attributes after a call.
 
     Args:
@@ -50,7 +50,7 @@ def leave(run: Run, values: Sequence[Any], of_step: bool) -> None:
                 _fill(_held(attributes, left), left, new)
 
 
-def begin(run: Run) -> None:
+def begin(run: ParallelRun) -> None:
     """Have attributes hold nothing of before ``parallelize`` that calls of the program would have set."""
     parts = dict(run.module.named_modules())
     for left in run.captured.left:
@@ -101,7 +101,7 @@ def refuse_left(captured: Captured, path: str, name: str) -> None:
 
 
 @contextlib.contextmanager
-def refusing_what_is_left(run: Run) -> Iterator[None]:
+def refusing_what_is_left(run: ParallelRun) -> Iterator[None]:
     """Have a method of the model that reads what forward sets and the program does not be refused.
 
     Raises:

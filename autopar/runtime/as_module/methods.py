@@ -22,7 +22,7 @@ from autopar.runtime.optimizers.user_optimizers import Move
 from autopar.torch_private import pytree
 
 if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import Run
+    from autopar.runtime.as_module.run import ParallelRun
 
 _END = object()
 
@@ -35,7 +35,7 @@ def method_of(name: str, written: Callable[..., Any]) -> Callable[..., Any]:
         at = self.__dict__.get("_autopar")
         if at is None:
             return written(self, *args, **kwargs)
-        run: Run = at.run
+        run: ParallelRun = at.run
         shown = f"{at.kind.__name__}.{name}"
         with run.all_call(shown):
             values = run.whole_values()
@@ -45,8 +45,8 @@ def method_of(name: str, written: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _once(run: Run, shown: str, values: Mapping[str, torch.Tensor], call: Callable[[], Any]) -> Any:
-    """Run a method, or a generator on to what it yields, and refuse what would be lost."""
+def _once(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], call: Callable[[], Any]) -> Any:
+    """ParallelRun a method, or a generator on to what it yields, and refuse what would be lost."""
     stored = dict(run.named_parameters(remove_duplicate=False))
     now = {name: param.requires_grad for name, param in stored.items()}
     with run.user.as_written(values, {**run.user.wanted, **now}, captures=False) as model, refusing_what_is_left(run):
@@ -76,7 +76,7 @@ def _once(run: Run, shown: str, values: Mapping[str, torch.Tensor], call: Callab
     return result
 
 
-def _streamed(run: Run, shown: str, values: Mapping[str, torch.Tensor], generator: Iterator[Any]) -> Iterator[Any]:
+def _streamed(run: ParallelRun, shown: str, values: Mapping[str, torch.Tensor], generator: Iterator[Any]) -> Iterator[Any]:
     """Yield what a method yields, with the values that were gathered when it was called."""
     while (value := _once(run, shown, values, lambda: next(generator, _END))) is not _END:
         yield value

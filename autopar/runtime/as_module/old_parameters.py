@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RunError
-from autopar.torch_private import DisableTorchFunctionSubclass
+from autopar.torch_private import DisableTorchFunctionSubclass, pytree
 
 _OF_FORM = frozenset({
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_meta", "names", "is_cuda", "is_cpu",
@@ -39,7 +39,7 @@ class OldParameter(torch.nn.Parameter):
         if name in _TELL_FORM or (name == "__get__" and attribute in _OF_FORM):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        label = next((a.__dict__.get(_NAME) for a in args if type(a) is OldParameter), None)
+        label = next((a.__dict__.get(_NAME) for a in pytree.tree_leaves(args) if type(a) is OldParameter), None)
         what = attribute if name in ("__get__", "__set__") else name
         raise RunError(
             f"parameter{f' {label!r}' if label else ''} of before parallelize is used ({what}), which has replaced it "

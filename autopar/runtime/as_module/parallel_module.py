@@ -8,7 +8,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,12 @@ from autopar.errors import RunError
 from autopar.lower.program import Program
 from autopar.plans.plan import Plan
 from autopar.runtime.as_module.methods import method_of
-from autopar.runtime.as_module.run import Run
+from autopar.runtime.as_module.run import ParallelRun
 from autopar.runtime.as_module.submodules import Derived, Part, methods_of, names_of_part
 from autopar.runtime.batches.local_batch import sampler_of, sharded
 from autopar.runtime.batches.row_sampler import RowSampler
 from autopar.runtime.parameters.dtensor_fixes import note_state
 from autopar.runtime.stages.compiled import ITSELF, compile_programs, compiled_as_callers
-
-if TYPE_CHECKING:
-    from autopar.runtime.one_mesh.executor import MeshRun
-    from autopar.runtime.pipelines.pipeline import PipelineRun
 
 EXTRA = "_extra_state"
 """Under which torch keeps what is no tensor of the model; checkpoints know it."""
@@ -47,12 +43,12 @@ class ParallelModule(Derived):
     has those of its stages. Attributes, methods and submodules are the model's.
     """
 
-    _autopar: Run
+    _autopar: ParallelRun
 
     # -- running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call, with the hooks that were registered since ``parallelize``."""
+        """ParallelRun a call, with the hooks that were registered since ``parallelize``."""
         return torch.nn.Module.__call__(self, *args, **kwargs)
 
     @compiled_as_callers
@@ -86,7 +82,7 @@ class ParallelModule(Derived):
         self, *args: Any, optimizer: torch.optim.Optimizer | None = None, microbatches: int | None = None,
         scaler: torch.amp.GradScaler | None = None, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Run one training step on a batch of one or more microbatches.
+        """ParallelRun one training step on a batch of one or more microbatches.
 
         A microbatch has at most as many rows as were planned. Inputs that have the rows of the batch are cut; others
         go into every microbatch. Each loss counts by its microbatch's part of the rows, and divides by what the whole
@@ -355,7 +351,7 @@ class ParallelModule(Derived):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def parallel(run: Run) -> Any:
+def parallel(run: ParallelRun) -> Any:
     """Turn the user's module into a parallel one, and return it."""
     kind = type(run.module)
     own = {*dir(ParallelModule)} - {*dir(torch.nn.Module()), "_autopar"}
@@ -382,10 +378,10 @@ def _names_of_whole(kind: type) -> dict[str, Any]:
     }
 
 
-def _on_one_mesh(pm: ParallelModule, name: str) -> MeshRun:
+def _on_one_mesh(pm: ParallelModule, name: str) -> Any:
     if pm._autopar.leads is not None:
         raise RunError(f"{name} of a pipeline: each of its stages has its own; see pm.plan.stages")
-    return cast("MeshRun", pm._autopar)
+    return pm._autopar
 
 
 def _refuse_both(pm: ParallelModule, name: str) -> None:
@@ -401,10 +397,10 @@ def _refuse_both(pm: ParallelModule, name: str) -> None:
         )
 
 
-def _in_stages(pm: ParallelModule, name: str) -> PipelineRun:
+def _in_stages(pm: ParallelModule, name: str) -> Any:
     if pm._autopar.leads is None:
         raise RunError(f"{name}() is of pipelines, and this module runs on one mesh")
-    return cast("PipelineRun", pm._autopar)
+    return pm._autopar
 
 
 def _with_signature(forward: Any, kind: Any) -> Any:
@@ -426,13 +422,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def run_of(module: Any) -> Run:
+def run_of(module: Any) -> ParallelRun:
     """Return the run of a parallel module.
 
     Raises:
         RunError: it is no parallel module.
     """
-    if isinstance(module, Run):
+    if isinstance(module, ParallelRun):
         return module
     if not isinstance(module, ParallelModule):
         raise RunError(f"expected a module that parallelize has returned, got a {type(module).__name__}")

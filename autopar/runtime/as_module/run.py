@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,20 +28,18 @@ from autopar.runtime.stages.seeds import Seeds
 from autopar.runtime.variants.buckets import Buckets
 from autopar.runtime.variants.module_calls import ModuleCall
 
-if TYPE_CHECKING:
-    from autopar.runtime.variants.program_cache import AllWell, Fields, Programs
-
 Momenta = dict[str, tuple[torch.nn.Module, float]]
 """By path a batch norm, and the momentum that the program has."""
 
 
-class Run:
+class ParallelRun:
     """The programs of one module.
 
     Attributes:
         module, kind: the user's, and its class.
         captured: what the program that runs now was captured as.
         trained: the modules that train in it.
+        programs: the others (:class:`~autopar.runtime.variants.program_cache.Programs`); None where there are none.
         world: the process group of all ranks in which it was made; None on one device, which needs none.
         failures: those of its steps, on the ranks that run it together; None on one device.
         leads: of a pipeline, whether this rank is the first of its group; None where every rank has a part of all.
@@ -57,7 +55,7 @@ class Run:
     seeds: Seeds
     plan: Plan
     trained: Training
-    programs: Programs | None = None
+    programs: Any = None
     world: dist.ProcessGroup | None = None
     failures: Failures | None = None
     leads: bool | None = None
@@ -66,7 +64,7 @@ class Run:
     local_batch: RowsOfRanks | None = None
     told_of_statistics = False
     train_step: Callable[..., torch.Tensor]
-    """Run a training step; arguments as of ``ParallelModule.train_step``, the batch as a tuple and a dict."""
+    """ParallelRun a training step; arguments as of ``ParallelModule.train_step``, the batch as a tuple and a dict."""
     layouts_change = False
     layout = 0
     compiled_as: Any = None
@@ -90,7 +88,7 @@ class Run:
     # -- the module
 
     @property
-    def run(self) -> Run:
+    def run(self) -> ParallelRun:
         """Itself, as of the places of submodules."""
         return self
 
@@ -164,16 +162,16 @@ class Run:
         """
         raise NotImplementedError
 
-    def kept_program(self) -> Fields:
+    def kept_program(self) -> dict[str, Any]:
         """Return what makes up the program that runs now."""
         raise NotImplementedError
 
-    def resume_program(self, fields: Fields) -> None:
-        """Run one that was kept."""
+    def resume_program(self, fields: dict[str, Any]) -> None:
+        """ParallelRun one that was kept."""
         raise NotImplementedError
 
-    def take_program(self, new: Captured, call: ModuleCall, replan: Any, all_well: AllWell) -> None:
-        """Run another capture, which was made for a call."""
+    def take_program(self, new: Captured, call: ModuleCall, replan: Any, all_well: Any) -> None:
+        """ParallelRun another capture, which was made for a call."""
         raise NotImplementedError
 
     def in_step(self) -> bool:
@@ -185,7 +183,7 @@ class Run:
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the module."""
+        """ParallelRun a call of the module."""
         raise NotImplementedError
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -331,4 +329,4 @@ class Run:
             self._all_are_together = False
 
 
-__all__ = ["Run"]
+__all__ = ["ParallelRun"]

@@ -21,7 +21,7 @@ from autopar.errors import RunError
 from autopar.torch_private import preserve_version_counter
 
 if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import Run
+    from autopar.runtime.as_module.run import ParallelRun
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var")
@@ -56,7 +56,7 @@ def set_momentum(part: nn.Module, value: Any) -> None:
     if at is None or programs_own is None:  # it takes the mean over all batches: None is an attribute like others
         part.__dict__["momentum"] = value
         return
-    run: Run = at.run
+    run: ParallelRun = at.run
     run.statistics_anew.pop(at.path, None)
     run.statistics_staying.pop(at.path, None)
     if value is None and run.leads is not None:
@@ -78,7 +78,7 @@ def set_momentum(part: nn.Module, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def taken_anew(run: Run) -> Iterator[None]:
+def taken_anew(run: ParallelRun) -> Iterator[None]:
     """Around a call in training mode: the batch norms with momentum None have the mean over all batches after it, those
     with momentum 0 the statistics of before."""
     anew, staying = run.statistics_anew, run.statistics_staying

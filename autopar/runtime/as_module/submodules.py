@@ -82,6 +82,12 @@ class Derived(torch.nn.Module):
                 )
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        at = place_of(self)
+        if at is not None and any(self.__dict__[table].get(name) is not None for table in REGISTERED):
+            raise RunError(f"{_label(at, name)} was deleted, which the program reads: {AGAIN}")
+        super().__delattr__(name)
+
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         """Refuse what the program does not have."""
         at = place_of(self)

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,9 +20,6 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.without_values import expanded, laid_out_as
 from autopar.errors import RunError
 from autopar.runtime.as_module.old_parameters import OldParameter
-
-if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import Run
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -37,10 +34,10 @@ Base = tuple[type, Callable[[type], dict[str, Any]]]
 _derived: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
 
 
-class Place:
+class PlaceOfPart:
     """Where a submodule of a parallel module is: in which run, and under which path."""
 
-    def __init__(self, run: Run, path: str, kind: type) -> None:
+    def __init__(self, run: Any, path: str, kind: type) -> None:
         self.run, self.path, self.kind = run, path, kind
 
 
@@ -115,7 +112,7 @@ class UserModule:
         for each in self.modules:
             each.module.__dict__.update(each.written)
 
-    def derive(self, run: Run, whole: Base, part: Base) -> None:
+    def derive(self, run: Any, whole: Base, part: Base) -> None:
         """Give the module and its submodules derived classes, and free the old parameters.
 
         Args:
@@ -131,7 +128,7 @@ class UserModule:
         self._replace_meta(run.device)
         for each in self.modules:
             object.__setattr__(each.module, "__class__", each.derived)
-            each.module.__dict__[PLACE] = run if not each.path else Place(run, each.path, each.kind)
+            each.module.__dict__[PLACE] = run if not each.path else PlaceOfPart(run, each.path, each.kind)
         for param in {id(p): p for p in self.params.values()}.values():
             param.grad = None
             self._free(param)
@@ -276,4 +273,4 @@ def written_class(module: torch.nn.Module) -> type:
     return type(module) if place is None else place.kind
 
 
-__all__ = ["PLACE", "Place", "UserModule", "derived", "written_class"]
+__all__ = ["PLACE", "PlaceOfPart", "UserModule", "derived", "written_class"]

@@ -13,7 +13,7 @@ ranks' losses.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,6 @@ from autopar.runtime.ranks.agree import mesh_group
 from autopar.runtime.ranks.groups import groups_on
 from autopar.torch_private import pytree
 from autopar.words.placements import State, shard
-
-if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import Run
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -173,7 +170,7 @@ class LocalBatch(RowsOfRanks):
 
 
 def sampler_of(
-    run: Run, dataset: Dataset[Any], shuffle: bool, drop_last: bool, seed: int, together: int = 1
+    run: Any, dataset: Dataset[Any], shuffle: bool, drop_last: bool, seed: int, together: int = 1
 ) -> RowSampler:
     """Return what draws the rows that this rank loads, and is saved with the module."""
     rows = run.local_batch
@@ -204,7 +201,7 @@ class _LocalBatch(torch.autograd.Function):
         return whole.redistribute(placements=torch_placements(ctx.state)).to_local(), None, None, None
 
 
-def sharded(run: Run, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+def sharded(run: Any, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
     """Return a loader of whole batches as one that gives this rank's rows of each.
 
     Raises:

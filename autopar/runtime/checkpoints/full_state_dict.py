@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
 from autopar.runtime.as_module.parallel_module import EXTRA, on_all_ranks
-from autopar.runtime.as_module.run import Run
+from autopar.runtime.as_module.run import ParallelRun
 from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import like
 from autopar.runtime.ranks.agree import same_error
@@ -40,7 +40,7 @@ class OnFirstRank(dict[str, torch.Tensor]):
 
 
 @on_all_ranks
-def full_state_dict(pm: Run, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
+def full_state_dict(pm: ParallelRun, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
     """The state dict of the model on one device, on the CPU of rank 0; the other ranks get ``{}``.
 
     Every rank must call it, and rank 0 alone is given something: another rank saves nothing, or asks for
@@ -73,7 +73,7 @@ def full_state_dict(pm: Run, *, all_ranks: bool = False) -> dict[str, torch.Tens
     return state if keep else OnFirstRank()
 
 
-def of_all_groups(pm: Run, all_ranks: bool) -> dict[str, torch.Tensor]:
+def of_all_groups(pm: ParallelRun, all_ranks: bool) -> dict[str, torch.Tensor]:
     """Of a pipeline: the first rank of each group gives what its stages hold."""
     mine: dict[str, torch.Tensor] = {}
     for name, value in in_state_dict(pm).items():
@@ -93,7 +93,7 @@ def of_all_groups(pm: Run, all_ranks: bool) -> dict[str, torch.Tensor]:
 
 
 @on_all_ranks
-def load_full_state_dict(pm: Run, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
+def load_full_state_dict(pm: ParallelRun, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
     """Load a state dict of the model on one device; each rank copies its pieces into its own parameters and buffers.
 
     Every rank must call it.
@@ -148,13 +148,13 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype, str]]
 """Shape, dtype and the first of its names, by name."""
 
 
-def in_state_dict(pm: Run) -> dict[str, torch.Tensor]:
+def in_state_dict(pm: ParallelRun) -> dict[str, torch.Tensor]:
     """What this rank has of the model's state dict."""
     named = pm.registered()
     return {name: named[name] for name in pm.module.state_dict() if name in named}
 
 
-def specs_of(pm: Run, stored: Mapping[str, torch.Tensor], group: Any) -> Specs:
+def specs_of(pm: ParallelRun, stored: Mapping[str, torch.Tensor], group: Any) -> Specs:
     """Shape, dtype and the first name of everything in the state dict, on any rank."""
     firsts: dict[int, str] = {}
     specs = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in stored.items()}

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.runtime.as_module.parallel_module import on_all_ranks
-from autopar.runtime.as_module.run import Run
+from autopar.runtime.as_module.run import ParallelRun
 from autopar.runtime.checkpoints.durable_files import SummedFile
 from autopar.runtime.checkpoints.full_state_dict import by_source, in_state_dict, misfit, specs_of
 from autopar.runtime.checkpoints.safetensors_files import INDEX, NAMES, SINGLE, Writer
@@ -34,7 +34,7 @@ SHARD_SIZE = "5GB"
 
 
 @on_all_ranks
-def load_safetensors(pm: Run, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
+def load_safetensors(pm: ParallelRun, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
     """Load a folder of safetensors files by the names of the model on one device.
 
     Every rank must call it, and see the folder. Each reads from the files what it stores, piece by piece: no rank holds
@@ -77,7 +77,7 @@ def _count_as_written(stored: Mapping[str, torch.Tensor]) -> None:
 
 @on_all_ranks
 def save_safetensors(
-    pm: Run, folder: str | os.PathLike[str], *, max_shard_size: int | str = SHARD_SIZE
+    pm: ParallelRun, folder: str | os.PathLike[str], *, max_shard_size: int | str = SHARD_SIZE
 ) -> None:
     """Save the weights with the names and shapes of the model on one device, for ``from_pretrained`` and for
     :func:`load_safetensors`.
@@ -184,7 +184,7 @@ def _shards(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int)
     return shards
 
 
-def _senders(pm: Run, stored: Mapping[str, torch.Tensor], group: Any) -> dict[str, int]:
+def _senders(pm: ParallelRun, stored: Mapping[str, torch.Tensor], group: Any) -> dict[str, int]:
     """The rank that gives each tensor to the first one: of a pipeline a first rank of the group that has it."""
     ranks = dist.get_process_group_ranks(group)
     if pm.leads is None:
@@ -199,7 +199,7 @@ def _senders(pm: Run, stored: Mapping[str, torch.Tensor], group: Any) -> dict[st
 
 
 def _at_first(
-    pm: Run, value: torch.Tensor | None, spec: tuple[tuple[int, ...], torch.dtype], sender: int, group: Any,
+    pm: ParallelRun, value: torch.Tensor | None, spec: tuple[tuple[int, ...], torch.dtype], sender: int, group: Any,
     first: int,
 ) -> torch.Tensor | None:  # fmt: skip
     """A whole tensor on the first rank, None elsewhere; those that have a part of it call this together."""

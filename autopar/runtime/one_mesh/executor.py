@@ -22,7 +22,7 @@ from autopar.errors import RunError
 from autopar.plans.plan import Plan
 from autopar.runtime.as_module.copied import copied
 from autopar.runtime.as_module.parallel_module import parallel
-from autopar.runtime.as_module.run import Run
+from autopar.runtime.as_module.run import ParallelRun
 from autopar.runtime.as_module.statistics_anew import taken_anew
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.calls import without_inference_mode
@@ -53,7 +53,7 @@ MOVED = (
 )
 
 
-class MeshRun(Run):
+class MeshRun(ParallelRun):
     """A model that is spread over one mesh."""
 
     stage: Stage
@@ -108,7 +108,7 @@ class MeshRun(Run):
             raise
 
     def run_stage(self, captured: Captured, stage: Stage) -> None:
-        """Run another program from now on.
+        """ParallelRun another program from now on.
 
         Args:
             captured: what the stage is of.
@@ -325,7 +325,7 @@ class MeshRun(Run):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, optimizer: torch.optim.Optimizer | None = None,
         microbatches: int | None = None, scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Run a training step; arguments as of ``ParallelModule.train_step``."""
+        """ParallelRun a training step; arguments as of ``ParallelModule.train_step``."""
         if self.buckets is not None:
             (args, kwargs), _ = self.buckets.padded(args, kwargs)
         parts = parts_of_step(self, args, kwargs, microbatches)

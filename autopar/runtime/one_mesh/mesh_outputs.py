@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,11 +13,8 @@ from autopar.runtime.parameters.state import as_dtensor
 from autopar.runtime.variants.module_calls import batch_rows
 from autopar.torch_private import pytree
 
-if TYPE_CHECKING:
-    from autopar.runtime.one_mesh.executor import MeshRun
 
-
-def outputs_of(module: MeshRun, flat: tuple[Any, ...], call: int, of_step: bool) -> Any:
+def outputs_of(module: Any, flat: tuple[Any, ...], call: int, of_step: bool) -> Any:
     """The structure that the model gives, from the program's flat outputs.
 
     Args:

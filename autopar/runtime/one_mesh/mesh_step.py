@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -34,9 +34,6 @@ from autopar.runtime.variants.module_calls import ModuleCall, batch_rows, parts_
 from autopar.torch_private import pytree
 from autopar.words.autocasting import without_autocast
 
-if TYPE_CHECKING:
-    from autopar.runtime.one_mesh.executor import MeshRun
-
 
 @dataclass(frozen=True)
 class StepPart:
@@ -56,7 +53,7 @@ class StepPart:
 
 
 def parts_of_step(
-    pm: MeshRun, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None
+    pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None
 ) -> list[StepPart]:  # fmt: skip
     """The parts of a step, before the first of them begins; every rank calls it.
 
@@ -85,14 +82,14 @@ def parts_of_step(
     return [StepPart(run.call, run.share * run.microbatches) for run in uneven]
 
 
-def _may_be_uneven(pm: MeshRun) -> bool:
+def _may_be_uneven(pm: Any) -> bool:
     """Whether a step may have parts of several shapes. Hooks on parameters see the sums of a part, not of the step."""
     follows = pm.programs is not None and pm.programs.shapes
     is_replicated = pm.buckets is None and not pm.batch.pieces
     return follows and is_replicated and not any(has_hooks(param) for param in pm.parameters())
 
 
-def _of_local_batch(pm: MeshRun, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[StepPart]:
+def _of_local_batch(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[StepPart]:
     """The parts of a step of which every rank has equally many rows."""
     assert pm.local_batch is not None
     without = no_rows_in(pm.planned)
@@ -126,7 +123,7 @@ def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Coll
     return positional, by_name
 
 
-def _uneven(pm: MeshRun, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[Run] | None:
+def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[Run] | None:
     """The runs of a batch whose rows do not divide; None where they do, or it cannot be known what has rows."""
     planned = pm.planned
     try:
@@ -152,7 +149,7 @@ def _uneven(pm: MeshRun, args: tuple[Any, ...], kwargs: dict[str, Any], count: i
     return runs(planned, pm.signature, pm.plan.microbatches, args, kwargs, most=most)
 
 
-def trained(pm: MeshRun, parts: Sequence[StepPart], scale: torch.Tensor | None = None) -> torch.Tensor:
+def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = None) -> torch.Tensor:
     """Forward and backward of all parts of a step; the parameters have their gradients then, or, where it breaks, those
     that they had.
 
@@ -169,7 +166,7 @@ def trained(pm: MeshRun, parts: Sequence[StepPart], scale: torch.Tensor | None =
         return _trained(pm, parts, scale)
 
 
-def _trained(pm: MeshRun, parts: Sequence[StepPart], scale: torch.Tensor | None) -> torch.Tensor:
+def _trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None) -> torch.Tensor:
     of_parts: list[Sequence[Call]] = []
     wholes: list[dict[str, torch.Tensor]] = []
     totals: list[TotalsAhead | None] = []
@@ -208,7 +205,7 @@ def _trained(pm: MeshRun, parts: Sequence[StepPart], scale: torch.Tensor | None)
     return sum(losses[1:], losses[0])
 
 
-def _loss_of(pm: MeshRun) -> int:
+def _loss_of(pm: Any) -> int:
     """Return the number of the loss among the outputs of the program that runs now.
 
     Raises:
@@ -219,7 +216,7 @@ def _loss_of(pm: MeshRun) -> int:
     return pm.captured.graph.loss
 
 
-def _calls_of(pm: MeshRun, part: StepPart, of_several: bool) -> Sequence[Call]:
+def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:
     """The microbatches of a part whose program is in place."""
     if part.calls is not None:
         return part.calls
@@ -233,7 +230,7 @@ def _calls_of(pm: MeshRun, part: StepPart, of_several: bool) -> Sequence[Call]:
 
 
 @contextlib.contextmanager
-def _gradients_stay_where_it_breaks(pm: MeshRun) -> Iterator[None]:
+def _gradients_stay_where_it_breaks(pm: Any) -> Iterator[None]:
     """A step of several parts that breaks in a later one leaves the gradients as they were."""
     params = list(pm.parameters())
     before = [None if param.grad is None else param.grad.detach().clone() for param in params]
@@ -246,7 +243,7 @@ def _gradients_stay_where_it_breaks(pm: MeshRun) -> Iterator[None]:
 
 
 def backwards(
-    pm: MeshRun, calls: Sequence[Call], weights: Sequence[float], number: int, of_step: int,
+    pm: Any, calls: Sequence[Call], weights: Sequence[float], number: int, of_step: int,
     ahead: Sequence[Mapping[str, torch.Tensor]], scale: torch.Tensor | None = None,
     places: Sequence[PlaceInBatch] = (),
 ) -> torch.Tensor:  # fmt: skip
@@ -294,7 +291,7 @@ def backwards(
 
 
 def whole_inputs(
-    pm: MeshRun, ahead: TotalsAhead, args: tuple[Any, ...], kwargs: dict[str, Any]
+    pm: Any, ahead: TotalsAhead, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """The inputs from which totals of the batch follow, whole: ranks may be called with their pieces."""
     tensors = pm.batch_of(args, kwargs)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.runtime.as_module.parallel_module import on_all_ranks
-from autopar.runtime.as_module.run import Run
+from autopar.runtime.as_module.run import ParallelRun
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank
 from autopar.runtime.ranks.agree import everywhere
 
@@ -26,7 +26,7 @@ Groups = list[list[str]]
 
 @on_all_ranks
 def full_optimizer_state_dict(
-    pm: Run, optimizer: torch.optim.Optimizer, *, all_ranks: bool = False
+    pm: ParallelRun, optimizer: torch.optim.Optimizer, *, all_ranks: bool = False
 ) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` gives in one process, on the CPU of rank 0; the other ranks get ``{}``.
 
@@ -76,7 +76,7 @@ def full_optimizer_state_dict(
 
 @on_all_ranks
 def load_full_optimizer_state_dict(
-    pm: Run, optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None
+    pm: ParallelRun, optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None
 ) -> None:
     """Load the state of the optimizer of one process; each rank keeps its pieces. Every rank must call it.
 
@@ -132,7 +132,7 @@ def _whole(value: Any, keep: bool) -> Any:
     return type(value)(_whole(item, keep) for item in value) if type(value) in (list, tuple) else value
 
 
-def _groups(pm: Run, optimizer: torch.optim.Optimizer, group: Any) -> tuple[Groups, Groups]:
+def _groups(pm: ParallelRun, optimizer: torch.optim.Optimizer, group: Any) -> tuple[Groups, Groups]:
     """The names of each group of the whole model's optimizer, and of this rank's, in their orders."""
     ties = pm.tied_names()
     named = {id(p): ties.get(name, name) for name, p in reversed(list(pm.named_parameters(remove_duplicate=False)))}

@@ -18,7 +18,7 @@ from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import like
 
 if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import Run
+    from autopar.runtime.as_module.run import ParallelRun
 
 _STATES = {
     "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "ASGD": 1, "Rprop": 2,
@@ -102,7 +102,7 @@ class Move:
                     "they cannot be replaced; make it after parallelize"
                 )
 
-    def to(self, run: Run, group: Any) -> None:
+    def to(self, run: ParallelRun, group: Any) -> None:
         """Have the optimizer hold the parameters of a run: groups, options and the first rank's state are kept.
 
         Every rank of ``group`` calls it. Parameters that this rank does not hold, those of other stages of a pipeline,

@@ -21,7 +21,7 @@ from autopar.words.graph import Graph
 from autopar.words.placements import State, whole_state
 
 if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import Run
+    from autopar.runtime.as_module.run import ParallelRun
 
 
 class Placing:
@@ -39,7 +39,7 @@ class Placing:
     """
 
     def __init__(
-        self, home: Run, model: torch.nn.Module, graph: Graph, constants: Mapping[str, torch.Tensor],
+        self, home: ParallelRun, model: torch.nn.Module, graph: Graph, constants: Mapping[str, torch.Tensor],
         plan: StagePlan, device_mesh: DeviceMesh, values: Callable[[str], torch.Tensor] | None = None,
         shared: dict[str, torch.nn.Parameter] | None = None, unread: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip

@@ -23,7 +23,7 @@ from autopar.plans.stage_graphs import cut
 from autopar.rules.registry import drawing
 from autopar.runtime.as_module.copied import copied
 from autopar.runtime.as_module.parallel_module import parallel
-from autopar.runtime.as_module.run import Run
+from autopar.runtime.as_module.run import ParallelRun
 from autopar.runtime.batches.batch import Batch
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
 from autopar.runtime.batches.calls import without_inference_mode
@@ -53,7 +53,7 @@ from autopar.runtime.variants.program_cache import AllWell, Fields
 from autopar.torch_private import pytree
 
 
-class PipelineRun(Run):
+class PipelineRun(ParallelRun):
     """A model in stages on several groups of ranks. Every rank holds the parameters of its own stages."""
 
     lines: Lines
@@ -197,7 +197,7 @@ class PipelineRun(Run):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, optimizer: torch.optim.Optimizer | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Run a training step; arguments as of ``ParallelModule.train_step``."""
+        """ParallelRun a training step; arguments as of ``ParallelModule.train_step``."""
         self.check_trains()
         with self.all_in_step(f"train_step {self.steps}"):
             scale = grad_scaler.scale_of(scaler, self.device)

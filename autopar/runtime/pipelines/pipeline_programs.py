@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autopar.capture import Captured
 from autopar.errors import RunError
@@ -36,9 +35,6 @@ from autopar.runtime.variants.recaptured import (
     planner_for,
     with_buffers_of,
 )
-
-if TYPE_CHECKING:
-    from autopar.runtime.pipelines.pipeline import PipelineRun
 from cost_models.schedules import with_microbatches
 
 ReplanStages = Callable[[Captured, int], Plan]
@@ -53,12 +49,12 @@ PROGRAM = (
 """What is another with other shapes or values."""
 
 
-def fields_of(pm: PipelineRun) -> Fields:
+def fields_of(pm: Any) -> Fields:
     """What makes up the program that a pipeline runs now."""
     return {name: pm.__dict__[name] for name in PROGRAM}
 
 
-def resume(pm: PipelineRun, fields: Fields) -> None:
+def resume(pm: Any, fields: Fields) -> None:
     """Have ``pm`` run a program that was kept, with the buffers as they are by now."""
     now = _buffers_now(pm)
     for name, value in fields.items():
@@ -67,7 +63,7 @@ def resume(pm: PipelineRun, fields: Fields) -> None:
         with_buffers_of(pm, stage, {name: now[name] for name in stage.buffers if name in now})
 
 
-def work_of(pm: PipelineRun, microbatches: int) -> Work:
+def work_of(pm: Any, microbatches: int) -> Work:
     """What this rank does in a step of so many microbatches of the program that runs now."""
     works: dict[int, Work] = pm.works
     work = works.pop(microbatches, None)
@@ -93,7 +89,7 @@ def work_of(pm: PipelineRun, microbatches: int) -> Work:
     return work
 
 
-def take(pm: PipelineRun, new: Captured, count: int, replan: ReplanStages | None, all_well: AllWell) -> None:
+def take(pm: Any, new: Captured, count: int, replan: ReplanStages | None, all_well: AllWell) -> None:
     """Have the stages run ``new``: under the plans that they have, if it differs in nothing but literals, else under
     others.
 
@@ -135,7 +131,7 @@ def take(pm: PipelineRun, new: Captured, count: int, replan: ReplanStages | None
         _run(pm, new, parts, plan)
 
 
-def _with_other_literals(pm: PipelineRun, new: Captured) -> None:
+def _with_other_literals(pm: Any, new: Captured) -> None:
     cuts = cut(new.graph, pm.plan.starts)  # crossings stay those that the wires know
     parts = tuple(replace(part, graph=c.graph) for part, c in zip(pm.parts, cuts, strict=True))
     plan = pm.plan.of_graphs(new.graph.fingerprint, [part.graph.fingerprint for part in parts])
@@ -143,7 +139,7 @@ def _with_other_literals(pm: PipelineRun, new: Captured) -> None:
     _run(pm, new, parts, plan)
 
 
-def _run(pm: PipelineRun, new: Captured, parts: tuple[StageGraph, ...], plan: Plan) -> None:
+def _run(pm: Any, new: Captured, parts: tuple[StageGraph, ...], plan: Plan) -> None:
     """Run the stages that ``pm`` has been given."""
     pm.captured, pm.parts, pm.plan, pm.works = new, parts, plan, {}
     pm.has_evaluation = False
@@ -155,12 +151,12 @@ def _run(pm: PipelineRun, new: Captured, parts: tuple[StageGraph, ...], plan: Pl
     )
 
 
-def _buffers_now(pm: PipelineRun) -> Buffers:
+def _buffers_now(pm: Any) -> Buffers:
     """This rank's buffers, and the constants of its stages, as the program that ran last has them."""
     return {name: entry for stage in pm.stages.values() for name, entry in stage.buffers.items()}
 
 
-def _check_ties(pm: PipelineRun, new: Captured, tied: tuple[Tied, ...]) -> None:
+def _check_ties(pm: Any, new: Captured, tied: tuple[Tied, ...]) -> None:
     """Refuse to train where a copy of a parameter would get no gradient, and so come apart from the others.
 
     Raises:

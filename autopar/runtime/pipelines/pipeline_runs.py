@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,14 +20,11 @@ from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.program_cache import check_values
 
-if TYPE_CHECKING:
-    from autopar.runtime.pipelines.pipeline import PipelineRun
-
 _Batches = tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]
 
 
 def ready_runs(
-    module: PipelineRun, args: tuple[Any, ...], kwargs: dict[str, Any], to_do: str | None = None
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], to_do: str | None = None
 ) -> list[Ready]:  # fmt: skip
     """The runs of a batch, with their programs in place, before the first of them begins.
 
@@ -66,7 +63,7 @@ def ready_runs(
     )
 
 
-def _runs(module: PipelineRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
+def _runs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
     """The runs of a batch."""
     captured, planned = module.planned
     ranks = module.rows.ranks if module.rows is not None else 1
@@ -77,7 +74,7 @@ def _runs(module: PipelineRun, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return [Run(ModuleCall(args, kwargs), planned, 1 / planned)]
 
 
-def _microbatches(module: PipelineRun, run: Run) -> _Batches:
+def _microbatches(module: Any, run: Run) -> _Batches:
     """The whole inputs by name, and those of every microbatch; now and then the ranks compare what they were
     called with. From now on the stages run the program of these shapes."""
     args, kwargs = run.call.args, run.call.kwargs
@@ -103,7 +100,7 @@ def _microbatches(module: PipelineRun, run: Run) -> _Batches:
     return module.compared.inputs(take, module.named_parameters())
 
 
-def forwards(module: PipelineRun, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Parts]]:
+def forwards(module: Any, ready: Sequence[Ready]) -> list[tuple[torch.Tensor, Parts]]:
     """Of each run its part of the loss, float64, and whole outputs of this rank's stages by position, if they are
     other ones."""
     results: list[tuple[torch.Tensor, Parts]] = []
@@ -115,7 +112,7 @@ def forwards(module: PipelineRun, ready: Sequence[Ready]) -> list[tuple[torch.Te
     return results
 
 
-def seeds_of(module: PipelineRun, ready: Sequence[Ready]) -> list[list[Any]]:
+def seeds_of(module: Any, ready: Sequence[Ready]) -> list[list[Any]]:
     """Of random operators in each microbatch of each run: by the seed of the batch, which all ranks take, and by where
     its rows are in the batch."""
     graphs = [each.drawing[0 if module.training else 1] for each in ready]

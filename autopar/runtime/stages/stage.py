@@ -38,7 +38,7 @@ from autopar.words.graph import Graph, Node
 from autopar.words.placements import State
 
 if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import Run
+    from autopar.runtime.as_module.run import ParallelRun
 
 Buffers = dict[str, tuple[torch.Tensor, State]]
 """This rank's part of each buffer and constant, and how it is placed, by name."""
@@ -55,7 +55,7 @@ class Stage:
     """
 
     def __init__(
-        self, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, home: Run, buffers: Buffers,
+        self, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, home: ParallelRun, buffers: Buffers,
         compile_args: CompileArguments | None = None,
     ) -> None:  # fmt: skip
         """

@@ -79,10 +79,10 @@ Fields = dict[str, Any]
 
 
 if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import Run
+    from autopar.runtime.as_module.run import ParallelRun
 
 
-def check_values(run: Run, call: ModuleCall) -> None:
+def check_values(run: ParallelRun, call: ModuleCall) -> None:
     """Have the program be one of the call's shapes, and compute with the values that the model has.
 
     Raises:
@@ -151,7 +151,7 @@ class Programs:
         twin.meeting = CollectiveLog(self.ranks) if self.meeting is not None else None
         return twin
 
-    def follow(self, pm: Run, call: ModuleCall) -> None:
+    def follow(self, pm: ParallelRun, call: ModuleCall) -> None:
         """Have ``pm`` run the program of a call and of the values that its model has; before each call, on every rank.
 
         Raises:
@@ -360,7 +360,7 @@ class Programs:
             )
 
 
-def _is_small(pm: Run) -> bool:
+def _is_small(pm: ParallelRun) -> bool:
     """Return whether all values are gathered to capture a model again."""
     return sum(p.nbytes for p in {id(p): p for p in pm.user.params.values()}.values()) <= MOST_GATHERED
 

@@ -25,8 +25,7 @@ from autopar.words.graph import Graph
 from autopar.words.placements import State, replicated_placement, whole_state
 
 if TYPE_CHECKING:
-    from autopar.runtime.as_module.run import Run
-    from autopar.runtime.one_mesh.executor import MeshRun
+    from autopar.runtime.as_module.run import ParallelRun
 
 Planner = TypeVar("Planner")
 """Of a mesh's program, or of a pipeline's."""
@@ -74,12 +73,12 @@ def _told(graph: Graph) -> tuple[Any, ...]:
     return graph.outputs, graph.loss, graph.tied, graph.updates
 
 
-def fields_of(pm: Run) -> Fields:
+def fields_of(pm: ParallelRun) -> Fields:
     """What makes up the program that a module runs now."""
     return {name: pm.__dict__[name] for name in PROGRAM}
 
 
-def take(pm: MeshRun, new: Captured, replan: Replan | None, all_well: AllWell) -> None:
+def take(pm: Any, new: Captured, replan: Replan | None, all_well: AllWell) -> None:
     """Have a module run ``new``: under the plan that it has, if that fits, else under a new one."""
     reason = differs(pm.captured, new)
     plan: StagePlan | None = None
@@ -111,7 +110,7 @@ def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner
     return replan
 
 
-def _stored(pm: Run, graph: Graph) -> dict[str, str]:
+def _stored(pm: ParallelRun, graph: Graph) -> dict[str, str]:
     """How the parameters are stored, as pins; none on one device, where nothing is placed.
 
     Args:
@@ -128,7 +127,7 @@ def _stored(pm: Run, graph: Graph) -> dict[str, str]:
     return pins
 
 
-def under_another_plan(pm: MeshRun, new: Captured, plan: StagePlan) -> Stage:
+def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
     """A stage that runs ``new`` under a plan of its own, with the parameters and buffers that ``pm`` has.
 
     Raises:
@@ -141,14 +140,14 @@ def under_another_plan(pm: MeshRun, new: Captured, plan: StagePlan) -> Stage:
     return Stage(new.graph, plan, mesh, pm, buffers, now.compile_args)
 
 
-def move_to_layout_of(pm: Run, plan: StagePlan) -> None:
+def move_to_layout_of(pm: ParallelRun, plan: StagePlan) -> None:
     """Store parameters as ``plan`` does, where buckets have layouts of their own; a backward of an earlier forward is
     refused then."""
     if pm.layouts_change and relaid(dict(pm.named_parameters(remove_duplicate=False)), plan.params):
         pm.layout += 1
 
 
-def check_stored(pm: Run, plan: StagePlan) -> None:
+def check_stored(pm: ParallelRun, plan: StagePlan) -> None:
     """Refuse a plan that stores parameters in another way than ``pm`` does.
 
     Raises:
@@ -170,7 +169,7 @@ def check_stored(pm: Run, plan: StagePlan) -> None:
 
 
 def buffers_for(
-    pm: Run, new: Captured, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, before: Buffers
+    pm: ParallelRun, new: Captured, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, before: Buffers
 ) -> Buffers:
     """The buffers that another program reads: those that ``pm`` has, and constants of the model's code.
 
@@ -219,7 +218,7 @@ def _renewed_from_now_on(name: str, param: torch.Tensor) -> tuple[torch.Tensor, 
     return local, whole_state(mesh_of(param.device_mesh)) if isinstance(param, DTensor) else State()
 
 
-def resume(pm: MeshRun, fields: Fields) -> None:
+def resume(pm: Any, fields: Fields) -> None:
     """Have ``pm`` run a program that was kept, with the buffers as they are by now."""
     now = pm.stage.buffers
     for name, value in fields.items():
@@ -228,7 +227,7 @@ def resume(pm: MeshRun, fields: Fields) -> None:
     with_buffers_of(pm, pm.stage, now)
 
 
-def with_buffers_of(pm: Run, stage: Stage, now: Buffers) -> None:
+def with_buffers_of(pm: ParallelRun, stage: Stage, now: Buffers) -> None:
     """Have a stage that was kept read the buffers of the one that ran last."""
     if stage.buffers is not now:
         wanted = {name: state for name, (_, state) in stage.buffers.items()}
@@ -237,7 +236,7 @@ def with_buffers_of(pm: Run, stage: Stage, now: Buffers) -> None:
 
 
 def _placed_again(
-    pm: Run, now: Mapping[str, tuple[torch.Tensor, State]], wanted: Mapping[str, State], device_mesh: DeviceMesh
+    pm: ParallelRun, now: Mapping[str, tuple[torch.Tensor, State]], wanted: Mapping[str, State], device_mesh: DeviceMesh
 ) -> dict[str, tuple[torch.Tensor, State]]:
     """The module's own buffers in the placements that a program wants: mostly those that they have.
 
