@@ -322,7 +322,7 @@ def meta_state(name: str, mesh: Mesh, seed: int) -> dict[str, torch.Tensor]:
     return autopar.full_state_dict(pm)
 
 
-def trained(name: str, mesh: Mesh, seed: int, steps: int = 2) -> tuple[ParallelModule, torch.optim.Optimizer, Case]:
+def trained(name: str, mesh: Mesh, seed: int, steps: int = 2) -> tuple[Any, torch.optim.Optimizer, Case]:
     case = as_float64(ZOO[name]())
     captured = capture(case.model, *case.batch)
     plan = make_plan(captured, Config(name, mesh, seed=seed))

@@ -83,15 +83,18 @@ def test_it_goes_on_as_if_nothing_had_happened(kind: str) -> None:
 
 def test_a_step_with_old_parameters_is_refused() -> None:
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
+    old, optimizer = list(model.parameters()), torch.optim.AdamW(model.parameters())
     pm = autopar.parallelize(model, 1, X)
     pm(X).backward()
-    with pytest.raises(autopar.RunError, match=r"(?s)parameter 'scale' of before parallelize is used \(grad\).*optimizer=opt"):
+    with pytest.raises(autopar.RunError, match=r"(?s)parameter 'scale' of before .*\(grad\).*optimizer=opt"):
         optimizer.step()
+    late = torch.optim.SGD(old, lr=1.0)
+    with pytest.raises(autopar.RunError, match="make the optimizer after parallelize"):
+        late.step()
     mixed = torch.optim.SGD(pm.parameters(), lr=0.1)
     mixed.step()
-    mixed.add_param_group({"params": [model.up.weight]})
-    with pytest.raises(autopar.RunError, match=r"holds 1 of 6 parameters"):
+    mixed.add_param_group({"params": old[:1]})
+    with pytest.raises(autopar.RunError, match=r"parameter 'up.weight' of before parallelize is used"):
         mixed.step()
 
 

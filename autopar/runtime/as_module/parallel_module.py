@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +19,14 @@ from autopar.errors import RunError
 from autopar.lower.program import Program
 from autopar.plans.plan import Plan
 from autopar.runtime.as_module.methods import method_of
-from autopar.runtime.as_module.run import ParallelRun
+from autopar.runtime.as_module.run import EXTRA, ParallelRun
 from autopar.runtime.as_module.submodules import Derived, Part, methods_of, names_of_part
 from autopar.runtime.batches.local_batch import sampler_of, sharded
 from autopar.runtime.batches.row_sampler import RowSampler
+from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
 from autopar.runtime.parameters.dtensor_fixes import note_state
 from autopar.runtime.stages.compiled import ITSELF, compile_programs, compiled_as_callers
 
-EXTRA = "_extra_state"
-"""Under which torch keeps what is no tensor of the model; checkpoints know it."""
 _WRAPPERS = {
     "join": "every rank is called with the whole batch, so no rank runs out of batches before another one",
 }
@@ -297,14 +295,10 @@ class ParallelModule(Derived):
         Args:
             all_ranks: give it to every rank.
         """
-        from autopar.runtime.checkpoints.full_state_dict import full_state_dict
-
         return full_state_dict(self, all_ranks=all_ranks)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
         """Load a state dict of the model on one device, as :func:`autopar.load_full_state_dict` does."""
-        from autopar.runtime.checkpoints.full_state_dict import load_full_state_dict
-
         load_full_state_dict(self, state, strict=strict)
 
     # -- rows of ranks
@@ -418,34 +412,4 @@ def _with_signature(forward: Any, kind: Any) -> Any:
     return copied
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def run_of(module: Any) -> ParallelRun:
-    """Return the run of a parallel module.
-
-    Raises:
-        RunError: it is no parallel module.
-    """
-    if isinstance(module, ParallelRun):
-        return module
-    if not isinstance(module, ParallelModule):
-        raise RunError(f"expected a module that parallelize has returned, got a {type(module).__name__}")
-    return module._autopar
-
-
-def on_all_ranks(does: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return a function of a parallel module, which all ranks call, as one that takes the module's run; where only some
-    ranks call it, it is refused on all of them."""
-
-    @functools.wraps(does)
-    def together(pm: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        run = run_of(pm)
-        with run.all_call(does.__name__):
-            return does(run, *args, **kwargs)
-
-    return together
-
-
-__all__ = ["EXTRA", "ParallelModule", "on_all_ranks", "parallel", "run_of"]
+__all__ = ["ParallelModule", "parallel"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,12 @@ from autopar.runtime.variants.module_calls import ModuleCall
 
 Momenta = dict[str, tuple[torch.nn.Module, float]]
 """By path a batch norm, and the momentum that the program has."""
+
+
+EXTRA = "_extra_state"
+"""Under which torch keeps what is no tensor of the model; checkpoints know it."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ParallelRun:
@@ -329,4 +336,29 @@ class ParallelRun:
             self._all_are_together = False
 
 
-__all__ = ["ParallelRun"]
+def run_of(module: Any) -> Any:
+    """Return the run of a parallel module.
+
+    Raises:
+        RunError: it is no parallel module.
+    """
+    run = module if isinstance(module, ParallelRun) else vars(module).get("_autopar")
+    if not isinstance(run, ParallelRun):
+        raise RunError(f"expected a module that parallelize has returned, got a {type(module).__name__}")
+    return run
+
+
+def on_all_ranks(does: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a function of a run, which all ranks call, as one of a parallel module; where only some ranks call it, it is
+    refused on all of them."""
+
+    @functools.wraps(does)
+    def together(pm: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        run = run_of(pm)
+        with run.all_call(does.__name__):
+            return does(run, *args, **kwargs)
+
+    return together
+
+
+__all__ = ["EXTRA", "ParallelRun", "on_all_ranks", "run_of"]

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.as_module.parallel_module import EXTRA, on_all_ranks
-from autopar.runtime.as_module.run import ParallelRun
+from autopar.runtime.as_module.run import EXTRA, ParallelRun, on_all_ranks
 from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import like
 from autopar.runtime.ranks.agree import same_error

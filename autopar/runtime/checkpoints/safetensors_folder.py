@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.parallel_module import on_all_ranks
-from autopar.runtime.as_module.run import ParallelRun
+from autopar.runtime.as_module.run import ParallelRun, on_all_ranks
 from autopar.runtime.checkpoints.durable_files import SummedFile
 from autopar.runtime.checkpoints.full_state_dict import by_source, in_state_dict, misfit, specs_of
 from autopar.runtime.checkpoints.safetensors_files import INDEX, NAMES, SINGLE, Writer

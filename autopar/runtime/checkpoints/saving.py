@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.parallel_module import EXTRA, ParallelModule
+from autopar.runtime.as_module.parallel_module import ParallelModule
+from autopar.runtime.as_module.run import EXTRA
 from autopar.runtime.checkpoints.durable_files import summed, sync_folder
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank, full_state_dict
 from autopar.runtime.parameters.dtensor_fixes import meet_at

@@ -39,7 +39,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.as_module.parallel_module import EXTRA, ParallelModule
+from autopar.runtime.as_module.parallel_module import ParallelModule
+from autopar.runtime.as_module.run import EXTRA
 from autopar.runtime.batches.row_sampler import Samplers
 from autopar.runtime.checkpoints.durable_files import Sum, summed
 from autopar.runtime.checkpoints.folder_owner import OWNER, Ownership, own

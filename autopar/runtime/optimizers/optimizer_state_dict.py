@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.parallel_module import on_all_ranks
-from autopar.runtime.as_module.run import ParallelRun
+from autopar.runtime.as_module.run import ParallelRun, on_all_ranks
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank
 from autopar.runtime.ranks.agree import everywhere
 

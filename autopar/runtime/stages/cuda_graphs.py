@@ -12,23 +12,20 @@ wait for messages between kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
 from autopar.errors import RunError
 from autopar.lower.compilable import breaks
 from autopar.rules.families.sharded_random import seed_at
-from autopar.runtime.as_module.parallel_module import run_of
+from autopar.runtime.as_module.run import run_of
 from autopar.runtime.gradients.step_gradients import has_hooks
 from autopar.runtime.stages.compiled import records_graphs
 from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall
 from autopar.runtime.variants.program_cache import check_values
 from autopar.torch_private import pytree
-
-if TYPE_CHECKING:
-    from autopar.runtime.one_mesh.executor import MeshRun
 
 WARM_STEPS = 3
 """Steps before the recording, in which kernels are chosen and compiled, and communicators made."""
@@ -84,7 +81,7 @@ class GraphedStep:
         Raises:
             RunError: the step cannot be recorded; it says why.
         """
-        self.pm, self.run = pm, cast("MeshRun", run_of(pm))
+        self.pm, self.run = pm, run_of(pm)
         check_recordable(self.run, ModuleCall(args, kwargs), recorder)
         self.stage = self.run.stage
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
