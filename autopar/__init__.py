@@ -68,11 +68,11 @@ if TYPE_CHECKING:
     from autopar.api import capture, layouts, parallelize, plan
     from autopar.plans.plan import Plan
     from autopar.rules.function import function_rule
+    from autopar.runtime.as_module.parallel_module import ParallelModule
     from autopar.runtime.checkpoints.full_state_dict import full_state_dict, load_full_state_dict
     from autopar.runtime.checkpoints.safetensors_folder import load_safetensors, save_safetensors
     from autopar.runtime.checkpoints.saving import save
     from autopar.runtime.checkpoints.sharded_checkpoint import Checkpoint
-    from autopar.runtime.one_mesh.executor import ParallelModule
     from autopar.runtime.optimizers.optimizer_state_dict import (
         full_optimizer_state_dict,
         load_full_optimizer_state_dict,
@@ -86,7 +86,7 @@ __version__ = "0.2.0"
 _WHERE = {
     "parallelize": "autopar.api", "plan": "autopar.api", "capture": "autopar.api",
     "layouts": "autopar.api", "Plan": "autopar.plans.plan",
-    "ParallelModule": "autopar.runtime.one_mesh.executor",
+    "ParallelModule": "autopar.runtime.as_module.parallel_module",
     "full_state_dict": "autopar.runtime.checkpoints.full_state_dict",
     "load_full_state_dict": "autopar.runtime.checkpoints.full_state_dict", "run_local": "autopar.runtime.ranks.launch",
     "function_rule": "autopar.rules.function", "Checkpoint": "autopar.runtime.checkpoints.sharded_checkpoint",

@@ -36,12 +36,10 @@ from autopar.plans.request import PlanRequest, request_of
 from autopar.profiling.measured_load import with_measured_load
 from autopar.report.decided import say
 from autopar.rules.experts.expert_load import with_load
-from autopar.runtime.as_module.original_model import Original, unheard
+from autopar.runtime.as_module.left_attributes import begin
+from autopar.runtime.as_module.parallel_module import ParallelModule, parallel
 from autopar.runtime.batches.batch_statistics import tell_of_statistics
-from autopar.runtime.one_mesh.executor import ParallelModule
-from autopar.runtime.optimizers.user_optimizers import replaced
 from autopar.runtime.parameters.init import Init
-from autopar.runtime.pipelines.pipeline import PipelineModule
 from autopar.runtime.ranks.agree import TIMEOUT_SECONDS, ensure_process_group, mesh_group, share
 from autopar.runtime.ranks.devices import check_own_gpus
 from autopar.runtime.ranks.groups import abort_groups
@@ -88,8 +86,7 @@ def capture(
     args, kwargs, targets = example_of(model, inputs, example_kwargs, targets)
     try:
         policy = parse_precision(precision)
-        with unheard():
-            captured = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets, precision=policy)
+        captured = _capture(model, args, kwargs, loss_fn=loss_fn, targets=targets, precision=policy)
     except CaptureError as error:
         if kwargs or len(args) != 2 or not isinstance(args[0], (tuple, list)) or not isinstance(args[1], Mapping):
             raise
@@ -181,17 +178,18 @@ def plan(
     if captured is None or request.microbatches > 1:
         captured = captured_in_parts(
             lambda part: capture(
-                model, part[0], example_kwargs=part[1], loss_fn=loss_fn, targets=part[2], precision=request.pins.precision
+                model, part[0], example_kwargs=part[1], loss_fn=loss_fn, targets=part[2],
+                precision=request.pins.precision,
             ),
             batch, request.microbatches, model, input_rows,
         )  # fmt: skip
-    with unheard():
-        request = with_measured_load(request, captured, model, first_part(batch, request.microbatches, no_rows_in(captured)))
-        where = get_cluster(cluster)
-        outcome = planning.find(
-            model, captured, lambda: batch, where, where.n_devices, request, reference(cluster), runs=False
-        )
-        return with_notes(outcome.plan, outcome.captured, model, batch)
+    one = first_part(batch, request.microbatches, no_rows_in(captured))
+    request = with_measured_load(request, captured, model, one)
+    where = get_cluster(cluster)
+    outcome = planning.find(
+        model, captured, lambda: batch, where, where.n_devices, request, reference(cluster), runs=False
+    )
+    return with_notes(outcome.plan, outcome.captured, model, batch)
 
 
 def layouts(
@@ -232,7 +230,8 @@ def layouts(
         "precision": precision, "expert_load": expert_load,
     }  # fmt: skip
     arguments.check(**given)
-    said = [w.name for w in PLAN_OPTIONS if w.name in given and w.name not in BESIDE_LAYOUTS and given[w.name] != w.default]
+    options = [option for option in PLAN_OPTIONS if option.name in given and option.name not in BESIDE_LAYOUTS]
+    said = [option.name for option in options if given[option.name] != option.default]
     if said:
         raise PlanError(f"like= says {', '.join(said)}, too; leave {'these' if len(said) > 1 else 'it'} out, or like=")
     request = request_of(given)
@@ -242,8 +241,7 @@ def layouts(
             model, inputs, example_kwargs=example_kwargs, loss_fn=loss_fn, targets=targets,
             precision=request.pins.precision,
         )  # fmt: skip
-    with unheard():
-        request = with_measured_load(request, captured, model, batch)
+    request = with_measured_load(request, captured, model, batch)
     captured = replace(captured, graph=with_load(captured.graph, request.pins.expert_load))
     return PricedLayouts(model, captured, batch, planning.options_of(request), input_rows)
 
@@ -255,8 +253,8 @@ BESIDE_LAYOUTS = ("memory_limit", "optimizer", "precision", "expert_load", "max_
 @documented
 def parallelize(
     model: torch.nn.Module,
-    mesh: DeviceMesh | str | Cluster | int,
-    example_inputs: Any,
+    mesh: DeviceMesh | str | Cluster | int | None = None,
+    example_inputs: Any = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
@@ -302,8 +300,9 @@ def parallelize(
 
     Args:
         model: with its weights (rank 0's are used), or on the meta device.
-        mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen. In a
-            DeviceMesh, an axis ``pipe``, the first, makes a pipeline of so many groups.
+        mesh: a DeviceMesh with named axes; or a cluster's name, or the number of ranks, and the shape is chosen. By
+            default all ranks that the launcher started (``torchrun``), or the one process. In a DeviceMesh, an axis
+            ``pipe``, the first, makes a pipeline of so many groups.
         example_inputs: the batch of a step, as for :func:`plan`.
         example_kwargs: keyword arguments of that call, if it has positional ones too.
         plan: run this plan (or plan file) instead of making one; it says how many microbatches the batch is cut into.
@@ -342,7 +341,8 @@ def parallelize(
         batch: ``"global"``: every rank is called with the whole batch, and takes its slice; ``"local"``: with its own
             rows, as with DistributedDataParallel and DistributedSampler, also in ``example_inputs``; what a call gives
             is its own rows, too, and scalars of the whole batch (:mod:`autopar.runtime.batches.local_batch`). In a
-            pipeline the nth ranks of all groups have the same rows (:mod:`autopar.runtime.batches.local_batch_in_stages`).
+            pipeline the nth ranks of all groups have the same rows
+            (:mod:`autopar.runtime.batches.local_batch_in_stages`).
         compile: whether the programs are compiled, as ``pm.compile()`` does; or the options of ``torch.compile``, such
             as ``{"fullgraph": True}``.
         input_rows: the inputs that have one entry for each row of the batch, by the names or positions of arguments of
@@ -359,9 +359,12 @@ def parallelize(
     The other arguments are those of :func:`plan`.
 
     Returns:
-        A :class:`~autopar.runtime.one_mesh.executor.ParallelModule`; if the plan has several stages, a
-        :class:`~autopar.runtime.pipelines.pipeline.PipelineModule`. Its parameters are new ones, DTensors under the
-        model's names and in its dtypes: make the optimizer after this call, or pass it in.
+        The model itself, of a class derived from its own
+        (:class:`~autopar.runtime.as_module.parallel_module.ParallelModule`): calls, ``train_step`` and ``evaluate`` run
+        the plan, and its attributes, methods and submodules are the model's. Its parameters are new ones, DTensors
+        under the same names and in the same dtypes: make the optimizer after this call, or pass it in. The old ones
+        have no values, and raise an error where they are used. In a pipeline a rank has the parameters of its stages.
+        Copy the model before (``copy.deepcopy``) to have one of eager mode, too.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -373,9 +376,11 @@ def parallelize(
     given = dict(locals())
     of_model = model if isinstance(model, torch.nn.Module) else None
     ensure_process_group(timeout if arguments.is_right("timeout", timeout) else TIMEOUT_SECONDS, of_model)
+    if mesh is None:
+        mesh = given["mesh"] = dist.get_world_size()
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     group = mesh_group(device_mesh) if device_mesh is not None else dist.group.WORLD
-    with alive(group, "parallelize", abort_groups), unheard():
+    with alive(group, "parallelize", abort_groups):
         move = arguments.check_call(group, given)
         check_own_gpus(group, device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model))
         if profile is not None:
@@ -475,31 +480,29 @@ def parallelize(
             rows = None if decided.microbatches == 1 else rows_of(first(1), no_rows_in(one))
             where = device_mesh.device_type if device_mesh is not None else all_ranks.device_type_of(model)
             all_ranks.on_all(group, lambda: check_draws(one, model, first(1), rows, where))
-        pm = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init, random=random)
-        pm._autopar_told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
-        if gradient_dtype is not None:
-            pm.gradient_dtype = gradient_dtype
+        device_type = all_ranks.device_type_of(model)
+        run = all_ranks.spread(model, one, decided, group, device_mesh=device_mesh, init=init, random=random)
+        run.told_of_statistics = tell_of_statistics([one.graph], decided.microbatches)
         if batch == "local" and dist.get_world_size(group) > 1:
             all_ranks.on_all(group, lambda: check_rows(decided, one, parts_of_rows))
-            pm._autopar_take_local_batch(no_rows_in(one))
-        device_type = all_ranks.device_type_of(model)
+            run.take_local_batch(no_rows_in(one))
         cluster_of_plan = all_ranks.hardware_when_asked(decided, device_type, mesh, cluster, records)
         prepared = together.by_graph if together is not None else None
         planner: Callable[..., Any] = replanning.planner_of(decided, cluster_of_plan, group, prepared)
         if len(decided.stages) > 1:
             planner = replanning.stage_planner_of(decided, one.graph, cluster_of_plan, group)
-        programs = Programs(
-            model, one.example, pm._autopar_skeleton_for_programs(model), _ranks_of(pm), planner,
-            replanning.comparer_of(group) if verify_capture else None,
+        run.programs = Programs(
+            model, one.example, run.rank_numbers(), planner, replanning.comparer_of(group) if verify_capture else None,
             shapes=shapes != "fixed", values=on_change == "recapture",
         )  # fmt: skip
-        pm._autopar_follow(programs)
-        pm._autopar_buckets = in_buckets
-        pm._autopar_layouts_change = bool(share(group, "yes" if together and together.changes else "", None))
+        run.buckets = in_buckets
+        run.layouts_change = bool(share(group, "yes" if together and together.changes else "", None))
         if move is not None:
-            move.to(pm, group)
-        replaced(dict(model.named_parameters(remove_duplicate=False)))
-        object.__setattr__(pm, "_autopar_original", Original(model, pm))
+            move.to(run, group)
+        pm: ParallelModule = parallel(run)
+        begin(run)
+        if gradient_dtype is not None:
+            pm.gradient_dtype = gradient_dtype
         if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
             say(decided, one.graph, random)
         if compile is not False:
@@ -521,13 +524,6 @@ def _asked(given: Mapping[str, Any], device_mesh: DeviceMesh | None) -> PlanRequ
     elif given["gradient_dtype"] is not None:  # so that the bytes of the sums are priced
         wanted["precision"] = adding_up_in(parse_precision(wanted["precision"]), given["gradient_dtype"])
     return request_of(wanted, whole=True)
-
-
-def _ranks_of(pm: ParallelModule | PipelineModule) -> list[int]:
-    """The ranks that hold a part of the model."""
-    if isinstance(pm, ParallelModule):
-        return [int(rank) for rank in pm.device_mesh.mesh.flatten()]
-    return list(range(dist.get_world_size()))
 
 
 __all__ = ["capture", "get_cluster", "layouts", "mesh_shapes", "parallelize", "plan", "split_inputs"]

@@ -158,7 +158,7 @@ def run(
     n = len(sizes)
     return [
         (
-            f"{name}: {pm.plan.mesh.shown()}, moved {pm._autopar_layout} times", sum(predicted) / n, wall / (n * steps),
+            f"{name}: {pm.plan.mesh.shown()}, moved {pm._autopar.layout} times", sum(predicted) / n, wall / (n * steps),
             cpu / (n * steps), max((abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=False)), default=0.0),
         )
         for name, (pm, _, (wall, cpu), predicted, losses) in ways.items()

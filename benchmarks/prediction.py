@@ -37,7 +37,7 @@ from autopar.planner.planning import in_stages
 from autopar.plans.request import request_of
 from autopar.profiling import document as profiles
 from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
-from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.pipelines.pipeline import pipelined
 from hardware_profiles import load_cluster
 
 OUT = Path(__file__).parent.parent / "hardware_profiles" / "measured" / "prediction_local.json"
@@ -122,7 +122,7 @@ def rank(name: str, texts: list[str], steps: int, patience: float) -> list[dict[
     runs = []
     for text in texts:
         plan = files.loads(text, captured.graph)
-        module = PipelineModule(copy.deepcopy(model), captured, plan)
+        module = pipelined(copy.deepcopy(model), captured, plan)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
         batch = {k: v.repeat(plan.microbatches, *[1] * (v.dim() - 1)) for k, v in kwargs.items()}
         runs.append((module, optimizer, batch))
@@ -143,7 +143,7 @@ def rank(name: str, texts: list[str], steps: int, patience: float) -> list[dict[
     return [of_steps(own) for own in found]
 
 
-def one_step(module: PipelineModule, optimizer: Any, batch: dict[str, Any]) -> tuple[float, float, Any]:
+def one_step(module: Any, optimizer: Any, batch: dict[str, Any]) -> tuple[float, float, Any]:
     """Seconds of a step, processors that others kept busy meanwhile, and when the actions were."""
     spans = module.record()
     dist.barrier()

@@ -19,7 +19,6 @@ import torch
 from autopar.capture import Captured
 from autopar.capture.aliasing.schemas import named
 from autopar.capture.normalize import DROPOUTS
-from autopar.capture.without_values import without_values
 from autopar.errors import CaptureError, RunError, first_few
 from autopar.rules.families.branch import BRANCH
 from autopar.words.autocasting import autocast_as
@@ -98,50 +97,37 @@ class OtherGraphError(RunError):
     """A model computes something in eval mode that :func:`evaluated` does not make of its training."""
 
 
-class Skeleton:
-    """A copy of a model without the values of its parameters, to capture it in eval mode or in other shapes later.
+def sides_in_eval_mode(model: torch.nn.Module, captured: Captured) -> dict[str, int]:
+    """Refuse a model whose eval mode is another than :func:`evaluated` makes; return the ``sides`` for it.
 
-    A model that cannot be copied so that all of its code reads the copy is kept itself, with its values: that takes
-    memory for as long as the parallel module lives, but a copy whose functions read modules that are gone is no model.
+    Raises:
+        OtherGraphError: it is. RunError: it cannot be captured in eval mode.
     """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        try:
-            self.model = without_values(model)
-        except Exception:  # models may hold anything
-            self.model = model
-
-    def check(self, captured: Captured) -> dict[str, int]:
-        """Refuse a model whose eval mode is another than :func:`evaluated` makes; the ``sides`` that it makes it with.
-
-        Raises:
-            OtherGraphError: it is. RunError: it cannot be captured in eval mode.
-        """
-        hint = "parallelize model.eval() itself, and load this state_dict()"
-        if captured.example is None:
-            raise RunError(f"the model cannot be captured again in eval mode (there is no example call); {hint}")
-        modes = [(module, module.training) for module in self.model.modules()]
-        try:
-            with autocast_as(captured.autocast):
-                eval_capture = captured.example.capture(self.model.eval())
-        except CaptureError as error:
-            raise RunError(f"the model cannot be captured in eval mode; {hint}\n{error}") from error
-        finally:  # it may be the caller's own model
-            for module, mode in modes:
-                module.training = mode
-        theirs, said = _told(eval_capture.graph), ""
-        changes = list(eval_capture.graph.written)
-        mine, theirs_first = captured.graph.before, eval_capture.graph.before
-        if theirs_first is not None and (mine is None or mine.fingerprint != theirs_first.fingerprint):
-            changes += theirs_first.updates
-        no_writes = {WRITES: 0} if mine is not None and theirs_first is None else {}
-        for sides in (way | no_writes for way in _ways(captured.graph, eval_capture.graph)):
-            different = _difference(_told(evaluated(captured.graph, sides)), theirs)
-            if not different and not changes:
-                return sides
-            said = said or different
-        written = f", and writes to {first_few([repr(name) for name in changes], MOST_NAMES)}" if changes else ""
-        raise OtherGraphError(f"in eval mode the model computes something else{said}{written}; {hint}")
+    hint = "parallelize model.eval() itself, and load this state_dict()"
+    if captured.example is None:
+        raise RunError(f"the model cannot be captured again in eval mode (there is no example call); {hint}")
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with autocast_as(captured.autocast):
+            eval_capture = captured.example.capture(model.eval())
+    except CaptureError as error:
+        raise RunError(f"the model cannot be captured in eval mode; {hint}\n{error}") from error
+    finally:  # it may be the caller's own model
+        for module, mode in modes:
+            module.training = mode
+    theirs, said = _told(eval_capture.graph), ""
+    changes = list(eval_capture.graph.written)
+    mine, theirs_first = captured.graph.before, eval_capture.graph.before
+    if theirs_first is not None and (mine is None or mine.fingerprint != theirs_first.fingerprint):
+        changes += theirs_first.updates
+    no_writes = {WRITES: 0} if mine is not None and theirs_first is None else {}
+    for sides in (way | no_writes for way in _ways(captured.graph, eval_capture.graph)):
+        different = _difference(_told(evaluated(captured.graph, sides)), theirs)
+        if not different and not changes:
+            return sides
+        said = said or different
+    written = f", and writes to {first_few([repr(name) for name in changes], MOST_NAMES)}" if changes else ""
+    raise OtherGraphError(f"in eval mode the model computes something else{said}{written}; {hint}")
 
 
 def _ways(graph: Graph, eval_graph: Graph) -> list[dict[str, int]]:
@@ -225,4 +211,4 @@ def _plain(call: dict[str, Any], seen: Any) -> str:
     return str({k: plain(map_refs(v, seen)) for k, v in sorted(call.items())})
 
 
-__all__ = ["OtherGraphError", "Skeleton", "evaluated"]
+__all__ = ["OtherGraphError", "evaluated", "sides_in_eval_mode"]

@@ -27,19 +27,19 @@ _STRIDES: Any = WeakIdKeyDictionary()
 """Of parameters of copies: how those of the model lie in memory. They themselves are one value each, expanded."""
 
 
-def without_values(model: torch.nn.Module) -> torch.nn.Module:
+def without_values(model: torch.nn.Module, memo: dict[int, Any] | None = None) -> torch.nn.Module:
     """Return the copy; its parameters have the shapes of the model's, and one value each.
+
+    Args:
+        memo: copies by the ids of what they are of, as of ``copy.deepcopy``.
 
     Raises:
         Exception: the model holds what cannot be copied.
         ValueError: something that was copied still reads modules or tensors of the model.
     """
-    memo: dict[int, Any] = {}
+    memo = {} if memo is None else memo
     for parameter in model.parameters():
-        value = parameter.detach().new_zeros(()).expand(parameter.shape)
-        copied_parameter = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-        _STRIDES[copied_parameter] = _STRIDES.get(parameter, parameter.stride())
-        memo[id(parameter)] = copied_parameter
+        memo[id(parameter)] = copied_parameter(parameter)
     copied: torch.nn.Module = copy.deepcopy(model, memo)
     originals = {id(x) for part in (model.modules(), model.parameters(), model.buffers()) for x in part}
     rebinding = _Rebinding(originals, memo)
@@ -51,6 +51,27 @@ def without_values(model: torch.nn.Module) -> torch.nn.Module:
     if _leads_to(originals, parts, set(), weakly=False):  # what only watches a model is no part of it
         raise ValueError("code or an attribute of the model reads modules of it that cannot be copied with it")
     return copied
+
+
+def copied_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return a parameter of one value in the shape of another one, which a trace lays out as that one."""
+    copied = torch.nn.Parameter(parameter.detach().new_zeros(()).expand(parameter.shape), parameter.requires_grad)
+    _STRIDES[copied] = _STRIDES.get(parameter, parameter.stride())
+    return copied
+
+
+def laid_out_as(parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """Return a value in the dtype of a parameter, laid out in memory as that was at first."""
+    new = torch.empty_strided(
+        value.shape, _STRIDES.get(parameter, parameter.stride()), dtype=parameter.dtype, device=value.device
+    )
+    return new.copy_(value)
+
+
+def expanded(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return one value in the shape of a parameter, which a trace lays out as the parameter was at first."""
+    _STRIDES.setdefault(parameter, parameter.stride())
+    return parameter.detach().new_zeros(()).expand(parameter.shape)
 
 
 @contextlib.contextmanager
@@ -202,4 +223,4 @@ def _leads_to(originals: set[int], values: Iterable[Any], free: set[int], weakly
     return False
 
 
-__all__ = ["with_strides", "without_values"]
+__all__ = ["copied_parameter", "expanded", "laid_out_as", "with_strides", "without_values"]

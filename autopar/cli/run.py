@@ -188,7 +188,7 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
 
     from autopar.parallelizing.all_ranks import check_size, spread
     from autopar.profiling import by_kind
-    from autopar.runtime.pipelines.pipeline import PipelineModule
+    from autopar.runtime.as_module.parallel_module import parallel
     from autopar.runtime.ranks.agree import ensure_process_group
 
     document = open_plan(Path(path))
@@ -199,13 +199,13 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
     ensure_process_group()
     check_size(plan, dist.get_world_size())
     loaded = moved(loaded, device)
-    pm = spread(loaded.model, captured, plan, dist.group.WORLD)
+    pm = parallel(spread(loaded.model, captured, plan, dist.group.WORLD))
     optimizer = optimizer_of(plan.optimizer, [p for p in pm.parameters() if p.requires_grad], lr)
     said: dict[str, Any] = {"microbatches": plan.microbatches} if len(plan.stages) == 1 else {}
     losses, seconds = [], []
     spans: list[Any] = []
     for step in range(steps):
-        if step == steps - 1 and isinstance(pm, PipelineModule):
+        if step == steps - 1 and len(plan.stages) > 1:
             spans = pm.record()
         dist.barrier()
         start = time.perf_counter()

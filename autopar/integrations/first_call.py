@@ -78,10 +78,10 @@ class ParallelOnFirstCall(AsModel):
         if holding:
             options["optimizer"] = holding[0]
         pm = parallelize(model, mesh, inputs[0], **inputs[1], **options)
-        if pm._autopar_leads is not None:
+        if pm._autopar.leads is not None:
             raise AutoparError(_NO_STAGES)
         for move in moves[1:]:
-            move.to(pm, pm._autopar_ranks()[0])
+            move.to(pm._autopar, pm._autopar.ranks()[0])
         self.now, self.is_parallel = pm, True
 
     # -- as the model

@@ -19,9 +19,9 @@ from autopar.plans.clusters import check_mesh, get_cluster, reference
 from autopar.plans.detection import RankRecord, check_nodes, cluster_of_ranks, dumps, loads, record_here
 from autopar.plans.device_groups import check_within
 from autopar.plans.plan import Plan
-from autopar.runtime.one_mesh.executor import ParallelModule
+from autopar.runtime.one_mesh.executor import MeshRun
 from autopar.runtime.parameters.init import Init, MadeInTurn, MetaValues, is_meta
-from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.pipelines.pipeline import PipelineRun
 from autopar.runtime.ranks.agree import FirstRankValues, Meeting, Stopped, seeded_alike, share, together
 from autopar.runtime.ranks.groups import backend_for, backends
 from autopar.runtime.ranks.plan_groups import check_device_mesh, group_of_own, mesh_of_own
@@ -216,7 +216,7 @@ def check_size(plan: Plan, have: int) -> None:
 def spread(
     model: torch.nn.Module, captured: Captured, plan: Plan, group: Any, *, device_mesh: DeviceMesh | None = None,
     init: Init | None = None, random: str = "sharded",
-) -> ParallelModule | PipelineModule:  # fmt: skip
+) -> MeshRun | PipelineRun:  # fmt: skip
     """The model on the ranks of ``group``, as the plan says; every rank calls it with the same arguments.
 
     Args:
@@ -243,17 +243,17 @@ def spread(
     else:
         meeting = None if one else Meeting(of_own, device)
 
-    def make() -> ParallelModule | PipelineModule:
+    def make() -> MeshRun | PipelineRun:
         if one:
             assert device_mesh is not None
-            return ParallelModule(model, captured, plan, device_mesh, values, alike=alike, random=random)
-        return PipelineModule(model, captured, plan, device_type, values, alike=alike, meeting=meeting, random=random)
+            return MeshRun(model, captured, plan, device_mesh, values, alike=alike, random=random)
+        return PipelineRun(model, captured, plan, device_type, values, alike=alike, meeting=meeting, random=random)
 
-    module: ParallelModule | PipelineModule | None = None
+    run: MeshRun | PipelineRun | None = None
     error: BaseException | None = None
     try:  # in here ranks meet nowhere but in the meeting
         try:
-            module = make()
+            run = make()
         except Stopped:
             raise
         except Exception as e:
@@ -262,11 +262,16 @@ def spread(
             meeting.close(error is not None)
     except Stopped:
         pass
-    together(group, error)
-    assert module is not None
+    try:
+        together(group, error)
+    except BaseException:
+        if run is not None:
+            run.user.restore()
+        raise
+    assert run is not None
     if captured.graph.precision is not None:
-        module.gradient_dtype = captured.graph.precision.reduced_in
-    return module
+        run.gradient_dtype = captured.graph.precision.reduced_in
+    return run
 
 
 def tell_of_idle_gpus(device_type: str) -> None:

@@ -27,10 +27,9 @@ from autopar.capture.untraceable_modules import check_modules
 from autopar.errors import AutoparError, CaptureError, MeshError
 from autopar.plans.plan import Plan
 from autopar.plans.plan_options import OPTIMIZERS, PLAN_OPTIONS, is_integer, is_number, is_table, optional
-from autopar.runtime.as_module.model_class import own_name
-from autopar.runtime.one_mesh.executor import ParallelModule
+from autopar.runtime.as_module.parallel_module import ParallelModule
+from autopar.runtime.as_module.user_module import written_class
 from autopar.runtime.optimizers.user_optimizers import Move, name_of
-from autopar.runtime.pipelines.pipeline import PipelineModule
 from autopar.runtime.ranks.agree import together
 from autopar.runtime.ranks.devices import check_one_device
 from autopar.runtime.stages.seeds import MODES
@@ -118,9 +117,10 @@ def check_model(model: Any) -> None:
         raise CaptureError(f"expected a torch.nn.Module, got {type(model).__name__}; pass the model object itself")
     for path, module in model.named_modules():
         where = f"its module '{path}'" if path else "the model"
-        if isinstance(module, (ParallelModule, PipelineModule)):
+        if isinstance(module, ParallelModule):
             raise CaptureError(
-                f"{where} is a {own_name(module)} already, made by parallelize; parallelize the whole model once, "
+                f"{where} is a parallel module already, a {written_class(module).__name__} that parallelize was given; "
+                "parallelize the whole model once, "
                 "before any part of it"
             )
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):

@@ -18,7 +18,7 @@ from autopar.capture import capture
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
 from autopar.plans.transfer import Side, transfer
 from autopar.profiling.clock import Clock
-from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.pipelines.pipeline import pipelined
 from autopar.runtime.pipelines.wires import Post, Wire
 from autopar.runtime.ranks.groups import channel, groups_for
 from autopar.words.graph import Spec
@@ -170,7 +170,7 @@ def executor_spans(cluster: Cluster, layers: int, schedule: str, device: torch.d
     starts = (next(n.name for n in captured.graph.nodes if n.kind == "op" and n.module == f"layers.{layers}"),)
     request = PipelineOptions(count, 2, (schedule,), Mesh.of(data=1), starts, may_recompute=False)
     planned = plan_pipeline(captured.graph, cluster, 2, request)
-    module = PipelineModule(model, captured, planned.plan, device.type)
+    module = pipelined(model, captured, planned.plan, device.type)
     batch = x.repeat(count, 1).to(device)
     spans: dict[str, list[float]] = {}
     for _ in range(30):

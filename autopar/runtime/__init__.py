@@ -4,8 +4,8 @@ What computes
 
 ================= =====================================================================================================
 :mod:`.stages`    a program on one mesh with the parameters and buffers that it reads; compiled, as a CUDA graph
-:mod:`.one_mesh`  a model that is one stage, as a module: ``ParallelModule``, and a training step of it
-:mod:`.pipelines` a model in several stages: ``PipelineModule``, the work of a schedule, messages between stages
+:mod:`.one_mesh`  a model that is one stage: ``MeshRun``, and a training step of it
+:mod:`.pipelines` a model in several stages: ``PipelineRun``, the work of a schedule, messages between stages
 :mod:`.variants`  the programs of one model: by the shapes and the Python values of a call
 ================= =====================================================================================================
 

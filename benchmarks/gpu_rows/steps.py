@@ -82,7 +82,7 @@ def _measure(
     if way == "autopar":
         run = autopar.parallelize(model, 1, batch, precision="bf16-mixed" if autocast else None)
         autocast = False
-        graph = run._autopar_captured.graph
+        graph = run._autopar.captured.graph
         numbers |= {"predicted_seconds": run.plan.seconds, "predicted_bytes": run.plan.memory_bytes,
                     "predicted_state": run.plan.only().price.stored_bytes, "cluster": run.plan.cluster}  # fmt: skip
         del model

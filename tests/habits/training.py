@@ -108,7 +108,7 @@ def one_rank(kind: type[Habit], steps: list[Step]) -> Captured:
         pm = autopar.parallelize(made(kind), 1, (x,) if outside else (x, y), **given)
         for i in range(BATCHES):
             steps.append(module_step(pm, batch(kind, i), lambda m, *a: scalar(m(*a))))
-        return pm._autopar_captured
+        return pm._autopar.captured
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

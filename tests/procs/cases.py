@@ -34,7 +34,7 @@ from autopar.planner.intra_op.mesh_plan import Options, plan_graph
 from autopar.planner.intra_op.random_plans import random_plan
 from autopar.plans.plan import Plan
 from autopar.rules.registry import rules_of
-from autopar.runtime.one_mesh.executor import ParallelModule
+from autopar.runtime.one_mesh.executor import on_mesh
 from autopar.runtime.parameters import gathering, registering
 from autopar.runtime.parameters.gathering import Unit
 from autopar.runtime.stages import stage
@@ -151,7 +151,7 @@ def compare_one(config: Config) -> dict[str, Any]:
         captured = dataclasses.replace(program_vs_eager.promoted(captured), constants=constants)
         reference = OneDevice(case.model, captured)
     plan = make_plan(captured, config)
-    pm = ParallelModule(case.model, captured, plan, device_mesh(config.mesh))
+    pm = on_mesh(case.model, captured, plan, device_mesh(config.mesh))
     ours = torch.optim.AdamW(pm.parameters(), lr=LR, foreach=config.foreach)
     theirs = torch.optim.AdamW(reference.parameters(), lr=LR)
     found: dict[str, Any] = {"loss": 0.0, "gradient": (0.0, ""), "clip": 0.0}
@@ -310,7 +310,7 @@ def losses(name: str, zoo: Mapping[str, Any], mesh: Mesh, seed: int | None, step
     case = as_float64(ZOO[name](**zoo))
     captured = capture(case.model, *case.batch)
     plan = make_plan(captured, Config(name, mesh, seed=seed))
-    pm = ParallelModule(case.model, captured, plan, device_mesh(mesh))
+    pm = on_mesh(case.model, captured, plan, device_mesh(mesh))
     optimizer = torch.optim.SGD(pm.parameters(), lr=0.01)
     return [float(pm.train_step(*case.args, optimizer=optimizer, **case.kwargs)) for _ in range(steps)]
 
@@ -326,11 +326,11 @@ def meta_state(name: str, mesh: Mesh, seed: int) -> dict[str, torch.Tensor]:
     return autopar.full_state_dict(pm)
 
 
-def trained(name: str, mesh: Mesh, seed: int, steps: int = 2) -> tuple[ParallelModule, torch.optim.Optimizer, Case]:
+def trained(name: str, mesh: Mesh, seed: int, steps: int = 2) -> tuple[Any, torch.optim.Optimizer, Case]:
     case = as_float64(ZOO[name]())
     captured = capture(case.model, *case.batch)
     plan = make_plan(captured, Config(name, mesh, seed=seed))
-    pm = ParallelModule(case.model, captured, plan, device_mesh(mesh))
+    pm = on_mesh(case.model, captured, plan, device_mesh(mesh))
     optimizer = torch.optim.AdamW(pm.parameters(), lr=LR)
     for _ in range(steps):
         pm.train_step(*case.args, optimizer=optimizer, **case.kwargs)
@@ -369,7 +369,7 @@ def full_round_trip(name: str, mesh: Mesh, seed: int) -> dict[str, Any]:
     case = ZOO[name]()
     original = {k: v.clone() for k, v in case.model.state_dict().items()}
     captured = capture(case.model, *case.batch)
-    pm = ParallelModule(case.model, captured, make_plan(captured, Config(name, mesh, seed=seed)), device_mesh(mesh))
+    pm = on_mesh(case.model, captured, make_plan(captured, Config(name, mesh, seed=seed)), device_mesh(mesh))
     changed = {k: v * 2 + 1 for k, v in original.items()}
     autopar.load_full_state_dict(pm, changed if dist.get_rank() == 0 else None)
     back = autopar.full_state_dict(pm, all_ranks=True)
@@ -459,12 +459,12 @@ def recomputed_in_another_thread(name: str, pattern: str, frozen: str, seed: int
     captured = capture(case.model, *case.batch)
     plan = make_plan(captured, Config(name, TWO, seed=seed, options={"recompute": [pattern]}, lifetime="use"))
     with mock.patch.object(gathering, "UNIT_BYTES", 1 << 14):
-        pm = ParallelModule(case.model, captured, plan, device_mesh(TWO))
+        pm = on_mesh(case.model, captured, plan, device_mesh(TWO))
     gathered: list[list[int]] = [[], []]
     now = gathered[0]
     real, units = (
         Unit.start,
-        list(dict.fromkeys(h.unit for h in pm._autopar_held_params.values() if h.unit is not None)),
+        list(dict.fromkeys(h.unit for h in pm._autopar.held_params.values() if h.unit is not None)),
     )
 
     def start(unit: Unit) -> None:
@@ -473,7 +473,7 @@ def recomputed_in_another_thread(name: str, pattern: str, frozen: str, seed: int
         real(unit)
 
     def alive() -> int:
-        return sum(h.leaf.untyped_storage().nbytes() for h in pm._autopar_held_params.values() if h.per_use)
+        return sum(h.leaf.untyped_storage().nbytes() for h in pm._autopar.held_params.values() if h.per_use)
 
     with mock.patch.object(Unit, "start", start):
         loss = loss_of(pm(*case.args, **case.kwargs))

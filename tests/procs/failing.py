@@ -58,7 +58,7 @@ def trouble(pm: Any, where: str) -> Iterator[None]:
             yield
     else:
         # An exception in the last parameter of the backward, after which come the reductions of all of them.
-        hook = next(iter(pm._autopar_held_params.values())).leaf.register_post_accumulate_grad_hook(fail)
+        hook = next(iter(pm._autopar.held_params.values())).leaf.register_post_accumulate_grad_hook(fail)
         try:
             yield
         finally:

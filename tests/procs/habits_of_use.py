@@ -1049,7 +1049,7 @@ def a_backward_that_breaks_half_way() -> None:
     ):  # fmt: skip
         module, eager = pair(Net(mse), batch(), **more)
         breaks = [True]
-        leaf = module._autopar_held_params[name].leaf
+        leaf = module._autopar.held_params[name].leaf
 
         def out_of_memory(_: torch.Tensor, breaks: list[bool] = breaks) -> None:
             if breaks[0]:
@@ -1060,7 +1060,7 @@ def a_backward_that_breaks_half_way() -> None:
             module(*batch()).backward()
         with pytest.raises(Skip):
             module.train_step(*batch(16), microbatches=2)
-        gathered = [held.leaf for held in module._autopar_held_params.values() if held.per_use]
+        gathered = [held.leaf for held in module._autopar.held_params.values() if held.per_use]
         assert not any(leaf.untyped_storage().nbytes() for leaf in gathered), "nothing gathered for one use stays"
         breaks[0] = False
         assert all(p.grad is None for p in module.parameters()), "a broken step leaves no gradients"
@@ -1263,10 +1263,11 @@ def an_input_of_a_pipeline_that_was_not_to_want_a_gradient() -> None:
 
 @case
 def parts_are_chosen_by_class() -> None:
-    """Groups of parameters by module class, as minGPT makes them; in a pipeline each rank meets its own stage's."""
+    """Groups of parameters by module class, as minGPT makes them; in a pipeline each rank has its own stage's."""
     for module, eager in (pair(Net(mse), batch()), pipeline()):
         decay = {f"{path}.weight" for path, part in module.named_modules() if isinstance(part, nn.Linear)}
         names = dict(module.named_parameters())
+        decay &= names.keys()
         assert decay == {name for name in names if name.endswith("weight")} and decay
         ours, theirs = (
             torch.optim.AdamW(
@@ -1291,10 +1292,6 @@ def parts_are_chosen_by_class() -> None:
         wanted = dict(eager.named_parameters())
         for name, p in names.items():
             same(p.detach(), wanted[name].detach())
-        for part in module.modules() if len(names) < 4 else ():
-            if isinstance(part, nn.Linear):
-                with pytest.raises(RunError, match=r"eval\(\) of a part of a parallel module"):
-                    part.eval()
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def trained(cut: str) -> tuple[float, int]:
     pm = spread(model, batch(4, 6), **CUTS[cut])
     optimizers = torch.optim.AdamW(pm.parameters(), lr=1e-2), torch.optim.AdamW(alone.parameters(), lr=1e-2)
     worst = max(_step(pm, alone, call, call, optimizers) for call in (batch(*size, 1) for size in SIZES))
-    return worst, pm._autopar_programs.captures
+    return worst, pm._autopar.programs.captures
 
 
 def _two_layouts(graphs: Any, trace: Any, cluster: Any, mesh: Any, options: Any) -> bucket_plans.BucketPlans:
@@ -135,7 +135,7 @@ def a_change_that_pays() -> tuple[float, int, list[bool]]:
             optimizer.step()
             optimizer.zero_grad()
     weights = (difference(p.full_tensor(), alone.get_parameter(n)) for n, p in pm.named_parameters())
-    return max(worst, *weights), pm._autopar_layout, cut
+    return max(worst, *weights), pm._autopar.layout, cut
 
 
 def uneven_own_rows(cut: str) -> float:

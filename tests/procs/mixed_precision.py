@@ -91,7 +91,7 @@ def trained(cut: str, inside: bool, mesh: tuple[int, ...] = (2,)) -> tuple[float
             optimizer.step()
             optimizer.zero_grad()
         autopar.load_full_state_dict(pm, alone.state_dict())
-    return low, full, pm._autopar_programs.captures
+    return low, full, pm._autopar.programs.captures
 
 
 def scaled(cut: str, infinite_on: int | None) -> tuple[float, float, bool]:
@@ -313,14 +313,14 @@ def policy(name: str, cut: str, mesh: tuple[int, ...] = (2,), stages: int | None
     if stages:
         return {"worst": worst, "values": values}
     price = pm.plan.price
-    for_one_use = [prod(h.used_shape) * h.dtype.itemsize for h in pm._autopar_held_params.values() if h.per_use]
+    for_one_use = [prod(h.used_shape) * h.dtype.itemsize for h in pm._autopar.held_params.values() if h.per_use]
     state = [v for p in optimizers[0].state.values() for v in p.values()]
     return {
         "worst": worst, "values": values,
         "counted": (price.parameter_bytes, price.gradient_bytes, price.optimizer_bytes, price.gathered_bytes),
         "there": (
             sum(_local(p).nbytes for p in set(pm.parameters())), local, sum(_local(v).nbytes for v in state),
-            sum(h.leaf.nbytes for h in pm._autopar_held_params.values() if not h.alias and not h.per_use)
+            sum(h.leaf.nbytes for h in pm._autopar.held_params.values() if not h.alias and not h.per_use)
             + 2 * max(for_one_use, default=0),  # this one and the next, which is fetched ahead
         ),
     }  # fmt: skip

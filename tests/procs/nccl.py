@@ -30,7 +30,7 @@ from zoo import ZOO
 import autopar
 from autopar.capture import capture
 from autopar.errors import RunError
-from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.pipelines.pipeline import pipelined
 from autopar.runtime.ranks import failures, presence
 from autopar.runtime.ranks.agree import share
 from autopar.runtime.ranks.groups import Groups, destroy_groups, group_of_members
@@ -205,15 +205,15 @@ def fails_at(place: Place) -> tuple[float, str]:
     config = Config("mlp", place.schedule, (ONE,) * dist.get_world_size(), 4)
     case = ZOO["mlp"](layers=2 * dist.get_world_size())
     captured = capture(case.model, *cut(case.batch, 4, 0))
-    beside = PipelineModule(copy.deepcopy(case.model), captured, make_plan(captured, config))
-    pm = PipelineModule(case.model, captured, make_plan(captured, config))
+    beside = pipelined(copy.deepcopy(case.model), captured, make_plan(captured, config))
+    pm = pipelined(case.model, captured, make_plan(captured, config))
     call = pm.evaluate if place.evaluate else pm.train_step
     for _ in range(place.step):
         pm.train_step(*case.batch[0], **case.batch[1])  # these go well
     if dist.get_rank() == place.rank:
-        row = pm._autopar_work.forward_row if place.evaluate else pm._autopar_work.row
+        row = pm._autopar.work.forward_row if place.evaluate else pm._autopar.work.row
         action = row[place.at]
-        flight = pm._autopar_work.flights[action.stage]
+        flight = pm._autopar.work.flights[action.stage]
         name = {"F": "forward", "W": "weights"}.get(action.kind, "backward")
         real, calls = getattr(flight, name), itertools.count()
         kinds = {"forward": "F", "weights": "W", "backward": "BI"}[name]

@@ -27,9 +27,9 @@ from autopar.profiling import transfers_and_collectives
 from autopar.profiling.document import MOST_BYTES, MOST_OPS, measure_rank
 from autopar.profiling.ops import passes_of
 from autopar.runtime.gradients import gradient_reduction
-from autopar.runtime.one_mesh.executor import ParallelModule
+from autopar.runtime.one_mesh.executor import on_mesh
 from autopar.runtime.parameters import gathering
-from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.pipelines.pipeline import pipelined
 from autopar.runtime.ranks.groups import abort_groups
 from autopar.runtime.ranks.presence import alive
 from autopar.torch_private import default_store, no_dispatch_modes
@@ -113,10 +113,10 @@ def trained(config: Config) -> tuple[float, list[list[str]]]:
     def made(device: str) -> Any:
         model = copy.deepcopy(case.model)
         if isinstance(config, pipelines.Config):
-            return PipelineModule(model, captured, plan, device)
+            return pipelined(model, captured, plan, device)
         names = tuple(name for name, _ in config.mesh)
         mesh = init_device_mesh(device, tuple(n for _, n in config.mesh), mesh_dim_names=names)
-        return ParallelModule(model, captured, plan, mesh)
+        return on_mesh(model, captured, plan, mesh)
 
     def step(pm: Any, batch: Any) -> torch.Tensor:
         torch.manual_seed(3)  # both devices draw alike
@@ -127,7 +127,7 @@ def trained(config: Config) -> tuple[float, list[list[str]]]:
             loss = loss_of(pm(*args, **kwargs))
             loss.backward()
         if config.clip:
-            if isinstance(pm, PipelineModule):
+            if pm._autopar.leads is not None:
                 pm.clip_grad_norm_(config.clip)
             else:
                 torch.nn.utils.clip_grad_norm_(pm.parameters(), config.clip)
@@ -183,9 +183,9 @@ def gathers_in_a_step() -> tuple[int, list[str]]:
         with no_dispatch_modes():
             on_cpus = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
             pm = autopar.parallelize(copy.deepcopy(model), on_cpus, (x,), **options)
-            captured, plan = pm._autopar_captured, pm.plan
+            captured, plan = pm._autopar.captured, pm.plan
         with Accelerator() as accelerator:
-            there: Any = ParallelModule(model, captured, plan, mesh)
+            there: Any = on_mesh(model, captured, plan, mesh)
             there.compare_every = 0
             batch = x.to(NAME)
             there.train_step(batch)
@@ -254,7 +254,7 @@ def _used(config: Config, backend: str, folder: str) -> list[str]:
 
         def step() -> torch.Tensor:
             loss = pm.train_step(*args, **kwargs)
-            if isinstance(pm, PipelineModule):
+            if pm._autopar.leads is not None:
                 pm.clip_grad_norm_(1.0)
             else:
                 torch.nn.utils.clip_grad_norm_(pm.parameters(), 1.0)

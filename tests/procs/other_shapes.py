@@ -101,7 +101,7 @@ def epochs(cut: str, compiled: bool = False) -> tuple[float, list[int], int]:
             worst = max(worst, *(difference(a, b) for a, b in zip(*losses, strict=True)))
             counts.append(count.call_count)
     assert all(a is b for a, b in zip(before, pm.parameters(), strict=True))
-    return max(worst, worst_parameter(pm, alone)), counts, len(pm._autopar_programs.kept)
+    return max(worst, worst_parameter(pm, alone)), counts, len(pm._autopar.programs.kept)
 
 
 def evaluated(cut: str) -> float:

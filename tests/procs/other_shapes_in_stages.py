@@ -92,7 +92,7 @@ def epochs(cut: str, tied: bool) -> tuple[float, list[int]]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        captures.append(pm._autopar_programs.captures)
+        captures.append(pm._autopar.programs.captures)
     assert all(a is b for a, b in zip(before, pm.parameters(), strict=True))
     for m in (pm, alone):
         m.eval()

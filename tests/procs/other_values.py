@@ -90,13 +90,13 @@ def scheduled(cut: str, compiled: bool = False) -> tuple[float, list[int], int]:
             worst = max(worst, difference(*losses))
             counts.append(count.call_count)
     assert all(a is b for a, b in zip(parameters, pm.parameters(), strict=True))
-    if pm._autopar_stage.compile_args is not None:
-        stages = [pm._autopar_stage, *(fields["_autopar_stage"] for fields in pm._autopar_programs.kept)]
+    if pm._autopar.stage.compile_args is not None:
+        stages = [pm._autopar.stage, *(fields["stage"] for fields in pm._autopar.programs.kept)]
         assert counters["stats"]["unique_graphs"] - compiled_before >= len(stages)
     have, wanted = autopar.full_state_dict(pm, all_ranks=True), alone.state_dict()
     for name, value in wanted.items():
         worst = max(worst, difference(have[name], value)) if value.abs().max() else worst
-    return worst, counts, len(pm._autopar_programs.kept)
+    return worst, counts, len(pm._autopar.programs.kept)
 
 
 def evaluated() -> float:
@@ -149,7 +149,7 @@ def in_stages() -> tuple[float, int]:
         pm.gate = alone.gate = gate
         worst = max(worst, both(x))
     worst = max(worst, max(difference(whole(p), alone.get_parameter(n)) for n, p in pm.named_parameters()))
-    return worst, len(pm._autopar_programs.kept)
+    return worst, len(pm._autopar.programs.kept)
 
 
 def apart(how: str) -> str:

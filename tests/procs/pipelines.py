@@ -32,7 +32,7 @@ from autopar.plans.stage_graphs import cut as stages_of
 from autopar.rules.families.sharded_random import seed_at
 from autopar.rules.registry import rules_of
 from autopar.runtime.batches.runs import rows_of_microbatch
-from autopar.runtime.pipelines.pipeline import PipelineModule
+from autopar.runtime.pipelines.pipeline import pipelined
 from autopar.runtime.stages.seeds import seed_after
 from autopar.runtime.stages.stage import Stage
 from autopar.torch_private import pytree
@@ -191,7 +191,7 @@ def compare_one(config: Config) -> dict[str, Any]:
     for tensor in case.model.state_dict().values():
         dist.broadcast(tensor, src=0)
     reference = OneDevice(case.model, captured)
-    pm = PipelineModule(case.model, one, make_plan(one, config))
+    pm = pipelined(case.model, one, make_plan(one, config))
     ours = torch.optim.AdamW(pm.parameters(), lr=LR)
     theirs = torch.optim.AdamW(reference.model.parameters(), lr=LR)
     found: dict[str, Any] = {"loss": 0.0, "gradient": (0.0, ""), "clip": 0.0}
@@ -261,7 +261,7 @@ def evaluates_one(config: Config) -> dict[str, Any]:
         for each in (capture(case.model, *cut(case.batch, k, 0)), part_of(case, k))
     )
     reference = OneDevice(case.model, captured)
-    pm = PipelineModule(case.model, one, make_plan(one, config))
+    pm = pipelined(case.model, one, make_plan(one, config))
     ours = torch.optim.SGD(pm.parameters(), lr=0.1)
     theirs = torch.optim.SGD(reference.model.parameters(), lr=0.1)
     found: dict[str, Any] = {"loss": 0.0, "output": 0.0}
@@ -338,7 +338,7 @@ def fails_in_the_middle() -> None:
     config = Config("mlp", "1f1b", (ONE, ONE), 4)
     case = ZOO["mlp"]()
     captured = capture(case.model, *cut(case.batch, 4, 0))
-    pm = PipelineModule(case.model, captured, make_plan(captured, config))
+    pm = pipelined(case.model, captured, make_plan(captured, config))
     if dist.get_rank() == 1:
         run, calls = Stage.run, []
 
@@ -399,7 +399,7 @@ def refused_rows() -> list[str]:
     ):
         schedule = parse("schedule mine stages 2 microbatches 2\n" + rows)
         try:
-            PipelineModule(ZOO["resnet"]().model, captured, dataclasses.replace(plan, schedule=schedule))
+            pipelined(ZOO["resnet"]().model, captured, dataclasses.replace(plan, schedule=schedule))
         except PlanError as error:
             found.append(str(error))
     return found
@@ -435,7 +435,7 @@ def peaks(name: str, schedule: str, n_microbatches: int, zoo: Mapping[str, Any])
         for number, (begin, part) in enumerate(zip(starts, graphs, strict=True))
     ]  # fmt: skip
     plan = Plan(captured.graph.fingerprint, cluster.name, tuple(stages), order, stage_edges_of(graphs))
-    pm = PipelineModule(case.model, captured, plan)
+    pm = pipelined(case.model, captured, plan)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=LR, foreach=False)
     args, kwargs = case.batch
     pm.train_step(*args, optimizer=optimizer, **kwargs)

@@ -44,11 +44,10 @@ def test_what_a_method_would_lose_is_refused(found: list[dict[str, Any]], keeps:
         loss, shrink, embeddings, widen, later, silence, anneal = rank[f"refused {keeps}"]
         assert "Speaker.loss_twice() computes with parameters that were gathered for it" in loss
         assert "Speaker.shrink() has written to embed.weight" in shrink
-        assert "Speaker.get_input_embeddings() gives a part of the model itself" in embeddings
-        assert "Speaker.widen() has replaced or added modules" in widen
+        assert embeddings == anneal == "no error"
+        assert "'Speaker' has other submodules or parameters than before" in widen
         assert "Speaker.later() gives a function, which would compute later" in later
-        assert "Speaker.silence() has registered or removed hooks" in silence
-        assert anneal == "no error" if keeps else "Speaker.anneal() has set width on a copy of the model" in anneal
+        assert "hooks were registered on 'embed' or removed" in silence
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.runtime.one_mesh.executor import ParallelModule
+from autopar import ParallelModule
 
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 registered: list[str] = []

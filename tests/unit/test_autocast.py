@@ -168,8 +168,8 @@ def test_each_autocast_around_the_call_has_a_program_over_the_same_parameters() 
     for around in (True, False, True):
         train(pm, twin, around, steps=1)
     assert (
-        pm._autopar_programs is not None
-        and pm._autopar_programs.captures == 1
+        pm._autopar.programs is not None
+        and pm._autopar.programs.captures == 1
         and list(map(id, pm.parameters())) == parameters
     )
     with region():

@@ -66,12 +66,12 @@ def test_padded_calls_train_as_on_one_device(ignored: int) -> None:
         (wanted + wanted_logits.square().mean()).backward()
         for name, parameter in pm.named_parameters():
             torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
-    assert pm._autopar_programs.captures == 1  # one program for each bucket
+    assert pm._autopar.programs.captures == 1  # one program for each bucket
     x = words(3, 4)
     torch.testing.assert_close(pm(x), alone(x), rtol=1e-12, atol=1e-12)
     twin = copy.deepcopy(pm)
     torch.testing.assert_close(twin(x), alone(x), rtol=1e-12, atol=1e-12)
-    assert twin._autopar_programs.captures == 0  # padded to the bucket whose program it began with
+    assert twin._autopar.programs.captures == 0  # padded to the bucket whose program it began with
     loss = pm.train_step(words(3, 9)[:2], words(2, 9))
     torch.testing.assert_close(loss, alone(words(3, 9)[:2], words(2, 9))[0].detach(), rtol=1e-12, atol=0)
 

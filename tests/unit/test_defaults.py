@@ -111,6 +111,10 @@ def test_a_parallel_module_takes_the_whole_batch() -> None:
         autopar.parallelize(Net(), 1, X, memory_limit="1MiB")
 
 
+def test_the_mesh_is_by_default_all_ranks() -> None:
+    assert autopar.parallelize(Net(), example_inputs=X).plan.n_devices == 1
+
+
 @pytest.mark.parametrize("asked", ["auto", 4])
 def test_microbatches_of_a_parallel_module(asked: Any) -> None:
     """They are cut from the batch in ``train_step``, with the numbers of the whole; called with it, it says so."""

@@ -484,11 +484,6 @@ def test_a_change_is_an_error_of_the_next_call(alone):
     pm.part.mode = "plus"
     pm.notes = 3  # nobody reads it
     same_as(pm, eager)
-    del model
-    gc.collect()
-    pm.temperature = 1.0
-    with pytest.raises(RunError, match=r"'temperature' was 1.0 when .* the model is gone"):
-        pm.temperature = 2.0
 
 
 def test_a_schedule_is_captured_again(alone):
@@ -515,7 +510,7 @@ def test_a_schedule_is_captured_again(alone):
     for gate in (False, True, False):
         pm.gate = model.gate = gate
         same_as(pm, model)
-        assert isinstance(pm._autopar_stage.run_program, torch._dynamo.OptimizedModule)
+        assert isinstance(pm._autopar.stage.run_program, torch._dynamo.OptimizedModule)
     assert all(a is b for a, b in zip(weights, pm.parameters(), strict=True))
 
 

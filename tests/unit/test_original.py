@@ -1,276 +1,156 @@
-"""What is done with the model itself after ``parallelize``: seen, or said."""
+"""What ``parallelize`` returns is the model itself: whoever holds it sees it train; old parameters refuse any use."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import io
-import warnings
 import weakref
-from unittest import mock
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import autopar
 from autopar.errors import RunError
-from autopar.runtime.parameters import one_rank_functions
 
 X = torch.arange(12.0).reshape(3, 4) / 7
 
 
-def made(**options):
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def made(**options: Any) -> tuple[Net, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = Net()
     return model, autopar.parallelize(model, 1, X, loss_fn=lambda out: out.square().mean(), **options)
 
 
-def trained(pm):
+def trained(pm: Any) -> Any:
     pm.train_step(X, optimizer=torch.optim.AdamW(pm.parameters()))
     return pm
 
 
 @pytest.fixture(autouse=True)
-def alone():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", module=r"torch\..*")
-        yield
+def alone() -> Iterator[None]:
+    yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def test_a_state_dict_of_old_weights_is_refused():
-    model, pm = made()
-    before = copy.deepcopy(model.state_dict())  # nothing was trained, so these are the weights
+def test_it_is_the_model() -> None:
+    class_before = Net
+    model = Net()
+    parts = dict(model.named_modules())
+    names = [name for name, _ in model.named_parameters()]
+    pm = autopar.parallelize(model, 1, X, loss_fn=lambda out: out.square().mean())
+    assert pm is model and isinstance(pm, class_before) and isinstance(pm, autopar.ParallelModule)
+    assert (type(pm).__name__, type(pm).__qualname__, type(pm).__module__) == ("Net", "Net", __name__)
+    assert dict(pm.named_modules()) == parts and [name for name, _ in pm.named_parameters()] == names
+    assert type(pm[0]).__name__ == "Linear" and repr(pm) == repr(Net())
+    assert [key for key in vars(pm) if key.startswith("_autopar")] == ["_autopar"]
+
+
+def test_who_holds_the_model_sees_it_train() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    average = AveragedModel(model)
+    pm = autopar.parallelize(model, 1, X, loss_fn=lambda out: out.square().mean())
+    before = copy.deepcopy(average.module.state_dict())
     trained(pm)
-    with pytest.raises(RunError, match=r"weights of before(.|\n)*full_state_dict\(pm\)"):
-        model.state_dict()
-    with pytest.raises(RunError, match="weights of before"):
-        nn.ModuleDict({"inside": model}).state_dict()
-    model.load_state_dict(autopar.full_state_dict(pm))
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, pm.get_parameter(name).detach())
+    average.update_parameters(model)
+    for name, value in average.module.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name])  # the first update copies
         assert not torch.equal(value, before[name])
-    del pm
+
+
+USES: dict[str, Callable[[torch.nn.Parameter], Any]] = {
+    "step": lambda p: torch.optim.SGD([p], lr=0.1).step(),
+    "fused": lambda p: torch.optim.AdamW([p], fused=True).step(),
+    "zero_grad": lambda p: torch.optim.SGD([p], lr=0.1).zero_grad(),
+    "arithmetic": lambda p: p * 2,
+    "norm": lambda p: torch._foreach_norm([p]),
+    "data": lambda p: p.data,
+    "grad": lambda p: p.grad,
+    "write": lambda p: nn.init.zeros_(p),
+    "freeze": lambda p: p.requires_grad_(False),
+    "copy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_old_parameters_refuse_any_use(use: str) -> None:
+    model = Net()
+    old = model[0].weight
+    pm = autopar.parallelize(model, 1, X)
+    with pytest.raises(RunError, match=r"'0\.weight' of before parallelize is used(.|\n)*optimizer=optimizer"):
+        USES[use](old)
+    assert old.shape == (8, 4) and old.numel() == 32 and "Parameter" in repr(type(old)) and old is not pm[0].weight
+    assert {old: 1}[old] == 1
+
+
+def test_their_memory_is_freed() -> None:
+    model = Net()
+    seen = weakref.ref(model[0].weight.untyped_storage())
+    pm = autopar.parallelize(model, 1, X)
     gc.collect()
-    model.state_dict()
+    assert seen() is None and pm[0].weight.untyped_storage().nbytes() == 128
 
 
-def test_a_call_with_old_weights_warns_once():
-    model, pm = made()
-    model(X)
-    trained(pm)
-    with pytest.warns(UserWarning, match="has the weights of before: its parallel module was trained"):
-        model(X)
-    model(X)
-    copied = copy.deepcopy(model)
-    copied(X)
-    copied.state_dict()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    torch.load(file, weights_only=False).state_dict()
-
-
-def test_weights_that_are_loaded_into_the_model_warn_once():
-    model, pm = made()
-    model.load_state_dict(autopar.full_state_dict(pm))  # the same
-    other = {name: value + 1 for name, value in model.state_dict().items()}
-    with pytest.warns(UserWarning, match="does not reach its parallel module"):
-        model.load_state_dict(other)
-    model.load_state_dict(other)
-    trained(pm)
-    model.load_state_dict(autopar.full_state_dict(pm))
-
-
-CHANGES = {
-    "module": (lambda model: setattr(model, "2", nn.Linear(8, 4)), "module '2' was replaced"),
-    "added": (lambda model: model.append(nn.ReLU()), "module '3' was added"),
-    "parameter": (lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(8, 4))), "parameter '0.weight' was repla"),
-    "parametrized": (lambda m: nn.utils.parametrizations.weight_norm(m[0]), r"module '0.parametrizations' was added"),
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "module": (lambda model: setattr(model, "2", nn.Linear(8, 4)), "module '2' .* was replaced by a Linear"),
+    "added": (lambda model: model.append(nn.ReLU()), "module '3' .* was added"),
+    "class": (lambda model: setattr(model[0], "__class__", nn.Bilinear), "__class__' .* was replaced"),
+    "parametrized": (lambda m: nn.utils.parametrizations.weight_norm(m[0]), "weight of '0' was deleted"),
+    "forward": (lambda model: setattr(model[0], "forward", torch.tanh), "forward of '0' was replaced"),
+    "hook": (lambda model: model[0].register_forward_hook(print), "would never run"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_model_that_is_changed_afterwards_is_refused_at_the_next_call(name):
-    model, pm = made()
+def test_what_the_program_would_go_on_without_is_refused(name: str) -> None:
+    _, pm = made()
     change, text = CHANGES[name]
-    change(model)
-    for _ in range(2):
-        with pytest.raises(RunError, match=text):
-            pm(X)
-    again = autopar.parallelize(model, 1, X, loss_fn=lambda out: out.square().mean())
-    torch.testing.assert_close(again(X), model(X).square().mean())
+    before = pm(X)
+    with pytest.raises(RunError, match=text):
+        change(pm)
+    torch.testing.assert_close(pm(X), before, rtol=0, atol=0)
+    pm.note = pm[0].note = "forward does not read it"
 
 
-def test_a_change_that_is_undone_is_none():
-    model, pm = made()
-    head = model[2]
-    model[2] = nn.Linear(8, 4)
-    model[2] = head
-    pm(X)
-
-
-def test_capturing_again_says_nothing_of_old_weights():
-    model, pm = made(on_change="recapture")
-    model.scale = 1.0
+def test_it_is_frozen_and_saved_as_models_are() -> None:
+    _, pm = made()
+    eager = Net()
+    eager.load_state_dict(autopar.full_state_dict(pm))
+    for each in (pm, eager):
+        each[0].requires_grad_(False)
+    first = pm[0].weight.detach().clone()
     trained(pm)
-    pm(X)
+    assert torch.equal(pm[0].weight, first) and not torch.equal(pm[2].weight.detach(), eager[2].weight.detach())
+    with pytest.raises(RunError, match="cannot be pickled"):
+        torch.save(pm, io.BytesIO())
+    eager.load_state_dict(pm.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(pm(X), eager(X).square().mean())
+        torch.testing.assert_close(pm[0](X), eager[0](X))  # a part, on whole values
+    with pytest.raises(RunError, match="cannot be called alone with gradients"):
+        pm[2](X)
 
 
-def test_the_model_can_go():
-    model, pm = made()
-    seen = weakref.ref(model)
-    del model
-    gc.collect()
-    assert seen() is None
-    trained(pm)
+def test_a_refused_model_is_as_it_was() -> None:
+    model = Net()
+    params = dict(model.named_parameters())
+    with pytest.raises(autopar.InfeasibleError):
+        autopar.parallelize(model, 1, X, memory_limit="64B")
+    assert type(model) is Net and dict(model.named_parameters()) == params and model(X).shape == (3, 4)
 
 
-def test_parameters_that_are_frozen_in_the_model_are_refused():
-    model, pm = made()
-    pm(X)
-    model[0].weight.requires_grad_(False)
-    for _ in range(2):
-        with pytest.raises(RunError, match=r"parameter '0.weight' of the model was frozen(.|\n)*pm.get_parameter"):
-            pm(X)
-    pm.get_parameter("0.weight").requires_grad_(False)
-    trained(pm)
-    model.requires_grad_(False)  # kept for reference
-    with pytest.warns(UserWarning, match="3 parameters .* frozen after parallelize"):
-        for _ in range(20):
-            pm(X)
-
-
-def test_freezing_is_seen_in_the_middle_of_training():
-    model, pm = made()
-    for _ in range(40):
-        pm(X)
-    model[2].requires_grad_(False)
-    with pytest.raises(RunError, match=r"2 parameters .'2.weight', '2.bias'. of the model were frozen"):
-        for _ in range(64):
-            pm(X)
-
-
-WRITES = {
-    "in place": lambda model: nn.init.ones_(model[0].weight),
-    "past autograd": lambda model: model[0].weight.data.mul_(0.5),
-    "another tensor": lambda model: setattr(model[0].weight, "data", torch.ones(8, 4)),
-    "another dtype": lambda model: model[0].half(),
-}
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_parameters_that_are_written_to_in_the_model_warn_once(name):
-    model, pm = made()
-    pm(X)
-    WRITES[name](model)
-    with pytest.warns(UserWarning, match="'0.weight'.* written to since, which does not reach the parallel module"):
-        pm(X)
-    WRITES[name](model)
-    pm(X)
-
-
-def test_a_model_that_was_moved_away_or_loaded_is_none_that_was_written_to():
-    model, pm = made()
-    trained(pm)
-    model.load_state_dict(autopar.full_state_dict(pm))
-    pm(X)
-    model.to("meta")
-    pm(X)
-
-
-def test_the_mode_of_the_model_is_its_own():
-    model, pm = made()
-    model.eval()
-    with pytest.warns(UserWarning, match=r"eval\(\) of the model .* call pm.eval\(\)"):
-        pm(X)
-    model.train()
-    pm(X)
-    pm.eval()
-    model.eval()
-    pm(X)
-
-
-def test_clipping_the_gradients_of_the_model_itself_warns():
-    model, pm = made()
-    pm(X).backward()
-    with mock.patch.object(one_rank_functions, "_said", set()):
-        with pytest.warns(UserWarning, match="none of which has a gradient"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        nn.utils.clip_grad_norm_(pm.parameters(), 1.0)
-
-
-def by_averaged_model(model):
-    from torch.optim.swa_utils import AveragedModel
-
-    average = AveragedModel(model)
-    return lambda pm: average.update_parameters(model)
-
-
-def by_stored_parameters(model):
-    params = list(model.parameters())
-    shadow = [p.detach().clone() for p in params]
-    return lambda pm: torch._foreach_lerp_(shadow, [p.detach() for p in params], 0.5)
-
-
-def by_data_of_an_attribute(model):
-    shadow = copy.deepcopy(model)
-    return lambda pm: shadow[0].weight.data.mul_(0.5).add_(model[0].weight.data, alpha=0.5)
-
-
-def by_a_copy(model):
-    return lambda pm: copy.deepcopy(model)
-
-
-def by_a_penalty(model):
-    return lambda pm: sum(p.norm() for p in model.parameters())
-
-
-READS = [by_averaged_model, by_stored_parameters, by_data_of_an_attribute, by_a_copy, by_a_penalty]
-
-
-@pytest.mark.parametrize("made_before", READS)
-@pytest.mark.parametrize("fused", [False, True])  # which leaves no trace in the version of a plain tensor
-def test_an_average_of_the_model_from_before_warns_once(made_before, fused):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    update = made_before(model)
-    pm = autopar.parallelize(model, 1, X, loss_fn=lambda out: out.square().mean())
-    optimizer = torch.optim.AdamW(pm.parameters(), fused=fused)
-    update(pm)  # nothing was trained
-    pm.train_step(X, optimizer=optimizer)
-    with pytest.warns(UserWarning, match=r"'0.weight' of the model that was parallelized is read(.|\n)*EMA\(pm\)"):
-        update(pm)
-    pm.train_step(X, optimizer=optimizer)
-    update(pm)
-
-
-def test_what_tells_nothing_of_values_is_no_read():
-    model, pm = made()
-    trained(pm)
-    assert sum(p.numel() for p in model.parameters()) == 76
-    assert {p.dtype for p in model.parameters()} == {torch.float32} and model[0].weight.shape == (8, 4)
-    model.zero_grad()
-    repr(model)
-    pm(torch.cat([X, X]))  # captured again
-
-
-def test_weights_that_were_brought_back_are_read_and_exported():
-    model, pm = made()
-    trained(pm)
-    model.load_state_dict(autopar.full_state_dict(pm))
-    trained(pm)
-    assert all(type(p) is nn.Parameter for p in (*model.parameters(), *copy.deepcopy(model).parameters()))
-    torch.export.export(model, (X,))
-
-
-def test_parameters_are_like_others_when_the_parallel_module_is_gone():
-    model, pm = made()
-    trained(pm)
-    del pm
-    gc.collect()
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    model[0].weight.norm()
+def test_it_is_parallelized_once() -> None:
+    model, _ = made()
+    with pytest.raises(autopar.CaptureError, match="is a parallel module already"):
+        autopar.parallelize(model, 1, X)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import gc
 import types
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch import nn
 import autopar
 from autopar import ParallelModule
 from autopar.errors import RunError
-from autopar.runtime.as_module.parallel_module import SpreadModule
-from autopar.runtime.stages.seeds import Seeds
 
 
 class Net(nn.Module):
@@ -44,35 +41,34 @@ def decays(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def test_loops_meet_modules_by_class() -> None:
-    model, given = (Net(shared=True) for _ in range(2))
-    pm: Any = autopar.parallelize(given, 1, X)
-    assert decays(pm) == decays(model) and decays(pm)[0] == ["first.weight", "twice.0.weight"]
+    model = Net(shared=True)
+    before, state = decays(model), list(model.state_dict())
+    classes = [(path, module.__class__.__name__) for path, module in model.named_modules()]
+    pm: Any = autopar.parallelize(model, 1, X)
+    assert decays(pm) == before and before[0] == ["first.weight", "twice.0.weight"]
     assert isinstance(pm, ParallelModule) and isinstance(pm, Net)
-    theirs = [(path, module.__class__) for path, module in model.named_modules()][1:]
-    assert [(path, module.__class__) for path, module in pm.named_modules()][1:] == theirs
-    assert pm.twice is pm.again and list(pm.state_dict()) == list(model.state_dict())
+    assert [(path, module.__class__.__name__) for path, module in pm.named_modules()] == classes
+    assert pm.twice is pm.again and list(pm.state_dict()) == state
     assert repr(pm.first) == "Linear(in_features=4, out_features=8, bias=False)"
     copied = copy.deepcopy(pm)
     assert isinstance(copied.first, nn.Linear) and copied.first.weight is not pm.first.weight
-    pm.load_state_dict(model.state_dict())
+    pm.load_state_dict(Net(shared=True).state_dict())
     pm(X).backward()
 
 
 def test_plain_attributes_are_the_models() -> None:
-    model = Net()
-    pm: Any = autopar.parallelize(model, 1, X)
+    pm: Any = autopar.parallelize(Net(), 1, X)
     assert (pm.first.in_features, pm.first.bias, pm.norm.eps, pm.drop.p) == (4, None, 1e-5, 0.0)
     for part in pm.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.5
-    assert model.drop.p == pm.drop.p == 0.5
     with pytest.raises(RunError, match=r"'drop\.p' is 0\.5, and was 0\.0"):
         pm(X)
     pm.drop.p = 0.0
     pm.first.note = "nobody reads it"
-    assert model.first.note == pm.first.note and not hasattr(pm.first, "other")
+    assert pm.first.note and not hasattr(pm.first, "other")
     pm(X).backward()
-    with pytest.raises(RunError, match=r"reset_parameters\(\) of 'first', which stands for a Linear"):
+    with pytest.raises(RunError, match=r"Linear.reset_parameters\(\) has written to first.weight"):
         pm.first.reset_parameters()
     with pytest.raises(RunError, match="forward of 'act' was replaced"):
         pm.act.forward = torch.tanh
@@ -82,12 +78,7 @@ def test_plain_attributes_are_the_models() -> None:
         pm.first(X)
     met: list[nn.Module] = []
     assert pm.twice.apply(met.append) is pm.twice
-    assert met[-1] is pm.twice and met == list(pm.twice.children()) + [pm.twice]
-    del model
-    gc.collect()
-    assert (pm.first.in_features, pm.norm.eps, pm.drop.p) == (4, 1e-5, 0.0)
-    with pytest.raises(RunError, match="the model is gone"):
-        pm.drop.p = 0.5
+    assert met[-1] is pm.twice and met == [*pm.twice.children(), pm.twice]
 
 
 class Lists(nn.Module):
@@ -108,17 +99,13 @@ class Lists(nn.Module):
 
 def test_lists_and_dicts_of_modules_are_read() -> None:
     pm: Any = autopar.parallelize(Lists(), 1, (X, 0.5))
-    gc.collect()  # the model is gone
     assert [layer.out_features for layer in pm.layers] == [4, 2] and len(pm.layers) == 2
-    assert pm.layers[-1] is pm.layers[1] and pm.layers[:1] == [pm.layers[0]]
+    assert pm.layers[-1] is pm.layers[1] and [*pm.layers[:1]] == [pm.layers[0]]
     assert pm.scales[0] is pm.get_parameter("scales.0")
     assert "one" in pm.heads and list(pm.heads) == ["one"] and pm.heads["one"].weight.shape == (2, 2)
     assert bool(pm.heads["one"]) and bool(pm.layers) and pm.names == ["first", "second"]
     with pytest.raises(IndexError):
         pm.layers[2]
-    for use in (iter, len, lambda part: part[0]):
-        with pytest.raises(TypeError, match=r"of 'heads.one', which stands for a Linear in .* named_modules\(\)"):
-            use(pm.heads["one"])
     with pytest.raises(RunError, match=r"input args\[1\]: captured with 0\.5, called with 0\.7 .*torch\.tensor"):
         pm(X, 0.7)
     pm = autopar.parallelize(Lists(), 1, (X, torch.tensor(0.5)))
@@ -137,34 +124,23 @@ class Policy(Net):
 
 
 def test_what_a_script_puts_into_lists_of_the_model_is_read() -> None:
-    kept = Policy()
-    for model in (kept, Policy()):
-        pm: Any = autopar.parallelize(model, 1, (X,))
-        model = None  # type: ignore[assignment]
-        gc.collect()  # the second model is gone
-        for _ in range(2):
-            pm.saved.append(pm(X))
-        assert len(pm.saved) == 2 and pm.saved[0].requires_grad and pm.config.width == 4
-        copy.deepcopy(pm).config.queue.append(2)
-        del pm.saved[:]
-        assert pm.saved == []
-        with pytest.raises(AttributeError, match="no attribute 'held'"):
-            print(pm.held)
+    pm: Any = autopar.parallelize(Policy(), 1, (X,))
+    for _ in range(2):
+        pm.saved.append(pm(X))
+    assert len(pm.saved) == 2 and pm.saved[0].requires_grad and pm.config.width == 4
+    del pm.saved[:]
+    copy.deepcopy(pm).config.queue.append(2)
+    assert pm.saved == [] and len(pm.config.queue) == 1 and len(pm.held) == 1
 
 
 def test_a_model_that_is_a_sequence_is_read_as_one() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     pm: Any = autopar.parallelize(model, 1, (X,), loss_fn=lambda out: out.square().mean())
     for module in (pm, copy.deepcopy(pm)):
-        assert len(module) == 4 and [type(layer).__name__ for layer in module] == ["Part"] * 4
+        assert len(module) == 4 and module[2].__class__.__name__ == "ReLU"
         assert isinstance(module[1], nn.BatchNorm1d) and module[-1].out_features == 2 and bool(module)
-        assert module[0].weight is module.get_parameter("0.weight") and module[1:3] == [module[1], module[2]]
+        assert module[0].weight is module.get_parameter("0.weight") and [*module[1:3]] == [module[1], module[2]]
         assert torch.equal(module[1].running_mean, module.get_buffer("1.running_mean"))
-    pm = autopar.parallelize(Net(), 1, (X,))
-    assert bool(pm)
-    for use in (iter, len, lambda module: module[0]):
-        with pytest.raises(TypeError, match=r"of a Net that is a parallel module: .* named_modules\(\)"):
-            use(pm)
 
 
 def test_a_mode_of_a_part_is_refused_where_it_differs_and_calls_are_not_followed() -> None:
@@ -172,15 +148,15 @@ def test_a_mode_of_a_part_is_refused_where_it_differs_and_calls_are_not_followed
     norms = [m for m in pm.modules() if isinstance(m, nn.BatchNorm1d)]
     assert len(norms) == 1
     norms[0].train()
-    for change in (norms[0].eval, pm.drop.eval, lambda: setattr(norms[0], "training", False)):
-        with pytest.raises(RunError, match=r"eval\(\) of a part of a parallel module"):
+    for change in (norms[0].eval, pm.drop.eval):
+        with pytest.raises(RunError, match=r"eval\(\) of parts .*'fixed' keeps the program"):
             change()
+    assert pm.drop.training and norms[0].training
     model = Net()
     model.norm.eval()
     pm = autopar.parallelize(model, 1, X, shapes="fixed")
-    pm.train()
     pm.norm.eval()  # as it was captured
-    with pytest.raises(RunError, match=r"train\(\) of a part"):
+    with pytest.raises(RunError, match=r"train\(\) or eval\(\) of parts"):
         pm.norm.train()
 
 
@@ -188,10 +164,10 @@ def test_a_part_is_captured_again_with_its_new_number() -> None:
     model = Net()
     twin = copy.deepcopy(model)
     pm: Any = autopar.parallelize(model, 1, X, on_change="recapture")
-    pm(X)
-    for part in (*pm.modules(), twin.norm):
+    pm(X), twin(X)
+    for part in pm.modules():
         if isinstance(part, nn.BatchNorm1d):
-            part.eps = 0.5
+            part.eps = twin.norm.eps = 0.5
     torch.testing.assert_close(pm(X), twin(X))
 
 
@@ -208,70 +184,19 @@ class Trainer(Net):
 
 def test_the_models_methods_and_attributes() -> None:
     model = Trainer()
-    names = list(model.state_dict())
     pm: Any = autopar.parallelize(model, 1, X)
-    assert pm.width == 4 and not hasattr(pm, "held") and not hasattr(pm, "nothing")
+    assert pm.width == 4 and len(pm.held) == 1 and not hasattr(pm, "nothing")
     with pytest.raises(RunError, match=r"Trainer.training_step\(\) computes with parameters that were gathered for it"):
         pm.training_step(X)
-    assert pm.module is pm and list(pm.module.state_dict()) == names
+    assert pm.module is pm
     with pm.no_sync():
         pm(X).backward()
     pm(X).backward()
     copied = copy.deepcopy(pm)
-    del model
-    gc.collect()
     pm.eval()
     copied.eval()
     with torch.no_grad():
         assert torch.equal(copied.training_step(X), pm(X))
-
-
-class Block(nn.Module):
-    """As of nanoGPT: a mask that is its own buffer, beside a dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.25)
-        self.register_buffer("mask", torch.ones(4))
-
-
-class SecondStage(SpreadModule):
-    """What the rank of a pipeline's second stage shows."""
-
-    def __init__(self, model: nn.Module, held: str) -> None:
-        super().__init__()
-        self._autopar_leads, self._autopar_seeds = True, Seeds(None, 0, torch.device("cpu"))
-        for name, param in model.named_parameters():
-            if name.startswith(held):
-                owner, key = self._autopar_owner_of(name)
-                owner._parameters[key] = param
-        self._autopar_set_mode_of(model)
-
-    def _autopar_draws(self) -> bool:
-        return True
-
-
-def test_a_block_on_another_rank_that_encloses_a_dropout_is_known() -> None:
-    model = nn.Sequential(Block(), Block())
-    stage: Any = SecondStage(model, "1.")
-    theirs = dict(model.named_modules())
-    shown = {path: module.__class__ for path, module in stage.named_modules() if path}
-    assert shown == {path: theirs[path].__class__ for path in ("0", "0.drop", "1", "1.linear", "1.drop")}
-    assert stage.get_submodule("0.drop").p == 0.25
-    state = stage.state_dict()
-    assert set(state) == {"1.linear.weight", "1.linear.bias", "_extra_state"}
-    coming = torch.rand(3)
-    another: Any = SecondStage(model, "1.")
-    another.load_state_dict(state)
-    assert torch.equal(torch.rand(3), coming)
-    with pytest.raises(AttributeError, match="'0' of a parallel module, which stands for a Block, has no attribute 'm"):
-        _ = stage.get_submodule("0").mask
-    with pytest.raises(TypeError, match="iter of '0', which stands for a Block"):
-        list(stage.get_submodule("0"))
-    lists: Any = SecondStage(Lists(), "layers.1.")
-    assert lists.layers[1].out_features == 2
-    with pytest.raises(RunError, match=r"'layers.0' is not on this rank, which has other stages of the pipeline"):
-        list(lists.layers)
 
 
 def test_a_recurrent_layer_is_told_where_its_weights_lie() -> None:
@@ -323,17 +248,15 @@ def test_what_is_registered_as_none_is_none() -> None:
     model = Bare()
     pm: Any = autopar.parallelize(model, 1, X, on_change="recapture")
     copied = copy.deepcopy(pm)
-    del model
-    gc.collect()
     for each in (pm, copied):
         for owner in (each, each.inner):
             assert owner.mask is owner.head is owner.bias is None and "mask" in dir(owner)
-            with pytest.raises(RunError, match="'mask' of a parallel module was set, which is None in the model"):
+            with pytest.raises(RunError, match="mask' of a parallel module was set, which is None in the model"):
                 owner.mask = torch.ones(4)
-            with pytest.raises(RunError, match="'head' of a parallel module was set"):
+            with pytest.raises(RunError, match="head' of a parallel module was set"):
                 owner.head = nn.Linear(4, 4)
             owner.head = owner.bias = None
-        with pytest.raises(RunError, match=r"'inner\.bias' was registered on a parallel module"):
+        with pytest.raises(RunError, match=r"bias of 'inner' was registered on a parallel module"):
             each.inner.register_parameter("bias", nn.Parameter(torch.ones(4)))
         assert list(each.state_dict()) == ["inner.weight"] and list(dict(each.named_modules())) == ["", "inner"]
         each.load_state_dict(Bare().state_dict())

@@ -102,12 +102,12 @@ def test_parallelize_says_where_the_example_should_be() -> None:
 def test_a_batch_on_another_device_is_refused(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """In a call, after ``parallelize``: a loader has put it on the first GPU."""
     pm: Any = autopar.parallelize(torch.nn.Linear(2, 2), 1, torch.ones(2, 2))
-    pm._autopar_batch.device = torch.device("cuda", 1)
-    assert isinstance(pm._autopar_batch, Batch)
+    pm._autopar.batch.device = torch.device("cuda", 1)
+    assert isinstance(pm._autopar.batch, Batch)
     with FakeTensorMode():
         x = torch.ones(2, 2, device=device)
     with pytest.raises(RunError, match=rf"input args\[0\] is on {device}, the mesh is on cuda:1; move it with .to"):
-        pm._autopar_batch.tensors((x,), {})
+        pm._autopar.batch.tensors((x,), {})
 
 
 def test_a_number_of_the_host_is_moved() -> None:
@@ -122,10 +122,10 @@ def test_a_number_of_the_host_is_moved() -> None:
             return self.linear(x) * scale
 
     pm: Any = autopar.parallelize(Scaled(), 1, (torch.ones(2, 2), torch.tensor(0.5)))
-    pm._autopar_batch.device = torch.device("cuda", 1)
+    pm._autopar.batch.device = torch.device("cuda", 1)
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = torch.ones(2, 2, device="cuda:1"), torch.tensor(0.25)
-        found = pm._autopar_batch.tensors(given, {})
+        found = pm._autopar.batch.tensors(given, {})
     assert {str(x.device) for x in found.values()} == {"cuda:1"}
 
 

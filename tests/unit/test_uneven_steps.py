@@ -34,13 +34,13 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def sizes_of_step(pm: Any, rows: int, **options: Any) -> tuple[torch.Tensor, list[int]]:
     seen = []
-    run_call = pm._autopar_run_call
+    run_call = pm._autopar.run_call
 
     def heard(args: Any, kwargs: Any, of_step: bool = False) -> Any:
         seen.append(args[0].shape[0])
         return run_call(args, kwargs, of_step=of_step)
 
-    with mock.patch.object(pm, "_autopar_run_call", heard):
+    with mock.patch.object(pm._autopar, "run_call", heard):
         loss = pm.train_step(*batch(rows), **options)
     return loss, seen
 

@@ -35,7 +35,7 @@ def captures_of(factor: Callable[[Any, dict[str, Any]], float], batches: list[di
     module = parallelize(copy.deepcopy(model), 1, (batch("first"),))
     for each in batches:
         torch.testing.assert_close(module(each), model(each))
-    return int(module._autopar_programs.captures)
+    return int(module._autopar.programs.captures)
 
 
 def nobody(model: Any, given: dict[str, Any]) -> float:

@@ -8,57 +8,60 @@ optimizer that is copied with the module follow it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from autopar.runtime.as_module.statistics_anew import copy_momenta
+from autopar.capture.without_values import without_values
+from autopar.runtime.as_module.parallel_module import parallel
+from autopar.runtime.as_module.run import ParallelRun
 from autopar.runtime.batches.batch import Batch
+from autopar.torch_private import module_at
 
-Build = Callable[[Callable[[str], torch.Tensor]], Any]
-
+R = TypeVar("R", bound=ParallelRun)
+Build = Callable[[torch.nn.Module, Callable[[str], torch.Tensor]], R]
 
 _TAKEN_OVER = (
-    "_autopar_captured_training", "_autopar_skeleton", "_autopar_signature", "_autopar_model_ref",
-    "_autopar_model_class", "_autopar_model_values", "_autopar_model_keys", "_autopar_model_tensors",
-    "_autopar_names_of_both", "_autopar_gradient_dtype", "_autopar_local_batch", "_autopar_buckets",
-    "_autopar_layouts_change", "_autopar_told_of_statistics",
+    "captured_training", "signature", "gradient_dtype", "local_batch", "buckets", "layouts_change",
+    "told_of_statistics", "evaluates_otherwise",
 )  # fmt: skip
-"""Attributes that a copy has as the module that it is made of."""
+"""Attributes that a copy has as the run that it is made of."""
 
 
-def copied(pm: Any, memo: dict[int, Any], build: Build) -> Any:
-    """A copy of ``pm``, with the program that it runs now and the calls and modes that it takes.
+def copied(run: R, memo: dict[int, Any], build: Build[R]) -> R:
+    """Return a copy of a run and of its module, with the program that runs now, and the calls and modes that it takes.
 
     Args:
-        build: makes a module like ``pm`` with given whole values by name.
+        build: makes a run like ``run`` of a model with given whole values by name.
     """
-    shapes: dict[str, torch.Tensor] = dict(pm.named_parameters(remove_duplicate=False))
-    shapes.update(pm.named_buffers(remove_duplicate=False))
-
-    def blank(name: str) -> torch.Tensor:  # one element, seen as many
-        return torch.zeros((), dtype=shapes[name].dtype).expand(shapes[name].shape)
-
-    new = build(blank)
-    memo[id(pm)] = new
+    with run.user.as_written() as model:
+        twin = without_values(model, memo)
+    values: dict[str, torch.Tensor] = {
+        **dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))
+    }  # fmt: skip
+    new = build(twin, lambda name: values[name])
     with torch.no_grad():
-        for name, value in (*pm.named_parameters(), *pm.named_buffers()):
-            owner, key = new._autopar_owner_of(name)
+        for name, value in run.registered().items():
+            owner, key = new.owner_of(name)
             mine = (owner._parameters if key in owner._parameters else owner._buffers)[key]
+            assert mine is not None
             mine.copy_(value)
             memo[id(value)] = mine
             if isinstance(value, torch.nn.Parameter):
                 mine.requires_grad_(value.requires_grad)
     for name in _TAKEN_OVER:
-        setattr(new, name, getattr(pm, name))
-    new._autopar_compared.every = pm._autopar_compared.every
-    new._autopar_batch = Batch(
-        pm._autopar_captured, pm._autopar_signature, pm._autopar_device, pm._autopar_batch.pieces
-    )
-    programs = pm._autopar_programs
-    new._autopar_programs = programs.of_copy() if programs is not None and programs.shapes else None
-    new._autopar_take_modes_of(pm)
-    copy_momenta(pm, new)
+        setattr(new, name, getattr(run, name))
+    new.compared.every = run.compared.every
+    new.batch = Batch(run.captured, run.signature, run.device, run.batch.pieces)
+    new.programs = run.programs.of_copy(twin) if run.programs is not None and run.programs.shapes else None
+    new.trained = run.trained
+    new.modes.at_first = run.modes.at_first
+    parallel(new)
+    if new.modes.training != new.trained and new.runs_in(new.trained):
+        new.have_evaluation()
+    for kept in ("statistics_anew", "statistics_staying"):
+        had = getattr(run, kept)
+        setattr(new, kept, {path: (module_at(twin, path), momentum) for path, (_, momentum) in had.items()})
     return new
 
 

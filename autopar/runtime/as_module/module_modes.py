@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -21,55 +21,44 @@ Training = frozenset[str]
 
 
 class Modes:
-    """The modes that the modules of a model have in its parallel module.
+    """The modes of the modules of a model.
 
-    Args:
-        model: in the modes in which it is captured.
+    Attributes:
+        at_first: the modules that trained when it was captured first.
+        stale: a mode has been set since they were last looked at.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._first: dict[str, str] = {}
-        """Of every path of a module the first one."""
-        seen: dict[int, str] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            self._first[path] = seen.setdefault(id(module), path)
-        modes = {path: module.training for path, module in model.named_modules()}
-        self.at_first: Training = frozenset(path for path, mode in modes.items() if mode)
-        self.training: Training = self.at_first
-        self._with_whole = {path for path, mode in modes.items() if mode or not model.training}
-        """What ``train()`` of the whole sets to training: parts that were in eval mode stay in it."""
+        self._modules = dict(model.named_modules())
+        self.at_first: Training = self._now()
+        self._training, self.stale = self.at_first, False
 
-    def set_whole(self, mode: bool) -> None:
-        """``train(mode)`` of the whole."""
-        self._set(frozenset(self._with_whole) if mode else frozenset())
+    def _now(self) -> Training:
+        return frozenset(path for path, module in self._modules.items() if module.training)
 
-    def set_parts(self, paths: Iterable[str], mode: bool) -> None:
-        """``train(mode)`` of parts, by all their paths."""
-        firsts = {self._first.get(path, path) for path in paths}
-        if mode:
-            self._with_whole |= firsts
-        self._set(self.training | firsts if mode else self.training - firsts)
-
-    def _set(self, training: Training) -> None:
-        if training != self.training:
-            self.training = self.at_first if training == self.at_first else training
-
-    def trains(self, path: str) -> bool:
-        """Whether a module trains."""
-        return self._first.get(path, "") in self.training
+    @property
+    def training(self) -> Training:
+        """The modules that train."""
+        if self.stale:
+            now = self._now()
+            if now != self._training:
+                self._training = self.at_first if now == self.at_first else now
+            self.stale = False
+        return self._training
 
     def shown(self) -> str:
-        """What ranks tell each other of the modes: they are alike where this is."""
-        checksum = zlib.crc32(" ".join(sorted(self.training)).encode())
-        others = {*self._first.values()} - self.training if "" in self.training else self.training
-        mode = "eval mode" if "" in self.training else "training"
+        """Return what ranks tell each other of the modes: they are alike where this is."""
+        training = self.training
+        checksum = zlib.crc32(" ".join(sorted(training)).encode())
+        others = {*self._modules} - training if "" in training else training
+        mode = "eval mode" if "" in training else "training"
         names = f"{len(others)} modules in {mode}, " if others else ""
-        return f"the whole in {'training' if '' in self.training else 'eval mode'}, {names}checksum {checksum:08x}"
+        return f"the whole in {'training' if '' in training else 'eval mode'}, {names}checksum {checksum:08x}"
 
 
 @contextlib.contextmanager
 def in_modes(model: torch.nn.Module, training: Collection[str]) -> Iterator[None]:
-    """The modules of a model in these modes, and then in their own again."""
+    """Have the modules of a model be in these modes, and then in their own again."""
     now = [(module, module.training) for module in model.modules()]
     try:
         for path, module in model.named_modules():
@@ -81,7 +70,7 @@ def in_modes(model: torch.nn.Module, training: Collection[str]) -> Iterator[None
 
 
 def difference(before: Training, now: Training, shown: int = 4) -> str:
-    """In what the modes of a call differ from those of a program, for a message."""
+    """Say in what the modes of a call differ from those of a program, for a message."""
     said = []
     for paths, mode in ((now - before, "training"), (before - now, "eval mode")):
         if paths:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,82 +20,69 @@ from torch import nn
 from autopar.errors import RunError
 from autopar.torch_private import preserve_version_counter
 
-Anew = dict[str, tuple[nn.Module, float]]
-"""By path what stands for a batch norm, and the momentum that the program has."""
-ANEW, STAYING = "_autopar_statistics_anew", "_autopar_statistics_staying"
-"""Where a parallel module keeps those whose momentum is None, and those whose momentum is 0."""
+if TYPE_CHECKING:
+    from autopar.runtime.as_module.run import ParallelRun
+
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var")
 
 
 def reset(part: nn.Module) -> None:
-    """Statistics as of a new module, in what stands for a batch norm."""
+    """Set statistics as of a new module."""
     with torch.no_grad():
         for name, value in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):
             if (buffer := part._buffers.get(name)) is not None:
                 buffer.fill_(value)
 
 
-def takes_momentum(pm: Any, part: Any, path: str, value: Any) -> bool:
-    """Whether a momentum that is given to what stands for a batch norm is None or 0, or the one that it had before, and
-    is not what the program has anyway.
+def momentum_of(part: nn.Module) -> float | None:
+    """Return the momentum that was set; the program may have another one."""
+    at = part.__dict__.get("_autopar")
+    if at is not None and at.path in at.run.statistics_anew:
+        return None
+    if at is not None and at.path in at.run.statistics_staying:
+        return 0
+    momentum: float | None = part.__dict__["momentum"]
+    return momentum
+
+
+def set_momentum(part: nn.Module, value: Any) -> None:
+    """Set a momentum: None and 0 are for calls of the program as it is, others for one that is captured with them.
 
     Raises:
         RunError: the program does not follow the statistics of its batches.
     """
-    captured_with = pm._autopar_captured.guards.read(path, "momentum")
-    if captured_with is not None and captured_with.value is None:
-        return False  # the program takes the mean over all batches itself: None is an attribute like others
-    staying: Anew = pm.__dict__.setdefault(STAYING, {})
-    anew: Anew = pm.__dict__.setdefault(ANEW, {})
-    if path in staying and value != 0:
-        _, momentum = staying.pop(path)
-        del part.__dict__["momentum"]
-        if value == momentum:
-            return True
-    elif path not in staying and path not in anew and value == 0 and part.momentum and pm._autopar_leads is None:
-        staying[path] = part, part.momentum
+    at, programs_own = part.__dict__.get("_autopar"), part.__dict__.get("momentum")
+    if at is None or programs_own is None:  # it takes the mean over all batches: None is an attribute like others
         part.__dict__["momentum"] = value
-    if path in staying:
-        return True
-    if value is None and pm._autopar_leads is not None:
+        return
+    run: ParallelRun = at.run
+    run.statistics_anew.pop(at.path, None)
+    run.statistics_staying.pop(at.path, None)
+    if value is None and run.leads is not None:
         raise RunError(
-            f"'{path}' of a pipeline cannot take its statistics anew, since a pipeline trains in whole steps: load "
+            f"'{at.path}' of a pipeline cannot take its statistics anew, since a pipeline trains in whole steps: load "
             "autopar.full_state_dict(...) into the model in one process, and call update_bn there"
         )
-    if value is None and path not in anew:
-        if not isinstance(part.momentum, float) or part.momentum <= 0:
-            raise RunError(
-                f"'{path}' was captured with the momentum {part.momentum}, so the program does not take statistics of "
-                "its batches: parallelize the model with a momentum above 0, or call update_bn on a plain copy of it"
-            )
-        anew[path] = part, part.momentum
-    elif value is not None and path in anew:
-        _, momentum = anew.pop(path)
-        return bool(value == momentum)
-    return value is None
-
-
-def copy_momenta(pm: Any, new: Any) -> None:
-    """Have a copy of a parallel module take statistics as ``pm`` does now."""
-    for kept in (ANEW, STAYING):
-        had: Anew = pm.__dict__.get(kept, {})
-        new.__dict__[kept] = {path: (new.get_submodule(path), momentum) for path, (_, momentum) in had.items()}
-    for part, _ in new.__dict__[STAYING].values():
-        part.__dict__["momentum"] = 0
-
-
-def is_batch_norm(kind: type | None) -> bool:
-    """Whether what stands for such a module can take its statistics anew."""
-    return kind is not None and issubclass(kind, BATCH_NORMS)
+    if value is None and (not isinstance(programs_own, float) or programs_own <= 0):
+        raise RunError(
+            f"'{at.path}' was captured with the momentum {programs_own}, so the program does not take statistics of "
+            "its batches: parallelize the model with a momentum above 0, or call update_bn on a plain copy of it"
+        )
+    if value is None:
+        run.statistics_anew[at.path] = part, programs_own
+    elif value == 0 and programs_own and run.leads is None:
+        run.statistics_staying[at.path] = part, programs_own
+    else:
+        part.__dict__["momentum"] = value
 
 
 @contextlib.contextmanager
-def taken_anew(pm: Any) -> Iterator[None]:
+def taken_anew(run: ParallelRun) -> Iterator[None]:
     """Around a call in training mode: the batch norms with momentum None have the mean over all batches after it, those
     with momentum 0 the statistics of before."""
-    anew, staying = (pm.__dict__.get(kept, {}) for kept in (ANEW, STAYING))
-    if not (anew or staying) or not pm.training:
+    anew, staying = run.statistics_anew, run.statistics_staying
+    if not (anew or staying) or not run.training:
         yield
         return
     before: dict[tuple[str, str], torch.Tensor] = {}
@@ -116,11 +103,11 @@ def taken_anew(pm: Any) -> Iterator[None]:
         with torch.no_grad():
             for (path, name), value in before.items():
                 part, momentum = anew.get(path) or staying[path]
+                buffer = part.get_buffer(name)
                 if not failed and path in anew:
-                    of_batch = part._buffers[name] / momentum
-                    value = value + (of_batch - value) / part._buffers["num_batches_tracked"]
-                with preserve_version_counter(part._buffers[name]):  # the backward has saved it, and does not read it
-                    part._buffers[name].copy_(value)
+                    value = value + (buffer / momentum - value) / part.get_buffer("num_batches_tracked")
+                with preserve_version_counter(buffer):  # the backward has saved it, and does not read it
+                    buffer.copy_(value)
 
 
-__all__ = ["copy_momenta", "is_batch_norm", "reset", "taken_anew", "takes_momentum"]
+__all__ = ["BATCH_NORMS", "momentum_of", "reset", "set_momentum", "taken_anew"]

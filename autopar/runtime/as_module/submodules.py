@@ -1,386 +1,253 @@
-"""What stands for a model's submodules in a parallel module.
+"""The submodules of a parallel module: the user's own, of classes derived from theirs.
 
-A :class:`Part` is an instance of its submodule's class, for loops that choose by class, has its plain attributes, and
-holds its parameters and buffers. What would be done to a submodule alone (its mode, its dtype, a call) has no effect on
-a program that was captured whole, so it is refused here.
+A program was captured whole. So what would be done to a submodule alone (a call, a hook, another module in its place)
+has no effect on it, and is refused; its mode, its plain attributes and its tensors are the submodule's.
 """
 
 from __future__ import annotations
 
-import collections
-import functools
+import copy
 import inspect
-import types
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.left_attributes import filled_by_calls, is_left, refuse_left
-from autopar.runtime.as_module.own_names import PREFIX
-from autopar.runtime.as_module.statistics_anew import is_batch_norm, reset, takes_momentum
+from autopar.runtime.as_module.left_attributes import refuse_left
+from autopar.runtime.as_module.methods import freeze_alike, method_of
+from autopar.runtime.as_module.statistics_anew import BATCH_NORMS, momentum_of, reset, set_momentum
+from autopar.runtime.as_module.user_module import PLACE
 from autopar.runtime.parameters.state import placed_as
-from autopar.runtime.variants.values import assigned
-from autopar.torch_private import pytree
 
-_OF_TORCH = frozenset(vars(torch.nn.Module()))
-"""Attributes that torch keeps in every module: a part has its own."""
+_CONTAINERS = (
+    torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ParameterList, torch.nn.ModuleDict, torch.nn.ParameterDict,
+)  # fmt: skip
+"""Modules whose forward, or whose owner's, loops over what they hold."""
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """Attributes of every module in which torch keeps what is registered, by name; None is registered, too."""
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Values that a part still knows when the model is gone, and so it does lists and other nests of them."""
-_NESTS = (tuple, list, set, frozenset, collections.deque)
-_BY_NAME = (torch.nn.ModuleDict, torch.nn.ParameterDict)
-_CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ParameterList, *_BY_NAME)
-"""torch's modules that are read as lists and dicts."""
-
-_STANDING = ("_autopar_class", "_autopar_module", "_autopar_values", "_autopar_tensors", "_autopar_keys", "training")
-"""What a part knows of its submodule."""
+AGAIN = "parallelize the model again (weights: autopar.full_state_dict(model))"
 
 
-def plain_values(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's attributes that hold numbers, names and nests of them, and nothing that would keep the model alive."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH and _is_plain(value, set())}
+def place_of(module: torch.nn.Module) -> Any:
+    """Return the run of a parallel module, or the place of a submodule in one; None in a module that is neither."""
+    return module.__dict__.get(PLACE)
 
 
-def _is_plain(value: Any, seen: set[int]) -> bool:
-    """Whether a value consists of numbers and names: nests of them, and objects such as configs."""
-    if isinstance(value, _SIMPLE):
-        return True
-    if id(value) in seen:
-        return True
-    seen.add(id(value))
-    if isinstance(value, dict):
-        return all(_is_plain(inner, seen) for pair in value.items() for inner in pair)
-    if isinstance(value, _NESTS):
-        return all(_is_plain(inner, seen) for inner in value)
-    if callable(value) or isinstance(value, torch.Tensor | torch.nn.Module | types.ModuleType):
-        return False
-    return hasattr(value, "__dict__") and _is_plain(vars(value), seen)
+class Derived(torch.nn.Module):
+    """What parallel modules and their submodules share."""
 
-
-def own_tensors(module: torch.nn.Module) -> frozenset[str]:
-    """A module's attributes beside parameters, buffers and modules that hold such or plain tensors.
-
-    What others hold later was put there by a script, such as the outputs of a step in a list.
-    """
-    return frozenset(name for name, value in vars(module).items() if _holds(value, torch.Tensor, torch.nn.Module))
-
-
-def _holds(value: Any, *kinds: type) -> bool:
-    return any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value))
-
-
-def is_own(name: str, value: Any, of_model: frozenset[str]) -> bool:
-    """Whether an attribute is one that a program does not share with its model: tensors, parameters, modules.
-
-    Args:
-        of_model: what :func:`own_tensors` gave when the program was made.
-    """
-    return _holds(value, *((torch.Tensor,) if name in of_model else ()), torch.nn.Parameter, torch.nn.Module)
-
-
-def refuse_replacing(module: torch.nn.Module, name: str, value: Any) -> None:
-    """Refuse to put another module where a part of a parallel module is, or anything where the model has None.
-
-    Raises:
-        RunError: the program would go on with what was captured.
-    """
-    tables = [module.__dict__.get(table, {}) for table in REGISTERED]
-    if value is not None and any(table.get(name, module) is None for table in tables):
-        raise RunError(
-            f"'{name}' of a parallel module was set, which is None in the model: the program was captured as a whole "
-            "and would go on without it; set it in the model, and parallelize the model again (weights: "
-            "model.load_state_dict(autopar.full_state_dict(pm), strict=False))"
-        )
-    if isinstance(module.__dict__.get("_modules", {}).get(name), Part) and isinstance(value, torch.nn.Module):
-        raise RunError(
-            f"module '{name}' of a parallel module was replaced by a {type(value).__name__}: the program was captured "
-            "as a whole and would go on without it; replace it in the model, and parallelize the model again (weights: "
-            "model.load_state_dict(autopar.full_state_dict(pm), strict=False))"
-        )
-
-
-def method_was_replaced(label: str) -> str:
-    """What to say of another function in the place of a method."""
-    return (
-        f"{label} was replaced on a parallel module: the program was captured as a whole and would go on without it; "
-        "replace it in the model, and parallelize the model again"
-    )
-
-
-def show_absent(shown: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Have what shows a module know what is registered there as None: a bias that it has not, a head, a mask."""
-    for table in REGISTERED:
-        absent = [key for key, registered in getattr(module, table).items() if registered is None]
-        getattr(shown, table).update(dict.fromkeys(absent))
-
-
-class Elements(torch.nn.Module):
-    """Is read as a list or dict of modules or parameters where it stands for one of torch's."""
-
-    def _autopar_shown(self) -> tuple[type, tuple[str, ...], str]:
-        """The class of the module that it stands for, the names of what that module holds, and its path."""
-        raise NotImplementedError
-
-    def __bool__(self) -> bool:
-        return bool(self._autopar_shown()[1]) if issubclass(self._autopar_shown()[0], _CONTAINERS) else True
-
-    def __len__(self) -> int:
-        return len(self._autopar_keys_for("len"))
-
-    def __iter__(self) -> Iterator[Any]:
-        keys = self._autopar_keys_for("iter")
-        return iter(keys if issubclass(self._autopar_shown()[0], _BY_NAME) else [self[key] for key in range(len(keys))])
-
-    def __getitem__(self, key: Any) -> Any:
-        """What a list or dict of modules or parameters holds there; of a slice a list.
-
-        Raises:
-            RunError: another rank of the pipeline has it.
-        """
-        keys = self._autopar_keys_for("[]")
-        if isinstance(key, slice):
-            return [self[i] for i in range(len(keys))[key]]
-        name = keys[key] if isinstance(key, int) else key
-        if name in keys and name not in self._modules and name not in self._parameters:
-            path = self._autopar_shown()[2]
-            raise RunError(
-                f"'{f'{path}.{name}' if path else name}' is not on this rank, which has other stages of the "
-                "pipeline; named_modules() and named_parameters() give what it has"
-            )
-        return getattr(self, name)
-
-    def _autopar_keys_for(self, use: str) -> tuple[str, ...]:
-        """What a list or dict of the model's holds, on all ranks.
-
-        Raises:
-            TypeError: it stands for neither.
-        """
-        kind, keys, path = self._autopar_shown()
-        if not issubclass(kind, _CONTAINERS):
-            standing = f"'{path}', which stands for a {kind.__name__} in" if path else f"a {kind.__name__} that is"
-            raise TypeError(
-                f"{use} of {standing} a parallel module: of lists and dicts of torch.nn alone are the elements known; "
-                "named_modules() and named_parameters() give all that there is"
-            )
-        return keys
-
-
-class Part(Elements):
-    """Has a submodule's class, plain attributes, parameters and buffers, and runs only with the whole."""
-
-    def _autopar_stand_for(self, whole: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
-        """Be what shows ``module``, which the model has at ``path``, in ``whole``."""
-        if type(module) is Part:  # of a parallel module that is copied
-            put_there = [key for key in module.__dict__ if key not in self.__dict__ and not key.startswith(PREFIX)]
-            self.__dict__.update({key: module.__dict__[key] for key in (*_STANDING, *put_there)})
-            self.__dict__["_autopar_stands_for"] = weakref.ref(whole), path
-            return
-        self.__dict__.update(
-            _autopar_stands_for=(weakref.ref(whole), path), _autopar_class=type(module), training=module.training,
-            _autopar_module=weakref.ref(module), _autopar_values=plain_values(module),
-            _autopar_tensors=own_tensors(module), _autopar_keys=tuple(module._modules or module._parameters),
-        )  # fmt: skip
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The submodule's class, so that ``isinstance`` works as on the model; ``type()`` is :class:`Part`."""
-        return self.__dict__.get("_autopar_class", Part)
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Tell no hook of the user's classes, such as a registry, of a class that is no new one."""
 
     def __getattr__(self, name: str) -> Any:
-        """A plain attribute of the submodule; of its methods what refuses to be called.
+        """Find an attribute that is not there: on another rank, or left by a call that does not leave it.
 
         Raises:
-            AttributeError: there is none, or it is a tensor or a module, which the model has and the program does not.
+            RunError: forward sets it, and the program does not.
+            AttributeError: there is none.
         """
-        for table in (self.__dict__.get(kind, {}) for kind in REGISTERED):
-            if name in table:
-                return table[name]
-        kind, path = self.__dict__.get("_autopar_class"), self.__dict__.get("_autopar_stands_for", (None, ""))[1]
-        if kind is None or name.startswith("__"):
-            raise AttributeError(f"a part of a parallel module has no attribute '{name}'")
-        whole = self.__dict__["_autopar_stands_for"][0]()
-        if whole is not None and "_autopar_captured" in whole.__dict__:
-            filled = filled_by_calls(whole, self, path, name)
-            if filled is not None:
-                return filled
-            refuse_left(whole._autopar_captured, path, name)
-        module = self.__dict__["_autopar_module"]()
-        values = self.__dict__["_autopar_values"] if module is None else vars(module)
-        missing = object()
-        value = values[name] if name in values else inspect.getattr_static(kind, name, missing)
-        if name not in values and value is not missing:
-            if value is torch.nn.RNNBase.flatten_parameters:
-                return _nothing
-            if name == "reset_running_stats" and is_batch_norm(kind):
-                return functools.partial(reset, self)
-            if isinstance(value, staticmethod | classmethod) or inspect.isroutine(value):
-                return functools.partial(_refuse_method, path, kind.__name__, name)
-            if isinstance(value, property) and value.fget is not None:  # computes with what is here
-                return value.fget(self)
-            value = missing if hasattr(value, "__get__") else value  # it may compute from the model's weights
-        if value is missing or is_own(name, value, self.__dict__["_autopar_tensors"]):
-            raise AttributeError(
-                f"'{path}' of a parallel module, which stands for a {kind.__name__}, has no attribute '{name}': it has "
-                "the parameters and buffers that this rank holds, and plain attributes of the module as long as the "
-                "model is kept; tensors and modules beside these are the model's own"
-            )
-        return value
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            at = place_of(self)
+            if at is None or name.startswith("__"):
+                raise
+        path, run = at.path, at.run
+        full = f"{path}.{name}" if path else name
+        if run.leads is not None and full in run.user.params:
+            old = run.user.params[full]
+            return torch.nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device="meta"), run.user.wanted[full])
+        if run.leads is not None and full in run.user.buffers:
+            return run.user.buffers[full].to("meta")
+        refuse_left(run.captured, path, name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a plain attribute where the program is captured from: on the submodule.
+        at = place_of(self)
+        if at is not None:
+            run = at.run
+            if name == "training":
+                run.modes.stale = True
+            elif name == "__class__" or isinstance(value, torch.nn.Module | torch.nn.Parameter) or (
+                value is not None and any(self.__dict__[table].get(name, self) is None for table in REGISTERED)
+            ):  # fmt: skip
+                _refuse_replacing(self, at, name, value)
+            elif name in self._modules:
+                _refuse_replacing(self, at, name, value)
+            elif callable(value) and name in (methods_of(at.kind) if at is run else dir(at.kind)):
+                raise RunError(
+                    f"{_label(at, name)} was replaced on a parallel module: the program was captured as a whole and "
+                    "would go on without it; replace it in the model, and parallelize the model again"
+                )
+        super().__setattr__(name, value)
 
-        Raises:
-            RunError: the program would go on without it.
-        """
-        refuse_replacing(self, name, value)
-        whole, path = self.__dict__.get("_autopar_stands_for", (lambda: None, ""))
-        pm = whole()
-        if name == "training" and pm is not None:
-            self.train(value)
-        elif pm is None or name in _OF_TORCH or is_left(pm._autopar_captured, path, name):
-            super().__setattr__(name, value)
-        elif name == "momentum" and is_batch_norm(self.__dict__.get("_autopar_class")) and takes_momentum(
-            pm, self, path, value
-        ):  # fmt: skip
-            return
-        elif not assigned(pm, path, name, value):
-            kind, module = self.__dict__["_autopar_class"], self.__dict__["_autopar_module"]()
-            registered = name in self._parameters or name in self._buffers or name in self._modules
-            if registered or isinstance(value, torch.Tensor | torch.nn.Module):
-                super().__setattr__(name, value)
-            elif callable(value) and hasattr(kind, name):
-                raise RunError(method_was_replaced(f"{name} of '{path}'"))
-            elif module is None:
-                super().__setattr__(name, value)  # forward does not read it
-            else:
-                setattr(module, name, value)
+    def __delattr__(self, name: str) -> None:
+        at = place_of(self)
+        if at is not None and any(self.__dict__[table].get(name) is not None for table in REGISTERED):
+            raise RunError(f"{_label(at, name)} was deleted, which the program reads: {AGAIN}")
+        super().__delattr__(name)
 
-    def _autopar_shown(self) -> tuple[type, tuple[str, ...], str]:
-        return (
-            self.__dict__.get("_autopar_class", Part), self.__dict__.get("_autopar_keys", ()),
-            self.__dict__.get("_autopar_stands_for", (None, ""))[1],
-        )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        """As of the submodule, while there is one."""
-        module = self.__dict__.get("_autopar_module", lambda: None)()
-        return "" if module is None else str(module.extra_repr())
-
-    def get_extra_state(self) -> Any:
-        """Of a submodule that has some beside its tensors: the model's own.
-
-        Raises:
-            RunError: the model is gone.
-        """
-        return self._autopar_kept_module("its extra state cannot be saved").get_extra_state()
-
-    def set_extra_state(self, state: Any) -> None:
-        """Give it to the model.
-
-        Raises:
-            RunError: the model is gone.
-        """
-        self._autopar_kept_module("its extra state cannot be loaded").set_extra_state(state)
-
-    def _autopar_kept_module(self, otherwise: str) -> torch.nn.Module:
-        module: torch.nn.Module | None = self.__dict__["_autopar_module"]()
-        if module is None:
-            path, kind = self.__dict__["_autopar_stands_for"][1], self.__dict__["_autopar_class"].__name__
-            raise RunError(f"'{path}' stands for a {kind} of a model that is gone, so {otherwise}: keep the model")
-        return module
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        """Refuse what the program does not have."""
+        at = place_of(self)
+        if at is not None:
+            _refuse_replacing(self, at, name, module)
+        super().add_module(name, module)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Of those that the submodule has; others are refused.
-
-        Raises:
-            RunError: it is another one, such as that of pruning and of parametrizations.
-        """
-        if param is not None:
-            self._autopar_known_to_program(name)
+        """Refuse what the program does not have."""
+        _refuse_registering(self, name, param)
         super().register_parameter(name, param)
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Of those that the submodule has; others are refused.
-
-        Raises:
-            RunError: it is another one.
-        """
-        if tensor is not None:
-            self._autopar_known_to_program(name)
+        """Refuse what the program does not have."""
+        _refuse_registering(self, name, tensor)
         super().register_buffer(name, tensor, persistent)
 
-    def _autopar_known_to_program(self, name: str) -> None:
-        module = self.__dict__.get("_autopar_module", lambda: None)()
-        whole, path = self.__dict__.get("_autopar_stands_for", (lambda: None, ""))
-        # of a model that is gone, a name made from one of its tensors', such as weight_orig, is none of the program's
-        held = {**self._parameters, **self._buffers}
-        is_derived = any(name.startswith(f"{tensor_name}_") for tensor_name in held)
-        theirs = held if module is None else {**module._parameters, **module._buffers}
-        is_absent = name in theirs and theirs[name] is None
-        is_known = not is_derived and not is_absent if module is None else theirs.get(name) is not None
-        if whole() is not None and not is_known and held.get(name) is None:
-            raise RunError(
-                f"'{path}.{name}' was registered on a parallel module: the program was captured as a whole and would "
-                "go on without it (torch.nn.utils.prune, weight_norm and parametrizations register such tensors)\n"
-                "  do that to the model before parallelize (prune.remove makes pruning part of the weights), or mask "
-                "the parameters of the parallel module after each step: with torch.no_grad(): p.mul_(mask)"
-            )
-
-    def train(self, mode: bool = True) -> Part:
-        """The mode of the part and of all in it: the next call of the whole has the model captured so.
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode, as the user's class does it: the next call runs a program of the modes that there are.
 
         Raises:
-            RunError: its calls do not have it captured again, or it is a pipeline.
+            RunError: there can be no such program; or ``mode`` is neither True nor False.
         """
-        whole: Any = self.__dict__.get("_autopar_stands_for", (lambda: None, ""))[0]()
-        if whole is not None:
-            whole._autopar_train_parts(self, bool(mode))
+        at = place_of(self)
+        if not isinstance(mode, bool):
+            raise RunError(f"train: the mode is {mode!r}; give True or False")
+        if at is None:
+            return super().train(mode)
+        run = at.run
+        with run.changing_modes():
+            if inspect.getattr_static(at.kind, "train") is torch.nn.Module.train:
+                super().train(mode)
+            else:
+                before = {name: param.requires_grad for name, param in run.named_parameters(remove_duplicate=False)}
+                with run.user.as_written(requires_grad={**run.user.wanted, **before}, captures=False):
+                    at.kind.train(self, mode)
+                    after = {name: param.requires_grad for name, param in run.user.params.items()}
+                freeze_alike(run, after)
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Always an error: there is no program of a part."""
-        raise RunError(
-            "a part of a parallel module cannot be called alone: the program was captured as a whole; call the "
-            "parallel module, or parallelize the submodule"
-        )
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        at = place_of(self)
+        if at is None:
+            return super()._apply(fn, recurse)
+        check_conversion(fn, [*self.parameters(), *self.buffers()], at.run.device)
+        return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         place(self, state_dict, prefix, local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
-    def _autopar_no_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        """Always an error: parts are never called.
 
-        Raises:
-            RunError: it says where to put the hook.
-        """
+def _label(at: Any, name: str) -> str:
+    return f"{name} of '{at.path}'" if at.path else f"{name} of the {at.kind.__name__}"
+
+
+def _refuse_replacing(module: torch.nn.Module, at: Any, name: str, value: Any) -> None:
+    """Refuse another module or class, or anything where the model has None, which the program would go on without.
+
+    Raises:
+        RunError: it says what to do.
+    """
+    had = next((module.__dict__[table][name] for table in REGISTERED if name in module.__dict__[table]), module)
+    if had is value or (isinstance(had, torch.nn.Parameter) and isinstance(value, torch.nn.Parameter | None)):
+        return  # whether another parameter fits is seen in the next call
+    is_new = had is module and name != "__class__"
+    if is_new and not issubclass(at.kind, _CONTAINERS) and name != "parametrizations":
+        return  # forward does not read it
+    label = f"{at.path}.{name}" if at.path else name
+    what = "added" if is_new else "set, which is None in the model" if had is None else "replaced"
+    by = f" by a {type(value).__name__}" if isinstance(value, torch.nn.Module) and what == "replaced" else ""
+    kind = "module " if isinstance(value, torch.nn.Module) else ""
+    raise RunError(
+        f"{kind}'{label}' of a parallel module was {what}{by}: the program was captured as a whole and would go on "
+        f"without it; change the model before parallelize, or {AGAIN}"
+    )
+
+
+def _refuse_registering(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
+    at = place_of(module)
+    known = any(module.__dict__[table].get(name) is not None for table in REGISTERED)
+    if at is None or value is None or known:
+        return
+    derived = any(name.startswith(f"{held}_") for held in (*module._parameters, *module._buffers))
+    if derived or name in module._parameters or name in module._buffers:
         raise RunError(
-            "a hook on a part of a parallel module would never run: the program was captured as a whole and does not "
-            "call its parts; hook the parallel module itself, or its parameters, or return the value from forward()"
+            f"{_label(at, name)} was registered on a parallel module: the program was captured as a whole and would "
+            "go on without it (torch.nn.utils.prune, weight_norm and parametrizations register such tensors)\n"
+            "  do that to the model before parallelize (prune.remove makes pruning part of the weights), or mask "
+            "the parameters of the parallel module after each step: with torch.no_grad(): p.mul_(mask)"
         )
 
-    register_forward_hook = register_forward_pre_hook = _autopar_no_hooks
-    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _autopar_no_hooks
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Part:
-        tensors = [*self.parameters(), *self.buffers()]
-        check_conversion(fn, tensors, tensors[0].device if tensors else torch.device("cpu"))
-        return self
+def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a hook.
 
-
-def _nothing() -> None:
-    """``flatten_parameters()``: where a recurrent layer's weights lie in memory is not the model's to say any more."""
-
-
-def _refuse_method(path: str, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    Raises:
+        RunError: it says where to put the hook.
+    """
     raise RunError(
-        f"{name}() of '{path}', which stands for a {kind} in a parallel module: the program was captured as a whole, "
-        f"and the method would work on the model's own tensors; call it on the model before parallelize"
+        "a hook on a part of a parallel module would never run: the program was captured as a whole and does not "
+        "call its parts; hook the parallel module itself, or its parameters, or return the value from forward()"
     )
+
+
+class Part(Derived):
+    """A submodule of a parallel module. It runs only with the whole."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on whole values, without gradients; every rank calls it.
+
+        Raises:
+            RunError: with gradients, since there is no program of a part.
+        """
+        at = place_of(self)
+        if at is None:
+            return super().__call__(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise RunError(
+                f"'{at.path}' of a parallel module cannot be called alone with gradients: the program was captured as "
+                "a whole\n  call the whole, with what is to be computed in its forward or in loss_fn= of parallelize; "
+                "or parallelize the submodule; or, for values only, call it on all ranks under torch.no_grad()"
+            )
+        return method_of("forward", torch.nn.Module.__call__)(self, *args, **kwargs)
+
+    register_forward_hook = register_forward_pre_hook = _refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """Return a module of the user's class, with copies of the tensors that this rank stores."""
+        new: torch.nn.Module = torch.nn.Module.__new__(place_of(self).kind)
+        memo[id(self)] = new
+        attributes = {name: value for name, value in self.__dict__.items() if name != PLACE}
+        new.__dict__.update(copy.deepcopy(attributes, memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled."""
+        raise RunError("a part of a parallel module cannot be pickled: save its state_dict()")
+
+
+def names_of_part(kind: type) -> dict[str, Any]:
+    """Return what the class of a submodule has in addition to its own: methods that run on whole values."""
+    own = [name for name in methods_of(kind) if not hasattr(Part, name)]
+    names: dict[str, Any] = {name: method_of(name, getattr(kind, name)) for name in own}
+    if issubclass(kind, BATCH_NORMS):
+        names.update(momentum=property(momentum_of, set_momentum), reset_running_stats=reset)
+    if issubclass(kind, torch.nn.RNNBase):
+        names["flatten_parameters"] = lambda self: None  # where weights lie in memory is the run's
+    return names
+
+
+def methods_of(kind: type) -> Iterable[str]:
+    """Return the methods of a class that neither every module has nor those of torch's containers."""
+    bases = (torch.nn.Module, *(container for container in _CONTAINERS if issubclass(kind, container)))
+    for name in dir(kind):
+        if not name.startswith("__") and not any(hasattr(base, name) for base in bases):
+            value = inspect.getattr_static(kind, name)
+            if inspect.isroutine(value) and not isinstance(value, staticmethod | classmethod):
+                yield name
 
 
 def place(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
@@ -418,7 +285,4 @@ def check_conversion(fn: Any, tensors: list[torch.Tensor], device: torch.device)
             )
 
 
-__all__ = [
-    "Elements", "Part", "check_conversion", "is_own", "method_was_replaced", "own_tensors", "place", "plain_values",
-    "refuse_replacing", "show_absent",
-]  # fmt: skip
+__all__ = ["Derived", "Part", "methods_of", "names_of_part", "place_of"]

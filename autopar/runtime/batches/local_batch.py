@@ -12,8 +12,7 @@ ranks' losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from autopar.capture.microbatches import have_rows, part_of_batch, rows_of
 from autopar.errors import CaptureError, MeshError, RunError
 from autopar.runtime.batches.outputs import CollectiveLog
-from autopar.runtime.batches.row_sampler import RowSampler, Samplers
+from autopar.runtime.batches.row_sampler import RowSampler
 from autopar.runtime.batches.uneven_rows import Exchange, OwnOfUneven, put_together
 from autopar.runtime.parameters.state import as_dtensor, torch_placements
 from autopar.runtime.ranks.agree import mesh_group
@@ -173,44 +172,16 @@ class LocalBatch(RowsOfRanks):
         return rows_here
 
 
-class TakesRows:
-    """The rows that a parallel module is called with, for its samplers and loaders."""
-
-    _autopar_local_batch: RowsOfRanks | None = None
-
-    def sampler(
-        self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
-    ) -> RowSampler:
-        """Draws the rows that this rank loads: its own with ``batch="local"``, else all, the same on every rank.
-
-        Call ``set_epoch`` before each epoch, as of any ``DistributedSampler``, which this is: where rows do not divide
-        among the ranks, the last ones are filled up with the first, unless ``drop_last``. Its position in the epoch is
-        in the checkpoints of this module (:class:`autopar.Checkpoint`); go on with ``range(sampler.epoch, epochs)``.
-        """
-        return self._autopar_sampler(dataset, shuffle, drop_last, seed)
-
-    def _autopar_sampler(
-        self, dataset: Dataset[Any], shuffle: bool, drop_last: bool, seed: int, together: int = 1
-    ) -> RowSampler:
-        rows = self._autopar_local_batch
-        if rows is None:
-            sampler = RowSampler(dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        else:
-            sampler = rows.sampler(dataset, shuffle, seed, drop_last, together)
-        return samplers_of(self).add(sampler)
-
-    def shard(self, loader: DataLoader[Any], seed: int = 0) -> DataLoader[Any]:
-        """Turn a loader of whole batches into one that gives this rank's rows; its ``sampler`` is :meth:`sampler`'s.
-
-        Raises:
-            MeshError: its batches do not divide among the ranks.
-            RunError: it draws rows in a way of its own.
-        """
-        return _sharded(
-            loader,
-            partial(self._autopar_sampler, seed=seed),
-            1 if self._autopar_local_batch is None else self._autopar_local_batch.ranks,
-        )
+def sampler_of(
+    run: Any, dataset: Dataset[Any], shuffle: bool, drop_last: bool, seed: int, together: int = 1
+) -> RowSampler:
+    """Return what draws the rows that this rank loads, and is saved with the module."""
+    rows = run.local_batch
+    if rows is None:
+        sampler = RowSampler(dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    else:
+        sampler = rows.sampler(dataset, shuffle, seed, drop_last, together)
+    return run.samplers.add(sampler)
 
 
 class _LocalBatch(torch.autograd.Function):
@@ -219,7 +190,7 @@ class _LocalBatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, state: State, shape: tuple[int, ...], local_batch: LocalBatch
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         ctx.state, ctx.shape, ctx.local_batch = state, shape, local_batch
         whole = as_dtensor(value, state, shape, local_batch.device_mesh)
         rows: torch.Tensor = whole.redistribute(placements=torch_placements(local_batch.state)).to_local()
@@ -233,22 +204,14 @@ class _LocalBatch(torch.autograd.Function):
         return whole.redistribute(placements=torch_placements(ctx.state)).to_local(), None, None, None
 
 
-def samplers_of(module: Any) -> Samplers:
-    """Return the samplers that a parallel module has made."""
-    samplers: Samplers = module.__dict__.setdefault("_autopar_samplers", Samplers())
-    return samplers
-
-
-def _sharded(loader: DataLoader[Any], sampler: Callable[..., RowSampler], ranks: int) -> DataLoader[Any]:
-    """Turn a loader of whole batches into one that gives this rank's rows of each.
-
-    Args:
-        sampler: makes one of a data set.
+def sharded(run: Any, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    """Return a loader of whole batches as one that gives this rank's rows of each.
 
     Raises:
         MeshError: its batches cannot be cut.
         RunError: it draws in a way of its own.
     """
+    ranks = 1 if run.local_batch is None else run.local_batch.ranks
     kinds = torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler
     if loader.batch_size is None or not isinstance(loader.sampler, kinds):
         raise RunError(
@@ -257,15 +220,13 @@ def _sharded(loader: DataLoader[Any], sampler: Callable[..., RowSampler], ranks:
         )
     if loader.batch_size % ranks:
         raise MeshError(f"shard: batches of {loader.batch_size} rows do not divide among {ranks} ranks")
-    shuffled = isinstance(loader.sampler, torch.utils.data.RandomSampler)
+    shuffled, each = isinstance(loader.sampler, torch.utils.data.RandomSampler), loader.batch_size // ranks
     return DataLoader(
-        loader.dataset, loader.batch_size // ranks, num_workers=loader.num_workers, collate_fn=loader.collate_fn,
-        sampler=sampler(
-            loader.dataset, shuffle=shuffled, drop_last=loader.drop_last, together=loader.batch_size // ranks
-        ), pin_memory=loader.pin_memory,
+        loader.dataset, each, num_workers=loader.num_workers, collate_fn=loader.collate_fn,
+        sampler=sampler_of(run, loader.dataset, shuffled, loader.drop_last, seed, each), pin_memory=loader.pin_memory,
         drop_last=loader.drop_last, timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,
         prefetch_factor=loader.prefetch_factor, persistent_workers=loader.persistent_workers,
     )  # fmt: skip
 
 
-__all__ = ["LocalBatch", "RowsOfRanks", "TakesRows", "rows_in", "samplers_of"]
+__all__ = ["LocalBatch", "RowsOfRanks", "rows_in", "sampler_of", "sharded"]

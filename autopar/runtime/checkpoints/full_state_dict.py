@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.as_module.parallel_module import SpreadModule, on_all_ranks
-from autopar.runtime.as_module.parallel_state_dict import EXTRA
+from autopar.runtime.as_module.run import EXTRA, ParallelRun, on_all_ranks
 from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import like
 from autopar.runtime.ranks.agree import same_error
@@ -40,7 +39,7 @@ class OnFirstRank(dict[str, torch.Tensor]):
 
 
 @on_all_ranks
-def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
+def full_state_dict(pm: ParallelRun, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
     """Return the state dict of the model on one device, on the CPU of rank 0; the other ranks get ``{}``.
 
     Every rank must call it, and rank 0 alone is given something: another rank saves nothing, or asks for
@@ -58,9 +57,9 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
     Raises:
         RunError: not all ranks call it; on all of them.
     """
-    if pm._autopar_leads is not None:
-        return _of_all_groups(pm, all_ranks)
-    keep = all_ranks or dist.get_rank() == pm._autopar_ranks()[1]
+    if pm.leads is not None:
+        return of_all_groups(pm, all_ranks)
+    keep = all_ranks or dist.get_rank() == pm.ranks()[1]
     seen: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
     for name, value in in_state_dict(pm).items():
@@ -73,15 +72,15 @@ def full_state_dict(pm: SpreadModule, *, all_ranks: bool = False) -> dict[str, t
     return state if keep else OnFirstRank()
 
 
-def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]:
+def of_all_groups(pm: ParallelRun, all_ranks: bool) -> dict[str, torch.Tensor]:
     """Collect the state of a pipeline: the first rank of each group gives what its stages hold."""
     mine: dict[str, torch.Tensor] = {}
     for name, value in in_state_dict(pm).items():
         value = value.detach()
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if pm._autopar_leads:
+        if pm.leads:
             mine[name] = whole.cpu()
-    group, first = pm._autopar_ranks()
+    group, first = pm.ranks()
     gathered: list[Any] = [None] * dist.get_world_size(group)
     if all_ranks:
         dist.all_gather_object(gathered, mine, group=group)
@@ -93,7 +92,7 @@ def _of_all_groups(pm: SpreadModule, all_ranks: bool) -> dict[str, torch.Tensor]
 
 
 @on_all_ranks
-def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
+def load_full_state_dict(pm: ParallelRun, state: Mapping[str, torch.Tensor] | None, *, strict: bool = True) -> None:
     """Load a state dict of the model on one device; each rank copies its pieces into its own parameters and buffers.
 
     Every rank must call it.
@@ -107,7 +106,7 @@ def load_full_state_dict(pm: SpreadModule, state: Mapping[str, torch.Tensor] | N
     Raises:
         RunError: names or shapes do not fit; on all ranks alike, and before anything was changed.
     """
-    (group, first), device, me = pm._autopar_ranks(), pm._autopar_device, dist.get_rank()
+    (group, first), device, me = pm.ranks(), pm.device, dist.get_rank()
     if isinstance(state, OnFirstRank):
         state = None
     stored = in_state_dict(pm)
@@ -148,21 +147,21 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype, str]]
 """Shape, dtype and the first of its names, by name."""
 
 
-def in_state_dict(pm: SpreadModule) -> dict[str, torch.Tensor]:
+def in_state_dict(pm: ParallelRun) -> dict[str, torch.Tensor]:
     """Return this rank's part of the model's state dict."""
-    named = {**dict(pm.named_parameters(remove_duplicate=False)), **dict(pm.named_buffers(remove_duplicate=False))}
-    return {name: named[name] for name in pm.state_dict() if name in named}
+    named = pm.registered()
+    return {name: named[name] for name in pm.module.state_dict() if name in named}
 
 
-def specs_of(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Specs:
+def specs_of(pm: ParallelRun, stored: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> Specs:
     """Shape, dtype and the first name of everything in the state dict, on any rank."""
     firsts: dict[int, str] = {}
     specs = {n: (tuple(t.shape), t.dtype, firsts.setdefault(id(t), n)) for n, t in stored.items()}
-    if pm._autopar_leads is None:
+    if pm.leads is None:
         return specs
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, specs, group=group)
-    ties = pm._autopar_tied_names()  # a stage may know one name of a tied parameter only
+    ties = pm.tied_names()  # a stage may know one name of a tied parameter only
     return {
         name: (shape, dtype, ties.get(name, source))
         for theirs in everyone for name, (shape, dtype, source) in theirs.items()

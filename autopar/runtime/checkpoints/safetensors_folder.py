@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.parallel_module import SpreadModule, on_all_ranks
+from autopar.runtime.as_module.run import ParallelRun, on_all_ranks
 from autopar.runtime.checkpoints.durable_files import SummedFile
 from autopar.runtime.checkpoints.full_state_dict import by_source, in_state_dict, misfit, specs_of
 from autopar.runtime.checkpoints.safetensors_files import INDEX, NAMES, SINGLE, Writer
@@ -33,7 +33,7 @@ SHARD_SIZE = "5GB"
 
 
 @on_all_ranks
-def load_safetensors(pm: SpreadModule, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
+def load_safetensors(pm: ParallelRun, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
     """Load a folder of safetensors files by the names of the model on one device.
 
     Every rank must call it, and see the folder. Each reads from the files what it stores, piece by piece: no rank holds
@@ -49,7 +49,7 @@ def load_safetensors(pm: SpreadModule, folder: str | os.PathLike[str], *, strict
         RunError: names or shapes do not fit, or a file is missing or broken; on all ranks alike, and, where headers
             show it, before anything was changed.
     """
-    path, (group, _) = Path(folder), pm._autopar_ranks()
+    path, (group, _) = Path(folder), pm.ranks()
     stored = in_state_dict(pm)
     specs = specs_of(pm, stored, group)
     with everywhere(group):
@@ -76,7 +76,7 @@ def _count_as_written(stored: Mapping[str, torch.Tensor]) -> None:
 
 @on_all_ranks
 def save_safetensors(
-    pm: SpreadModule, folder: str | os.PathLike[str], *, max_shard_size: int | str = SHARD_SIZE
+    pm: ParallelRun, folder: str | os.PathLike[str], *, max_shard_size: int | str = SHARD_SIZE
 ) -> None:
     """Save the weights with the model's names and shapes, for ``from_pretrained`` and :func:`load_safetensors`.
 
@@ -91,7 +91,7 @@ def save_safetensors(
     Raises:
         RunError: it could not be written, on all ranks.
     """
-    path, (group, first), me = Path(folder), pm._autopar_ranks(), dist.get_rank()
+    path, (group, first), me = Path(folder), pm.ranks(), dist.get_rank()
     stored = in_state_dict(pm)
     whole_specs = specs_of(pm, stored, group)
     specs = {n: (shape, dtype) for n, (shape, dtype, source) in whole_specs.items() if n == source}
@@ -182,13 +182,13 @@ def _shards(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int)
     return shards
 
 
-def _senders(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, int]:
+def _senders(pm: ParallelRun, stored: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, int]:
     """Map each tensor to the rank that sends it to rank 0: in a pipeline, the first of a group that has it."""
     ranks = dist.get_process_group_ranks(group)
-    if pm._autopar_leads is None:
+    if pm.leads is None:
         return dict.fromkeys(stored, ranks[0])
     everyone: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(everyone, [*stored] if pm._autopar_leads else [], group=group)
+    dist.all_gather_object(everyone, [*stored] if pm.leads else [], group=group)
     senders: dict[str, int] = {}
     for rank, names in zip(ranks, everyone, strict=True):
         for name in names:
@@ -197,8 +197,7 @@ def _senders(pm: SpreadModule, stored: Mapping[str, torch.Tensor], group: dist.P
 
 
 def _at_first(
-    pm: SpreadModule, value: torch.Tensor | None, spec: tuple[tuple[int, ...], torch.dtype], sender: int,
-    group: dist.ProcessGroup,
+    pm: ParallelRun, value: torch.Tensor | None, spec: tuple[tuple[int, ...], torch.dtype], sender: int, group: dist.ProcessGroup,
     first: int,
 ) -> torch.Tensor | None:  # fmt: skip
     """Gather a whole tensor on the first rank, None elsewhere; those that have a part of it call this together."""
@@ -212,7 +211,7 @@ def _at_first(
         assert whole is not None
         dist.send(as_sent(whole.contiguous()), first, group=group)
     elif me == first:
-        whole = torch.empty(spec[0], dtype=spec[1], device=pm._autopar_device)
+        whole = torch.empty(spec[0], dtype=spec[1], device=pm.device)
         dist.recv(as_sent(whole), sender, group=group)
         return whole
     return None

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.parallel_module import SpreadModule
-from autopar.runtime.as_module.parallel_state_dict import EXTRA
+from autopar.runtime.as_module.parallel_module import ParallelModule
+from autopar.runtime.as_module.run import EXTRA
 from autopar.runtime.checkpoints.durable_files import summed, sync_folder
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank, full_state_dict
 from autopar.runtime.parameters.dtensor_fixes import meet_at
@@ -95,7 +95,7 @@ def _dtensors(value: Any) -> Iterator[DTensor]:
 
 def _whole(value: Any, keep: bool) -> Any:
     """Return a state with plain tensors; without them where it is not kept."""
-    if isinstance(value, SpreadModule):
+    if isinstance(value, ParallelModule):
         return full_state_dict(value)
     if isinstance(value, DTensor):
         detached: Any = value.detach()

@@ -39,9 +39,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from autopar.errors import RunError, first_few
-from autopar.runtime.as_module.parallel_module import SpreadModule
-from autopar.runtime.as_module.parallel_state_dict import EXTRA
-from autopar.runtime.batches.local_batch import samplers_of
+from autopar.runtime.as_module.parallel_module import ParallelModule
+from autopar.runtime.as_module.run import EXTRA
 from autopar.runtime.batches.row_sampler import Samplers
 from autopar.runtime.checkpoints.durable_files import Sum, summed
 from autopar.runtime.checkpoints.folder_owner import OWNER, Ownership, own
@@ -118,8 +117,8 @@ class Checkpoint:
                 )
         if keep is not None and keep < 1:
             raise RunError(f"Checkpoint: keep is {keep}; give 1 or more, or None for all")
-        if isinstance(model, SpreadModule):
-            others = {SAMPLERS: samplers_of(model), **others}
+        if isinstance(model, ParallelModule):
+            others = {SAMPLERS: model._autopar.samplers, **others}
         self.folder, self.model, self.optimizer, self.others = Path(folder), model, optimizer, others
         self.keep, self.random_state = keep, random_state
         self.ranks = _ranks_of(model)
@@ -393,8 +392,8 @@ class Checkpoint:
         state = model_state(self.model)
         there, ours = _under("model.", shapes(metadata)), {n: v for n, v in state.items() if not n.endswith(EXTRA)}
         known = self._known_to_all(ours)
-        if isinstance(self.model, SpreadModule):  # a stage may know one name of a tied parameter
-            known |= set(self.model._autopar_tied_names())
+        if isinstance(self.model, ParallelModule):  # a stage may know one name of a tied parameter
+            known |= set(self.model._autopar.tied_names())
         with self._on_all(f"loaded from {source}"):
             missing = [name for name in ours if name not in there] if strict else []
             unexpected = [name for name in there if name not in known and not name.endswith(EXTRA)] if strict else []
@@ -485,7 +484,7 @@ class Checkpoint:
 
     def _known_to_all(self, names: Iterable[str]) -> set[str]:
         """Return the names of all ranks: a stage of a pipeline has some."""
-        if self.group is None or not isinstance(self.model, SpreadModule) or self.model._autopar_leads is None:
+        if self.group is None or not isinstance(self.model, ParallelModule) or self.model._autopar.leads is None:
             return set(names)
         return {name for text in from_all(self.group, json.dumps([*names])) for name in parse_json(text)}
 
@@ -516,8 +515,9 @@ class Checkpoint:
 
     def _together(self, what: str) -> contextlib.AbstractContextManager[Any]:
         """Around what all ranks call: where only some do, and others go on, all of them hear it within seconds."""
-        around = getattr(self.model, "_autopar_all_call", None) if isinstance(self.model, SpreadModule) else None
-        return around(what) if around is not None else contextlib.nullcontext()
+        if isinstance(self.model, ParallelModule):
+            return self.model._autopar.all_call(what)
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _on_all(self, what: str) -> Iterator[None]:
@@ -542,8 +542,8 @@ class Checkpoint:
 
 def _ranks_of(model: torch.nn.Module) -> list[int]:
     """List the ranks that hold a part of a module; one for a plain one in a process without a group."""
-    if isinstance(model, SpreadModule):
-        return list(dist.get_process_group_ranks(model._autopar_ranks()[0]))
+    if isinstance(model, ParallelModule):
+        return list(dist.get_process_group_ranks(model._autopar.ranks()[0]))
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RunError(
             f"Checkpoint: {dist.get_world_size()} ranks run, and the model is a plain {type(model).__name__}: give the "

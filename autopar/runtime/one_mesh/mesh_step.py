@@ -52,7 +52,9 @@ class StepPart:
     places: Sequence[PlaceInBatch] | None = None
 
 
-def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None) -> list[StepPart]:
+def parts_of_step(
+    pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int | None
+) -> list[StepPart]:  # fmt: skip
     """The parts of a step, before the first of them begins; every rank calls it.
 
     Args:
@@ -66,11 +68,11 @@ def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microb
     count = microbatches
     if count is not None and count < 1:
         raise RunError(f"microbatches is {count}; give 1 or more, or None for as many as the rows say")
-    if not pm._autopar_batch.pieces:
-        check_equal_rows(pm._autopar_planned, pm._autopar_signature, args, kwargs)
-    if pm._autopar_local_batch is not None:
-        with pm._autopar_all_in_step("the rows of the ranks"):
-            together = pm._autopar_rows_of_all(args, kwargs)
+    if not pm.batch.pieces:
+        check_equal_rows(pm.planned, pm.signature, args, kwargs)
+    if pm.local_batch is not None:
+        with pm.all_in_step("the rows of the ranks"):
+            together = pm.rows_of_all(args, kwargs)
         if together is None:
             return _of_local_batch(pm, args, kwargs, count)
         args, kwargs = together
@@ -82,16 +84,17 @@ def parts_of_step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], microb
 
 def _may_be_uneven(pm: Any) -> bool:
     """Whether a step may have parts of several shapes. Hooks on parameters see the sums of a part, not of the step."""
-    follows = pm._autopar_programs is not None and pm._autopar_programs.shapes
-    is_replicated = pm._autopar_buckets is None and not pm._autopar_batch.pieces
+    follows = pm.programs is not None and pm.programs.shapes
+    is_replicated = pm.buckets is None and not pm.batch.pieces
     return follows and is_replicated and not any(has_hooks(param) for param in pm.parameters())
 
 
 def _of_local_batch(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[StepPart]:
     """The parts of a step of which every rank has equally many rows."""
-    without = no_rows_in(pm._autopar_planned)
+    assert pm.local_batch is not None
+    without = no_rows_in(pm.planned)
     rows = rows_of((args, kwargs), without)
-    planned = batch_rows(pm._autopar_planned) // pm._autopar_local_batch.ranks
+    planned = batch_rows(pm.planned) // pm.local_batch.ranks
     most = max(1, planned if count is None else -(-rows // count))
     of_parts = sizes(rows, most) if count is None or rows % count else [(count, rows // count)]
     if len(of_parts) > 1 and not _may_be_uneven(pm):
@@ -99,7 +102,7 @@ def _of_local_batch(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], coun
     parts, begin = [], 0
     for number, each in of_parts:
         some = _rows_between((args, kwargs), rows, begin, number * each, without)
-        calls = pm._autopar_local_batch.parts(*some, number)
+        calls = pm.local_batch.parts(*some, number)
         first_args, first_kwargs = calls[0]
         of_first = ModuleCall(first_args, first_kwargs, parts=number, of_several=len(of_parts) > 1)
         places = [PlaceInBatch(begin + k * each, max(1, each), rows) for k in range(number)]
@@ -122,7 +125,7 @@ def _rows_between(batch: Call, rows: int, begin: int, length: int, without: Coll
 
 def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int | None) -> list[Run] | None:
     """The runs of a batch whose rows do not divide; None where they do, or it cannot be known what has rows."""
-    planned = pm._autopar_planned
+    planned = pm.planned
     try:
         rows = rows_of((args, kwargs), no_rows_in(planned))
     except CaptureError:
@@ -133,7 +136,7 @@ def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int |
     most = whole if count is None else -(-rows // count)
     if (len(sizes(rows, most)) == 1 if count is None else rows % count == 0) or not _may_be_uneven(pm):
         return None
-    leaves = leaves_of(planned, pm._autopar_signature, args, kwargs)
+    leaves = leaves_of(planned, pm.signature, args, kwargs)
     if leaves is None:
         return None
     for leaf, number in zip(leaves, planned.inputs, strict=True):
@@ -143,7 +146,7 @@ def _uneven(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: int |
         cut = isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) and shape[:1] == (whole,)
         if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor) or not (cut or leaf.shape == shape):
             return None
-    return runs(planned, pm._autopar_signature, pm.plan.microbatches, args, kwargs, most=most)
+    return runs(planned, pm.signature, pm.plan.microbatches, args, kwargs, most=most)
 
 
 def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -159,7 +162,7 @@ def trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None = Non
     Raises:
         RunError: the model has no scalar loss, is in eval mode, or the shapes are not those of whole microbatches.
     """
-    with pm._autopar_seeds.step():
+    with pm.seeds.step():
         return _trained(pm, parts, scale)
 
 
@@ -170,41 +173,47 @@ def _trained(pm: Any, parts: Sequence[StepPart], scale: torch.Tensor | None) -> 
     places: list[Sequence[PlaceInBatch]] = []
     rows_before = 0
     for part in parts:
-        pm._autopar_check_step(part.call)
-        pm._autopar_check_trains()
-        if pm._autopar_captured.graph.loss is None:
-            raise RunError(
-                "the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself"
-            )
+        pm.check_step(part.call)
+        pm.check_trains()
+        _loss_of(pm)
         of_parts.append(calls := _calls_of(pm, part, len(parts) > 1))
-        rows = rows_of_microbatch(pm._autopar_captured)
+        rows = rows_of_microbatch(pm.captured)
         places.append(part.places or [PlaceInBatch(rows_before + k * rows, rows, rows) for k in range(len(calls))])
         rows_before += rows * len(calls)
-        ahead = pm._autopar_totals
+        ahead = pm.totals
         totals += [ahead] * len(calls)
-        with pm._autopar_fails_everywhere(f"gathering what the losses from call {pm._autopar_calls + 1} on divide by"):
+        with pm.fails_everywhere(f"gathering what the losses from call {pm.calls + 1} on divide by"):
             wholes += [{} if ahead is None else whole_inputs(pm, ahead, *call) for call in calls]
-    pm._autopar_seeds.of_rows(rows_before)
+    pm.seeds.of_rows(rows_before)
     if len(totals) > 1:
-        check_in_parts(pm._autopar_captured)
+        check_in_parts(pm.captured)
     shares = [part.share / len(calls) for part, calls in zip(parts, of_parts, strict=True) for _ in calls]
     weights = [
         share if each is None else each.totals.weight(share) for each, share in zip(totals, shares, strict=True)
     ]  # fmt: skip
-    with pm._autopar_fails_everywhere(f"summing what the losses from call {pm._autopar_calls + 1} on divide by"):
-        given = computed_ahead(totals, wholes, shares, pm._autopar_buffer)
+    with pm.fails_everywhere(f"summing what the losses from call {pm.calls + 1} on divide by"):
+        given = computed_ahead(totals, wholes, shares, pm.buffer)
     if len(parts) == 1:
-        loss = pm._autopar_captured.graph.loss
-        return backwards(pm, of_parts[0], weights, loss, len(shares), given, scale, places[0])
+        return backwards(pm, of_parts[0], weights, _loss_of(pm), len(shares), given, scale, places[0])
     losses = []
     begin = 0
     with _gradients_stay_where_it_breaks(pm):
         for part, calls, of_rows in zip(parts, of_parts, places, strict=True):
-            pm._autopar_check_step(part.call)
-            loss = pm._autopar_captured.graph.loss
+            pm.check_step(part.call)
             these = slice(begin, begin := begin + len(calls))
-            losses.append(backwards(pm, calls, weights[these], loss, len(shares), given[these], scale, of_rows))
+            losses.append(backwards(pm, calls, weights[these], _loss_of(pm), len(shares), given[these], scale, of_rows))
     return sum(losses[1:], losses[0])
+
+
+def _loss_of(pm: Any) -> int:
+    """Return the number of the loss among the outputs of the program that runs now.
+
+    Raises:
+        RunError: there is none.
+    """
+    if pm.captured.graph.loss is None:
+        raise RunError("the model has no scalar loss; pass loss_fn= and targets=, or call loss.backward() yourself")
+    return pm.captured.graph.loss
 
 
 def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:
@@ -212,12 +221,12 @@ def _calls_of(pm: Any, part: StepPart, of_several: bool) -> Sequence[Call]:
     if part.calls is not None:
         return part.calls
     args, kwargs = part.call.args, dict(part.call.kwargs)
-    tensors = pm._autopar_batch.tensors(args, kwargs)
+    tensors = pm.batch.tensors(args, kwargs)
     if of_several or part.call.one is not None:
-        pieces = pm._autopar_batch.exactly(tensors, part.call.parts)
+        pieces = pm.batch.exactly(tensors, part.call.parts)
     else:
-        pieces = pm._autopar_batch.microbatches(tensors, part.call.parts, pm._autopar_stage.part_shape)
-    return [pm._autopar_batch.call(piece, args, kwargs) for piece in pieces]
+        pieces = pm.batch.microbatches(tensors, part.call.parts, pm.stage.part_shape)
+    return [pm.batch.call(piece, args, kwargs) for piece in pieces]
 
 
 @contextlib.contextmanager
@@ -253,9 +262,9 @@ def backwards(
     Returns:
         What they add to the loss of the batch, a tensor of shape [] and of the loss's dtype.
     """
-    stage = pm._autopar_stage
-    if not pm._autopar_told_of_statistics:
-        pm._autopar_told_of_statistics = tell_of_statistics([stage.graph], of_step, stacklevel=5)
+    stage = pm.stage
+    if not pm.told_of_statistics:
+        pm.told_of_statistics = tell_of_statistics([stage.graph], of_step, stacklevel=5)
     gradients = stage.gradients
     stage.bind()
     total: torch.Tensor | None = None
@@ -263,9 +272,9 @@ def backwards(
         with stand_ins(stage.param_slots, stage.template) if stage.direct else contextlib.nullcontext():
             for i, (positional, by_name) in enumerate(calls):
                 gradients.defer, gradients.accumulating = i < len(calls) - 1, i > 0
-                pm._autopar_given_ahead = ahead[i]
-                pm._autopar_seeds.at(places[i] if of_step > 1 else None)
-                loss = pytree.tree_leaves(pm._autopar_run_call(positional, by_name, of_step=True))[number]
+                pm.given_ahead = ahead[i]
+                pm.seeds.at(places[i] if of_step > 1 else None)
+                loss = pytree.tree_leaves(pm.run_call(positional, by_name, of_step=True))[number]
                 if of_step > 1:
                     loss = loss * weights[i]
                 with without_autocast():
@@ -276,7 +285,7 @@ def backwards(
         raise
     finally:
         gradients.defer = gradients.accumulating = False
-        pm._autopar_given_ahead = None
+        pm.given_ahead = None
     assert total is not None, "a step has microbatches"
     return total
 
@@ -285,12 +294,12 @@ def whole_inputs(
     pm: Any, ahead: TotalsAhead, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """The inputs from which totals of the batch follow, whole: ranks may be called with their pieces."""
-    tensors = pm._autopar_batch_of(args, kwargs)
+    tensors = pm.batch_of(args, kwargs)
     whole = {}
     for name, shape in ahead.inputs.items():
         leaf = tensors[name].detach()
         if not isinstance(leaf, DTensor) and tuple(leaf.shape) != shape:
-            leaf = as_dtensor(leaf, pm._autopar_stage.inputs[name].state, shape, pm.device_mesh)
+            leaf = as_dtensor(leaf, pm.stage.inputs[name].state, shape, pm.device_mesh)
         whole[name] = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
     return whole
 

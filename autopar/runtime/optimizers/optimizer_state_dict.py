@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
-from autopar.runtime.as_module.parallel_module import SpreadModule, on_all_ranks
+from autopar.runtime.as_module.run import ParallelRun, on_all_ranks
 from autopar.runtime.checkpoints.full_state_dict import OnFirstRank
 from autopar.runtime.ranks.agree import everywhere
 
@@ -25,7 +25,7 @@ Groups = list[list[str]]
 
 @on_all_ranks
 def full_optimizer_state_dict(
-    pm: SpreadModule, optimizer: torch.optim.Optimizer, *, all_ranks: bool = False
+    pm: ParallelRun, optimizer: torch.optim.Optimizer, *, all_ranks: bool = False
 ) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` of one process, on the CPU of rank 0; the other ranks get ``{}``.
 
@@ -41,16 +41,16 @@ def full_optimizer_state_dict(
         RunError: the optimizer has a tensor that is no parameter of the module, ranks have different groups, or one
             of a pipeline lists parameters in another order than the model.
     """
-    (group, first), me = pm._autopar_ranks(), dist.get_rank()
+    (group, first), me = pm.ranks(), dist.get_rank()
     whole, mine = _groups(pm, optimizer, group)
-    keep = all_ranks or me == first or pm._autopar_leads is not None
+    keep = all_ranks or me == first or pm.leads is not None
     states: dict[str, dict[str, Any]] = {}
     params = {name: p for names, g in zip(mine, optimizer.param_groups) for name, p in zip(names, g["params"])}
     for name in [name for names in whole for name in names if name in params]:
         values = {key: _whole(value, keep) for key, value in optimizer.state.get(params[name], {}).items()}
-        if values and (pm._autopar_leads is not False):
+        if values and (pm.leads is not False):
             states[name] = values
-    if pm._autopar_leads is not None:
+    if pm.leads is not None:
         everyone: list[Any] = [None] * dist.get_world_size(group)
         if all_ranks:
             dist.all_gather_object(everyone, states, group=group)
@@ -75,7 +75,7 @@ def full_optimizer_state_dict(
 
 @on_all_ranks
 def load_full_optimizer_state_dict(
-    pm: SpreadModule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None
+    pm: ParallelRun, optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None
 ) -> None:
     """Load the state of the optimizer of one process; each rank keeps its pieces. Every rank must call it.
 
@@ -88,7 +88,7 @@ def load_full_optimizer_state_dict(
     Raises:
         RunError: it has other groups, or a state of another shape; on all ranks alike, and nothing was changed.
     """
-    (group, first), me = pm._autopar_ranks(), dist.get_rank()
+    (group, first), me = pm.ranks(), dist.get_rank()
     state = None if isinstance(state, OnFirstRank) else state
     whole, mine = _groups(pm, optimizer, group)
     order = [name for names in whole for name in names]
@@ -131,24 +131,24 @@ def _whole(value: Any, keep: bool) -> Any:
     return type(value)(_whole(item, keep) for item in value) if type(value) in (list, tuple) else value
 
 
-def _groups(pm: SpreadModule, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> tuple[Groups, Groups]:
+def _groups(pm: ParallelRun, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> tuple[Groups, Groups]:
     """Return the names in each group of the whole model's optimizer, and of this rank's, in their orders."""
-    ties = pm._autopar_tied_names()
+    ties = pm.tied_names()
     named = {id(p): ties.get(name, name) for name, p in reversed(list(pm.named_parameters(remove_duplicate=False)))}
     named |= {id(p): ties.get(name, name) for name, p in pm.named_parameters()}
     mine: Groups = []
     with everywhere(group):
         for of_group in optimizer.param_groups:
-            strange = sum(id(p) not in named for p in of_group["params"] if p.numel() or pm._autopar_leads is None)
+            strange = sum(id(p) not in named for p in of_group["params"] if p.numel() or pm.leads is None)
             if strange:
                 raise RunError(
                     f"the optimizer has {strange} tensors that are no parameters of the parallel module; build it of "
                     "pm.parameters()"
                 )
             mine.append([named[id(p)] for p in of_group["params"] if id(p) in named])
-    if pm._autopar_leads is None:
+    if pm.leads is None:
         return mine, mine
-    place = {name: k for k, name in enumerate(pm._autopar_parameter_order())}
+    place = {name: k for k, name in enumerate(pm.parameter_order())}
     with everywhere(group):
         for k, names in enumerate(mine):
             if names != sorted(names, key=place.__getitem__):

@@ -1,26 +1,24 @@
-"""Optimizers that were made before a model was spread: moved to the new parameters, or refused at their first step.
+"""Optimizers that were made before a model was spread: moved to the new parameters.
 
-``parallelize`` makes new parameters: shards of the old ones, or copies. An optimizer that holds the old ones would go
-on to step them, and the model would never train. So every parameter that was replaced is remembered
-(:func:`replaced`), and a hook that torch calls before each step of any optimizer refuses those that hold one.
-:class:`Move` gives an optimizer the new parameters instead.
+``parallelize`` makes new parameters, and an optimizer of the old ones is refused by these
+(:mod:`~autopar.runtime.as_module.old_parameters`). :class:`Move` gives it the new parameters.
 """
 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.errors import AutoparError, RunError, first_few
+from autopar.errors import AutoparError
 from autopar.runtime.parameters.redistribution import as_sent
 from autopar.runtime.parameters.state import like
+
+if TYPE_CHECKING:
+    from autopar.runtime.as_module.run import ParallelRun
 
 _STATES = {
     "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "ASGD": 1, "Rprop": 2,
@@ -37,43 +35,6 @@ def name_of(optimizer: torch.optim.Optimizer | str) -> str:
     options = [group.get("momentum") or group.get("centered") for group in optimizer.param_groups]
     count += any(options) and type(optimizer).__name__ in ("SGD", "RMSprop")
     return ("sgd", "sgd_momentum", "adamw")[min(count, 2)]
-
-
-# --- parameters that were replaced -----------------------------------------------------------------------------------
-
-_old: Any = WeakIdKeyDictionary()
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""Optimizers that hold no old parameter, as of so many marks and parameters: looked at again when either changes."""
-_marks = 0
-_hook: Any = None
-
-
-def replaced(params: Mapping[str, torch.Tensor]) -> None:
-    """Remember parameters that a module no longer reads, by name."""
-    global _marks, _hook
-    for name, param in params.items():
-        _old[param] = name
-    _marks += 1
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_refuse_old)
-
-
-@torch.compiler.disable
-def _refuse_old(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    now = _marks, sum(len(group["params"]) for group in optimizer.param_groups)
-    if _seen.get(optimizer) == now:
-        return
-    names = [_old[p] for group in optimizer.param_groups for p in group["params"] if p in _old]
-    if names:
-        shown = first_few([f"'{name}'" for name in names], 3)
-        raise RunError(
-            f"this {type(optimizer).__name__} holds {len(names)} of {now[1]} parameters that parallelize has replaced "
-            f"({shown}), so its steps would not train the parallel module\n"
-            "  make the optimizer after parallelize, from the parameters of what it returns; or hand this one "
-            "to it: parallelize(model, ..., optimizer=optimizer)\n"
-            "  (to go on training the old model too, parallelize a copy.deepcopy of it)"
-        )
-    _seen[optimizer] = now
 
 
 # --- the move --------------------------------------------------------------------------------------------------------
@@ -141,14 +102,14 @@ class Move:
                     "they cannot be replaced; make it after parallelize"
                 )
 
-    def to(self, pm: torch.nn.Module, group: Any) -> None:
-        """Have the optimizer hold the parameters of ``pm``: groups, options and the first rank's state are kept.
+    def to(self, run: ParallelRun, group: Any) -> None:
+        """Have the optimizer hold the parameters of a run: groups, options and the first rank's state are kept.
 
         Every rank of ``group`` calls it. Parameters that this rank does not hold, those of other stages of a pipeline,
         leave its groups.
         """
-        new = dict(pm.named_parameters(remove_duplicate=False))
-        state = self._first_ranks_state(group, pm, new)
+        new = dict(run.named_parameters(remove_duplicate=False))
+        state = self._first_ranks_state(group, run.device, new)
         for options, names in zip(self.optimizer.param_groups, self.layout, strict=True):
             olds = options["params"]
             kept = [i for i, name in enumerate(names) if name is None or name in new]
@@ -186,7 +147,9 @@ class Move:
             return any(self._holds(v, shared, depth - 1) for v in value)
         return False
 
-    def _first_ranks_state(self, group: Any, pm: Any, new: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    def _first_ranks_state(
+        self, group: Any, device: torch.device, new: Mapping[str, torch.Tensor]
+    ) -> dict[str, dict[str, Any]]:  # fmt: skip
         """State by name of the parameters that are here, each value placed as its parameter."""
         mine = {name: self.optimizer.state[p] for p, name in self._own() if self.optimizer.state.get(p)}
         alone = dist.get_world_size(group) == 1
@@ -202,7 +165,6 @@ class Move:
         for name, values in box[0].items():
             for key, value in values.items():
                 if isinstance(value, _Shaped):
-                    device = pm._autopar_device
                     here = mine[name][key].detach() if leading else None
                     if here is None:
                         whole = torch.empty(value.shape, dtype=value.dtype, device=device)
@@ -251,4 +213,4 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-__all__ = ["Move", "name_of", "replaced"]
+__all__ = ["Move", "name_of"]

@@ -3,7 +3,7 @@
 ``torch.nn.utils.clip_grad_norm_`` is refused. A rank holds the gradients of its own stages, so the norm that torch
 computes from them would be that of these stages, another one on every group of ranks: gradients would be scaled apart
 without a word. The sum over all stages needs every rank, and torch's function does nothing on a rank whose stages have
-no gradients; ``PipelineModule.clip_grad_norm_`` does it. All of torch's functions get their norm from one, so that is
+no gradients; ``ParallelModule.clip_grad_norm_`` does it. All of torch's functions get their norm from one, so that is
 what is wrapped, however they were imported. Only gradients on the mesh of a stage, or none at all, are looked for; all
 others go to torch as they came.
 
@@ -53,8 +53,8 @@ def watch_norms() -> None:
     _wrap()
 
 
-def flat_optimizer_states(kind: type[torch.nn.Module]) -> None:
-    """Make torch's state dicts of optimizers of such modules flat from now on."""
+def flat_optimizer_states() -> None:
+    """Have torch's state dicts of optimizers of pipelines be flat from now on."""
     real: Any = STATE_DICT_OPTIONS.get()
     if hasattr(real, "_flat_for"):
         return
@@ -62,12 +62,12 @@ def flat_optimizer_states(kind: type[torch.nn.Module]) -> None:
     @functools.wraps(real)
     def verify(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(real).bind(model, *args, **kwargs)
-        if isinstance(model, kind):
+        if getattr(model.__dict__.get("_autopar"), "leads", None) is not None:
             options = bound.arguments.get("options") or dsd.StateDictOptions()
             bound.arguments["options"] = replace(options, flatten_optimizer_state_dict=True)
         return real(*bound.args, **bound.kwargs)
 
-    verify._flat_for = kind  # type: ignore[attr-defined]
+    verify._flat_for = True  # type: ignore[attr-defined]
     STATE_DICT_OPTIONS.set(verify)
 
 
@@ -120,12 +120,12 @@ def squared_norm(pm: Any, first: Mapping[str, int]) -> torch.Tensor:
         pm: a pipeline.
         first: of parameters that several groups of ranks hold: the stage whose ranks count it.
     """
-    total = torch.zeros((), dtype=torch.float64, device=pm._autopar_device)
+    total = torch.zeros((), dtype=torch.float64, device=pm.device)
     counted: dict[torch.nn.Parameter, bool] = {}
     for name, param in pm.named_parameters(remove_duplicate=False):
-        counted.setdefault(param, pm._autopar_leads)
+        counted.setdefault(param, pm.leads)
         if name in first:  # whichever of its names that is
-            counted[param] = pm._autopar_rank == pm.plan.stages[first[name]].devices[0]
+            counted[param] = pm.rank == pm.plan.stages[first[name]].devices[0]
     for param, counts in counted.items():
         if param.grad is not None:
             norm = param.grad.norm()

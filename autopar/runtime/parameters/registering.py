@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,16 +11,17 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import RunError
 from autopar.plans.plan import StagePlan
-from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.optimizers import rounded_steps
 from autopar.runtime.parameters.attributes import with_attributes
 from autopar.runtime.parameters.dtensor_fixes import meet_on
 from autopar.runtime.parameters.mixed import mix_on
 from autopar.runtime.parameters.state import as_dtensor, local_of, local_shard, torch_placements
 from autopar.runtime.stages.stage import Buffers, device_of
-from autopar.torch_private import module_at
 from autopar.words.graph import Graph
 from autopar.words.placements import State, whole_state
+
+if TYPE_CHECKING:
+    from autopar.runtime.as_module.run import ParallelRun
 
 
 class Placing:
@@ -37,7 +39,7 @@ class Placing:
     """
 
     def __init__(
-        self, home: SpreadModule, model: torch.nn.Module, graph: Graph, constants: Mapping[str, torch.Tensor],
+        self, home: ParallelRun, model: torch.nn.Module, graph: Graph, constants: Mapping[str, torch.Tensor],
         plan: StagePlan, device_mesh: DeviceMesh, values: Callable[[str], torch.Tensor] | None = None,
         shared: dict[str, torch.nn.Parameter] | None = None, unread: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
@@ -100,8 +102,8 @@ class Placing:
             elif self.shared is not None and source not in mine:
                 _same_storage(source, placed[source], self.plan.params[source].stored, self.device_mesh)
             mine.add(source)
-            owner, key = self.home._autopar_owner_of(name)
-            owner._parameters[key] = placed[source]
+            tables, key = self.home.user.stored_at(name)
+            tables["_parameters"][key] = placed[source]
 
     def registered_buffers(self) -> Buffers:
         """Place and register the buffers; this rank's part of each, and of the constants of the model's code.
@@ -113,9 +115,8 @@ class Placing:
         read = [n.target for n in self.graph.nodes if n.kind == "buffer" and n.target not in self.buffers]
         for name in read:
             if name in self.params:  # registered as a parameter, and renewed as a buffer is
-                owner, key = self.home._autopar_owner_of(name)
-                stored = owner._parameters[key]
-                assert stored is not None
+                tables, key = self.home.user.stored_at(name)
+                stored = tables["_parameters"][key]
                 placed[name] = local_of(stored), self._kept(name)
         constants = [name for name in read if name not in self.params]
         for name in [*self.buffers, *constants]:
@@ -135,17 +136,14 @@ class Placing:
                     shape = self.nodes[source].out.shape if cut else ()
                     shown[source] = as_dtensor(local, state, shape, self.device_mesh) if cut else local
             if name in self.buffers:
-                parent, _, key = name.rpartition(".")
-                persistent = key not in module_at(self.model, parent)._non_persistent_buffers_set
-                owner, key = self.home._autopar_owner_of(name)
-                owner._buffers[key] = shown[source]
-                if not persistent:
-                    owner._non_persistent_buffers_set.add(key)
+                tables, key = self.home.user.stored_at(name)
+                tables["_buffers"][key] = shown[source]
         return placed
 
     def _registered(self, name: str) -> torch.Tensor | None:
-        owner, key = self.home._autopar_owner_of(name)
-        return owner._buffers.get(key)
+        tables, key = self.home.user.stored_at(name)
+        before: torch.Tensor | None = tables["_buffers"].get(key)
+        return before
 
     def _local(self, name: str, state: State) -> torch.Tensor:
         """Return this rank's part of a value."""

@@ -1,7 +1,7 @@
 """A model in stages.
 
 ========================= =============================================================================================
-:mod:`.pipeline`          ``PipelineModule``: a step of all stages, and what crosses them
+:mod:`.pipeline`          ``PipelineRun``: a step of all stages, and what crosses them
 :mod:`.pipeline_start`    what its ranks make together first; :mod:`.schedule_check`: schedules that cannot be run
 :mod:`.pipeline_programs` its programs by shapes and by the model's values
 :mod:`.pipeline_runs`     a batch as it goes through them; :mod:`.ready_runs`: runs with their programs

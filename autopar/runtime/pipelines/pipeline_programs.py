@@ -34,7 +34,6 @@ from autopar.runtime.variants.recaptured import (
     check_stored,
     differs,
     planner_for,
-    skeleton_of,
     with_buffers_of,
 )
 from cost_models.schedules import with_microbatches
@@ -44,9 +43,9 @@ ReplanStages = Callable[[Captured, int], Plan]
 Lines = tuple[tuple[Wire, ...], tuple[Tied, ...]]
 """What crosses between stages, and what several groups of ranks hold."""
 PROGRAM = (
-    "_autopar_captured", "_autopar_parts", "_autopar_plan", "_autopar_skeleton", "_autopar_has_evaluation",
-    "_autopar_drawing", "_autopar_batch", "_autopar_reached_by", "_autopar_totals", "_autopar_stages",
-    "_autopar_lines", "_autopar_works", "_autopar_trained",
+    "captured", "parts", "plan", "has_evaluation",
+    "drawing", "batch", "reached_by", "totals", "stages",
+    "lines", "works", "trained",
 )  # fmt: skip
 """What is another with other shapes or values."""
 
@@ -61,29 +60,29 @@ def resume(pm: Any, fields: Fields) -> None:
     now = _buffers_now(pm)
     for name, value in fields.items():
         setattr(pm, name, value)
-    for stage in pm._autopar_stages.values():
+    for stage in pm.stages.values():
         with_buffers_of(pm, stage, {name: now[name] for name in stage.buffers if name in now})
 
 
 def work_of(pm: Any, microbatches: int) -> Work:
     """What this rank does in a step of so many microbatches of the program that runs now."""
-    works: dict[int, Work] = pm._autopar_works
+    works: dict[int, Work] = pm.works
     work = works.pop(microbatches, None)
     if work is None:
-        plan = pm._autopar_plan
+        plan = pm.plan
         if microbatches != plan.microbatches:
             plan = replace(plan, schedule=with_microbatches(plan.schedule, microbatches))
-            check_rows(plan.schedule, pm._autopar_parts)
-        wires, tied = pm._autopar_lines
+            check_rows(plan.schedule, pm.parts)
+        wires, tied = pm.lines
         work = Work(
-            pm._autopar_parts,
+            pm.parts,
             plan,
-            pm._autopar_rank,
-            pm._autopar_stages,
+            pm.rank,
+            pm.stages,
             wires,
             tied,
-            pm._autopar_groups,
-            pm._autopar_unfinished,
+            pm.groups,
+            pm.unfinished,
         )
     works[microbatches] = work
     while len(works) > KEPT:
@@ -101,7 +100,7 @@ def take(pm: Any, new: Captured, count: int, replan: ReplanStages | None, all_we
     Raises:
         RunError: parameters would have to be elsewhere; on all ranks.
     """
-    reason = differs(pm._autopar_captured, new)
+    reason = differs(pm.captured, new)
     if not reason:
         with all_well():
             _with_other_literals(pm, new)
@@ -113,49 +112,49 @@ def take(pm: Any, new: Captured, count: int, replan: ReplanStages | None, all_we
     with all_well():
         parts = cut(new.graph, plan.starts)
         check_rows(plan.schedule, parts)
-        for s in pm._autopar_stages:
+        for s in pm.stages:
             check_stored(pm, plan.stages[s])
         lines = wires_of(parts, plan), tied_parameters(parts, plan)
         _check_ties(pm, new, lines[1])
     with all_well():
         wires, tied = lines
-        pm._autopar_groups.make(groups_of(parts, plan, [*wires, *tie_wires(tied, plan).values()], tied))
+        pm.groups.make(groups_of(parts, plan, [*wires, *tie_wires(tied, plan).values()], tied))
     with all_well():
         now = _buffers_now(pm)
         stages = {}
-        for s, before in pm._autopar_stages.items():
+        for s, before in pm.stages.items():
             graph, stage_plan, mesh = parts[s].graph, plan.stages[s], before.device_mesh
             wanted = {node.target for _, node in graph.of_kind("buffer")}
             there = {name: entry for name, entry in now.items() if name in wanted}
             buffers = buffers_for(pm, new, graph, stage_plan, mesh, there)
             stages[s] = Stage(graph, stage_plan, mesh, pm, buffers, before.compile_args)
-        pm._autopar_stages, pm._autopar_lines = stages, lines
+        pm.stages, pm.lines = stages, lines
         _run(pm, new, parts, plan)
 
 
 def _with_other_literals(pm: Any, new: Captured) -> None:
-    cuts = cut(new.graph, pm._autopar_plan.starts)  # crossings stay those that the wires know
-    parts = tuple(replace(part, graph=c.graph) for part, c in zip(pm._autopar_parts, cuts, strict=True))
-    plan = pm._autopar_plan.of_graphs(new.graph.fingerprint, [part.graph.fingerprint for part in parts])
-    pm._autopar_stages = {s: stage.with_other_literals(parts[s].graph) for s, stage in pm._autopar_stages.items()}
+    cuts = cut(new.graph, pm.plan.starts)  # crossings stay those that the wires know
+    parts = tuple(replace(part, graph=c.graph) for part, c in zip(pm.parts, cuts, strict=True))
+    plan = pm.plan.of_graphs(new.graph.fingerprint, [part.graph.fingerprint for part in parts])
+    pm.stages = {s: stage.with_other_literals(parts[s].graph) for s, stage in pm.stages.items()}
     _run(pm, new, parts, plan)
 
 
 def _run(pm: Any, new: Captured, parts: tuple[StageGraph, ...], plan: Plan) -> None:
     """Run the stages that ``pm`` has been given."""
-    pm._autopar_captured, pm._autopar_parts, pm._autopar_plan, pm._autopar_works = new, parts, plan, {}
-    pm._autopar_skeleton, pm._autopar_has_evaluation = skeleton_of(pm), False
-    pm._autopar_drawing = (drawing(new.graph),) * 2
-    pm._autopar_batch = Batch(new, pm._autopar_signature, pm._autopar_device)
-    pm._autopar_reached_by, pm._autopar_totals = (
-        reached_by(new.graph, pm._autopar_device),
-        totals_ahead(new, pm._autopar_device),
+    pm.captured, pm.parts, pm.plan, pm.works = new, parts, plan, {}
+    pm.has_evaluation = False
+    pm.drawing = (drawing(new.graph),) * 2
+    pm.batch = Batch(new, pm.signature, pm.device)
+    pm.reached_by, pm.totals = (
+        reached_by(new.graph, pm.device),
+        totals_ahead(new, pm.device),
     )
 
 
 def _buffers_now(pm: Any) -> Buffers:
     """This rank's buffers, and the constants of its stages, as the program that ran last has them."""
-    return {name: entry for stage in pm._autopar_stages.values() for name, entry in stage.buffers.items()}
+    return {name: entry for stage in pm.stages.values() for name, entry in stage.buffers.items()}
 
 
 def _check_ties(pm: Any, new: Captured, tied: tuple[Tied, ...]) -> None:
@@ -166,10 +165,10 @@ def _check_ties(pm: Any, new: Captured, tied: tuple[Tied, ...]) -> None:
     """
     if new.graph.loss is None:
         return
-    group = pm._autopar_plan.schedule.rank_of_stage
+    group = pm.plan.schedule.rank_of_stage
     used = {node.target for _, node in new.graph.of_kind("param")}
     groups_now = {each.name: {group[s] for s in each.stages} for each in tied}
-    for each in pm._autopar_first_tied:
+    for each in pm.first_tied:
         before = {group[s] for s in each.stages}
         if each.name in used and groups_now.get(each.name) != before:
             raise RunError(

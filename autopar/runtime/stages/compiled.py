@@ -7,7 +7,7 @@ begins.
 
 A parallel module that is called within a ``torch.compile`` of the user's, of the module itself or of a function around
 it, is compiled as that one asks (:func:`compiled_as_callers`): Dynamo leaves the Python of the runtime as it is, and
-the programs, which :meth:`~autopar.runtime.as_module.parallel_module.SpreadModule.compile` compiles, get the same
+the programs, which :meth:`~autopar.runtime.as_module.parallel_module.ParallelModule.compile` compiles, get the same
 backend and options.
 """
 
@@ -97,14 +97,14 @@ def compile_programs(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Raises:
         RunError: the whole graph is asked for, and a program is none.
     """
-    if pm._autopar_seeds.mode == "torch":
+    if pm.seeds.mode == "torch":
         raise RunError(
             "programs that draw as torch does in eager mode (random='torch') are not compiled, since the host follows "
             "torch's generator through each call: parallelize with random='sharded', the default"
         )
-    kept = pm._autopar_programs.kept if pm._autopar_programs is not None else ()
-    of_all = [fields["_autopar_stages"].values() if "_autopar_stages" in fields else [fields["_autopar_stage"]]
-              for fields in (pm._autopar_kept_program(), *kept)]  # fmt: skip
+    kept = pm.programs.kept if pm.programs is not None else ()
+    of_all = [fields["stages"].values() if "stages" in fields else [fields["stage"]]
+              for fields in (pm.kept_program(), *kept)]  # fmt: skip
     stages = [stage for those in of_all for stage in those]
     for stage in stages:
         check_compiled(stage.program, kwargs)
@@ -121,7 +121,7 @@ def compiled_as_callers(method: Method) -> Method:
     @torch.compiler.disable
     def run(pm: Any, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if callable(compiler):  # not None, of no compiler, nor False, of what was compiled already
-            _compile_as(pm, options_of_compiler(compiler))
+            _compile_as(pm._autopar, options_of_compiler(compiler))
         return method(pm, *args, **kwargs)
 
     @torch.compiler.disable(recursive=False)  # this frame alone, which sees the caller's compiler
@@ -137,10 +137,10 @@ def _compile_as(pm: Any, options: dict[str, Any]) -> None:
 
     Not if they already are, if the user has called ``compile``, or in the middle of a step.
     """
-    if pm._autopar_compiled_as in (options, ITSELF) or pm._autopar_in_step():
+    if pm.compiled_as in (options, ITSELF) or pm.in_step():
         return
     compile_programs(pm, (), options)
-    pm._autopar_compiled_as = options
+    pm.compiled_as = options
 
 
 def records_graphs(arguments: CompileArguments) -> bool:

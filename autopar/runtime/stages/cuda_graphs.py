@@ -19,11 +19,12 @@ import torch
 from autopar.errors import RunError
 from autopar.lower.compilable import breaks
 from autopar.rules.families.sharded_random import seed_at
+from autopar.runtime.as_module.run import run_of
 from autopar.runtime.gradients.step_gradients import has_hooks
 from autopar.runtime.stages.compiled import records_graphs
 from autopar.runtime.stages.seeds import PlaceInBatch
 from autopar.runtime.variants.module_calls import ModuleCall
-from autopar.runtime.variants.values import check_values
+from autopar.runtime.variants.program_cache import check_values
 from autopar.torch_private import pytree
 
 WARM_STEPS = 3
@@ -81,8 +82,9 @@ class GraphedStep:
         Raises:
             RunError: the step cannot be recorded; it says why.
         """
-        check_recordable(pm, ModuleCall(args, kwargs), recorder)
-        self.pm, self.stage = pm, pm._autopar_stage
+        self.pm, self.run = pm, run_of(pm)
+        check_recordable(self.run, ModuleCall(args, kwargs), recorder)
+        self.stage = self.run.stage
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.inputs = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         self.params: list[torch.nn.Parameter] = list(pm.parameters())
@@ -93,8 +95,8 @@ class GraphedStep:
         self.addresses = self._addresses()
 
     def _record(self) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        pm, calls = self.pm, self.pm._autopar_calls
-        compared, before = pm._autopar_compared, [param.grad for param in self.params]
+        pm, calls = self.pm, self.run.calls
+        compared, before = self.run.compared, [param.grad for param in self.params]
         every, compared.every, compared.soon = compared.every, 0, False
         buffers = [(buffer, buffer.detach().clone()) for buffer in pm.buffers()]
         args, kwargs = pytree.tree_unflatten(self.inputs, self.spec)
@@ -106,13 +108,13 @@ class GraphedStep:
             loss: torch.Tensor = pm.train_step(*args, **kwargs)
             return loss
 
-        pm._autopar_seeds.recorded = self._seed
+        self.run.seeds.recorded = self._seed
         try:
             loss = self.recorder.record(run, WARM_STEPS)
             gradients = [param.grad for param in self.params]
         finally:
-            pm._autopar_seeds.recorded, compared.every = None, every
-            pm._autopar_calls = calls
+            self.run.seeds.recorded, compared.every = None, every
+            self.run.calls = calls
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -150,19 +152,18 @@ class GraphedStep:
             RunError: the batch has other shapes or numbers, or the module is not what it was when the step was
                 recorded.
         """
-        pm = self.pm
         self._check(args, kwargs)
         with torch.no_grad():
             for there, now in zip(self.inputs, pytree.tree_leaves((args, kwargs)), strict=True):
                 if isinstance(there, torch.Tensor):
                     there.copy_(now, non_blocking=True)
             if self.seeds:
-                of_step = pm._autopar_seeds.take()
+                of_step = self.run.seeds.take()
                 for seed in self.seeds:
                     seed.reshape(-1)[:1].copy_(of_step)
             kept = [self._kept(param, grad) for param, grad in zip(self.params, self.gradients, strict=True)]
             self.recorder.replay()
-            pm._autopar_calls += max(1, len(self.seeds))
+            self.run.calls += max(1, len(self.seeds))
             for param, grad, before in zip(self.params, self.gradients, kept, strict=True):
                 if before is None:
                     param.grad = grad
@@ -183,35 +184,35 @@ class GraphedStep:
                 f"a recorded step was called with {_shown(leaves)} and was recorded with {_shown(self.inputs)}; call "
                 "pm.train_step for other batches, or record a step for each"
             )
-        check_values(self.pm, ModuleCall(args, kwargs))
-        if self.pm._autopar_stage is not self.stage or not self.pm.training or self._addresses() != self.addresses:
+        check_values(self.run, ModuleCall(args, kwargs))
+        if self.run.stage is not self.stage or not self.pm.training or self._addresses() != self.addresses:
             raise RunError(
                 "the module is not what it was when the step was recorded: it runs another program, is in eval mode, "
                 "or a parameter or buffer was replaced, moved or frozen; record the step again"
             )
 
 
-def check_recordable(pm: Any, call: ModuleCall, recorder: StepRecorder | None) -> None:
+def check_recordable(run: Any, call: ModuleCall, recorder: StepRecorder | None) -> None:
     """Refuse to record what a replay would get wrong.
 
     Raises:
         RunError: it says why.
     """
-    stage = getattr(pm, "_autopar_stage", None)
+    stage = getattr(run, "stage", None)
     if stage is None:
         raise RunError(
             "a step of a pipeline is not recorded as a CUDA graph: its ranks wait for messages between kernels. Record "
             "a module on one mesh, or compile the stages with pm.compile()"
         )
-    if pm._autopar_seeds.mode == "torch" and stage.draws:
+    if run.seeds.mode == "torch" and stage.draws:
         raise RunError(
             "a step that draws as torch does in eager mode (random='torch') is not recorded, since the host follows "
             "torch's generator through each call: parallelize with random='sharded', the default"
         )
     if recorder is None and stage.device.type != "cuda":
         raise RunError(f"a step is recorded as a CUDA graph on GPUs; this module is on {stage.device}")
-    check_values(pm, call)
-    stage = pm._autopar_stage
+    check_values(run, call)
+    stage = run.stage
     reasons = breaks(stage.program)
     if stage.ways.flags:
         reasons.append("a branch on data, which the host checks in every call")
@@ -219,7 +220,7 @@ def check_recordable(pm: Any, call: ModuleCall, recorder: StepRecorder | None) -
         reasons.append("experts without gradients where they have no rows, which the host looks at in every step")
     if stage.compile_args is not None and records_graphs(stage.compile_args):
         reasons.append('compile(mode="reduce-overhead"), which records CUDA graphs itself')
-    hooked = [name for name, param in pm.named_parameters() if has_hooks(param)]
+    hooked = [name for name, param in run.named_parameters() if has_hooks(param)]
     if hooked:
         reasons.append(f"hooks of parameters ({', '.join(hooked[:3])})")
     if reasons:

@@ -1,8 +1,8 @@
 """A program on one mesh with the parameters and buffers that it reads: a whole model, or one stage of a pipeline.
 
-Two faces run stages: :class:`~autopar.runtime.one_mesh.executor.ParallelModule` has one, which runs as a node of the
-caller's autograd graph; :class:`~autopar.runtime.pipelines.pipeline.PipelineModule` has those of its rank, and runs the
-parts of a step itself. What is stored is registered in the face; a stage follows it there.
+Two kinds of runs have stages: :class:`~autopar.runtime.one_mesh.executor.MeshRun` has one, which runs as a node of the
+caller's autograd graph; :class:`~autopar.runtime.pipelines.pipeline.PipelineRun` has those of its rank, and runs the
+parts of a step itself. What is stored is registered in the module; a stage follows it there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,6 @@ from autopar.lower.program import Program
 from autopar.lower.segments import on_mesh
 from autopar.plans.plan import StagePlan
 from autopar.rules.whole_tensors import updates_of
-from autopar.runtime.as_module.parallel_module import SpreadModule
 from autopar.runtime.batches.batch import local_part, part_shape
 from autopar.runtime.gradients.step_gradients import Gradients
 from autopar.runtime.gradients.taking_part import TakingPart
@@ -37,6 +36,9 @@ from autopar.runtime.stages.streams import StepStream
 from autopar.words.autocasting import without_autocast
 from autopar.words.graph import Graph, Node
 from autopar.words.placements import State
+
+if TYPE_CHECKING:
+    from autopar.runtime.as_module.run import ParallelRun
 
 Buffers = dict[str, tuple[torch.Tensor, State]]
 """This rank's part of each buffer and constant, and how it is placed, by name."""
@@ -53,7 +55,7 @@ class Stage:
     """
 
     def __init__(
-        self, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, home: SpreadModule, buffers: Buffers,
+        self, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, home: ParallelRun, buffers: Buffers,
         compile_args: CompileArguments | None = None,
     ) -> None:  # fmt: skip
         """
@@ -93,7 +95,7 @@ class Stage:
         self.follow_buffers()
 
     def _lowered(self, graph: Graph, plan: StagePlan) -> Program:
-        return lower(graph, plan, self.device, self.home._autopar_seeds.mode == "torch")
+        return lower(graph, plan, self.device, self.home.seeds.mode == "torch")
 
     def _hold_parameters(self) -> dict[str, HeldParam]:
         held_params: dict[str, HeldParam] = {}
@@ -101,7 +103,7 @@ class Stage:
         for name, _ in self.home.named_parameters(remove_duplicate=False):
             source = self.graph.tied.get(name, name)
             if source in nodes and source not in held_params:
-                owner, key = self.home._autopar_owner_of(name)
+                owner, key = self.home.owner_of(name)
                 held_params[source] = HeldParam(
                     source, owner, key, self.plan.params[source], self.device_mesh, self.plan.mesh,
                     nodes[source].out.shape, nodes[source].needs_grad, getattr(torch, nodes[source].out.dtype),
@@ -122,13 +124,13 @@ class Stage:
 
     def follow_buffers(self) -> None:
         """Read the buffers that are registered now, and the constants of the model's code."""
-        registered = self.home._autopar_registered()
+        registered = self.home.registered()
         self.followed = []
         for i, slot in enumerate(self.program.slots):
             if slot.kind == "buffer":
                 self.template[i] = self.buffers[slot.name][0]
                 if slot.name in registered:
-                    self.followed.append((i, Followed(slot.name, *self.home._autopar_owner_of(slot.name))))
+                    self.followed.append((i, Followed(slot.name, *self.home.owner_of(slot.name))))
         self.renewed = [each for _, each in self.followed if each.is_param]
 
     # -- other programs over the same parameters
@@ -172,7 +174,7 @@ class Stage:
 
     def _heard(self) -> str:
         """Return what is known of another rank's failure in the running step; empty where nothing is."""
-        failures = self.home._autopar_failures
+        failures = self.home.failures
         return failures.news() if failures is not None else ""
 
     @property

@@ -20,17 +20,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.capture import Captured, Example
-from autopar.capture.evaluation import Skeleton
 from autopar.capture.in_parts import InParts, decided_for_steps, in_parts_of, is_at_once, no_rows_in
 from autopar.capture.microbatches import rows_of
 from autopar.capture.python.guards import Change, refusal
@@ -38,7 +36,6 @@ from autopar.capture.unread import changed_strings, unread_strings
 from autopar.errors import AutoparError, RunError, first_few
 from autopar.plans.plan import StagePlan
 from autopar.runtime.as_module.module_modes import difference, in_modes
-from autopar.runtime.as_module.original_model import unheard
 from autopar.runtime.batches.outputs import CollectiveLog
 from autopar.runtime.ranks.agree import everywhere
 from autopar.runtime.variants.module_calls import Batch, ModuleCall, batch_rows
@@ -47,6 +44,9 @@ from autopar.words.autocasting import autocast_now, shown
 
 KEPT = 8
 """Programs of one module that are kept beside the one that runs."""
+MOST_GATHERED = 4 * 2**30
+"""Bytes of a model that is gathered on every rank to be captured again and compared with eager mode; of a larger one
+a capture reads shapes alone."""
 CHANGED = (
     "values that forward reads have changed there, and not in the same way on every rank; change them on all ranks "
     "alike, before the same call"
@@ -78,13 +78,32 @@ AllWell = Callable[[], contextlib.AbstractContextManager[None]]
 Fields = dict[str, Any]
 
 
+if TYPE_CHECKING:
+    from autopar.runtime.as_module.run import ParallelRun
+
+
+def check_values(run: ParallelRun, call: ModuleCall) -> None:
+    """Have the program be one of the call's shapes, and compute with the values that the model has.
+
+    Raises:
+        RunError: it was captured with others, and they cannot or shall not be captured again.
+    """
+    guards = run.captured.guards
+    guards.tell_of_gradient_mode()
+    if run.programs is not None:
+        run.programs.follow(run, call)
+    else:
+        check_autocast(run.captured)
+        if not guards.same():
+            raise RunError(refusal(guards.changes()))
+
+
 class Programs:
     """The programs that one module has had.
 
     Args:
-        model: that the module was made of; it owns the values.
+        model: the module, which owns the values.
         example: how it was called when it was captured first.
-        skeleton: a copy of it without values of parameters, captured instead where the model is gone.
         ranks: of all processes that hold a part of the module.
         plan_again: makes a plan for a graph with other operators, as the module's ``_take_program`` calls it; None
             where that is not possible.
@@ -94,10 +113,10 @@ class Programs:
     """
 
     def __init__(
-        self, model: torch.nn.Module, example: Example | None, skeleton: Skeleton | None, ranks: list[int],
-        replan: Callable[..., Any] | None, compare: Compare | None, *, shapes: bool, values: bool,
+        self, model: torch.nn.Module, example: Example | None, ranks: list[int], replan: Callable[..., Any] | None,
+        compare: Compare | None, *, shapes: bool, values: bool,
     ) -> None:  # fmt: skip
-        self.model, self.example, self.skeleton = weakref.ref(model), example, skeleton
+        self.example = example
         self.ranks, self.replan, self.compare = ranks, replan, compare
         self.shapes, self.values = shapes, values
         self.kept: list[Fields] = []
@@ -125,14 +144,14 @@ class Programs:
             self.meeting.broken_off = broken_off
             self.meeting.meet("calls", f"{what}() behind call {self.calls}", ON_ALL_METHOD)
 
-    def of_copy(self) -> Programs:
+    def of_copy(self, model: torch.nn.Module) -> Programs:
         """Those of a copy of the module, which follows shapes as this one does; values stay those of the program."""
         twin = copy.copy(self)
         twin.kept, twin.calls, twin.captures, twin.values = [], 0, 0, False
         twin.meeting = CollectiveLog(self.ranks) if self.meeting is not None else None
         return twin
 
-    def follow(self, pm: Any, call: ModuleCall) -> None:
+    def follow(self, pm: ParallelRun, call: ModuleCall) -> None:
         """Have ``pm`` run the program of a call and of the values that its model has; before each call, on every rank.
 
         Raises:
@@ -141,22 +160,22 @@ class Programs:
         """
         self.calls += 1
         if self.meeting is not None:
-            self.meeting.broken_off = pm._autopar_failures.heard if pm._autopar_failures is not None else str
-        same = pm._autopar_captured.guards.same()
+            self.meeting.broken_off = pm.failures.heard if pm.failures is not None else str
+        same = pm.captured.guards.same()
         of_example = self._of_example(pm, call)
-        fits = self._fits(pm, call) and of_example is None and not self._is_of_fewer(pm, pm._autopar_captured, call)
-        in_mode = pm._autopar_runs_in(pm._autopar_trained)
+        fits = self._fits(pm, call) and of_example is None and not self._is_of_fewer(pm, pm.captured, call)
+        in_mode = pm.runs_in(pm.trained)
         if not same and not self.values:
-            raise RunError(refusal(pm._autopar_captured.guards.changes()))
+            raise RunError(refusal(pm.captured.guards.changes()))
         mode = "in training" if pm.training else "in eval mode"
         mode += "" if torch.is_grad_enabled() else " without gradients"
         rows_differ = (
-            same and not self.shapes and pm._autopar_local_batch is not None and not self._fits_as_captured(pm, call)
+            same and not self.shapes and pm.local_batch is not None and not self._fits_as_captured(pm, call)
         )
         if rows_differ and self.meeting is not None:  # maybe on this rank alone, and others wait for its rows
             self.meeting.meet("is at", f"call {self.calls} with {_unmarked(call.shown())}", OTHER_CALL)
         way_before = self.way
-        self.way = mode, way_before[1] if call.of_step else call.parts_of(pm._autopar_captured)
+        self.way = mode, way_before[1] if call.of_step else call.parts_of(pm.captured)
         if same and fits and in_mode and self.way == way_before:
             if self.meeting is not None:
                 self.meeting.note(f"call {self.calls} without a change")
@@ -167,29 +186,29 @@ class Programs:
                 why = ON_ALL if mode != way_before[0] else OTHER_CALL
                 self.meeting.meet("is at", f"call {self.calls} {mode}{parts}", why)
             return
-        changes = [] if same else pm._autopar_captured.guards.changes()
+        changes = [] if same else pm.captured.guards.changes()
         takes = (i for i, fields in enumerate(self.kept) if self._is_for(pm, fields, call))
-        place = next((i for i in takes if not self._is_of_fewer(pm, self.kept[i]["_autopar_captured"], call)), None)
+        place = next((i for i in takes if not self._is_of_fewer(pm, self.kept[i]["captured"], call)), None)
         place = of_example if of_example is not None else place
-        self._meet(place, changes, None if fits else call, "" if in_mode else pm._autopar_modes.shown())
-        if pm._autopar_in_step():
+        self._meet(place, changes, None if fits else call, "" if in_mode else pm.modes.shown())
+        if pm.in_step():
             what = self._change(pm, changes, call, fits)
             raise RunError(f"values, shapes or modes have changed between two microbatches of one step\n{what}")
         if not fits:
             one_of_several = pm.training and not call.in_parts
-            pm._autopar_batch.check_other(call.args, call.kwargs, pm.plan.microbatches if one_of_several else 1)
-        before = pm._autopar_kept_program()
+            pm.batch.check_other(call.args, call.kwargs, pm.plan.microbatches if one_of_several else 1)
+        before = pm.kept_program()
         try:
             if place is None:
                 self._captured_again(pm, changes, call, fits)
             else:
-                pm._autopar_resume_program(self.kept.pop(place))
-            if pm._autopar_modes.training != pm._autopar_trained and not pm._autopar_have_evaluation():
+                pm.resume_program(self.kept.pop(place))
+            if pm.modes.training != pm.trained and not pm.have_evaluation():
                 self._captured_again(pm, changes, call, fits=False)  # eval mode is another graph
         except BaseException:
-            pm._autopar_resume_program(before)
+            pm.resume_program(before)
             raise
-        pm._autopar_compared.next_one()
+        pm.compared.next_one()
         self.kept = [*self.kept, before][-KEPT:]
 
     def _fits(self, pm: Any, call: ModuleCall) -> bool:
@@ -199,8 +218,8 @@ class Programs:
             RunError: the call is under another autocast, and other calls are not followed.
         """
         if not self.shapes:
-            check_autocast(pm._autopar_captured)
-        return self._takes(pm._autopar_captured, pm._autopar_batch, call)
+            check_autocast(pm.captured)
+        return self._takes(pm.captured, pm.batch, call)
 
     def _takes(self, captured: Captured, batch: Any, call: ModuleCall) -> bool:
         if not self.shapes:
@@ -224,19 +243,19 @@ class Programs:
     def _is_counted(self, pm: Any, call: ModuleCall) -> bool:
         """Whether the number of microbatches of a step follows from its rows and those of the example."""
         if self.rows is None:
-            self.rows = batch_rows(pm._autopar_captured) if pm._autopar_captured.example is not None else 0
+            self.rows = batch_rows(pm.captured) if pm.captured.example is not None else 0
         whole = call.in_parts and call.one is None and call.parts is None
-        return whole and self.shapes and pm._autopar_buckets is None and self.rows > 0
+        return whole and self.shapes and pm.buckets is None and self.rows > 0
 
     def _of_example(self, pm: Any, call: ModuleCall) -> int | None:
         """Which kept program is of the example's rows and takes a step that another, smaller one would take in more
         microbatches, whose batch statistics are others; None where there is none, or it runs now."""
-        if not self._is_counted(pm, call) or batch_rows(pm._autopar_captured) == self.rows:
+        if not self._is_counted(pm, call) or batch_rows(pm.captured) == self.rows:
             return None
         return next(
             (
                 i for i, fields in enumerate(self.kept)
-                if batch_rows(fields["_autopar_captured"]) == self.rows and self._is_for(pm, fields, call)
+                if batch_rows(fields["captured"]) == self.rows and self._is_for(pm, fields, call)
             ), None,
         )  # fmt: skip
 
@@ -249,12 +268,12 @@ class Programs:
 
     def _fits_as_captured(self, pm: Any, call: ModuleCall) -> bool:
         args, kwargs = call.one or (call.args, call.kwargs)
-        return bool(pm._autopar_batch.fits(args, kwargs, call.in_parts and call.one is None))
+        return bool(pm.batch.fits(args, kwargs, call.in_parts and call.one is None))
 
     def _is_for(self, pm: Any, fields: Fields, call: ModuleCall) -> bool:
-        captured = fields["_autopar_captured"]
-        fits = pm._autopar_runs_in(fields["_autopar_trained"]) and captured.guards.same()
-        return fits and self._takes(captured, fields["_autopar_batch"], call)
+        captured = fields["captured"]
+        fits = pm.runs_in(fields["trained"]) and captured.guards.same()
+        return fits and self._takes(captured, fields["batch"], call)
 
     def _meet(
         self, place: int | None, changes: list[Change], call: ModuleCall | None, modes: str
@@ -280,7 +299,7 @@ class Programs:
         """What has changed since the program that runs now, for a message."""
         if changes:
             return refusal(changes)
-        if fits and (modes := difference(pm._autopar_trained, pm._autopar_modes.training)):
+        if fits and (modes := difference(pm.trained, pm.modes.training)):
             return f"  called with {modes}"
         return f"  called with {call.shown()}"
 
@@ -290,7 +309,7 @@ class Programs:
         Args:
             fits: the call is one of the program that runs now, and only values have changed.
         """
-        group = pm._autopar_ranks()[0] if dist.is_initialized() else None
+        group = pm.ranks()[0] if dist.is_initialized() else None
         what = self._change(pm, changes, call, fits)
         if self.example is not None and self.example.decisions.listed:
             lines = dict.fromkeys(site.partition("@")[0] for site in self.example.decisions.listed)
@@ -307,30 +326,30 @@ class Programs:
         def all_well() -> contextlib.AbstractContextManager[None]:
             return everywhere(group, told)
 
-        model, training = self.model(), pm._autopar_captures_in()
+        training = pm.captures_in()
+        values = pm.whole_values() if _is_small(pm) else {}
         with all_well():
-            source = model if model is not None or self.skeleton is None else self.skeleton.model
-            if source is None or self.example is None:
-                raise RunError("the model that was captured is gone, so it cannot be captured again; keep it")
-            batch, loss_fn = call.of(self.example, batch_rows(pm._autopar_captured))
-            example = pm._autopar_captured.example if fits else Example(
+            if self.example is None:
+                raise RunError("there is no example call, so the model cannot be captured again")
+            batch, loss_fn = call.of(self.example, batch_rows(pm.captured))
+            example = pm.captured.example if fits else Example(
                 *batch[:2], loss_fn, batch[2], self.example.decisions, self.example.precision,
-                self._for_steps(pm._autopar_captured, call) or in_parts_of(pm._autopar_captured),
+                self._for_steps(pm.captured, call) or in_parts_of(pm.captured),
             )  # fmt: skip
             assert example is not None
-            with unheard(), in_modes(source, training):
+            with pm.user.as_written(values) as source, in_modes(source, training):
                 new = _captured(example, source)
-                changed = [] if fits else changed_strings(pm._autopar_captured, new)
+                changed = [] if fits else changed_strings(pm.captured, new)
                 if groups := [group for group in changed if group not in self.strings_read]:
                     new = replace(new, unread=unread_strings(new, source, groups))
                     self.strings_read.update(group for group in groups if not group <= new.unread)
         with all_well():
             _check_same(new, group)
-        if self.compare is not None and model is not None and _is_whole(batch, new):
-            with all_well(), unheard(), in_modes(model, training):
-                self.compare(new, model, batch)
-        pm._autopar_take_program(new, call, self.replan, all_well)
-        pm._autopar_trained = training
+        if self.compare is not None and values and _is_whole(batch, new):
+            with all_well(), pm.user.as_written(values) as source, in_modes(source, training):
+                self.compare(new, source, batch)
+        pm.take_program(new, call, self.replan, all_well)
+        pm.trained = training
         self.captures += 1
         if self.captures == KEPT + 1 and (not dist.is_initialized() or dist.get_rank() == 0):
             warnings.warn(
@@ -339,6 +358,11 @@ class Programs:
                 "to a few sizes, and pass numbers that change as tensors\n" + what,
                 stacklevel=6,
             )
+
+
+def _is_small(pm: ParallelRun) -> bool:
+    """Return whether all values are gathered to capture a model again."""
+    return sum(p.nbytes for p in {id(p): p for p in pm.user.params.values()}.values()) <= MOST_GATHERED
 
 
 def _captured(example: Example, source: torch.nn.Module) -> Captured:
@@ -398,4 +422,4 @@ def _check_same(new: Captured, group: Any) -> None:
         raise RunError(f"ranks captured different models again (fingerprints {', '.join(prints)}): {CHANGED}")
 
 
-__all__ = ["KEPT", "AllWell", "Compare", "Fields", "Programs", "Replan", "check_autocast"]
+__all__ = ["KEPT", "AllWell", "Compare", "Fields", "Programs", "Replan", "check_autocast", "check_values"]

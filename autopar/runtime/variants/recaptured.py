@@ -6,14 +6,13 @@ Parameters and buffers stay where they are; another :class:`~autopar.runtime.sta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.capture import Captured
-from autopar.capture.evaluation import Skeleton
 from autopar.errors import RunError
 from autopar.plans.plan import StagePlan
 from autopar.rules.notation import Rule
@@ -25,11 +24,14 @@ from autopar.runtime.variants.program_cache import AllWell, Fields, Replan
 from autopar.words.graph import Graph
 from autopar.words.placements import State, replicated_placement, whole_state
 
+if TYPE_CHECKING:
+    from autopar.runtime.as_module.run import ParallelRun
+
 Planner = TypeVar("Planner")
 """Of a mesh's program, or of a pipeline's."""
 PROGRAM = (
-    "_autopar_captured", "_autopar_stage", "_autopar_skeleton", "_autopar_batch", "_autopar_totals_kept",
-    "_autopar_trained",
+    "captured", "stage", "batch", "totals_kept",
+    "trained",
 )  # fmt: skip
 """What of a module without pipeline is another with other values."""
 
@@ -71,14 +73,14 @@ def _told(graph: Graph) -> tuple[Any, ...]:
     return graph.outputs, graph.loss, graph.tied, graph.updates
 
 
-def fields_of(pm: Any) -> Fields:
+def fields_of(pm: ParallelRun) -> Fields:
     """What makes up the program that a module runs now."""
     return {name: pm.__dict__[name] for name in PROGRAM}
 
 
 def take(pm: Any, new: Captured, replan: Replan | None, all_well: AllWell) -> None:
     """Have a module run ``new``: under the plan that it has, if that fits, else under a new one."""
-    reason = differs(pm._autopar_captured, new)
+    reason = differs(pm.captured, new)
     plan: StagePlan | None = None
     if reason:
         with all_well():
@@ -86,9 +88,8 @@ def take(pm: Any, new: Captured, replan: Replan | None, all_well: AllWell) -> No
         with all_well():  # rank 0's error is raised on all ranks
             plan = planner(new, _stored(pm, new.graph))
     with all_well():
-        stage = pm._autopar_stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
-        pm._autopar_run_stage(new, stage)
-        pm._autopar_skeleton = skeleton_of(pm)
+        stage = pm.stage.with_other_literals(new.graph) if plan is None else under_another_plan(pm, new, plan)
+        pm.run_stage(new, stage)
 
 
 def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner:
@@ -109,15 +110,7 @@ def planner_for(reason: str, replan: Planner | None, state_dict: str) -> Planner
     return replan
 
 
-def skeleton_of(pm: Any) -> Skeleton | None:
-    """What eval mode is seen from, with the values that the model has now."""
-    model = pm._autopar_model_ref()
-    if pm._autopar_skeleton is None or model is None or pm._autopar_programs is None or not pm._autopar_programs.values:
-        return pm._autopar_skeleton  # type: ignore[no-any-return]
-    return Skeleton(model)
-
-
-def _stored(pm: Any, graph: Graph) -> dict[str, str]:
+def _stored(pm: ParallelRun, graph: Graph) -> dict[str, str]:
     """How the parameters are stored, as pins; none on one device, where nothing is placed.
 
     Args:
@@ -142,19 +135,19 @@ def under_another_plan(pm: Any, new: Captured, plan: StagePlan) -> Stage:
     """
     move_to_layout_of(pm, plan)
     check_stored(pm, plan)
-    mesh, now = pm._autopar_mesh, pm._autopar_stage
+    mesh, now = pm.device_mesh, pm.stage
     buffers = buffers_for(pm, new, new.graph, plan, mesh, now.buffers)
     return Stage(new.graph, plan, mesh, pm, buffers, now.compile_args)
 
 
-def move_to_layout_of(pm: Any, plan: StagePlan) -> None:
+def move_to_layout_of(pm: ParallelRun, plan: StagePlan) -> None:
     """Store parameters as ``plan`` does, where buckets have layouts of their own; a backward of an earlier forward is
     refused then."""
-    if pm._autopar_layouts_change and relaid(dict(pm.named_parameters(remove_duplicate=False)), plan.params):
-        pm._autopar_layout += 1
+    if pm.layouts_change and relaid(dict(pm.named_parameters(remove_duplicate=False)), plan.params):
+        pm.layout += 1
 
 
-def check_stored(pm: Any, plan: StagePlan) -> None:
+def check_stored(pm: ParallelRun, plan: StagePlan) -> None:
     """Refuse a plan that stores parameters in another way than ``pm`` does.
 
     Raises:
@@ -165,7 +158,7 @@ def check_stored(pm: Any, plan: StagePlan) -> None:
     for name, choice in plan.params.items():
         param = registered.get(name)
         if param is None:
-            where = "" if pm._autopar_leads is None else ", or that is on the ranks of another stage"
+            where = "" if pm.leads is None else ", or that is on the ranks of another stage"
             raise RunError(
                 f"the model reads a parameter '{name}' now that it did not have when it was parallelized{where}"
             )
@@ -176,7 +169,7 @@ def check_stored(pm: Any, plan: StagePlan) -> None:
 
 
 def buffers_for(
-    pm: Any, new: Captured, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, before: Buffers
+    pm: ParallelRun, new: Captured, graph: Graph, plan: StagePlan, device_mesh: DeviceMesh, before: Buffers
 ) -> Buffers:
     """The buffers that another program reads: those that ``pm`` has, and constants of the model's code.
 
@@ -187,7 +180,7 @@ def buffers_for(
     Raises:
         RunError: there is one that the model did not have.
     """
-    registered = pm._autopar_registered()
+    registered = pm.registered()
     of_the_code = [n.target for n in graph.nodes if n.kind == "buffer" and n.target not in registered]
     unknown = [name for name in of_the_code if name not in new.constants]
     if unknown:
@@ -203,7 +196,7 @@ def buffers_for(
     for name in of_the_code:
         state = plan.buffers.get(name, whole_state(plan.mesh))
         local = local_shard(new.constants[name].detach(), state, device_mesh)
-        placed[name] = local.to(pm._autopar_device, copy=True).contiguous(), state
+        placed[name] = local.to(pm.device, copy=True).contiguous(), state
     for _, node in graph.of_kind("buffer"):
         if node.target not in placed:  # a frozen parameter that only this program writes
             placed[node.target] = _renewed_from_now_on(node.target, registered[node.target])
@@ -227,14 +220,14 @@ def _renewed_from_now_on(name: str, param: torch.Tensor) -> tuple[torch.Tensor, 
 
 def resume(pm: Any, fields: Fields) -> None:
     """Have ``pm`` run a program that was kept, with the buffers as they are by now."""
-    now = pm._autopar_stage.buffers
+    now = pm.stage.buffers
     for name, value in fields.items():
         setattr(pm, name, value)
-    move_to_layout_of(pm, pm._autopar_stage.plan)
-    with_buffers_of(pm, pm._autopar_stage, now)
+    move_to_layout_of(pm, pm.stage.plan)
+    with_buffers_of(pm, pm.stage, now)
 
 
-def with_buffers_of(pm: Any, stage: Stage, now: Buffers) -> None:
+def with_buffers_of(pm: ParallelRun, stage: Stage, now: Buffers) -> None:
     """Have a stage that was kept read the buffers of the one that ran last."""
     if stage.buffers is not now:
         wanted = {name: state for name, (_, state) in stage.buffers.items()}
@@ -243,7 +236,7 @@ def with_buffers_of(pm: Any, stage: Stage, now: Buffers) -> None:
 
 
 def _placed_again(
-    pm: Any, now: Mapping[str, tuple[torch.Tensor, State]], wanted: Mapping[str, State], device_mesh: DeviceMesh
+    pm: ParallelRun, now: Mapping[str, tuple[torch.Tensor, State]], wanted: Mapping[str, State], device_mesh: DeviceMesh
 ) -> dict[str, tuple[torch.Tensor, State]]:
     """The module's own buffers in the placements that a program wants: mostly those that they have.
 
@@ -251,9 +244,9 @@ def _placed_again(
         now: of the program that ran last; tensors that its code made stay out.
     """
     names: dict[str, list[tuple[torch.nn.Module, str]]] = {}
-    for name in pm._autopar_registered():
-        source = pm._autopar_captured.graph.tied.get(name, name)
-        names.setdefault(source if source in now else name, []).append(pm._autopar_owner_of(name))
+    for name in pm.registered():
+        source = pm.captured.graph.tied.get(name, name)
+        names.setdefault(source if source in now else name, []).append(pm.owner_of(name))
     placed: dict[str, tuple[torch.Tensor, State]] = {}
     for name, owners in names.items():
         if name not in now:
@@ -274,6 +267,6 @@ def _placed_again(
 
 
 __all__ = [
-    "buffers_for", "check_stored", "differs", "fields_of", "planner_for", "resume", "skeleton_of", "take",
+    "buffers_for", "check_stored", "differs", "fields_of", "planner_for", "resume", "take",
     "under_another_plan", "with_buffers_of",
 ]  # fmt: skip

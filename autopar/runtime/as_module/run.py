@@ -1,0 +1,364 @@
+"""What a parallel module runs: its programs, with what they need on this rank. It is one attribute of the module."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autopar.capture import Captured
+from autopar.capture.evaluation import OtherGraphError, sides_in_eval_mode
+from autopar.capture.losses import LOSS, other_losses
+from autopar.errors import RunError
+from autopar.plans.plan import Plan
+from autopar.runtime.as_module.module_modes import Modes, Training
+from autopar.runtime.as_module.user_module import UserModule
+from autopar.runtime.batches.local_batch import RowsOfRanks
+from autopar.runtime.batches.row_sampler import Samplers
+from autopar.runtime.batches.same_batch import Calls
+from autopar.runtime.optimizers import optimizer_steps
+from autopar.runtime.parameters import dtensor_fixes
+from autopar.runtime.ranks.failures import Failures
+from autopar.runtime.stages.seeds import Seeds
+from autopar.runtime.variants.buckets import Buckets
+from autopar.runtime.variants.module_calls import ModuleCall
+
+Momenta = dict[str, tuple[torch.nn.Module, float]]
+"""By path a batch norm, and the momentum that the program has."""
+
+
+EXTRA = "_extra_state"
+"""Under which torch keeps what is no tensor of the model; checkpoints know it."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ParallelRun:
+    """The programs of one module.
+
+    Attributes:
+        module, kind: the user's, and its class.
+        captured: what the program that runs now was captured as.
+        trained: the modules that train in it.
+        programs: the others (:class:`~autopar.runtime.variants.program_cache.Programs`); None where there are none.
+        world: the process group of all ranks in which it was made; None on one device, which needs none.
+        failures: those of its steps, on the ranks that run it together; None on one device.
+        leads: of a pipeline, whether this rank is the first of its group; None where every rank has a part of all.
+        compiled_as: with which options a ``torch.compile`` around a call compiled the programs.
+        statistics_anew, statistics_staying: batch norms whose momentum is None, and those whose momentum is 0.
+    """
+
+    path = ""
+    captured: Captured
+    batch: Any
+    device: torch.device
+    compared: Calls
+    seeds: Seeds
+    plan: Plan
+    trained: Training
+    programs: Any = None
+    world: dist.ProcessGroup | None = None
+    failures: Failures | None = None
+    leads: bool | None = None
+    gradient_dtype: torch.dtype | None = None
+    buckets: Buckets | None = None
+    local_batch: RowsOfRanks | None = None
+    told_of_statistics = False
+    train_step: Callable[..., torch.Tensor]
+    """ParallelRun a training step; arguments as of ``ParallelModule.train_step``, the batch as a tuple and a dict."""
+    layouts_change = False
+    layout = 0
+    compiled_as: Any = None
+    evaluates_otherwise = False
+    """Eval mode is another graph than that of training, and is captured by itself."""
+
+    def __init__(self, model: torch.nn.Module, captured: Captured) -> None:
+        dtensor_fixes.correct()
+        optimizer_steps.correct()
+        self.module, self.captured, self.kind = model, captured, type(model)
+        self.signature = inspect.signature(model.forward)
+        self.captured_training = model.training
+        self.user = UserModule(model)
+        self.modes = Modes(model)
+        self.trained = self.modes.at_first
+        self.samplers = Samplers()
+        self.statistics_anew: Momenta = {}
+        self.statistics_staying: Momenta = {}
+        self.is_changing_mode = self._all_are_together = False
+
+    # -- the module
+
+    @property
+    def run(self) -> ParallelRun:
+        """Itself, as of the places of submodules."""
+        return self
+
+    @property
+    def training(self) -> bool:
+        """The mode of the whole."""
+        return self.module.training
+
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield what this rank stores, by name."""
+        return self.module.named_parameters(remove_duplicate=remove_duplicate)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield what this rank stores."""
+        return self.module.parameters()
+
+    def registered(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers by all their names."""
+        return {**dict(self.module.named_parameters(remove_duplicate=False)),
+                **dict(self.module.named_buffers(remove_duplicate=False))}  # fmt: skip
+
+    def owner_of(self, name: str) -> tuple[torch.nn.Module, str]:
+        """Return the module and the key under which a parameter or buffer is registered."""
+        return self.user.owner_of(name)
+
+    def whole_values(self) -> dict[str, torch.Tensor]:
+        """Return all parameters and buffers, whole, on this rank's device; tied ones are one tensor. All ranks call it
+        together."""
+        values: dict[str, torch.Tensor] = {}
+        same: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, tensor in self.registered().items():
+                if id(tensor) not in same:
+                    stored = tensor.detach()
+                    same[id(tensor)] = stored.full_tensor() if isinstance(stored, DTensor) else stored.clone()
+                values[name] = same[id(tensor)]
+        return values
+
+    # -- what a run on one mesh and one in stages have of their own
+
+    def draws(self) -> bool:
+        """Return whether the program has random operators."""
+        raise NotImplementedError
+
+    def ranks(self) -> tuple[dist.ProcessGroup, int]:
+        """Return the process group of all ranks that hold a part, and the first of them."""
+        raise NotImplementedError
+
+    def rank_numbers(self) -> list[int]:
+        """Return the ranks that hold a part of the model."""
+        return list(range(dist.get_world_size()))
+
+    def tied_names(self) -> Mapping[str, str]:
+        """Return ``{name: first name}`` of tied parameters of which a rank may hold one name only."""
+        return {}
+
+    def parameter_order(self) -> Sequence[str]:
+        """Return the first names of the whole model's parameters, in its order."""
+        return list(dict.fromkeys(self.user.names.values()))
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the program that runs now has one of eval mode next to it."""
+        raise NotImplementedError
+
+    def prepare_evaluation(self, sides: Mapping[str, int]) -> None:
+        """Make it, of what the program that runs now was captured from.
+
+        Args:
+            sides: of random branches (:func:`~autopar.capture.evaluation.evaluated`).
+        """
+        raise NotImplementedError
+
+    def kept_program(self) -> dict[str, Any]:
+        """Return what makes up the program that runs now."""
+        raise NotImplementedError
+
+    def resume_program(self, fields: dict[str, Any]) -> None:
+        """ParallelRun one that was kept."""
+        raise NotImplementedError
+
+    def take_program(self, new: Captured, call: ModuleCall, replan: Any, all_well: Any) -> None:
+        """ParallelRun another capture, which was made for a call."""
+        raise NotImplementedError
+
+    def in_step(self) -> bool:
+        """Return whether a step has begun whose microbatches must all run the same program."""
+        return False
+
+    def take_local_batch(self, without: frozenset[str]) -> None:
+        """Expect every rank to be called with its own rows; inputs of the names in ``without`` have none."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """ParallelRun a call of the module."""
+        raise NotImplementedError
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return the loss of a batch without gradients."""
+        raise NotImplementedError
+
+    # -- modes
+
+    @contextlib.contextmanager
+    def changing_modes(self) -> Iterator[None]:
+        """Have the modes be changed in here, and a program for them be there afterwards.
+
+        Raises:
+            RunError: there can be none; the modes are those of before.
+        """
+        if self.is_changing_mode:
+            yield
+            return
+        self.is_changing_mode = True
+        before = [(module, module.training) for module in self.module.modules()]
+        try:
+            yield
+            self.is_changing_mode, self.modes.stale = False, True
+            self.follow_modes()
+        except BaseException:
+            for module, mode in before:
+                module.__dict__["training"] = mode
+            raise
+        finally:
+            self.is_changing_mode, self.modes.stale = False, True
+
+    def follow_modes(self) -> None:
+        """Have a program for the modes now, or leave it to the next call.
+
+        Raises:
+            RunError: calls are not followed, or the model cannot be captured in eval mode.
+        """
+        training = self.modes.training
+        if training == self.trained:
+            return
+        if not training and self._is_told_to_evaluate(self.trained):
+            self.have_evaluation()
+        elif not self.follows_modes:
+            if "" in training and "" not in self.trained:
+                raise RunError(
+                    "this program was captured in eval mode; for training mode call model.train() before parallelize, "
+                    "and load this state_dict()"
+                )
+            raise RunError(
+                f"train() or eval() of parts ({self.modes.shown()}): shapes='fixed' keeps the program, which was "
+                "captured in other modes; set the modes before parallelize, or call train() or eval() of the whole"
+            )
+
+    @property
+    def follows_modes(self) -> bool:
+        """Whether the next call has the model captured again if its modes are others."""
+        return self.programs is not None and self.programs.shapes and self.programs.replan is not None
+
+    def runs_in(self, trained: Training) -> bool:
+        """Return whether a program that was captured in modes is one of the modes now."""
+        training = self.modes.training
+        return training is trained or training == trained or (not training and self._is_told_to_evaluate(trained))
+
+    def _is_told_to_evaluate(self, trained: Training) -> bool:
+        return "" in trained and self.captured_training and not self.evaluates_otherwise
+
+    def captures_in(self) -> Training:
+        """Return the modes in which the model is captured for a call now: those of training, if they do for eval mode
+        too."""
+        at_first = self.modes.at_first
+        return at_first if self.runs_in(at_first) else self.modes.training
+
+    def have_evaluation(self) -> bool:
+        """Have the program of eval mode next to that of training; return False where it is another graph.
+
+        Raises:
+            RunError: it is, and calls are not followed.
+        """
+        if self.evaluates:
+            return True
+        try:
+            with self.user.as_written() as model:
+                sides = sides_in_eval_mode(model, self.captured)
+        except OtherGraphError as error:
+            if not self.follows_modes:
+                raise RunError(str(error)) from None
+            self.evaluates_otherwise = True
+            return False
+        self.prepare_evaluation(sides)
+        return True
+
+    def check_trains(self) -> None:
+        """Refuse a training step of a module that was put into eval mode, or that gives several losses.
+
+        Raises:
+            RunError: it says what to call, or how to say which loss is meant.
+        """
+        several = other_losses(self.captured.graph, self.captured.out_spec)
+        if several:
+            raise RunError(
+                f"train_step: the model gives several scalars with a gradient (outputs {', '.join(several)}), none of "
+                f"which is called '{LOSS}', so it is not known which is to be trained: return the one, or their sum, "
+                f"under the key '{LOSS}', or pass loss_fn= to parallelize, such as loss_fn=lambda out: out[...] + "
+                "out[...]; without stages, a call and backward() of any of them do, too"
+            )
+        if self.captured_training and not self.training:
+            raise RunError("the module is in eval mode, so a step would train without dropout; call train() first")
+
+    # -- all ranks
+
+    def check_world(self) -> None:
+        """Refuse to compute with other ranks where the process group has been ended.
+
+        Raises:
+            RunError: it says what to do.
+        """
+        if self.world is not None and dist.group.WORLD is not self.world:
+            again = ", and another one was made" if dist.is_initialized() else ""
+            raise RunError(
+                f"the process group in which this module was parallelized has been ended (destroy_process_group){again}"
+                ": call, evaluate and save it before that, or parallelize the model again"
+            )
+
+    @contextlib.contextmanager
+    def all_call(self, what: str) -> Iterator[None]:
+        """Enclose what all ranks do together outside of a step, such as ``full_state_dict``.
+
+        Raises:
+            RunError: only some ranks have come to it, while others go on; on all of them, also within their steps.
+        """
+        self.check_world()
+        if self.failures is None or self._all_are_together:
+            yield
+            return
+        self.failures.settle()
+        self._all_are_together = True
+        try:
+            with self.failures.during(what):
+                if self.programs is not None:
+                    self.programs.meet_all(what, self.failures.heard)
+                yield
+        finally:
+            self._all_are_together = False
+
+
+def run_of(module: Any) -> Any:
+    """Return the run of a parallel module.
+
+    Raises:
+        RunError: it is no parallel module.
+    """
+    run = module if isinstance(module, ParallelRun) else vars(module).get("_autopar")
+    if not isinstance(run, ParallelRun):
+        raise RunError(f"expected a module that parallelize has returned, got a {type(module).__name__}")
+    return run
+
+
+def on_all_ranks(does: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a function of a run, which all ranks call, as one of a parallel module; where only some ranks call it, it is
+    refused on all of them."""
+
+    @functools.wraps(does)
+    def together(pm: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        run = run_of(pm)
+        with run.all_call(does.__name__):
+            return does(run, *args, **kwargs)
+
+    return together
+
+
+__all__ = ["EXTRA", "ParallelRun", "on_all_ranks", "run_of"]

@@ -1,0 +1,276 @@
+"""The user's module, before and while it is parallel: one object, of a class derived from its own.
+
+Its parameters are replaced by the stored ones, as ``fully_shard`` does it; the old ones refuse any use. Capturing the
+model again, and its own methods, need it as its user wrote it: :meth:`UserModule.as_written`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.without_values import expanded, laid_out_as
+from autopar.errors import RunError
+from autopar.runtime.as_module.old_parameters import OldParameter
+
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+"""Where modules keep hooks: those that were traced are part of the program, and do not run around it."""
+PLACE = "_autopar"
+"""The attribute of the module and of each submodule that leads to the run."""
+_MISSING = object()
+Base = tuple[type, Callable[[type], dict[str, Any]]]
+"""A class from which others are derived, and what these have of their own."""
+_derived: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
+
+
+class PlaceOfPart:
+    """Where a submodule of a parallel module is: in which run, and under which path."""
+
+    def __init__(self, run: Any, path: str, kind: type) -> None:
+        self.run, self.path, self.kind = run, path, kind
+
+
+@dataclass
+class _Module:
+    """A module of the user's, with its tables of parameters, buffers and hooks as written and as stored."""
+
+    path: str
+    module: torch.nn.Module
+    kind: type
+    written: dict[str, Any]
+    stored: dict[str, Any]
+    derived: type | None = None
+
+
+class UserModule:
+    """A user's module with its submodules.
+
+    Attributes:
+        params: the user's own parameters by all their names; without values once the module is parallel.
+        buffers: likewise, as they were.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.params = dict(model.named_parameters(remove_duplicate=False))
+        self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.modules = [
+            _Module(
+                path, module, type(module),
+                {name: module.__dict__[name] for name in ("_parameters", "_buffers", *HOOKS)},
+                {
+                    **{
+                        table: {key: None for key, value in module.__dict__[table].items() if value is None}
+                        for table in ("_parameters", "_buffers")
+                    },
+                    **{hooks: OrderedDict() for hooks in HOOKS},
+                },
+            ) for path, module in model.named_modules()
+        ]  # fmt: skip
+        self.wanted = {name: param.requires_grad for name, param in self.params.items()}
+        self.kinds = {id(param): type(param) for param in self.params.values()}
+        self.names: dict[int, str] = {}
+        for name, param in self.params.items():
+            self.names.setdefault(id(param), name)
+        self._tables = {each.module: each.stored for each in self.modules}
+        self.hidden: dict[tuple[str, str], Any] = {}
+        """By path and name attributes that calls of the program set, or do not set, with what they were."""
+        self.is_written = False
+        """The module is now as its user wrote it."""
+
+    def owner_of(self, name: str) -> tuple[torch.nn.Module, str]:
+        """Return the module and the key under which a parameter or buffer is registered."""
+        *parents, key = name.split(".")
+        owner: Any = self.model
+        for parent in parents:
+            owner = owner._modules[parent]
+        return owner, key
+
+    def stored_at(self, name: str) -> tuple[dict[str, Any], str]:
+        """Return the tables of what is stored in the module of a parameter or buffer, and its key there."""
+        owner, key = self.owner_of(name)
+        return self._tables[owner], key
+
+    def store(self) -> None:
+        """Take the user's parameters, buffers and hooks out, for stored ones to be registered."""
+        for each in self.modules:
+            each.module.__dict__.update(each.stored)
+
+    def restore(self) -> None:
+        """Put them back: the module was not parallelized."""
+        for each in self.modules:
+            each.module.__dict__.update(each.written)
+
+    def derive(self, run: Any, whole: Base, part: Base) -> None:
+        """Give the module and its submodules derived classes, and free the old parameters.
+
+        Args:
+            whole, part: what the classes of the module and of its submodules have in addition to their own.
+        """
+        for each in self.modules:
+            each.derived = derived(each.kind, *(part if each.path else whole))
+            for table in ("_parameters", "_buffers"):
+                stored = each.stored[table]
+                for key in each.written[table]:  # in the order of the user's
+                    if key in stored:
+                        stored[key] = stored.pop(key)
+        self._replace_meta(run.device)
+        for each in self.modules:
+            object.__setattr__(each.module, "__class__", each.derived)
+            each.module.__dict__[PLACE] = run if not each.path else PlaceOfPart(run, each.path, each.kind)
+        for param in {id(p): p for p in self.params.values()}.values():
+            param.grad = None
+            self._free(param)
+
+    def _replace_meta(self, device: torch.device) -> None:
+        """Have parameters of a model on the meta device be where the stored ones are, to be given values there."""
+        new = {
+            id(param): torch.nn.Parameter(
+                torch.zeros((), dtype=param.dtype, device=device).expand(param.shape), param.requires_grad
+            ) for param in self.params.values() if param.is_meta
+        }  # fmt: skip
+        for name, param in self.params.items():
+            if id(param) in new:
+                owner, key = self.owner_of(name)
+                written = next(each.written for each in self.modules if each.module is owner)
+                written["_parameters"][key] = self.params[name] = new[id(param)]
+                self.names.setdefault(id(new[id(param)]), self.names[id(param)])
+                self.kinds[id(new[id(param)])] = torch.nn.Parameter
+                OldParameter.make(param, self.names[id(param)])
+
+    def _free(self, param: torch.nn.Parameter) -> None:
+        param.data = expanded(param)
+        OldParameter.make(param, self.names[id(param)])
+
+    @contextlib.contextmanager
+    def as_written(
+        self, values: Mapping[str, torch.Tensor] | None = None, requires_grad: Mapping[str, bool] | None = None, *,
+        captures: bool = True,
+    ) -> Iterator[torch.nn.Module]:  # fmt: skip
+        """Have the module be as its user wrote it: its class, its own parameters, buffers and hooks.
+
+        Args:
+            values: whole values by name; parameters that have none have their shapes only.
+            requires_grad: of parameters; by default as when it was parallelized.
+            captures: it is captured, so attributes that its forward sets are as when it was parallelized.
+
+        Raises:
+            RunError: it has other submodules, parameters or hooks afterwards.
+        """
+        if self.is_written:
+            yield self.model
+            return
+        values = values or {}
+        places = [(each.module.__dict__.pop(PLACE), dict(each.module.__dict__)) for each in self.modules]
+        for each in self.modules:
+            buffers = each.written["_buffers"]
+            for key, stored in each.module._buffers.items():
+                name = f"{each.path}.{key}" if each.path else key
+                whole = values.get(name, None if isinstance(stored, DTensor) else stored)
+                if whole is not None and key in buffers:
+                    buffers[key] = whole.detach().clone()
+            each.module.__dict__.update(each.written)
+            object.__setattr__(each.module, "__class__", each.kind)
+        for name, param in self.params.items():
+            if self.names[id(param)] == name:
+                param.__class__ = self.kinds[id(param)]
+                if name in values:
+                    param.data = laid_out_as(param, values[name])
+                param.requires_grad_((requires_grad or self.wanted)[name])
+        before = [(dict(each.module._modules), *(dict(each.written[name]) for name in ("_parameters", *HOOKS)))
+                  for each in self.modules]  # fmt: skip
+        self.is_written = True
+        try:
+            with self._shown() if captures else contextlib.nullcontext():
+                yield self.model
+            self._check_unchanged(before)
+        finally:
+            self.is_written = False
+            for each, (place, stored), was in zip(self.modules, places, before, strict=True):
+                attributes = each.module.__dict__
+                for table, had in zip(("_parameters", *HOOKS), was[1:], strict=True):
+                    each.written[table].clear()
+                    each.written[table].update(had)
+                attributes["_modules"].clear()
+                attributes["_modules"].update(was[0])
+                attributes.update({name: stored[name] for name in each.written})
+                attributes[PLACE] = place
+                object.__setattr__(each.module, "__class__", each.derived)
+            for param in {id(p): p for p in self.params.values()}.values():
+                self._free(param)
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Have hidden attributes be what they were."""
+        owners = {each.path: each.module.__dict__ for each in self.modules}
+        now = [(owners[path], name, owners[path].get(name, _MISSING)) for path, name in self.hidden]
+        for (path, name), value in self.hidden.items():
+            owners[path][name] = value
+        try:
+            yield
+        finally:
+            for attributes, name, value in now:
+                attributes.pop(name, None)
+                if value is not _MISSING:
+                    attributes[name] = value
+
+    def _check_unchanged(self, before: list[tuple[dict[str, Any], ...]]) -> None:
+        for each, (modules, *tables) in zip(self.modules, before, strict=True):
+            if each.module._modules != modules or each.written["_parameters"] != tables[0]:
+                raise RunError(
+                    f"'{each.path or each.kind.__name__}' has other submodules or parameters than before, which the "
+                    "program does not have: change them before parallelize"
+                )
+            if any(each.written[name] != had for name, had in zip(HOOKS, tables[1:], strict=True)):
+                raise RunError(
+                    f"hooks were registered on '{each.path or each.kind.__name__}' or removed, which the program does "
+                    "not have: register them on its parameters, or before parallelize"
+                )
+
+
+def derived(kind: type, base: type, names_for: Callable[[type], dict[str, Any]]) -> type:
+    """Return a class of both, with the name and documentation of ``kind``.
+
+    Args:
+        names_for: gives what it has in addition.
+
+    Raises:
+        RunError: there can be none.
+    """
+    found = _derived.get((base, kind))
+    if found is not None:
+        return found
+
+    def names(namespace: dict[str, Any]) -> None:
+        namespace.update(
+            __module__=kind.__module__, __qualname__=kind.__qualname__, __doc__=kind.__doc__,
+            __new__=lambda cls, *args, **kwargs: kind(*args, **kwargs),  # as model.__class__(config) means
+            **names_for(kind),
+        )  # fmt: skip
+
+    try:
+        found = types.new_class(kind.__name__, (base, kind), {}, names)
+    except TypeError as error:
+        raise RunError(f"{kind.__name__} cannot be parallelized: its class has no subclass ({error})") from error
+    _derived[base, kind] = found
+    return found
+
+
+def written_class(module: torch.nn.Module) -> type:
+    """Return the class that the user gave a module, also where it is parallel."""
+    place: Any = module.__dict__.get(PLACE)
+    return type(module) if place is None else place.kind
+
+
+__all__ = ["PLACE", "PlaceOfPart", "UserModule", "derived", "written_class"]
