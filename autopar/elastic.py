@@ -9,7 +9,7 @@ when one fails; agents of several machines meet in torchrun's rendezvous. What i
   is lost for it.
 
 What the script does: nothing of its own, except that it begins where its last checkpoint ended
-(:class:`autopar.Checkpoint`), and calls :func:`saved` if it saves in another way. docs/guides/checkpoints.md has the pattern.
+(:class:`autopar.Checkpoint`), and calls :func:`saved` if it saves in another way. docs/guides/checkpoints.md has it.
 """
 
 from __future__ import annotations
