@@ -4,7 +4,7 @@ Prices of one causal attention with its projections, forward and backward, in bf
 before and after, on the roofline's numbers:
 
     python benchmarks/long_context.py                                   # the table of docs/measurements/long-context.md
-    python benchmarks/long_context.py --plot docs/measurements/long_context.svg      # the same drawn, where matplotlib is installed
+    python benchmarks/long_context.py --plot docs/measurements/long_context.svg    # drawn (needs matplotlib)
 
 ``g`` is heads (Ulysses), ``q`` queries with keys and values gathered, ``ring`` keys and values that travel; two names
 are two axes, the first of them inside of a node.

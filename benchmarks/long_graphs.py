@@ -3,8 +3,8 @@
     python benchmarks/long_graphs.py [--only rwkv-64-4 ...]
 
 Prints operators, CPU-seconds of capture and planning, and the gap that was proven, as the table of
-docs/measurements/capture.md. Names are the family, the tokens of a row and the layers; the rest comes from the zoo of the
-tests, at its sizes.
+docs/measurements/capture.md. Names are the family, the tokens of a row and the layers; the rest comes from the zoo of
+the tests, at its sizes.
 """
 
 from __future__ import annotations
