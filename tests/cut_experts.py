@@ -29,7 +29,7 @@ def cut_equally(
     limit: float = 1e-9,
     placements: Mapping[str, str] | None = None,
 ) -> tuple[Plan, Report | None]:
-    """The plan with these cuts and its certificate, if asked for, after its numbers were found to be those of one device.
+    """The plan with these cuts, whose numbers are those of one device, and its certificate, if asked for.
 
     Args:
         random: the model draws random numbers, so that eager mode has others.

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from procs.unlaunched import started
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import RunError
 from autopar.runtime.ranks import failures, launch
-from autopar.runtime.ranks.launch import _context, _environment
 
 RANKS = 2
 
@@ -105,32 +105,12 @@ def answers(in_order: bool, seconds: float) -> dict[str, str]:
     Args:
         in_order: rank 1 destroys its process group and exits; else it ends by an error.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    context, processes, pipes = _context(None), [], []
-    try:
-        with _environment(shared):
-            for rank in range(RANKS):
-                here, there = context.Pipe()
-                process = context.Process(target=_rank, args=(there, rank, shared, in_order), daemon=True)
-                process.start()
-                there.close()
-                pipes.append(here)
-                processes.append(process)
+    with started(RANKS, _rank, in_order) as (pipes, processes):
         end = time.monotonic() + seconds
         processes[1].join(seconds)
         pipes[0].send("ended")
         said: dict[str, str] = pipes[0].recv() if pipes[0].poll(max(0.0, end - time.monotonic())) else {}
         return said
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        del store
 
 
 def waits(folder: str) -> None:

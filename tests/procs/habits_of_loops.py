@@ -11,14 +11,14 @@ import copy
 import dataclasses
 import io
 import itertools
-import re
-import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from procs.cases import TWO, device_mesh, whole
+from procs.in_turn import wrong
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
@@ -52,21 +52,13 @@ def refused_loop(text: str) -> Callable[[Loop], Loop]:
 def every_loop(all_cuts: bool) -> dict[str, str]:
     """Run all of them, each with one of the cuts in turn or with all; what went wrong in each, by name."""
     torch.set_default_dtype(torch.float64)
-    found = dict.fromkeys([*LOOPS, *REFUSED_LOOPS], "")
+    found = {}
     for i, (name, fn) in enumerate(LOOPS.items()):
-        for options in CUTS if all_cuts else (CUTS[i % len(CUTS)],):
-            try:
-                _compared(fn, options)
-            except Exception:
-                found[name] += f"{options}: {traceback.format_exc()}"
+        tried = CUTS if all_cuts else (CUTS[i % len(CUTS)],)
+        found[name] = "\n".join(filter(None, (wrong(partial(_compared, fn, options)) for options in tried)))
     for name, (fn, text) in REFUSED_LOOPS.items():
-        try:
-            torch.manual_seed(1)
-            list(fn(_maker(CUTS[0])))
-            found[name] = "it is not refused"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            found[name] = "" if re.search(text, said) else traceback.format_exc()
+        torch.manual_seed(1)
+        found[name] = wrong(lambda: list(fn(_maker(CUTS[0]))), text)  # noqa: B023
     return found
 
 

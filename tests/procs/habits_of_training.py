@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import io
-import re
-import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from procs.habits_of_use import COLUMN_ROW, ROWS, ZERO_FIRST, Net, batch, mse, pair, same, same_gradients, same_weights
+from procs.in_turn import wrong
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, prune
@@ -48,21 +48,13 @@ def refused(text: str) -> Callable[[Step], Step]:
 def every(all_options: bool) -> dict[str, str]:
     """Run all of them, each with one of the layouts in turn or with all; what went wrong in each, by name."""
     torch.set_default_dtype(torch.float64)
-    found = dict.fromkeys([*SAME, *REFUSED], "")
+    found = {}
     for i, (name, fn) in enumerate(SAME.items()):
-        for options in OPTIONS if all_options else (OPTIONS[i % len(OPTIONS)],):
-            try:
-                run(fn, options)
-            except Exception:
-                found[name] += f"{options}: {traceback.format_exc()}"
+        tried = OPTIONS if all_options else (OPTIONS[i % len(OPTIONS)],)
+        found[name] = "\n".join(filter(None, (wrong(partial(run, fn, options)) for options in tried)))
     for name, (fn, text) in REFUSED.items():
         module, _ = pair(Net(mse), given := batch(), **ZERO_FIRST)
-        try:
-            fn(module, given)
-            found[name] = "it is not refused"
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            found[name] = "" if re.search(text, said) else traceback.format_exc()
+        found[name] = wrong(partial(fn, module, given), text)
     return found
 
 

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import datetime
 import io
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from procs.cases import TWO, device_mesh, whole
+from procs.in_turn import wrong
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -52,11 +52,7 @@ def every(names: Sequence[str]) -> dict[str, str]:
     found = {}
     for name in names:
         torch.manual_seed(0)
-        try:
-            CASES[name]()
-            found[name] = ""
-        except (Exception, pytest.fail.Exception):
-            found[name] = traceback.format_exc()
+        found[name] = wrong(CASES[name])
     return found
 
 

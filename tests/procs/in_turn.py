@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable, Mapping
+import re
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -39,3 +41,13 @@ def several(module: str, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]
         results[key] = functions[name](*args)
         dist.barrier()
     return results
+
+
+def wrong(run: Callable[[], object], refused: str | None = None) -> str:
+    """What is wrong with a case: nothing if it ends well, or if it is refused, in these words, as it should be."""
+    try:
+        run()
+    except (Exception, pytest.fail.Exception) as error:
+        expected = refused is not None and re.search(refused, f"{type(error).__name__}: {error}")
+        return "" if expected else traceback.format_exc()
+    return "" if refused is None else "it is not refused"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -31,6 +32,34 @@ def _rank(pipe: Any, rank: int, env: dict[str, str], does: Callable[..., Any], a
     os._exit(0)
 
 
+@contextmanager
+def started(n: int, target: Callable[..., None], *args: Any) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Pipes to ``n`` processes, and these: ``target(pipe, rank, env, *args)``; they are killed in the end."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    pipes: list[Any] = []
+    processes: list[Any] = []
+    context = _context(None)
+    try:
+        with _environment(shared):
+            for rank in range(n):
+                here, there = context.Pipe()
+                process = context.Process(target=target, args=(there, rank, shared, *args), daemon=True)
+                process.start()
+                there.close()
+                pipes.append(here)
+                processes.append(process)
+        yield pipes, processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        del store
+
+
 def answers(
     n: int, does: Callable[..., Any], args: tuple[Any, ...], seconds: float, silent: int | None = None
 ) -> list[Any]:
@@ -40,22 +69,7 @@ def answers(
         does: a function at the top of a module.
         silent: a rank that stays without an answer, and is not waited for.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    pipes, processes = [], []
-    context = _context(None)
-    try:
-        with _environment(shared):
-            for rank in range(n):
-                here, there = context.Pipe()
-                process = context.Process(target=_rank, args=(there, rank, shared, does, args), daemon=True)
-                process.start()
-                there.close()
-                pipes.append(here)
-                processes.append(process)
+    with started(n, _rank, does, args) as (pipes, _):
         given: list[Any] = [None] * n
         end, left = time.monotonic() + seconds, [pipe for rank, pipe in enumerate(pipes) if rank != silent]
         while left and time.monotonic() < end:
@@ -66,8 +80,3 @@ def answers(
                 except EOFError:
                     continue
         return given
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        del store

@@ -387,7 +387,7 @@ def test_devices_and_clusters() -> None:
 
 def test_hugging_face_config() -> None:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "vocab_size": 64,
-              "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "num_hidden_layers": 3,
+              "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "num_hidden_layers": 1,
               "max_position_embeddings": 128}  # fmt: skip
     Path("config.json").write_text(json.dumps(config))
     found = json.loads(autopar("inspect", "hf:config.json", "--batch", "4", "--seq", "32", "--json"))
