@@ -1,7 +1,7 @@
 """Cutting a graph into pipeline stages: every stage becomes a graph of its own.
 
 A stage is a run of operators in execution order, so tensors only ever flow to later stages, to the next one or past it
-(skip connections, an encoder's output). Tensors that depend on no parameter (masks, positions) are made again in every
+(skip connections, an encoder's output). Tensors that depend on no parameter (masks, positions) are recomputed in every
 stage that wants them, since making them is cheaper than sending them.
 """
 
@@ -146,7 +146,7 @@ def spans_of_written_buffers(graph: Graph) -> list[tuple[int, int]]:
         if i in position:
             for name in read:
                 places[name].append(position[i])
-        elif read:  # it is made again wherever it is wanted
+        elif read:  # it is recomputed wherever it is wanted
             from_buffers[i] = read
     for name, at in places.items():
         if name not in graph.updates:  # norms write it where they read it

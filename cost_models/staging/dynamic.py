@@ -36,7 +36,7 @@ RENT = 1.25
 SHIFTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Labels before a label, in the order that puts good ones first, with which it is compared."""
 TIGHTENED = 0.98
-"""Bounds are made again only if the limit of the pace has fallen below this share of what they were made with."""
+"""Bounds are recomputed only if the limit of the pace has fallen below this share of what they were made with."""
 
 
 @dataclass

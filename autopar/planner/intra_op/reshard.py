@@ -20,7 +20,7 @@ from autopar.words.shards import fits
 
 Edge = tuple[State, State]
 STEP_SECONDS = 1e-15
-"""Added to every step, so that of two ways that cost the same, or nothing, the one of fewer steps is taken."""
+"""Added to every step, so that of two paths that cost the same, or nothing, the one of fewer steps is taken."""
 
 
 @lru_cache(maxsize=200_000)

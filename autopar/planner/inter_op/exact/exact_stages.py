@@ -19,7 +19,7 @@ from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.candidates import Candidate, PipelineOptions
 from autopar.planner.inter_op.estimating.simulated_estimate import simulated
-from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of, with_more, with_needs
+from autopar.planner.inter_op.exact.memory_shares import counted_in_flight, extra_bytes, share_of, with_more, with_needs
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.exact.stage_plans import StagePlans, pace_of, rounded
 from autopar.planner.inter_op.simulating.order import SEARCHED, START, better_order
@@ -303,7 +303,7 @@ class ExactPlans:
                 options = replace(
                     plan_options, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
                     microbatches=self.request.microbatches,
-                    memory_limit_bytes=rooms[group[number]] * share + beside(number, of_group, candidate),
+                    memory_limit_bytes=rooms[group[number]] * share + extra_bytes(number, of_group, candidate),
                     recompute=patterns_in(stage.graph, plan_options.recompute), may_recompute=self._may_recompute,
                     blocks=self._blocks_in(stage.graph), explains=explains,
                 )  # fmt: skip

@@ -58,7 +58,7 @@ def share_of(
     return _parts(needs, n_parts)[stage] / n_parts
 
 
-def beside(stage: int, of_group: Sequence[int], candidate: Candidate) -> float:
+def extra_bytes(stage: int, of_group: Sequence[int], candidate: Candidate) -> float:
     """Return the bytes that a stage may fill, in addition to its share, while the others of its group do not work.
 
     Of what is there once for the whole group, each stage's share has a part.
@@ -89,4 +89,4 @@ def counted_in_flight(live: Sequence[int], most: Sequence[int]) -> list[int]:
     return [n if EFFORT.many_more_in_flight * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
 
 
-__all__ = ["beside", "counted_in_flight", "share_of", "with_more", "with_needs"]
+__all__ = ["counted_in_flight", "extra_bytes", "share_of", "with_more", "with_needs"]

@@ -33,7 +33,7 @@ class Phases:
     backward, and ``optimizer_seconds`` follow the reductions of all stages.
 
     ``recompute_seconds`` are those of recomputed forwards: part of ``input_seconds``. The runtime does not split a
-    backward that recomputes: what is made again for the inputs' gradients would have to wait for those of the weights.
+    backward that recomputes: what is recomputed for the inputs' gradients would have to wait for those of the weights.
     ``split_seconds`` are what a split backward takes more than a whole one, as far as a profile knows.
     """
 

@@ -47,7 +47,7 @@ class Pricer:
         costs: where seconds come from.
         axes: collective costs by axis name.
         device: the slowest device of the mesh stands for all.
-        shares: how far collectives of parameters run beside computing.
+        shares: how far collectives of parameters overlap with computing.
         kernels: which run on these devices.
         tensor: the fraction that is waited for of collectives of tensor parallelism between operators.
     """

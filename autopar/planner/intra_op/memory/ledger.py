@@ -3,7 +3,7 @@
 A piece of memory is one :class:`Entry`, however many operators keep it, or views of it. What makes the ledger of a
 graph is :func:`.memory_walk.ledger`.
 
-The integer program asks for the ledger of the whole tensors and scales its entries to the layouts of every strategy; a
+The integer program asks for the ledger of the global tensors and scales its entries to the layouts of every strategy; a
 finished plan's price, its recomputed segments and the reports take it with the decided strategies. Parameters, buffers
 and the batch are there anyway and are no entries; tensors that arrive from earlier stages are.
 """

@@ -71,10 +71,10 @@ class Walk:
         self.copies_again = regathered(
             graph, mesh, reshard_paths, memory.get(REGATHER.name, ()), self.segment_of, chosen or {}
         )
-        self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
+        self.piece_of: dict[int, int] = {}  # by the memory of a copy that is regathered
         self.steps_again: dict[int, tuple[Ref, Sequence[tuple[State, State]]]] = {}  # on the way from that piece
         self.made_again = frozenset(segment_outputs(graph, memory.get(RECOMPUTE_RESULT.name, ()), self.segment_of))
-        self.given_up: dict[int, Ref] = {}  # memory that a segment makes again for its readers outside
+        self.given_up: dict[int, Ref] = {}  # memory that a segment recomputes for its readers outside
         self.readers: dict[int, list[int]] = {}  # operators whose backward asks for memory that was given up
         self.waits = waiting(graph, memory, self.segment_of)
         self.waiting: dict[int, tuple[Ref, MemoryDecision]] = {}  # memory that is given up by a decision about tensors
@@ -84,7 +84,7 @@ class Walk:
         self.memories: list[_Memory] = []
         self.lies: dict[Value, tuple[int, Strides]] = {}  # memory number and strides of every value
         self.before: dict[Ref, dict[State, State]] = {}
-        self.keepers: dict[tuple[int, int | None], list[Keeper]] = {}  # by memory and the segment that runs again
+        self.keepers: dict[tuple[int, int | None], list[Keeper]] = {}  # by memory and the segment that is recomputed
         self.taken: list[tuple[int, int, Keeper]] = []  # what segments take from outside
         self.copies: dict[tuple[int, int], int] = {}  # by segment and memory, of buffers that are renewed
         self.known: dict[object, Saved] = {}

@@ -5,7 +5,7 @@ reverse order, as autograd runs them (of all nodes whose gradients are there, th
 memory of the ledger's walk lives from the operator that makes it to its last reader, or, if it is kept, to the backward
 of the first operator that keeps it; gradients live from the backward that makes them to that of the operator whose
 result they belong to; what an operator needs beside all that while it runs was tried out
-(:mod:`autopar.rules.working_memory`). A segment runs again right before the first backward that asks for something of
+(:mod:`autopar.rules.working_memory`). A segment is recomputed right before the first backward that reads something of
 it.
 
 Gradients are followed as torch handles them: the gradient of an output can go on as that of an input; where two arrive
@@ -38,7 +38,7 @@ from autopar.words.placements import State, path
 from autopar.words.shards import local_shape
 
 SLOTS = 4
-"""Moments of one operator or step in the backward: what runs again for it, itself, the sums of its gradients with
+"""Moments of one operator or step in the backward: what is recomputed for it, itself, the sums of its gradients with
 others, and what becomes of gradients of parameters."""
 
 MADE = -1
@@ -79,7 +79,7 @@ class StepMoments:
     Attributes:
         accumulates: gradients of parameters are there already, of microbatches before.
         spans: results that are read in the forward only, and gradients but for those that stay.
-        lifetimes: of all memory that lives; None where nobody asks for it.
+        lifetimes: of all memory that lives; None where nobody reads it.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ class HighsProgram(Relaxation):
         """Return the cheapest strategies.
 
         Args:
-            gap: relative distance from the proven bound at which the solver may stop; 0 asks for the optimum. It is
+            gap: relative distance from the proven bound at which the solver may stop; 0 requires the optimum. It is
                 used where the relaxation is not whole: where memory counts, and where collectives take as long as
                 what they hide behind.
             worth_seconds: what takes as long is not worth branch and bound.
