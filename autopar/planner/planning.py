@@ -370,16 +370,9 @@ def in_stages(
     check_counts(pins.stages, pins.cuts, n, schedules, pins.mesh, options, sizes)
     starts = starts_of(graph, pins.cuts) if pins.cuts else None
     wanted = PipelineOptions(
-        request.microbatches,
-        pins.stages,
-        schedules,
-        pins.mesh,
-        starts,
-        options,
-        may_recompute=request.may_recompute,
-        top=request.top,
-        max_axes=request.max_axes,
-    )
+        request.microbatches, pins.stages, schedules, pins.mesh, starts, options, may_recompute=request.may_recompute,
+        top=request.top, max_axes=request.max_axes,
+    )  # fmt: skip
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
     small = note_on_small(graph, pins.params, planned.plan.stages)
     notes = (*planned.plan.notes, *notes_on(graph), *small, *next_best(planned))

@@ -213,17 +213,12 @@ def _stage(
     loss = len(leaving) + positions.index(graph.loss) if graph.loss in positions else None
     names = {n.target for n in nodes if n.kind == "param"}
     cut_graph = Graph(
-        tuple(nodes),
-        (*(renumbered[r] for r in leaving), *(renumbered[o] if isinstance(o, Ref) else o for o in outs)),
-        loss,
-        {alias: name for alias, name in graph.tied.items() if name in names},
-        {name: renumbered[graph.updates[name]] for name, s in made_at.items() if s == number},
-        len(leaving),
+        tuple(nodes), (*(renumbered[r] for r in leaving), *(renumbered[o] if isinstance(o, Ref) else o for o in outs)),
+        loss, {alias: name for alias, name in graph.tied.items() if name in names},
+        {name: renumbered[graph.updates[name]] for name, s in made_at.items() if s == number}, len(leaving),
         tuple(stage_edge.targets for stage_edge in leaving.values()),
-        {stage_edge.tensor: stage_edge.source for stage_edge in arriving.values()},
-        graph.precision,
-        before=before,
-    )
+        {stage_edge.tensor: stage_edge.source for stage_edge in arriving.values()}, graph.precision, before=before,
+    )  # fmt: skip
     return StageGraph(number, cut_graph, tuple(arriving.values()), tuple(leaving.values()), tuple(positions))
 
 

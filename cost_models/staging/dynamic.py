@@ -78,15 +78,9 @@ class BestByStages:
 
 
 def solve(
-    table: StageTable,
-    times: Timed,
-    fill: Fill,
-    m: int,
-    n_stages: int | None,
-    limit_seconds: float,
-    width: int,
+    table: StageTable, times: Timed, fill: Fill, m: int, n_stages: int | None, limit_seconds: float, width: int,
     only: NDArray[np.bool_] | None = None,
-) -> BestByStages:
+) -> BestByStages:  # fmt: skip
     """Return plans of at most `limit_seconds`, of `n_stages` stages where `times` are for that number alone.
 
     `only` marks the rows of the table that may be used.

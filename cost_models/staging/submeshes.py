@@ -59,10 +59,9 @@ def sizes(pool: Pool) -> tuple[int, ...]:
 
 
 def submeshes(
-    pools: Iterable[Pool],
-    shapes: Callable[[int], Sequence[str]] = lambda _: ("",),
+    pools: Iterable[Pool], shapes: Callable[[int], Sequence[str]] = lambda _: ("",),
     rule: Callable[[Pool], Sequence[int]] = sizes,
-) -> tuple[Submesh, ...]:
+) -> tuple[Submesh, ...]:  # fmt: skip
     """Return every size of `rule` in every shape that `shapes` gives for it."""
     return tuple(Submesh(p.device_type, n, shape) for p in pools for n in rule(p) for shape in shapes(n))
 

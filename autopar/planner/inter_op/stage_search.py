@@ -228,11 +228,7 @@ class _Numbers:
         self._look_deeper()
 
     def _likely_best(self, middle: int) -> int:
-        """Return the number of microbatches of which ``EFFORT.devices_a_microbatch`` have one row each time.
-
-        The largest number has microbatches of one row. On fewer devices, which one group may serve best, it is the
-        middle one.
-        """
+        """Return where to start: ``EFFORT.devices_a_microbatch`` devices have one row each, or the middle."""
         if self.searches[0].n_devices <= EFFORT.devices_a_microbatch:
             return middle
         numbers = [search.request.microbatches for search in self.searches]

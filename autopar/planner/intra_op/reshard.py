@@ -25,11 +25,9 @@ STEP_SECONDS = 1e-15
 
 @lru_cache(maxsize=200_000)
 def state_graph(
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    sources: tuple[tuple[Placement, ...], ...],
+    shape: tuple[int, ...], mesh: Mesh, sources: tuple[tuple[Placement, ...], ...],
     targets: tuple[tuple[Placement, ...], ...],
-) -> tuple[tuple[State, ...], tuple[Edge, ...]]:
+) -> tuple[tuple[State, ...], tuple[Edge, ...]]:  # fmt: skip
     """Return the states between the placements that producers make and consumers want, and the steps between them.
 
     A step never makes a placement that no consumer wants, but for the whole value that two steps may pass through.

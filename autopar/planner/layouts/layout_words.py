@@ -302,10 +302,7 @@ def _context(written: str, value: str | None) -> tuple[int, str]:
 
 
 def _zero(written: str, given: Mapping[str, str], dp: int) -> tuple[int, bool, int]:
-    """Return ``zero``, whether gathered parameters are kept until the backward, and the ranks that share them.
-
-    Those are some ranks of ``dp``, where they are fewer than all.
-    """
+    """Return ``zero``, whether gathered parameters are kept until the backward, and how many ranks share them."""
     value = given.get("zero", "0")
     if "fsdp" not in given:
         if value not in ("0", "1", "2", "3"):

@@ -152,10 +152,7 @@ class OperatorCuts:
         return dict.fromkeys(self._experts, TRAVEL)
 
     def _experts_in_pieces(self, size: int) -> dict[int, str]:
-        """Return the options of routed experts over ``tensor``.
-
-        Rows are sent, or each rank has a shard of the features.
-        """
+        """Return the options of routed experts over ``tensor``: rows are sent, or features are sharded."""
         if self.experts_travel:
             return self._travelling(size, "tp")
         for i, rule in self._experts.items():

@@ -24,7 +24,7 @@ from autopar.rules.operator_work import (
     moved_bytes,
     through_memory,
     unfused_scores_bytes,
-)
+)  # fmt: skip
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
 from autopar.words.graph import Graph, Node, Spec

@@ -23,7 +23,7 @@ from autopar.plans.memory_decisions import (
     RECOMPUTE,
     TENSORS,
     Memory,
-)
+)  # fmt: skip
 from autopar.plans.plan import segment_numbers
 from autopar.rules.lowering_helpers.overlapped_steps import ReshardPaths
 from autopar.rules.notation import Rule
@@ -99,10 +99,7 @@ class Ledger:
 
     @property
     def again_bytes(self) -> int:
-        """The most bytes that recomputed segments keep at once.
-
-        One segment counts with those whose results it reads, and those whose backward is not over yet.
-        """
+        """The most bytes that recomputed segments, and those whose results they read, keep at once."""
         bytes_of = self.segment_bytes()
         return max(
             (sum(n for s, n in bytes_of.items() if self.lives[s][0] >= begin >= self.lives[s][1])

@@ -23,7 +23,7 @@ from autopar.plans.memory_decisions import (
     Memory,
     MemoryDecision,
     in_order,
-)
+)  # fmt: skip
 from autopar.plans.plan import reshard_key, segment_numbers
 from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
@@ -264,10 +264,7 @@ class Walk:
             self.memories[memory] = self.memories[memory]._replace(n_bytes=0)
 
     def follows_from(self, memory: int) -> set[int]:
-        """Return the memory outside of fused chains from which some inside of one is computed.
-
-        Memory that is there anyway is left out.
-        """
+        """Return the memory outside of fused chains from which some inside of one is computed."""
         assert self.chains is not None
         sources, new = set[int](), [memory]
         while new:
@@ -287,10 +284,7 @@ class Walk:
         return self.chains is not None and i in self.chains.fused
 
     def asks(self, i: int, node: Node, strategy: Strategy) -> None:
-        """Note what the operator's backward reads of the memory that was given up.
-
-        It is what the emitted program does, which follows whatever may be a view to its readers.
-        """
+        """Note what the operator's backward reads of memory that was given up, as the emitted program does."""
         reads = frozenset[int]().union(*map(self.may_be, zip(node.refs, strategy.ins, strict=True)))
         if may_alias(call_of(node, self.graph.spec)):
             outs = (k for k, spec in enumerate(node.outs) if spec is not None)

@@ -56,8 +56,7 @@ class MomentRows:
 
     def __init__(
         self, kept: KeptBytes, fold: Fold, problem: Problem,
-        parameters: Mapping[int, tuple[int, Sequence[ParamChoice]]],
-        optimizer: str, microbatches: int,
+        parameters: Mapping[int, tuple[int, Sequence[ParamChoice]]], optimizer: str, microbatches: int,
     ) -> None:  # fmt: skip
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
         self.optimizer, self.microbatches = optimizer, microbatches

@@ -27,7 +27,7 @@ from autopar.planner.intra_op.memory.reshard_needs import (
     reduction_needs,
     step_back_needs,
     step_needs,
-)
+)  # fmt: skip
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import ParamChoice
 from autopar.plans.prices import MicrobatchPeaks, Moment
@@ -234,10 +234,7 @@ class StepMoments:
         return self.back(self.at_of[max(asking)], 0), self.back(self.at_of[entry.since], 1 if mine else 0)
 
     def _gathered_again(self, memory: int, n_bytes: int) -> int:
-        """Return the bytes to regather a copy, besides itself: it is gathered elsewhere and copied into its place.
-
-        What is recomputed is so one after the other.
-        """
+        """Return the bytes to regather a copy, besides itself: it is gathered elsewhere and copied into its place."""
         ref, steps = self.walk.steps_again[memory]
         most = before = 0
         for src, dst in steps:
@@ -247,10 +244,7 @@ class StepMoments:
         return max(n_bytes, most - n_bytes)
 
     def _let_go(self, keeper: int, entry: Entry) -> int:
-        """Return the place in the order of the last operator for whose backward a keeper needs its memory.
-
-        What a segment takes from outside lives as long as the segment.
-        """
+        """Return the place of the last operator whose backward needs a keeper's memory: that of a segment's end."""
         segment = self.walk.segment_of.get(keeper)
         if entry.segment is None and segment is not None:
             keeper = self.holds.segments[segment].ops[0]
