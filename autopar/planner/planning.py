@@ -1,4 +1,4 @@
-"""From a request to a plan: on one mesh, on the best of several, or in stages.
+"""Plans for requests: on one mesh, on the best of several, or in stages.
 
 :func:`autopar.plan`, :func:`autopar.parallelize` and ``autopar plan`` all come here.
 """

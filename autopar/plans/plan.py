@@ -265,7 +265,7 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
-        """Of a step."""
+        """Number of microbatches of a step."""
         return self.schedule.n_microbatches
 
     @property
@@ -359,7 +359,7 @@ class Plan:
 
     @property
     def price(self) -> Price:
-        """Of a step; of several stages see ``plan.seconds`` and ``plan.memory_bytes``."""
+        """Price of a step; of several stages see ``plan.seconds`` and ``plan.memory_bytes``."""
         return self.only("a price").price
 
     @property

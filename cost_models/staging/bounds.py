@@ -54,12 +54,12 @@ class Bounds:
 
     @property
     def least_seconds(self) -> float:
-        """Of the whole chain."""
+        """A lower bound of the whole chain."""
         return float(max(self.rest[0, (i + 1) * len(self.levels) - 1, -1] for i in range(len(SHARES))))
 
     @property
     def least_sum_seconds(self) -> float:
-        """Of the whole chain: the weighted sum of the stages alone."""
+        """A lower bound of the weighted sum of the stages of the whole chain."""
         return float(self.rest[0, 0, -1])
 
 

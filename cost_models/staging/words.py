@@ -155,7 +155,7 @@ class StagingProblem:
 
     @property
     def memory_bytes(self) -> Mapping[str, float]:
-        """Of one device of each type."""
+        """Memory of one device of each type."""
         return {p.device_type: p.memory_bytes for p in self.pools}
 
     @property

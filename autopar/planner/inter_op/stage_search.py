@@ -1,4 +1,4 @@
-"""Where to cut the pipeline, and which schedule to run: stages of blocks on groups of devices.
+"""The search for a pipeline's cuts and schedule: stages of blocks on groups of devices.
 
 Every number of microbatches (:mod:`.per_microbatch_count`) goes through four steps, each of which costs more than the
 one before and sees less of what there is to choose from:

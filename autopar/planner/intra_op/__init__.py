@@ -1,4 +1,4 @@
-"""How every operator and parameter is cut on one mesh.
+"""The cut of every operator and parameter on one mesh.
 
 Driven by :mod:`.mesh_plan`, a graph passes through:
 

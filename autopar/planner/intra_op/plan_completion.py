@@ -1,4 +1,4 @@
-"""From the decided strategies to a whole plan: cold nodes follow demand, routes are found, everything is priced."""
+"""Completion of decided strategies to a plan: cold nodes follow demand, reshard paths are found, all is priced."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def complete(
     Operators left out of ``decided`` and buffers left out of ``buffers`` follow demand; parameters left out are
     replicated, as are outputs. Of ``memory``, decisions about tensors that are not gathered, or that nobody keeps, are
     left out. ``weighed`` counts the bytes of activations, which take longest to find; without, and if no decision is
-    made about memory, they are 0. ``devices`` are the ranks of the mesh in row-major order, by default the first.
+    made about memory, they are 0.
 
     Raises:
         PlanError: a tensor cannot be brought to where it is wanted.

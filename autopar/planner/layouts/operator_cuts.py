@@ -76,7 +76,7 @@ class OperatorCuts:
 
     @cached_property
     def _products(self) -> dict[int, tuple[frozenset[str], frozenset[str]]]:
-        """Of products of an activation with a parameter, the factors of the features that they make and sum over."""
+        """Factors of the features that products with parameters make, and of those that they sum over."""
         found = {}
         for i, node in self.graph.of_kind("op"):
             rule = self.rules[i]

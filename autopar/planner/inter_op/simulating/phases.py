@@ -1,4 +1,4 @@
-"""When within a step a plan's seconds are spent: the forward of a microbatch, its two backward halves, once a step.
+"""Phases of a plan's seconds within a step: the forward of a microbatch, its two backward halves, once a step.
 
 This is what a pipeline is simulated with. The gradients of a contraction's weights can be computed later than those of
 its inputs; everything else of the backward belongs to the first half, recomputed forwards included.

@@ -90,7 +90,7 @@ class Ledger:
         return sum(e.n_bytes for e in self.entries if e.decision == KEEP.name)
 
     def segment_bytes(self) -> dict[int, int]:
-        """Bytes that each segment keeps while it is recomputed, besides its inputs."""
+        """Return the bytes that each segment keeps while it is recomputed, besides its inputs."""
         by_segment: dict[int, int] = {}
         for e in self.entries:
             if e.segment is not None:

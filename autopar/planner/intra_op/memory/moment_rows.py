@@ -321,7 +321,7 @@ class MomentRows:
 
     @cached_property
     def _param_shares(self) -> Mapping[int, list[float]]:
-        """Of parameters as they are used."""
+        """Return the shares of parameters as they are used."""
         nodes = self.graph.nodes
         return {
             i: [self.pricer.local_bytes(nodes[i].out, c.used) / max(1, nodes[i].out.n_bytes) for c in choices]
