@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar.planner.planning import in_stages
-from autopar.plans.request import asked as asked_for
+from autopar.plans.request import request_of
 from autopar.plans.stage_graphs import cut
 from autopar.report import trace
 from cost_models.schedules import grid
@@ -36,8 +36,8 @@ def main(path: Path) -> None:
     with torch.device("meta"):
         model, ids = GPT2LMHeadModel(CONFIG).bfloat16(), torch.zeros(4, 1024, dtype=torch.long)
     captured = autopar.capture(model, {"input_ids": ids, "labels": ids})
-    asked = asked_for({"stages": "auto", "schedule": "1f1b", "microbatches": MICROBATCHES})
-    found = in_stages({MICROBATCHES: captured.graph}, cluster, cluster.n_devices, asked, cluster.name)
+    request = request_of({"stages": "auto", "schedule": "1f1b", "microbatches": MICROBATCHES})
+    found = in_stages({MICROBATCHES: captured.graph}, cluster, cluster.n_devices, request, cluster.name)
     plan, timeline = found.plan, found.timeline
     print(f"\n{plan.seconds * 1e3:.1f} ms a step, {timeline.bubble_fraction:.1%} of it idle")
     layers = []

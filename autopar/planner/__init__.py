@@ -1,4 +1,4 @@
-"""From a graph to a plan.
+"""The planner, from a graph to a plan.
 
 :mod:`.intra_op` decides how every operator is split on one mesh (an integer program); :mod:`.inter_op` decides where
 the pipeline is cut and how it runs (a search over prices of blocks from the former, which knows nothing of it).

@@ -1,12 +1,8 @@
 """Constants of the search: every number by which it trades the quality of a plan for planning time.
 
 Nothing here changes what a plan means or costs; tolerances, units and formats are where they are used. Each field has
-what it does and why, with the measurement that chose it; seconds are CPU-seconds.
-``docs/decisions/2026-11-26-constants-of-the-search.md`` has the plans at half and at double of each value.
-
-Nothing here changes what a plan means or costs; tolerances, units and formats are where they are used. Each field says
-what it does, why, and what a measurement gave; times are CPU-seconds, and where two numbers are given they are of the
-value halved and doubled (``docs/measurements.md``, "Constants of the search").
+what it does and why, and the measurement that chose it where there is one; ``git log -S`` finds the commit of each.
+Seconds are CPU-seconds.
 """
 
 from __future__ import annotations

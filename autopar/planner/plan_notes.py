@@ -21,7 +21,7 @@ LARGE_MASKS_BYTES = 2**28
 NEXT_BEST = 3
 """Ways that the notes of a plan name."""
 NEXT_WORDS = "next best"
-"""How notes begin that name the ways that came next."""
+"""How notes begin that name the layouts that came next."""
 
 
 def notes_on(graph: Graph) -> tuple[str, ...]:
@@ -65,9 +65,9 @@ def next_best(planned: Planned) -> list[str]:
     """Return notes on the layouts that came next."""
     best = planned.plan.seconds
     others = dict(reversed([t for t in planned.tried if t[1] > best * (1 + ROUNDING)]))
-    ways = sorted(others.items(), key=lambda t: t[1])[:NEXT_BEST]
+    layouts = sorted(others.items(), key=lambda t: t[1])[:NEXT_BEST]
     return [
-        f"{NEXT_WORDS}: {what}, {show_seconds(seconds)} a step ({seconds / best - 1:+.1%})" for what, seconds in ways
+        f"{NEXT_WORDS}: {what}, {show_seconds(seconds)} a step ({seconds / best - 1:+.1%})" for what, seconds in layouts
     ]
 
 

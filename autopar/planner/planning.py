@@ -1,4 +1,4 @@
-"""From a request to a plan: on one mesh, on the best of several, or in stages.
+"""Plans for requests: on one mesh, on the best of several, or in stages.
 
 :func:`autopar.plan`, :func:`autopar.parallelize` and ``autopar plan`` all come here.
 """
@@ -46,7 +46,7 @@ class Outcome:
     Attributes:
         captured: of one microbatch, for which the plan is.
         timeline: of a step, where stages were searched for.
-        tried: the best ways that were planned, ``(what, seconds of a step)``, best first.
+        tried: the best layouts that were planned, ``(layout, seconds of a step)``, best first.
         others: all plans in stages that were made exactly, this one first.
         cluster: for which they are: that of the devices that work, where the plan leaves some idle.
     """
@@ -186,7 +186,7 @@ def _found(
             of_names = isinstance(error, TooSmallError)  # which neither microbatches nor stages make larger
             if of_names or not request.whole or request.insisted or not can_be_cut(captured.graph, example()):
                 raise
-            hint = _in_other_ways(model, captured, example(), cluster, n, request, str(error))
+            hint = _hint_for_others(model, captured, example(), cluster, n, request, str(error))
             if not hint:
                 raise
             raise InfeasibleError(f"{error}\n  {hint}") from None
@@ -245,7 +245,7 @@ def _simpler(outcome: Outcome, captured: Captured, cluster: Cluster, request: Pl
     return replace(outcome, plan=simple, captured=captured, timeline=None)
 
 
-def _in_other_ways(
+def _hint_for_others(
     model: torch.nn.Module, captured: Captured, example: Any, cluster: Cluster, n: int, request: PlanRequest, why: str
 ) -> str:
     """Return a hint on what would fit a model whose whole batch does not.
@@ -370,16 +370,9 @@ def in_stages(
     check_counts(pins.stages, pins.cuts, n, schedules, pins.mesh, options, sizes)
     starts = starts_of(graph, pins.cuts) if pins.cuts else None
     wanted = PipelineOptions(
-        request.microbatches,
-        pins.stages,
-        schedules,
-        pins.mesh,
-        starts,
-        options,
-        may_recompute=request.may_recompute,
-        top=request.top,
-        max_axes=request.max_axes,
-    )
+        request.microbatches, pins.stages, schedules, pins.mesh, starts, options, may_recompute=request.may_recompute,
+        top=request.top, max_axes=request.max_axes,
+    )  # fmt: skip
     planned = plan_pipeline(graphs, cluster, n, wanted, cluster_name=name)
     small = note_on_small(graph, pins.params, planned.plan.stages)
     notes = (*planned.plan.notes, *notes_on(graph), *small, *next_best(planned))

@@ -15,7 +15,7 @@ from hardware_profiles import (
     split_software,
     split_subset,
     subset_suffix,
-)
+)  # fmt: skip
 from hardware_profiles.software import AS
 
 FILES = (".toml", ".json")

@@ -50,11 +50,11 @@ def stored_differently(stages: Sequence[tuple[Mesh, Mapping[str, State]]]) -> li
     A rank has one tensor for all stages that it runs. A tensor that nothing cuts is the same one on any mesh. Each
     stage is its mesh and the placements of what it stores, by name.
     """
-    ways: dict[str, set[tuple[Mesh, State] | None]] = {}
+    placements: dict[str, set[tuple[Mesh, State] | None]] = {}
     for mesh, states in stages:
         for name, state in states.items():
-            ways.setdefault(name, set()).add((mesh, state) if state.is_cut else None)
-    return [name for name, different in ways.items() if len(different) > 1]
+            placements.setdefault(name, set()).add((mesh, state) if state.is_cut else None)
+    return [name for name, different in placements.items() if len(different) > 1]
 
 
 __all__ = ["check_places", "check_within", "stored_differently"]

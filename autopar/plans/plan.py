@@ -1,6 +1,6 @@
 """The plan: every decision, as a value.
 
-A plan is stages, the schedule that orders their work, and what crosses between them; a model that is not cut has one
+A plan is stages, the schedule that orders their work, and transfers between them; a model that is not cut has one
 stage. A stage says for every op which factor each mesh axis cuts, for every parameter how it is stored and used, for
 every tensor the steps that bring it from the placement its producer gives to those its consumers want, and what all
 that is predicted to cost. A plan holds no tensors and no code.
@@ -31,7 +31,7 @@ VERSION = 2
 LIFETIMES = ("step", "use")
 
 Recompute = tuple[tuple[str, str], ...]
-"""Segments ``(first op, last op)``, runs of operators in execution order that run again in the backward."""
+"""Segments ``(first op, last op)``, runs of operators in execution order that are recomputed in the backward."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ParamChoice:
     Attributes:
         stored: placement in which the optimizer sees it; made of ``S`` and ``I`` only (``R`` without gradient).
         used: placement in which the program takes it.
-        lifetime: how long a gathered copy lives: ``step`` (gathered once; ZeRO-1/2) or ``use`` (gathered again for
+        lifetime: how long a gathered copy lives: ``step`` (gathered once; ZeRO-1/2) or ``use`` (regathered for
             the backward; ZeRO-3).
     """
 
@@ -66,7 +66,7 @@ class Pins:
         params: ``{pattern: "replicate", a placement "S0,I", or one with a lifetime "S0,I use"}``.
         inputs, outputs: placements by input name and output position.
         memory_limit_bytes: per device; None for what the device has.
-        recompute: patterns of module paths that run again in the backward.
+        recompute: patterns of module paths that are recomputed in the backward.
         precision: the policy that the graph was captured for.
         expert_load: shares of rows of routed experts, by patterns of modules; prices are for them.
     """
@@ -266,7 +266,7 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
-        """Of a step."""
+        """Number of microbatches of a step."""
         return self.schedule.n_microbatches
 
     @property
@@ -360,7 +360,7 @@ class Plan:
 
     @property
     def price(self) -> Price:
-        """Of a step; of several stages see ``plan.seconds`` and ``plan.memory_bytes``."""
+        """Price of a step; of several stages see ``plan.seconds`` and ``plan.memory_bytes``."""
         return self.only("a price").price
 
     @property

@@ -27,7 +27,7 @@ class Price:
         activation_seconds: collectives on activations, forward and backward, those inside distributed ops included.
         parameter_seconds: gradient reductions and parameter gathers, as long as they take by themselves.
         hidden_seconds: of these, what passes while operators compute (:mod:`cost_models.parameter_overlap`).
-        overhead_seconds: what the executor takes beside operators in all microbatches, sums of gradients included.
+        overhead_seconds: what the executor takes besides operators in all microbatches, sums of gradients included.
         optimizer_seconds: the optimizer's step, and what else is done once.
         parameter_bytes, gradient_bytes, optimizer_bytes: stored state of one rank; exact.
         gathered_bytes: copies of parameters (and their gradients) in the used placement, alive at once.
@@ -35,7 +35,7 @@ class Price:
             their inputs, and the rest of the largest one while it lives again.
         again_bytes: of these, the rest of that largest segment: there once, however many microbatches are in flight.
         working_bytes: what operators need while they run, at the fullest moment of the step: gradients of what they
-            make and read, copies on their way. Of what is counted above, gradients and activations are not all there at
+            make and read, copies pending. Of what is counted above, gradients and activations are not all there at
             once; what is not there at that moment is taken off here, so this can be negative.
     """
 
@@ -173,7 +173,7 @@ class Fullest(NamedTuple):
         moment: of the microbatch that runs; None where the optimizer steps.
         in_flight: microbatches between forward and backward, the one that runs among them.
         is_first: no backward was before, so no gradients of parameters are there but its own.
-        crossing_bytes: of tensors on their way from and to other stages.
+        crossing_bytes: of tensors pending between stages.
     """
 
     n_bytes: int
@@ -204,7 +204,7 @@ class StagePeaks:
             microbatches in flight, or gradients are there all the time.
         later: of one whose backward adds to them; None if a step has one microbatch, whose backward makes them.
         gradient_bytes: of parameters, as they are stored.
-        optimizer_bytes: what the optimizer needs beside its state while it steps.
+        optimizer_bytes: what the optimizer needs in addition to its state while it steps.
         kept_bytes: of every microbatch in flight.
         arrived, sent: what the stage gets from others, and what it gives.
     """

@@ -138,13 +138,9 @@ def can_recompute_result(graph: Graph, ref: Ref, segment_of: Mapping[int, int]) 
 
 
 def regathered(
-    graph: Graph,
-    mesh: Mesh,
-    reshard_paths: Mapping[str, ReshardPath],
-    keys: Collection[str],
-    segment_of: Mapping[int, int],
-    chosen: Mapping[int, Strategy],
-) -> dict[tuple[Ref, State], tuple[State, tuple[tuple[State, State], ...]]]:
+    graph: Graph, mesh: Mesh, reshard_paths: Mapping[str, ReshardPath], keys: Collection[str],
+    segment_of: Mapping[int, int], chosen: Mapping[int, Strategy],
+) -> dict[tuple[Ref, State], tuple[State, tuple[tuple[State, State], ...]]]:  # fmt: skip
     """Return by tensor and state of the copy the state of the shard from which it is gathered, and the steps.
 
     A copy that is gathered over several axes comes from the shard before the first of them. ``keys`` are tensors, by

@@ -32,7 +32,7 @@ class PlanRequest:
         piped: stages are looked at, too; where none are asked for, only of a model that can be trained in stages.
         insisted: something is asked of stages or microbatches, so a model that cannot have them is refused.
         whole: the caller runs the batch of a step at once (``pm(batch)``, ``loss.backward()``) unless told otherwise.
-        may_recompute: blocks may run again in the backward, where the planner finds that best.
+        may_recompute: blocks may be recomputed in the backward, where the planner finds that best.
         top: how many of the best layouts of a pipeline are planned exactly.
         measure_load: the load of routed experts is what the model routes of the example batch.
         input_rows: the inputs that have the rows of the batch; None to find them.

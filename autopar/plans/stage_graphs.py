@@ -1,7 +1,7 @@
 """Cutting a graph into pipeline stages: every stage becomes a graph of its own.
 
 A stage is a run of operators in execution order, so tensors only ever flow to later stages, to the next one or past it
-(skip connections, an encoder's output). Tensors that depend on no parameter (masks, positions) are made again in every
+(skip connections, an encoder's output). Tensors that depend on no parameter (masks, positions) are recomputed in every
 stage that wants them, since making them is cheaper than sending them.
 """
 
@@ -146,7 +146,7 @@ def spans_of_written_buffers(graph: Graph) -> list[tuple[int, int]]:
         if i in position:
             for name in read:
                 places[name].append(position[i])
-        elif read:  # it is made again wherever it is wanted
+        elif read:  # it is recomputed wherever it is wanted
             from_buffers[i] = read
     for name, at in places.items():
         if name not in graph.updates:  # norms write it where they read it
@@ -213,17 +213,12 @@ def _stage(
     loss = len(leaving) + positions.index(graph.loss) if graph.loss in positions else None
     names = {n.target for n in nodes if n.kind == "param"}
     cut_graph = Graph(
-        tuple(nodes),
-        (*(renumbered[r] for r in leaving), *(renumbered[o] if isinstance(o, Ref) else o for o in outs)),
-        loss,
-        {alias: name for alias, name in graph.tied.items() if name in names},
-        {name: renumbered[graph.updates[name]] for name, s in made_at.items() if s == number},
-        len(leaving),
+        tuple(nodes), (*(renumbered[r] for r in leaving), *(renumbered[o] if isinstance(o, Ref) else o for o in outs)),
+        loss, {alias: name for alias, name in graph.tied.items() if name in names},
+        {name: renumbered[graph.updates[name]] for name, s in made_at.items() if s == number}, len(leaving),
         tuple(stage_edge.targets for stage_edge in leaving.values()),
-        {stage_edge.tensor: stage_edge.source for stage_edge in arriving.values()},
-        graph.precision,
-        before=before,
-    )
+        {stage_edge.tensor: stage_edge.source for stage_edge in arriving.values()}, graph.precision, before=before,
+    )  # fmt: skip
     return StageGraph(number, cut_graph, tuple(arriving.values()), tuple(leaving.values()), tuple(positions))
 
 

@@ -28,7 +28,7 @@ from .words import (
     StagingProblem,
     Submesh,
     no_transfer,
-)
+)  # fmt: skip
 
 __all__ = [
     "RECOMPUTE",

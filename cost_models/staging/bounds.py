@@ -54,25 +54,19 @@ class Bounds:
 
     @property
     def least_seconds(self) -> float:
-        """Of the whole chain."""
+        """A lower bound of the whole chain."""
         return float(max(self.rest[0, (i + 1) * len(self.levels) - 1, -1] for i in range(len(SHARES))))
 
     @property
     def least_sum_seconds(self) -> float:
-        """Of the whole chain: the weighted sum of the stages alone."""
+        """A lower bound of the weighted sum of the stages of the whole chain."""
         return float(self.rest[0, 0, -1])
 
 
 def bounds(
-    table: StageTable,
-    times: Timed,
-    bubble: float,
-    m: int,
-    n_stages: int | None,
-    pace_limit: float,
-    rent_seconds: float,
-    n_levels: int = LEVELS,
-) -> Bounds:
+    table: StageTable, times: Timed, bubble: float, m: int, n_stages: int | None, pace_limit: float,
+    rent_seconds: float, n_levels: int = LEVELS,
+) -> Bounds:  # fmt: skip
     """Return bounds for stages of at most `pace_limit` seconds, exactly `n_stages` unless None. `rent_seconds` is P."""
     problem = table.problem
     n, n_runs = problem.n_blocks, len(table.rows_of) - 1
@@ -98,10 +92,9 @@ def bounds(
         if filled.any() and (r == limit - 1 or not np.array_equal(least[:, r + 1], least[:, r + 2])):
             least_after = least[:, r + 1, None]
             price = np.where(
-                np.isfinite(least_after),
-                np.where(np.isfinite(least_after), least_after, 0.0) * factor + part * rent,
+                np.isfinite(least_after), np.where(np.isfinite(least_after), least_after, 0.0) * factor + part * rent,
                 INF,
-            )
+            )  # fmt: skip
             run[filled] = np.minimum.reduceat(price, run_starts[filled], axis=0)
         for end in range(1, n + 1):
             rest[r, end] = (rest[r + 1, :end] + run[index[:end, end - 1]]).min(axis=0)

@@ -36,7 +36,7 @@ RENT = 1.25
 SHIFTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Labels before a label, in the order that puts good ones first, with which it is compared."""
 TIGHTENED = 0.98
-"""Bounds are made again only if the limit of the pace has fallen below this share of what they were made with."""
+"""Bounds are recomputed only if the limit of the pace has fallen below this share of what they were made with."""
 
 
 @dataclass
@@ -78,15 +78,9 @@ class BestByStages:
 
 
 def solve(
-    table: StageTable,
-    times: Timed,
-    fill: Fill,
-    m: int,
-    n_stages: int | None,
-    limit_seconds: float,
-    width: int,
+    table: StageTable, times: Timed, fill: Fill, m: int, n_stages: int | None, limit_seconds: float, width: int,
     only: NDArray[np.bool_] | None = None,
-) -> BestByStages:
+) -> BestByStages:  # fmt: skip
     """Return plans of at most `limit_seconds`, of `n_stages` stages where `times` are for that number alone.
 
     `only` marks the rows of the table that may be used.

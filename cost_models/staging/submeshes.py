@@ -59,10 +59,9 @@ def sizes(pool: Pool) -> tuple[int, ...]:
 
 
 def submeshes(
-    pools: Iterable[Pool],
-    shapes: Callable[[int], Sequence[str]] = lambda _: ("",),
+    pools: Iterable[Pool], shapes: Callable[[int], Sequence[str]] = lambda _: ("",),
     rule: Callable[[Pool], Sequence[int]] = sizes,
-) -> tuple[Submesh, ...]:
+) -> tuple[Submesh, ...]:  # fmt: skip
     """Return every size of `rule` in every shape that `shapes` gives for it."""
     return tuple(Submesh(p.device_type, n, shape) for p in pools for n in rule(p) for shape in shapes(n))
 
@@ -70,7 +69,7 @@ def submeshes(
 def place(pools: Sequence[Pool], stages: Sequence[Submesh]) -> list[tuple[int, ...]] | None:
     """Return the device numbers of each stage, counted within its pool node after node; None where they do not pack.
 
-    Stages that do not fill a node stay inside one; larger ones take whole nodes and, where their size asks for it, a
+    Stages that do not fill a node stay inside one; larger ones take whole nodes and, where their size needs it, a
     part of one more. Stages that follow each other stand as near as that allows.
     """
     devices: list[tuple[int, ...]] = [()] * len(stages)

@@ -104,7 +104,7 @@ class StagingProblem:
         transfer: over a cut. Asked once for every distinct (class before, class after) and pair of places.
         classes: one label a block; runs of equal labels share their cost. None: all blocks differ.
         place: two submeshes with the same place are the same to `transfer`; fewer places, faster search.
-        overlap: transfers run beside computation: they delay a microbatch and limit its rate like a stage of their
+        overlap: transfers run along with computation: they delay a microbatch and limit its rate like a stage of their
             own. Otherwise the earlier stage also waits for them, both ways.
         all_devices: every device must belong to a stage; otherwise some may stay idle.
         recompute: one of RECOMPUTE.
@@ -155,7 +155,7 @@ class StagingProblem:
 
     @property
     def memory_bytes(self) -> Mapping[str, float]:
-        """Of one device of each type."""
+        """Memory of one device of each type."""
         return {p.device_type: p.memory_bytes for p in self.pools}
 
     @property
@@ -197,7 +197,7 @@ class StageEstimate:
 class StagingEstimate:
     """A cut with the estimate of its step.
 
-    `lower_bound_seconds` is of all ways that the search looked for: equal to the best candidate's `seconds` when it
+    `lower_bound_seconds` is of all cuts that the search looked for: equal to the best candidate's `seconds` when it
     is proved optimal.
     """
 

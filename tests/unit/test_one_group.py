@@ -17,7 +17,7 @@ from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op import stage_search
 from autopar.planner.inter_op.candidates import Candidate
 from autopar.planner.inter_op.estimating.block_costs import Menus
-from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of
+from autopar.planner.inter_op.exact.memory_shares import counted_in_flight, extra_bytes, share_of
 from autopar.planner.inter_op.per_microbatch_count import OneNumber
 from autopar.planner.inter_op.single_stage import least_seconds
 from autopar.planner.inter_op.stage_search import PipelineOptions, plan_pipeline
@@ -154,13 +154,13 @@ def test_what_a_group_needs_once_is_counted_once() -> None:
         (Mesh.of(data=1),), ((0,),), "interleaved-1f1b", (), 0.0, scaled, once_bytes=(once * 2**30,) * 7
     )  # fmt: skip
     live = (3,) * 7
-    limits = [share_of(s, of_group, live, live, way) * memory + beside(s, of_group, way) for s in of_group]
+    limits = [share_of(s, of_group, live, live, way) * memory + extra_bytes(s, of_group, way) for s in of_group]
     lasting = [limit - once * 2**30 for limit in limits]
     needed = (persistent + 3 * kept) * 2**30 - EFFORT.memory_step
     assert all(n >= needed for n in lasting), "each has room for what it was estimated to need, but for rounding"
     assert sum(lasting) + once * 2**30 <= memory * (1 + 1e-9), "and all of them, one of which works, fit"
     alone = replace(way, n_bytes=scaled[:1], once_bytes=way.once_bytes[:1])
-    assert beside(0, (0,), alone) == 0.0, "a stage that has its group for itself has all of it in its share"
+    assert extra_bytes(0, (0,), alone) == 0.0, "a stage that has its group for itself has all of it in its share"
 
 
 def test_where_a_search_finds_nothing_it_looks_closer_at_one_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,8 +174,8 @@ def test_plans_of_few_rows_do_not_serve_where_more_rows_can_be_cut() -> None:
         before = dict(decided.fastest)
         least = fresh.menus.fastest(block, mesh, range(32))
         assert one.menus.fastest(block, mesh, range(32)) <= 1.001 * least
-        fastest_way = min(way.seconds for way in fresh.menus.ways(block, mesh, range(32)))
-        assert min(way.seconds for way in one.menus.ways(block, mesh, range(32))) <= 1.001 * fastest_way
+        fastest_way = min(way.seconds for way in fresh.menus.of(block, mesh, range(32)))
+        assert min(way.seconds for way in one.menus.of(block, mesh, range(32))) <= 1.001 * fastest_way
         assert (decided.fastest == before) == (rows == 8)  # that of 4 rows serves: neither can be cut in 32
 
 
@@ -199,7 +199,7 @@ def test_blocks_beside_the_commonest_are_priced_with_two_axes_as_one() -> None:
     devices = range(16)
     merged = [Mesh.of(data=8, tensor=2), Mesh.of(data=4, tensor=4)]
     assert mesh.merged() == merged
-    assert menus.ways(rare, mesh, devices) == tuple(w for fewer in merged for w in menus.ways(rare, fewer, devices))
+    assert menus.of(rare, mesh, devices) == tuple(w for fewer in merged for w in menus.of(rare, fewer, devices))
     assert not any(len(key[1]) > 2 for key in menus.decided.every)
 
 

@@ -8,9 +8,9 @@ are in that order, and import only from those above them.
 :mod:`.simulating`           what a simulator needs to know of planned stages: when a plan's seconds are spent, what
                              crosses; and schedules that are searched for
 :mod:`.estimating`           stages put together from what blocks can cost, before any stage is planned, and simulated
-:mod:`.candidates`           what is asked of a search, and the ways to cut that estimates propose for exact plans
+:mod:`.candidates`           options of a search, and the cuts that estimates propose for exact plans
 :mod:`.exact`                the best few planned stage by stage and simulated
-:mod:`.per_microbatch_count` ways to cut for one number of microbatches: all of the above
+:mod:`.per_microbatch_count` cuts for one number of microbatches: all of the above
 :mod:`.single_stage`         one group of all devices: a true bound of every layout, and straight to the exact plan
 :mod:`.incumbents`           the exact plans so far, and what may beat them; :mod:`.nothing_fits`: the error without
                              one

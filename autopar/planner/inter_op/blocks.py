@@ -104,10 +104,7 @@ def _crossing(graph: Graph, ops: Sequence[int], position: dict[int, int]) -> lis
 def _pieces(
     stage_edge: Sequence[int], depths: Sequence[int], work: Sequence[float], a: int, b: int, n: int
 ) -> list[int]:  # fmt: skip
-    """Return up to ``n - 1`` cuts near equal shares of the work, where the fewest bytes are passed on.
-
-    Of such places they are where the outermost module ends.
-    """
+    """Return up to ``n - 1`` cuts near equal shares of the work, where the fewest bytes are passed on."""
     cuts = []
     for k in range(1, n):
         low, high = (work[a] + (work[b] - work[a]) * (k + d) / n for d in (-EFFORT.moved_cut, EFFORT.moved_cut))

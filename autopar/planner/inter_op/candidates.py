@@ -24,9 +24,8 @@ class PipelineOptions:
         mesh: of every group; None tries every shape.
         starts: names of the first operators of all stages but the first; None lets the planner cut.
         options: for the plan of each stage.
-        may_recompute: blocks may run again in the backward, where memory is short or time is saved by it. Where
-            ``options.recompute`` or the model itself (activation checkpointing) says what runs again, that and nothing
-            else does.
+        may_recompute: blocks may be recomputed, where memory is short or it saves time. Where ``options.recompute`` or
+            the model itself (activation checkpointing) decides what is recomputed, nothing else is.
         top: so many different layouts are planned exactly, if there are: the best one, and the next best of those that
             its search came across.
         max_axes: of a group's mesh, where every shape is tried.

@@ -180,11 +180,7 @@ class Incumbents:
         return piped >= EFFORT.candidates or self.failed >= EFFORT.failed_plans
 
     def _is_far(self, candidate: Candidate) -> bool:
-        """Return whether, on many devices, a candidate looks worse than the best.
-
-        Simulated estimates are seldom much too long. The next one may look better, as the first few come in the order
-        of their programs.
-        """
+        """Return whether, on many devices, a candidate looks worse than the best, by the errors of estimates so far."""
         if self.few or candidate.groups == 1 or len(self._different) < self.top:
             return False
         hopeful = min([1.0, *self.errors]) if self.errors else 1 - EFFORT.close_estimate
@@ -201,11 +197,7 @@ class Incumbents:
         return self.programs + search.n_programs(candidate) <= EFFORT.few_programs
 
     def _is_of_interest(self, search: OneNumber, candidate: Candidate) -> bool:
-        """Return whether a candidate may beat the best so far.
-
-        On few devices the errors of estimates decide; on many, where several layouts are wanted, whether it is another
-        one.
-        """
+        """Return whether a candidate may beat the best so far, by the errors of estimates, or is another layout."""
         many = not self.few
         if many and self.top > 1 and search.what(candidate) in self._different:
             return False

@@ -110,11 +110,11 @@ class Replanner:
         place = {self.graph.nodes[i].name: p for p, i in enumerate(hot_ops(self.graph))}
         at = [place[c.first] for c in self.plan.stages] + [len(place)]
         begins = sorted(place[name] for name in self.bounds)
-        ways = [p for p in begins if (p > at[number]) == (by > 0) and p != at[number]]
-        ways = ways if by > 0 else ways[::-1]
-        if len(ways) < abs(by) or not at[number - 1] < ways[abs(by) - 1] < at[number + 1]:
+        places = [p for p in begins if (p > at[number]) == (by > 0) and p != at[number]]
+        places = places if by > 0 else places[::-1]
+        if len(places) < abs(by) or not at[number - 1] < places[abs(by) - 1] < at[number + 1]:
             return None
-        return next(name for name, p in place.items() if p == ways[abs(by) - 1])
+        return next(name for name, p in place.items() if p == places[abs(by) - 1])
 
     def moved(self, number: int, first: str) -> tuple[Plan, Timeline]:
         """Return the plan with stage ``number`` beginning at another operator; stages that change are solved again."""

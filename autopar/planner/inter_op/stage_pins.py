@@ -114,7 +114,7 @@ def _inputs(inputs: Mapping[str, State], stage: StageGraph) -> dict[str, State]:
 
 
 def _outputs(outputs: Mapping[int, State], stage: StageGraph) -> dict[int, State]:
-    """By position in the stage, whose first outputs are tensors for later stages."""
+    """Return placements by position in the stage, whose first outputs are tensors for later stages."""
     return {
         len(stage.gives) + stage.outputs.index(k): state for k, state in outputs.items() if k in stage.outputs
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Where to cut the pipeline, and which schedule to run: stages of blocks on groups of devices.
+"""The search for a pipeline's cuts and schedule: stages of blocks on groups of devices.
 
 Every number of microbatches (:mod:`.per_microbatch_count`) goes through four steps, each of which costs more than the
 one before and sees less of what there is to choose from:
@@ -228,11 +228,7 @@ class _Numbers:
         self._look_deeper()
 
     def _likely_best(self, middle: int) -> int:
-        """Return the number of microbatches of which ``EFFORT.devices_a_microbatch`` have one row each time.
-
-        The largest number has microbatches of one row. On fewer devices, which one group may serve best, it is the
-        middle one.
-        """
+        """Return where to start: ``EFFORT.devices_a_microbatch`` devices have one row each, or the middle."""
         if self.searches[0].n_devices <= EFFORT.devices_a_microbatch:
             return middle
         numbers = [search.request.microbatches for search in self.searches]
@@ -241,8 +237,8 @@ class _Numbers:
 
     def _look_deeper(self) -> None:
         """Look at meshes of more axes for the number of microbatches and of groups that is best so far."""
-        ways = sorted(self.found, key=lambda f: f[:2])
-        for _, _, search, candidate in ways[:1]:
+        best_first = sorted(self.found, key=lambda f: f[:2])
+        for _, _, search, candidate in best_first[:1]:
             equal = len({mesh.n_devices for mesh in candidate.meshes}) == 1
             request = search.request
             if request.mesh or request.starts is not None or not equal or request.max_axes <= EFFORT.first_axes:
@@ -251,8 +247,9 @@ class _Numbers:
             shapes = search.deeper_shapes(candidate.meshes[0], candidate.devices[0])
             if not shapes:
                 continue
-            deeper = search.candidates(None, ways[0][0], far, self.share, candidate.groups, self.to_beat, shapes=shapes)
-            self._take(search, [c for c in deeper if c.seconds <= far * ways[0][0]])
+            best = best_first[0][0]
+            deeper = search.candidates(None, best, far, self.share, candidate.groups, self.to_beat, shapes=shapes)
+            self._take(search, [c for c in deeper if c.seconds <= far * best])
 
     def _look_at(self, number: int) -> bool:
         """Look at a number of microbatches and return whether it is near the best."""

@@ -1,10 +1,10 @@
-"""How every operator and parameter is cut on one mesh.
+"""The cut of every operator and parameter on one mesh.
 
 Driven by :mod:`.mesh_plan`, a graph passes through:
 
 ======================= ===============================================================================================
 :mod:`.pins`            what a user asks, as what is left of the choices
-:mod:`.mesh_problem`    a graph on a mesh with what is asked: its problems, and plans of their solutions
+:mod:`.mesh_problem`    a graph on a mesh with a user's options: its problems, and plans of their solutions
 :mod:`.building`        the integer program: what each operator can do, seconds and bytes of it; the mathematics
 :mod:`.solving`         its solution; no other folder knows a solver
 :mod:`.within_memory`   the cheapest plan whose bytes, counted in full, stay within the limit

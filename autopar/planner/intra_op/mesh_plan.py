@@ -208,13 +208,13 @@ class PlansByMemory:
         program = highs.program(replace(problem, limit_bytes=UNLIMITED), effort=self.setting.options.effort())
         fastest, *others = program.hull(prices, EFFORT.peak_share)
         plans: dict[object, StagePlan] = {}
-        self._add_ways(decoder, fastest, plans)
+        self._add_variants(decoder, fastest, plans)
         for choice in others:
             with suppress(PlanError):  # rounded to strategies between which there is no way
-                self._add_ways(decoder, choice, plans)
+                self._add_variants(decoder, choice, plans)
         return list(plans.values())
 
-    def _add_ways(self, decoder: Decoder, choice: Choice, plans: dict[object, StagePlan]) -> None:
+    def _add_variants(self, decoder: Decoder, choice: Choice, plans: dict[object, StagePlan]) -> None:
         """Add the cuts of a choice without its decisions about memory, with them, and with all that may be made.
 
         ``plans`` are those so far, by cuts and decisions about memory: choices at rising prices may differ in the
@@ -231,9 +231,9 @@ class PlansByMemory:
         for again, tensors in sets:
             key = cuts, again, frozenset((name, keys) for name, keys in tensors.items() if keys)
             if key not in plans and any(key[1:]):
-                way = self.setting.realise(decided._replace(recomputed=again, tensors=tensors))
-                if way.memory:
-                    plans[key] = way
+                variant = self.setting.realise(decided._replace(recomputed=again, tensors=tensors))
+                if variant.memory:
+                    plans[key] = variant
 
 
 @uncollected()

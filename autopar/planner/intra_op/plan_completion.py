@@ -1,4 +1,4 @@
-"""From the decided strategies to a whole plan: cold nodes follow demand, routes are found, everything is priced."""
+"""Completion of decided strategies to a plan: cold nodes follow demand, reshard paths are found, all is priced."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from autopar.words.placements import PENDING, State, whole_state
 
 
 def demand(
-    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, decided: Mapping[int, Strategy],
-    *, partly: bool = False,
-) -> tuple[dict[int, Strategy], dict[str, State]]:  # fmt: skip
+    graph: Graph, rules: Sequence[Rule | None], mesh: Mesh, decided: Mapping[int, Strategy], *, partly: bool = False
+) -> tuple[dict[int, Strategy], dict[str, State]]:
     """Return the strategies of the undecided operators, and the placements of buffers.
 
     Backwards through the graph: if all readers of a tensor want the same shard, and its op can make just that, it
@@ -155,31 +154,20 @@ def needs(
 
 
 def complete(
-    graph: Graph,
-    rules: Sequence[Rule | None],
-    pricer: Pricer,
-    decided: Mapping[int, Strategy],
-    params: Mapping[int, ParamChoice],
-    outputs: Mapping[int, State],
-    *,
-    inputs: Mapping[str, State] | None = None,
-    buffers: Mapping[str, State] | None = None,
-    optimizer: str = "adamw",
-    microbatches: int = 1,
-    in_flight: int = 1,
-    memory: Mapping[str, Collection[Any]] | None = None,
-    weighed: bool = True,
-) -> StagePlan:
+    graph: Graph, rules: Sequence[Rule | None], pricer: Pricer, decided: Mapping[int, Strategy],
+    params: Mapping[int, ParamChoice], outputs: Mapping[int, State], *, inputs: Mapping[str, State] | None = None,
+    buffers: Mapping[str, State] | None = None, optimizer: str = "adamw", microbatches: int = 1, in_flight: int = 1,
+    memory: Mapping[str, Collection[Any]] | None = None, weighed: bool = True,
+) -> StagePlan:  # fmt: skip
     """Return the plan of decisions, with its reshard paths and its price.
 
-    ``graph``, ``rules``, ``pricer``: with the rule of each node and the prices of the mesh; ``decided``: strategies
-    by node; operators left out follow demand; ``params``: by parameter node; parameters left out (nobody reads
-    them) are replicated; ``outputs``: placements by output position; the others are replicated; ``buffers``,
-    ``inputs``: placements by name; other buffers follow demand; ``memory``: decisions about memory; tensors that
-    are not gathered, and results that nobody keeps, are left out; ``optimizer``, ``microbatches``, ``in_flight``:
-    of the step; microbatches in flight keep their activations; ``weighed``: with the bytes of activations, which
-    take longest to find; without, and if no decision is made about memory, they count as none; ``devices``: ranks
-    of the mesh, in row-major order; by default the first.
+    Operators left out of ``decided`` and buffers left out of ``buffers`` follow demand; parameters left out are
+    replicated, as are outputs. Of ``memory``, decisions about tensors that are not gathered, or that nobody keeps, are
+    left out. ``weighed`` counts the bytes of activations, which take longest to find; without, and if no decision is
+    made about memory, they are 0.
+
+    Raises:
+        PlanError: a tensor cannot be brought to where it is wanted.
     """
     mesh = pricer.mesh
     chosen, buffer_states = demand(graph, rules, mesh, decided)

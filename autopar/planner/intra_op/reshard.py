@@ -20,16 +20,14 @@ from autopar.words.shards import fits
 
 Edge = tuple[State, State]
 STEP_SECONDS = 1e-15
-"""Added to every step, so that of two ways that cost the same, or nothing, the one of fewer steps is taken."""
+"""Added to every step, so that of two paths that cost the same, or nothing, the one of fewer steps is taken."""
 
 
 @lru_cache(maxsize=200_000)
 def state_graph(
-    shape: tuple[int, ...],
-    mesh: Mesh,
-    sources: tuple[tuple[Placement, ...], ...],
+    shape: tuple[int, ...], mesh: Mesh, sources: tuple[tuple[Placement, ...], ...],
     targets: tuple[tuple[Placement, ...], ...],
-) -> tuple[tuple[State, ...], tuple[Edge, ...]]:
+) -> tuple[tuple[State, ...], tuple[Edge, ...]]:  # fmt: skip
     """Return the states between the placements that producers make and consumers want, and the steps between them.
 
     A step never makes a placement that no consumer wants, but for the whole value that two steps may pass through.

@@ -178,11 +178,7 @@ class WithinMemory:
         return not options.explains and (self.bound == float("inf") or (known and self.fewest is not None))
 
     def _of_fewest_bytes(self, program: highs.Program) -> StagePlan:
-        """Return the plan nearest to the fewest bytes of the relaxation: rows may count more than the plan has at once.
-
-        Raises:
-            OutOfReach: it does not fit either.
-        """
+        """Return the plan nearest to the fewest bytes of the relaxation, or raise :class:`OutOfReach`."""
         fewest, plan = self.fewest or program.fewest_bytes(), None
         with suppress(PlanError):  # rounded to strategies between which there is no way
             plan = self._finish(fewest[1]) if fewest is not None else None
@@ -391,10 +387,7 @@ class _Room:
         """The one that was changed last."""
 
     def leave(self, number: int | None, over: float) -> None:
-        """Leave more because a plan was ``over`` bytes too large at a moment.
-
-        Twice as much each time for one with a row.
-        """
+        """Leave more because a plan was ``over`` bytes too large at a moment; more steeply each time."""
         self.times[number] += number is not None
         self.latest = number
         self._set(number, self.left.get(number, 0.0) + over * 2 ** max(0, self.times[number] - 1))

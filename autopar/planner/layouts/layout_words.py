@@ -5,8 +5,8 @@ Each word pins what frameworks do under its name; nothing is searched.
     dp           replicas: the rows of the batch are cut over them
     tp           tensor parallelism as in Megatron-LM: columns, then rows of the weights, heads of attention, the
                  vocabulary of embedding, logits and loss; the residual and its norms are whole
-    sp           with tp, the residual and its norms in pieces of the sequence (Megatron's sequence parallelism)
-    cp           context parallelism: everything in pieces of the sequence. cp=4:ring (keys and values travel; the
+    sp           with tp, the residual and its norms in shards of the sequence (Megatron's sequence parallelism)
+    cp           context parallelism: everything in shards of the sequence. cp=4:ring (keys and values travel; the
                  default), cp=4:allgather (they are gathered), cp=4:ulysses (heads are exchanged for places)
     ep           so many of the ranks of dp share the routed experts of a layer: rows travel among them (all-to-all)
     etp          how routed experts are cut over tp: into pieces of their features (as many as tp; the default), or with
@@ -14,14 +14,14 @@ Each word pins what frameworks do under its name; nothing is searched.
     pp, vp       groups of devices, and stages on each (interleaving); blocks are divided evenly, the embedding is in
                  the first stage, the head in the last
     zero         0 (the default): every rank of dp and cp has the parameters whole. 1: parameters, gradients of a step
-                 and optimizer state are stored in pieces; a step gathers parameters once and reduces gradients once.
+                 and optimizer state are stored in shards; a step gathers parameters once and reduces gradients once.
                  2: the same, with one microbatch only. 3: parameters are gathered for every use
     fsdp         fully_shard: zero=3. fsdp=8: among so many neighbouring ranks of dp, with replicas of these (hybrid).
                  fsdp=keep: not resharded after the forward: with one microbatch only
     mbs          rows of the batch on every data rank in one microbatch; 1 unless it or m is given
     m, gas       microbatches of a step, instead of mbs
     schedule     1f1b (the default), interleaved-1f1b (with vp), zb-h1, gpipe, ...
-    recompute    none (the default); full: every block runs again; full:2: the first two blocks of each stage;
+    recompute    none (the default); full: every block is recomputed; full:2: the first two blocks of each stage;
                  every:2: every second block; selective:self_attn: modules of that name in every block (several with +)
     optimizer    adamw, sgd, sgd_momentum
     precision    bf16-mixed and so on, as of ``--precision``; the model is captured for it
@@ -76,7 +76,7 @@ class Layout:
         microbatches: of a step; None where ``rows`` says it.
         is_default: neither was given, so that ``rows`` is 1.
         routed: a word that needs routed experts, such as ``etp=1``; empty for none.
-        recompute: ``none``; or which blocks run again, ``full``, ``full:2``, ``every:2``, ``selective:self_attn``.
+        recompute: ``none``; or the recomputed blocks, ``full``, ``full:2``, ``every:2``, ``selective:self_attn``.
         keeps: parameters that are gathered for a use are kept until the backward.
     """
 
@@ -302,10 +302,7 @@ def _context(written: str, value: str | None) -> tuple[int, str]:
 
 
 def _zero(written: str, given: Mapping[str, str], dp: int) -> tuple[int, bool, int]:
-    """Return ``zero``, whether gathered parameters are kept until the backward, and the ranks that share them.
-
-    Those are some ranks of ``dp``, where they are fewer than all.
-    """
+    """Return ``zero``, whether gathered parameters are kept until the backward, and how many ranks share them."""
     value = given.get("zero", "0")
     if "fsdp" not in given:
         if value not in ("0", "1", "2", "3"):

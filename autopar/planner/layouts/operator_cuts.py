@@ -76,7 +76,7 @@ class OperatorCuts:
 
     @cached_property
     def _products(self) -> dict[int, tuple[frozenset[str], frozenset[str]]]:
-        """Of products of an activation with a parameter, the factors of the features that they make and sum over."""
+        """Factors of the features that products with parameters make, and of those that they sum over."""
         found = {}
         for i, node in self.graph.of_kind("op"):
             rule = self.rules[i]
@@ -152,10 +152,7 @@ class OperatorCuts:
         return dict.fromkeys(self._experts, TRAVEL)
 
     def _experts_in_pieces(self, size: int) -> dict[int, str]:
-        """Return the options of routed experts over ``tensor``.
-
-        Rows are sent, or each rank has a shard of the features.
-        """
+        """Return the options of routed experts over ``tensor``: rows are sent, or features are sharded."""
         if self.experts_travel:
             return self._travelling(size, "tp")
         for i, rule in self._experts.items():

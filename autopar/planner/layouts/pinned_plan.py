@@ -184,10 +184,7 @@ class _Pinned:
     def _stages(
         self, graphs: Sequence[StageGraph], devices: Sequence[tuple[int, ...]]
     ) -> tuple[list[StagePlan], list[int]]:
-        """Return the plans of all stages, and for each the first one with the same plan.
-
-        Stages alike in all but names, on devices alike, share one.
-        """
+        """Return the plans of all stages, and for each the first one with the same plan."""
         first: dict[object, int] = {}
         kinds = {of: self._kind(of) for of in dict.fromkeys(devices)}
         plans: list[StagePlan] = []
@@ -267,10 +264,7 @@ class _Pinned:
     # -- parameters
 
     def _kept(self, node: Node, uses: Sequence[State]) -> ParamChoice:
-        """Return how a parameter is stored and used.
-
-        Cut as its readers want it, and by ``zero`` where a dim divides.
-        """
+        """Return the storage and use of a parameter: cut as readers want it, and by ``zero`` where a dim divides."""
         mesh, grad, zero = self.said.mesh, node.needs_grad, self.said.zero
         used = self._used(uses, grad)
         offered = choices(node.out, grad, [used], mesh)

@@ -75,13 +75,7 @@ class SizedPlans(NamedTuple):
     cuts: tuple[frozenset[int], ...]
 
     def serves(self, cuts: tuple[frozenset[int], ...]) -> bool:
-        """Return whether these plans are good ones of the same block at another size too.
-
-        Nothing else can be cut there.
-
-        Eight rows cannot be cut over 64 devices; a plan that cuts their sequence instead is no measure of the fastest
-        one for 64 rows.
-        """
+        """Return whether these plans are good ones of the block at another size too: nothing else can be cut there."""
         return len(cuts) == len(self.cuts) and all(a <= b for a, b in zip(cuts, self.cuts, strict=True))
 
 
@@ -100,20 +94,14 @@ class BlockPlans:
     def alike(
         self, key: tuple[object, ...], share: bool, cuts: tuple[frozenset[int], ...]
     ) -> list[StagePlan] | None:  # fmt: skip
-        """Return every plan for the key or, if shared, for the same kind and mesh on other devices.
-
-        They are of a size at which all ``cuts`` could be made.
-        """
+        """Return plans for the key or, if shared, for its kind and mesh, of a size where ``cuts`` can be made."""
         if key in self.every and self.every[key].serves(cuts):
             return self.every[key].plans
         alike = (sized for place, sized in self.every.items() if share and place[:2] == key[:2])
         return next((sized.plans for sized in alike if sized.serves(cuts)), None)
 
     def fastest_alike(self, key: tuple[object, ...], cuts: tuple[frozenset[int], ...]) -> list[StagePlan]:
-        """Return the fastest plan for the same kind and mesh, on any devices; empty if there is none.
-
-        It is of a size at which all ``cuts`` could be made.
-        """
+        """Return the fastest such plan on any devices; empty if there is none."""
         sized = self.fastest.get(key[:2])
         return sized.plans if sized is not None and sized.serves(cuts) else []
 
@@ -137,7 +125,7 @@ class Menus:
     Attributes:
         graph_of: the graph of one block.
         options: for its plans; those that name operators or placements are left out.
-        recompute: whether operators of a block may run again.
+        recompute: whether operators of a block may be recomputed.
         rare: kinds of which there are so few that one smaller option is enough.
         common: the one kind for which programs of more than ``EFFORT.first_axes`` axes are worth solving; None for all.
         decided: plans of the same blocks at another size: these are priced at this size, which takes a tenth of the
@@ -178,10 +166,7 @@ class Menus:
         self, of: Callable[[Block, Mesh, Sequence[int]], tuple[BlockOption, ...]], block: Block, mesh: Mesh,
         devices: Sequence[int],
     ) -> tuple[BlockOption, ...]:  # fmt: skip
-        """Return the options of a block with two neighbouring axes taken as one.
-
-        The program of three axes, of which there is one for every price, takes ten times as long to solve.
-        """
+        """Return the options of a block with two neighbouring axes taken as one, in a tenth of the time."""
         choices: list[BlockOption] = []
         failed: InfeasibleError | None = None
         for fewer in mesh.merged():

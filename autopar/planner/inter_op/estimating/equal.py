@@ -124,10 +124,7 @@ class Equal:
         return min(self.beaten / EFFORT.loose_bound, self.far * min([self.best_known, *(c.seconds for c in cuts)]))
 
     def _cuts_on(self, meshes: tuple[Mesh, ...], near: float, only: int | None = None) -> list[EstimatedCut]:
-        """Return the best cut of every schedule that may take less than ``near`` seconds.
-
-        ``only`` as for :class:`Fillers`.
-        """
+        """Return the best cut of every schedule that may take less than ``near`` seconds."""
         cuts = []
         for groups in self._orders(meshes):
             n = len(groups)
@@ -219,12 +216,7 @@ class Equal:
         ]
 
     def _solve_next(self, meshes: tuple[Mesh, ...]) -> bool:
-        """Bound the seconds of one more kind of block on meshes, and return whether there was one.
-
-        The slowest kind comes first. On many devices the most frequent kind is enough for a bound: some of the others
-        are rare, and take long to plan.
-
-        And return whether there was one.
+        """Bound one more kind of block on meshes, the slowest first, and return whether there was one.
 
         On many devices the most frequent kind is enough for a bound: some of the others are rare, and take long to
         plan.
@@ -329,10 +321,7 @@ class Equal:
     def _filled(
         self, groups: Sequence[Group], fill: Fill, near: float, only: int | None, fastest: bool
     ) -> tuple[EstimatedCut, bool] | None:  # fmt: skip
-        """Return a cut and whether it fits the memory.
-
-        ``fastest``: of the fastest options, whatever memory they need.
-        """
+        """Return a cut and whether it fits; with ``fastest``, of the fastest options, whatever memory they need."""
         n = len(groups)
         pool_of = {d: k for k, pool in enumerate(self.pools) for d in pool}
         pools = [pool_of[g.devices[0]] for g in groups]
@@ -354,10 +343,7 @@ class Equal:
         return cut, fits
 
     def _transfer(self, block: int, groups: Sequence[Group]) -> float:
-        """Return the seconds of a transfer between the first two groups.
-
-        The others are alike enough for an estimate.
-        """
+        """Return the seconds of a transfer between the first two groups, an estimate for all."""
         size = min(len(g.devices) for g in groups)
         return stage_edge_seconds(self.cluster, self.blocks[block], groups[0], groups[1], size)
 

@@ -99,10 +99,7 @@ class Filler:
         return sum(n * min(w.seconds for w in self.menus[name]) for name, n in counts.items())
 
     def stage(self, first: int, end: int, in_flight: float, memory_bytes: float) -> Filled | None:
-        """Return blocks ``first`` to ``end`` in this stage's part of its group's memory.
-
-        None if not even the leanest fit.
-        """
+        """Return blocks ``first`` to ``end`` in this stage's part of memory; None if not even the leanest fit."""
         counts = tuple(of_kind[end] - of_kind[first] for of_kind in self._count)
         key = counts, in_flight, memory_bytes
         if key not in self._known:
@@ -192,10 +189,7 @@ class Fillers:
     def of(
         self, mesh: Mesh, devices: Sequence[int], only: int | None = None, chunks: int = 1, fastest: bool = False
     ) -> Filler | None:  # fmt: skip
-        """Return the filler of a mesh with ``chunks`` stages a group; None where some block cannot be planned on it.
-
-        ``only`` and ``fastest`` as for :func:`menus_of`.
-        """
+        """Return the filler of a mesh with ``chunks`` stages a group; None where a block cannot be planned on it."""
         key = mesh, tuple(devices), only, chunks, fastest
         if key not in self._fillers:
             menus = menus_of(self.menus, self.blocks, mesh, devices, only, fastest)
@@ -263,12 +257,7 @@ class Places:
         return filled[::-1] if end == 0 else None
 
     def _longest(self, s: int, end: int, pace: float, guess: int) -> tuple[int, Filled] | None:
-        """Return stage ``s`` that ends at ``end`` with the most blocks, and its first block.
-
-        Earlier stages get one each.
-
-        ``guess`` is the number around which that of the blocks is looked for.
-        """
+        """Return stage ``s`` ending at ``end`` with the most blocks, ``guess`` or so, and its first block."""
         group, most = self.group_of[s], end - s
         filler, in_flight, memory = self.fillers[group], self.in_flight[s], self.memory[group]
         best: Filled | None = None

@@ -19,7 +19,7 @@ from autopar.planner.effort import EFFORT
 from autopar.planner.inter_op.blocks import Block, blocks
 from autopar.planner.inter_op.candidates import Candidate, PipelineOptions
 from autopar.planner.inter_op.estimating.simulated_estimate import simulated
-from autopar.planner.inter_op.exact.memory_shares import beside, counted_in_flight, share_of, with_more, with_needs
+from autopar.planner.inter_op.exact.memory_shares import counted_in_flight, extra_bytes, share_of, with_more, with_needs
 from autopar.planner.inter_op.exact.shared_buffers import with_agreed_buffers
 from autopar.planner.inter_op.exact.stage_plans import StagePlans, pace_of, rounded
 from autopar.planner.inter_op.simulating.order import SEARCHED, START, better_order
@@ -51,7 +51,7 @@ from cost_models.schedules import (
     live_at_peak,
     live_per_stage,
     simulate,
-)
+)  # fmt: skip
 from hardware_profiles import Cluster
 
 _Group = TypeVar("_Group")
@@ -220,14 +220,9 @@ class ExactPlans:
         return device_limit(self.cluster, devices, self.request.options.memory_limit_bytes)
 
     def _stages(
-        self,
-        graphs: Sequence[StageGraph],
-        schedule: Schedule,
-        candidate: Candidate,
-        best_known: float,
-        thorough: bool,
+        self, graphs: Sequence[StageGraph], schedule: Schedule, candidate: Candidate, best_known: float, thorough: bool,
         explains: bool,
-    ) -> tuple[tuple[StagePlan, ...], Times, OnceAStep]:
+    ) -> tuple[tuple[StagePlan, ...], Times, OnceAStep]:  # fmt: skip
         """Return plans of the stages, the times that simulate the schedule, and those that a step takes in addition.
 
         Stages of a group share its memory. How many microbatches of each they keep when the group is fullest depends
@@ -303,7 +298,7 @@ class ExactPlans:
                 options = replace(
                     plan_options, in_flight=counted[number], params=pins or None, worth_seconds=worth - spent,
                     microbatches=self.request.microbatches,
-                    memory_limit_bytes=rooms[group[number]] * share + beside(number, of_group, candidate),
+                    memory_limit_bytes=rooms[group[number]] * share + extra_bytes(number, of_group, candidate),
                     recompute=patterns_in(stage.graph, plan_options.recompute), may_recompute=self._may_recompute,
                     blocks=self._blocks_in(stage.graph), explains=explains,
                 )  # fmt: skip
@@ -375,10 +370,7 @@ class ExactPlans:
     def _refine(
         self, graphs: Sequence[StageGraph], choices: list[StagePlan], request: Sequence[Options], schedule: Schedule
     ) -> None:
-        """Plan slow stages again for just the microbatches that they keep in flight, where memory made them slow.
-
-        Plans are shared between stages by counting up to a round number.
-        """
+        """Plan slow stages again for just the microbatches that they keep in flight, where memory made them slow."""
         owners = Counter(n.target for stage in graphs for _, n in stage.graph.of_kind("param"))
         for _ in range(EFFORT.replans):
             slowest = max(schedule.stages_of_rank, key=lambda of_group: sum(pace_of(choices[s]) for s in of_group))
@@ -396,10 +388,7 @@ class ExactPlans:
                 return
 
 def spread_out(groups: Sequence[_Group]) -> list[_Group]:
-    """Return groups in an order in which the first few cover the range: the first, the middle one, those between.
-
-    Their place in it is the number of a group with its binary digits reversed.
-    """
+    """Return groups in an order in which the first few cover the range: by their number's binary digits reversed."""
     digits = max(1, (len(groups) - 1).bit_length())
     order = sorted(range(len(groups)), key=lambda k: format(k, f"0{digits}b")[::-1])
     return [groups[k] for k in order]

@@ -40,10 +40,7 @@ def with_more(candidate: Candidate, stage: int) -> Candidate:
 def share_of(
     stage: int, of_group: Sequence[int], live: Sequence[int], counted: Sequence[int], candidate: Candidate
 ) -> float:
-    """Return the share of its group's memory that a stage is planned for, with the counted microbatches.
-
-    It follows from the estimates of what each stage needs when the group is fullest, or else is equal.
-    """
+    """Return the share of its group's memory that a stage is planned for, by estimated needs, or else equal."""
     if not candidate.n_bytes or len(of_group) == 1:
         return 1 / len(of_group)
 
@@ -58,22 +55,15 @@ def share_of(
     return _parts(needs, n_parts)[stage] / n_parts
 
 
-def beside(stage: int, of_group: Sequence[int], candidate: Candidate) -> float:
-    """Return the bytes that a stage may fill, in addition to its share, while the others of its group do not work.
-
-    Of what is there once for the whole group, each stage's share has a part.
-    """
+def extra_bytes(stage: int, of_group: Sequence[int], candidate: Candidate) -> float:
+    """Return the bytes that a stage may fill, in addition to its share, while the others do not work."""
     if len(of_group) == 1 or not candidate.once_bytes:
         return 0.0
     return candidate.once_bytes[stage] * (1 - 1 / len(of_group)) // EFFORT.memory_step * EFFORT.memory_step
 
 
 def _parts(needs: Mapping[int, float], n_parts: int) -> dict[int, int]:
-    """Return the number of equal parts of a group's memory for each stage.
-
-    The next one always goes to the stage that has the fewest for what it needs, so that none is short by more than
-    rounding.
-    """
+    """Return the number of equal parts of memory for each stage, so that none is short by more than rounding."""
     parts = dict.fromkeys(needs, 1)
     for _ in range(n_parts - len(needs)):
         parts[max(needs, key=lambda s: (needs[s] / parts[s], -s))] += 1
@@ -89,4 +79,4 @@ def counted_in_flight(live: Sequence[int], most: Sequence[int]) -> list[int]:
     return [n if EFFORT.many_more_in_flight * n >= at_most else at_most for n, at_most in zip(live, most, strict=True)]
 
 
-__all__ = ["beside", "counted_in_flight", "share_of", "with_more", "with_needs"]
+__all__ = ["counted_in_flight", "extra_bytes", "share_of", "with_more", "with_needs"]

@@ -125,10 +125,7 @@ def _that_fits(plan: StagePlan, options: Options, limit: float) -> StagePlan | N
 
 
 def _against_free(plan: StagePlan, free: StagePlan | None, gap: float) -> StagePlan | None:
-    """Return the plan, measured against the fastest one whatever memory that needs, which bounds it under any limit.
-
-    None if it is further from that than the gap.
-    """
+    """Return the plan, measured against the fastest one of any memory; None if it is further from that than the gap."""
     if free is None or free.solution is None or plan.solution is None:
         return None
     solution = against(free.solution.objective_seconds * (1 - free.solution.gap), plan, gap)

@@ -1,4 +1,4 @@
-"""When within a step a plan's seconds are spent: the forward of a microbatch, its two backward halves, once a step.
+"""Phases of a plan's seconds within a step: the forward of a microbatch, its two backward halves, once a step.
 
 This is what a pipeline is simulated with. The gradients of a contraction's weights can be computed later than those of
 its inputs; everything else of the backward belongs to the first half, recomputed forwards included.
@@ -33,7 +33,7 @@ class Phases:
     backward, and ``optimizer_seconds`` follow the reductions of all stages.
 
     ``recompute_seconds`` are those of recomputed forwards: part of ``input_seconds``. The runtime does not split a
-    backward that recomputes: what is made again for the inputs' gradients would have to wait for those of the weights.
+    backward that recomputes: what is recomputed for the inputs' gradients would have to wait for those of the weights.
     ``split_seconds`` are what a split backward takes more than a whole one, as far as a profile knows.
     """
 

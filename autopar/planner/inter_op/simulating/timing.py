@@ -93,8 +93,8 @@ def timing_of(
     of_stage = [by_first[k] for k in first]
     edges: dict[tuple[int, int], list[float]] = {}
     group = schedule.rank_of_stage
-    ways = [(stage_edge, graph.number) for graph in graphs for stage_edge in graph.takes]
-    for stage_edge, target in ways:
+    transfers = [(stage_edge, graph.number) for graph in graphs for stage_edge in graph.takes]
+    for stage_edge, target in transfers:
         source = stage_edge.source
         made_as, wanted = stage_edge.sides(stages, target)
         there = stage_edge_seconds(stage_edge.spec, made_as, wanted, cluster)

@@ -6,7 +6,7 @@
                 used
 :mod:`.price`   seconds and bytes of an operator and of a step of a reshard; :mod:`.hidden_seconds`: seconds of
                 collectives that pass while others compute, :mod:`.parameter_load`: the same of parameters, and what a
-                stage does beside operators; :mod:`.overlap_terms`: in the problem; :mod:`.narrow_prices`: products in 8
+                stage does besides ops; :mod:`.overlap_terms`: in the problem; :mod:`.narrow_prices`: products in 8
                 and 4 bits, with their casts
 :mod:`.chains`  operators that follow each other's cuts, decided as one; :mod:`.flows`: tensors on the way to their
                 readers

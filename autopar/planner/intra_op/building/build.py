@@ -4,7 +4,7 @@ Only hot nodes (those that depend on a parameter) are decided here; masks, posit
 afterwards. A chain of operators is one item where nothing is lost by it: an operator that moves or maps its one input
 follows its producer if it can follow every strategy of the producer and its result is no larger, since a reshard
 after the pair then costs no more than between the two. An operator of two inputs (the addition of a residual) follows
-neither: where its producer makes pending sums it would add them pending, whole on every rank. Nor does an operator
+neither: where its producer makes pending sums it would add them pending, replicated. Nor does an operator
 follow one that is pinned: what the pin leaves out may be what the follower wants.
 """
 
@@ -55,10 +55,10 @@ class Builder:
         cut_contractions: a contraction or attention must be cut on every axis, where it can be. For clusters that state
             no compute speed: there, computing everything everywhere would be free (Alpa does the same).
         in_flight: microbatches whose activations are kept at once.
-        recompute: segments that run again in the backward.
+        recompute: segments that are recomputed in the backward.
         keep_memory: keep strategies that are slower and smaller; needed when a memory limit binds.
-        choose_recompute: let operators run again in the backward instead of keeping what they make.
-        choose_memory: let gathered copies be gathered again in the backward instead of being kept, and results be
+        choose_recompute: let operators be recomputed in the backward instead of keeping what they make.
+        choose_memory: let gathered copies be regathered in the backward instead of being kept, and results be
             given up by decisions about tensors.
         blocks: names of the operators with which blocks begin, where they are known.
     """

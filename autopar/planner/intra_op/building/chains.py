@@ -33,12 +33,7 @@ class Chain:
     given_up: list[dict[int, str]] = field(default_factory=list)
 
     def follow(
-        self,
-        i: int,
-        position: int,
-        strategies: Sequence[Strategy],
-        seconds: Sequence[float],
-        n_bytes: Sequence[float],
+        self, i: int, position: int, strategies: Sequence[Strategy], seconds: Sequence[float], n_bytes: Sequence[float]
     ) -> bool:
         """Append node ``i``, which reads the last node's result, and return whether it can follow all rows."""
         by_in: dict[State, list[int]] = {}

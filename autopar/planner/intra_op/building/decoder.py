@@ -78,13 +78,12 @@ class Decoder:
             inputs_of.setdefault(node, []).append(position)
         refs = [nodes[i].refs[position] for i, r in members for position in inputs_of.get(r, ())]
         return Decided(
-            {i: ops[r] for i, r in members if r in ops},
-            {i: params[r] for i, r in members if r in params},
+            {i: ops[r] for i, r in members if r in ops}, {i: params[r] for i, r in members if r in params},
             {number: states[picked[item]] for item, (number, states) in self.outputs.items()},
             {name: states[picked[item]] for item, (name, states) in self.arrivals.items()},
             frozenset(i for i, r in members if r in recomputed),
             {REGATHER.name: frozenset(reshard_key(self.graph, ref) for ref in refs), **self._results(given_up)},
-        )
+        )  # fmt: skip
 
     def all_given_up(self) -> list[dict[str, frozenset[str]]]:
         """Return for each decision about tensors all the tensors for which it may be made."""

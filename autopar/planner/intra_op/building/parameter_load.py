@@ -28,8 +28,8 @@ class ParameterLoad:
     Attributes:
         costs: of every parameter; empty where loads were put together.
         collectives: seconds by themselves, by when they run.
-        may_hide: of these, what may run beside computing, as if no parameter were read first.
-        first: of these, what parameters take that are read first, beside which nothing is computed.
+        may_hide: of these, what may overlap with computing, as if no parameter were read first.
+        first: of these, what parameters take that are read first, along with which nothing is computed.
         computing: seconds of a microbatch, of operators that depend on parameters.
     """
 

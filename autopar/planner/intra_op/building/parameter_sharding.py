@@ -32,7 +32,7 @@ class ParamCost:
     Attributes:
         seconds: of its collectives, by themselves.
         collectives: the same, by when they run.
-        may_hide: of these, what may run beside computing.
+        may_hide: of these, what may overlap with computing.
         step_seconds: of the optimizer, and of adding its gradients up over microbatches.
         peak_bytes: what copies gathered for one use take while they live: this one and the next, which is fetched
             ahead. Of all parameters the largest counts.

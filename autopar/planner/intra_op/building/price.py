@@ -24,7 +24,7 @@ from autopar.rules.operator_work import (
     moved_bytes,
     through_memory,
     unfused_scores_bytes,
-)
+)  # fmt: skip
 from autopar.rules.registry import rules_of
 from autopar.rules.strategy import Strategy, grads_of
 from autopar.words.graph import Graph, Node, Spec
@@ -47,7 +47,7 @@ class Pricer:
         costs: where seconds come from.
         axes: collective costs by axis name.
         device: the slowest device of the mesh stands for all.
-        shares: how far collectives of parameters run beside computing.
+        shares: how far collectives of parameters overlap with computing.
         kernels: which run on these devices.
         tensor: the fraction that is waited for of collectives of tensor parallelism between operators.
     """

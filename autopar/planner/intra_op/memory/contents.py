@@ -1,6 +1,6 @@
 """Contents of a device's memory, tensor by tensor: at the fullest moment of a stage, and over a microbatch.
 
-The bytes are those of the price: the walk that counts them (:mod:`.memory_walk`, :mod:`.moments`) is made again for a
+The bytes are those of the price: the walk that counts them (:mod:`.memory_walk`, :mod:`.moments`) is repeated for a
 finished plan, and this time every piece of memory is remembered with what it belongs to.
 """
 

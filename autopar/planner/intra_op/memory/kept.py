@@ -1,13 +1,13 @@
 """Bytes that autograd keeps of a microbatch, by strategies of the integer program.
 
-The ledger of the whole tensors (:mod:`.ledger`) says which pieces of memory are kept, and by whom. An entry takes the
+The ledger of the global tensors (:mod:`.ledger`) says which pieces of memory are kept, and by whom. An entry takes the
 share of its bytes that a strategy leaves of the tensor by which an operator keeps it. Memory that several operators
-keep, or that an operator may make again, is a variable of the program (:class:`.integer_program.SharedBytes`); the rest
+keep, or that an operator may recompute, is a variable of the program (:class:`.integer_program.SharedBytes`); the rest
 is added to the strategies of the one operator that keeps it.
 
-What a segment takes from outside counts in the layout in which it is made there; of what it keeps while it runs again
-the segment that keeps most counts (by whole tensors). Copies in other layouts than the first, and another segment that
-turns out to be the larger one, are not seen here but in the price of the finished plan. An operator that may run again
+What a segment takes from outside counts in the layout in which it is made there; of what it keeps while recomputed
+the segment that keeps most counts (by global tensors). Copies in other layouts than the first, and another segment that
+turns out to be the larger one, are not seen here but in the price of the finished plan. A recomputable operator
 needs what it reads only if it does, or if it keeps it anyway.
 """
 
@@ -51,8 +51,8 @@ class StrategyRows:
     Attributes:
         item_of: item numbers of operators, parameters and inputs.
         row_of: of an operator, the rows of its item and its place within each.
-        recomputed_of: by item, for each row the operators that run again.
-        regathered_of: by item, for each row the inputs that are gathered again, with the part that is kept of them.
+        recomputed_of: by item, for each row the operators that are recomputed.
+        regathered_of: by item, for each row the inputs that are regathered, with the part that is kept of them.
         given_up_of: by item, for each row the operators whose results are given up, with the decision about them.
     """
 
@@ -96,8 +96,8 @@ class KeptBytes:
     """Bytes that are kept, by strategy.
 
     Args:
-        whole: the ledger of whole tensors.
-        segment_of: numbers of the segments that were asked to run again, by operator.
+        whole: the ledger of global tensors.
+        segment_of: numbers of the segments that were asked to be recomputed, by operator.
         in_flight: microbatches whose activations are kept at once.
         recomputable: the operators that may be recomputed, if that is to be chosen.
     """
@@ -194,13 +194,13 @@ class KeptBytes:
                 if maker in nodes:
                     remade.setdefault(round(n_bytes * shares[r]), set()).add(r)
         layouts: dict[int, dict[int, set[int]]] = {}  # bytes -> item -> rows
-        least = self._least_made(entries) if recomputed_of else n_bytes  # asked of what runs again alone
+        least = self._least_made(entries) if recomputed_of else n_bytes  # asked of what is recomputed alone
         for i, position, keeps in users_of:
             is_recomputed, gathers = recomputed_of.get(item_of[i], ()), regathered_of.get(item_of[i])
             for r, share in enumerate(self.rows.shares(i, position)):
                 piece = gathers[r].get((i, position), 1.0) if gathers is not None else 1.0
                 n = round(n_bytes * share * piece)
-                if is_recomputed and i in is_recomputed[r]:  # a copy that is gathered for it is made again with it
+                if is_recomputed and i in is_recomputed[r]:  # a copy that is gathered for it is recomputed with it
                     n = min(n, least)
                 if (keeps or i in is_recomputed[r]) and not (item_of[i] == made_by and r in remade.get(n, ())):
                     layouts.setdefault(n, {}).setdefault(item_of[i], set()).add(r)

@@ -3,7 +3,7 @@
 A piece of memory is one :class:`Entry`, however many operators keep it, or views of it. What makes the ledger of a
 graph is :func:`.memory_walk.ledger`.
 
-The integer program asks for the ledger of the whole tensors and scales its entries to the layouts of every strategy; a
+The integer program asks for the ledger of the global tensors and scales its entries to the layouts of every strategy; a
 finished plan's price, its recomputed segments and the reports take it with the decided strategies. Parameters, buffers
 and the batch are there anyway and are no entries; tensors that arrive from earlier stages are.
 """
@@ -23,7 +23,7 @@ from autopar.plans.memory_decisions import (
     RECOMPUTE,
     TENSORS,
     Memory,
-)
+)  # fmt: skip
 from autopar.plans.plan import segment_numbers
 from autopar.rules.lowering_helpers.overlapped_steps import ReshardPaths
 from autopar.rules.notation import Rule
@@ -90,7 +90,7 @@ class Ledger:
         return sum(e.n_bytes for e in self.entries if e.decision == KEEP.name)
 
     def segment_bytes(self) -> dict[int, int]:
-        """Bytes that each segment keeps while it is recomputed, besides its inputs."""
+        """Return the bytes that each segment keeps while it is recomputed, besides its inputs."""
         by_segment: dict[int, int] = {}
         for e in self.entries:
             if e.segment is not None:
@@ -99,10 +99,7 @@ class Ledger:
 
     @property
     def again_bytes(self) -> int:
-        """The most bytes that recomputed segments keep at once.
-
-        One segment counts with those whose results it reads, and those whose backward is not over yet.
-        """
+        """The most bytes that recomputed segments, and those whose results they read, keep at once."""
         bytes_of = self.segment_bytes()
         return max(
             (sum(n for s, n in bytes_of.items() if self.lives[s][0] >= begin >= self.lives[s][1])

@@ -29,8 +29,8 @@ class MemoryOffers:
     """Adds such strategies to the chains of one problem.
 
     Attributes:
-        segment_of: numbers of the segments that were asked to run again, by operator: nothing is offered there.
-        whole: the ledger of whole tensors.
+        segment_of: numbers of the segments that were asked to be recomputed, by operator: nothing is offered there.
+        whole: the ledger of global tensors.
         blocks: names of the operators with which blocks begin, where they are known.
         arrivals: the states in which an input may arrive.
     """
@@ -202,7 +202,7 @@ class MemoryOffers:
 
     @cached_property
     def _made(self) -> Counter[int]:
-        """Bytes of whole tensors that an operator makes and someone keeps."""
+        """Bytes of global tensors that an operator makes and someone keeps."""
         bytes_made: Counter[int] = Counter()
         for entry in self.whole.entries:
             if entry.keepers and entry.decision == KEEP.name:

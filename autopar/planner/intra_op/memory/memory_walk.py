@@ -23,7 +23,7 @@ from autopar.plans.memory_decisions import (
     Memory,
     MemoryDecision,
     in_order,
-)
+)  # fmt: skip
 from autopar.plans.plan import reshard_key, segment_numbers
 from autopar.plans.regather import makes_memory, regathered, segment_outputs, waiting
 from autopar.rules.aliasing import may_alias
@@ -71,10 +71,10 @@ class Walk:
         self.copies_again = regathered(
             graph, mesh, reshard_paths, memory.get(REGATHER.name, ()), self.segment_of, chosen or {}
         )
-        self.piece_of: dict[int, int] = {}  # by the memory of a copy that is gathered again
+        self.piece_of: dict[int, int] = {}  # by the memory of a copy that is regathered
         self.steps_again: dict[int, tuple[Ref, Sequence[tuple[State, State]]]] = {}  # on the way from that piece
         self.made_again = frozenset(segment_outputs(graph, memory.get(RECOMPUTE_RESULT.name, ()), self.segment_of))
-        self.given_up: dict[int, Ref] = {}  # memory that a segment makes again for its readers outside
+        self.given_up: dict[int, Ref] = {}  # memory that a segment recomputes for its readers outside
         self.readers: dict[int, list[int]] = {}  # operators whose backward asks for memory that was given up
         self.waits = waiting(graph, memory, self.segment_of)
         self.waiting: dict[int, tuple[Ref, MemoryDecision]] = {}  # memory that is given up by a decision about tensors
@@ -84,7 +84,7 @@ class Walk:
         self.memories: list[_Memory] = []
         self.lies: dict[Value, tuple[int, Strides]] = {}  # memory number and strides of every value
         self.before: dict[Ref, dict[State, State]] = {}
-        self.keepers: dict[tuple[int, int | None], list[Keeper]] = {}  # by memory and the segment that runs again
+        self.keepers: dict[tuple[int, int | None], list[Keeper]] = {}  # by memory and the segment that is recomputed
         self.taken: list[tuple[int, int, Keeper]] = []  # what segments take from outside
         self.copies: dict[tuple[int, int], int] = {}  # by segment and memory, of buffers that are renewed
         self.known: dict[object, Saved] = {}
@@ -264,10 +264,7 @@ class Walk:
             self.memories[memory] = self.memories[memory]._replace(n_bytes=0)
 
     def follows_from(self, memory: int) -> set[int]:
-        """Return the memory outside of fused chains from which some inside of one is computed.
-
-        Memory that is there anyway is left out.
-        """
+        """Return the memory outside of fused chains from which some inside of one is computed."""
         assert self.chains is not None
         sources, new = set[int](), [memory]
         while new:
@@ -287,10 +284,7 @@ class Walk:
         return self.chains is not None and i in self.chains.fused
 
     def asks(self, i: int, node: Node, strategy: Strategy) -> None:
-        """Note what the operator's backward reads of the memory that was given up.
-
-        It is what the emitted program does, which follows whatever may be a view to its readers.
-        """
+        """Note what the operator's backward reads of memory that was given up, as the emitted program does."""
         reads = frozenset[int]().union(*map(self.may_be, zip(node.refs, strategy.ins, strict=True)))
         if may_alias(call_of(node, self.graph.spec)):
             outs = (k for k, spec in enumerate(node.outs) if spec is not None)

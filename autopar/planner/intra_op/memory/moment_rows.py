@@ -5,9 +5,9 @@ nothing that others do not, so the program has the rows of those only that were 
 :mod:`.within_memory`): when all of the forward is kept, when the optimizer steps, and a few more.
 
 What is there at a moment is linear in the choices: stored state, gradients of parameters that are complete by then,
-what autograd keeps and has not let go of yet (:mod:`.kept`), gradients and results on their way, and what the operator
+what autograd keeps and has not let go of yet (:mod:`.kept`), pending gradients and results, and what the operator
 needs that runs then. Each takes the share that a strategy leaves of the whole tensor. What depends on two choices is
-left out (copies on the way from one layout to another), and so is what runs again beside what it keeps: a row may say
+left out (copies from one layout to another), and so is what is recomputed in addition to what it keeps: a row may say
 less than there is, and the finished plan says the rest.
 
 A block that repeats has one choice for all. Of a moment within one of the blocks, this one is taken to be like all.
@@ -50,14 +50,13 @@ class MomentRows:
         parameters: by item, the node and the choices of a parameter (of a class).
 
     Attributes:
-        at_once: all that runs again of a block is taken to run again at once. Else less is counted: no more than there
-            is, however that is divided.
+        at_once: all that is recomputed of a block is counted as recomputed at once. Else less is counted: no more than
+            there is, however that is divided.
     """
 
     def __init__(
         self, kept: KeptBytes, fold: Fold, problem: Problem,
-        parameters: Mapping[int, tuple[int, Sequence[ParamChoice]]],
-        optimizer: str, microbatches: int,
+        parameters: Mapping[int, tuple[int, Sequence[ParamChoice]]], optimizer: str, microbatches: int,
     ) -> None:  # fmt: skip
         self.kept, self.fold, self.problem, self.parameters = kept, fold, problem, parameters
         self.optimizer, self.microbatches = optimizer, microbatches
@@ -232,7 +231,7 @@ class MomentRows:
                 continue
             if entry.keepers and entry.keepers[0].what == "inside":
                 continue
-            # what only the second run of a reader asks for is there with that, whether it is kept or made again
+            # what only the second run of a reader asks for is there with that, whether it is kept or recomputed
             i, position = (maker, MADE) if reader is None else (self.fold.representative[reader[0]], reader[1])
             shares, is_recomputed = rows.shares(i, position), rows.is_recomputed(i)
             for r, again in enumerate(is_recomputed):
@@ -322,7 +321,7 @@ class MomentRows:
 
     @cached_property
     def _param_shares(self) -> Mapping[int, list[float]]:
-        """Of parameters as they are used."""
+        """Return the shares of parameters as they are used."""
         nodes = self.graph.nodes
         return {
             i: [self.pricer.local_bytes(nodes[i].out, c.used) / max(1, nodes[i].out.n_bytes) for c in choices]

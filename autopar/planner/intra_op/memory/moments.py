@@ -5,7 +5,7 @@ reverse order, as autograd runs them (of all nodes whose gradients are there, th
 memory of the ledger's walk lives from the operator that makes it to its last reader, or, if it is kept, to the backward
 of the first operator that keeps it; gradients live from the backward that makes them to that of the operator whose
 result they belong to; what an operator needs beside all that while it runs was tried out
-(:mod:`autopar.rules.working_memory`). A segment runs again right before the first backward that asks for something of
+(:mod:`autopar.rules.working_memory`). A segment is recomputed right before the first backward that reads something of
 it.
 
 Gradients are followed as torch handles them: the gradient of an output can go on as that of an input; where two arrive
@@ -27,7 +27,7 @@ from autopar.planner.intra_op.memory.reshard_needs import (
     reduction_needs,
     step_back_needs,
     step_needs,
-)
+)  # fmt: skip
 from autopar.plans.memory_decisions import KEEP
 from autopar.plans.plan import ParamChoice
 from autopar.plans.prices import MicrobatchPeaks, Moment
@@ -38,7 +38,7 @@ from autopar.words.placements import State, path
 from autopar.words.shards import local_shape
 
 SLOTS = 4
-"""Moments of one operator or step in the backward: what runs again for it, itself, the sums of its gradients with
+"""Moments of one operator or step in the backward: what is recomputed for it, itself, the sums of its gradients with
 others, and what becomes of gradients of parameters."""
 
 MADE = -1
@@ -79,7 +79,7 @@ class StepMoments:
     Attributes:
         accumulates: gradients of parameters are there already, of microbatches before.
         spans: results that are read in the forward only, and gradients but for those that stay.
-        lifetimes: of all memory that lives; None where nobody asks for it.
+        lifetimes: of all memory that lives; None where nobody reads it.
     """
 
     def __init__(
@@ -234,10 +234,7 @@ class StepMoments:
         return self.back(self.at_of[max(asking)], 0), self.back(self.at_of[entry.since], 1 if mine else 0)
 
     def _gathered_again(self, memory: int, n_bytes: int) -> int:
-        """Return the bytes to regather a copy, besides itself: it is gathered elsewhere and copied into its place.
-
-        What is recomputed is so one after the other.
-        """
+        """Return the bytes to regather a copy, besides itself: it is gathered elsewhere and copied into its place."""
         ref, steps = self.walk.steps_again[memory]
         most = before = 0
         for src, dst in steps:
@@ -247,10 +244,7 @@ class StepMoments:
         return max(n_bytes, most - n_bytes)
 
     def _let_go(self, keeper: int, entry: Entry) -> int:
-        """Return the place in the order of the last operator for whose backward a keeper needs its memory.
-
-        What a segment takes from outside lives as long as the segment.
-        """
+        """Return the place of the last operator whose backward needs a keeper's memory: that of a segment's end."""
         segment = self.walk.segment_of.get(keeper)
         if entry.segment is None and segment is not None:
             keeper = self.holds.segments[segment].ops[0]

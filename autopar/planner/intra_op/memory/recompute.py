@@ -128,8 +128,8 @@ class Segment:
     Attributes:
         ops: numbers of its operators.
         steps: reshard steps ``(tensor, from, to)``, as lowering makes them: before the first operator that wants them.
-        active: some operator keeps something for the backward, so the segment does run again.
-        asks: the last of those operators, whose backward is the first that asks for it; -1 if there is none.
+        active: some operator keeps something for the backward, so the segment is recomputed.
+        asks: the last of those operators, whose backward is the first that reads it; -1 if there is none.
     """
 
     ops: list[int] = field(default_factory=list)

@@ -134,10 +134,7 @@ def _is_view(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def _moved(read: Sequence[int], made: Sequence[int], src: Placement, dst: Placement, is_strided: bool) -> _Link:
-    """Return a collective of one tensor; a strided one is copied first, except for steps without a collective.
-
-    Those along a dim that is not the first are made of shards that lie one after the other.
-    """
+    """Return a collective of one tensor; a strided one is copied first, except for steps without a collective."""
     before, after = src.dim, dst.dim
     if before is not None and after is not None:  # its pieces are copied, unless they are contiguous, and put together
         return _Link(prod(made), prod(made) + (prod(read) if is_strided or not _leads(read, after) else 0))

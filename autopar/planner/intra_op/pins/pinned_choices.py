@@ -14,7 +14,7 @@ from autopar.planner.intra_op.pins.small_parameters import (
     asks_for_what_fits,
     stored_and_lifetime,
     why_too_small,
-)
+)  # fmt: skip
 from autopar.planner.intra_op.written_buffers import held_whole, holds_whole
 from autopar.plans.plan import ParamChoice
 from autopar.rules.experts.expert_load import ROUTED

@@ -97,11 +97,7 @@ class HighsProgram(Relaxation):
         yield self.choice(faster), self.choice(smaller)
 
     def _parts(self, relaxed: Point) -> tuple[Point, Point] | None:
-        """Return the faster and the smaller choice between which a fractional solution is.
-
-        They are the larger shares of its items and the smaller ones; None if an item has more than two, or if the limit
-        is not between the two.
-        """
+        """Return the faster and the smaller choice between which a fractional solution is, if there are two."""
         shares = relaxed.values[self.flat]
         many = np.add.reduceat((shares > NOTHING).astype(int), self.starts)
         if many.max() != 2:
@@ -156,7 +152,7 @@ class HighsProgram(Relaxation):
         """Return the cheapest strategies.
 
         Args:
-            gap: relative distance from the proven bound at which the solver may stop; 0 asks for the optimum. It is
+            gap: relative distance from the proven bound at which the solver may stop; 0 requires the optimum. It is
                 used where the relaxation is not whole: where memory counts, and where collectives take as long as
                 what they hide behind.
             worth_seconds: what takes as long is not worth branch and bound.
@@ -214,10 +210,7 @@ class HighsProgram(Relaxation):
         return replace(faster, bound=relaxed.bound), replace(smaller, bound=relaxed.bound)
 
     def at_price(self, factor: float) -> Choice | None:
-        """Return the best choice, whatever its bytes, where each costs ``factor`` times its worth in the relaxation.
-
-        None if memory does not bind that, or if the choice is not found without branch and bound.
-        """
+        """Return the best choice, whatever its bytes, at ``factor`` times the relaxation's price; None if not found."""
         self._relaxed = self._relaxed or self.relaxed()
         if self._relaxed is None or not self._relaxed.byte_price:
             return None

@@ -193,10 +193,7 @@ class Relaxation:
         return False
 
     def _least_bytes(self, weights: Any) -> tuple[float, Point] | None:
-        """Return the least weighted sum of the moments' bytes, and the relaxation that has it.
-
-        None if there is no choice, or the solver was not done in time.
-        """
+        """Return the least weighted sum of the moments' bytes, and its relaxation; None if it is not found in time."""
         every = np.arange(len(self.lp.cost), dtype=np.int32)
         costs, scale = np.zeros(len(every)), BYTES_SIZE / max(self.unit, 1.0)
         costs[self.columns] = scale * (weights @ self.by_moment)
@@ -218,10 +215,7 @@ class Relaxation:
         return n_bytes + float(weights @ np.array(self.unseen)), point
 
     def fewest_bytes(self) -> tuple[float, Choice] | None:
-        """Return the least bytes of the first moment, and the choice nearest to that, whatever its seconds.
-
-        None if there is no choice, or the solver was not done in time.
-        """
+        """Return the least bytes of the first moment, and the choice nearest to that; None if not found in time."""
         found = self._least_bytes(np.eye(1, len(self.moments))[0])
         return (found[0], self.choice(replace(found[1], bound=0.0))) if found is not None else None
 
@@ -236,10 +230,7 @@ class Relaxation:
         return point
 
     def _decided_in_turn(self, point: Point) -> Point:
-        """Return the relaxation with divided items fixed to their larger share, one by one, until all are whole.
-
-        Of two halves that go together, the rest follows the first.
-        """
+        """Return the relaxation with divided items fixed to their larger share, one by one, until all are whole."""
         columns: list[int] = []
         while not point.whole and len(columns) < EFFORT.rounded_items:
             shares = np.maximum.reduceat(point.values[self.flat], self.starts)
