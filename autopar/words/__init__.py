@@ -9,5 +9,6 @@
 :mod:`.shards`      which part of a tensor each rank has, in such a state
 :mod:`.load_shares` how rows spread over routed experts
 :mod:`.labels`      names of operators, as people write them; :mod:`.texts`: meshes, bytes and seconds
+:mod:`.trees`       nested values, as models take and return them
 =================== ===================================================================================================
 """
