@@ -129,7 +129,7 @@ def _separate_attempts() -> None:
 
 
 _say_at_exit()
-register_after_fork(_say_end, _say_at_exit)  # a started process forgets what was registered before it runs
+register_after_fork(_say_end, _say_at_exit)  # a forked process clears finalizers registered before the fork
 
 
 class _Package(types.ModuleType):
@@ -139,7 +139,7 @@ class _Package(types.ModuleType):
     ``autopar.capture`` is.
     """
 
-    capture = property(lambda _: _load("capture"), lambda _, module: None)
+    capture = property(lambda _: _load("capture"), lambda _, _module: None)
 
     def __dir__(self) -> list[str]:
         own = (name for name in vars(self) if name.startswith("__"))

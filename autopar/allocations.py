@@ -58,7 +58,7 @@ class Allocations(TorchDispatchMode):
         if is_traceable_wrapper_subclass(x):
             for name in x.__tensor_flatten__()[0]:
                 inner = getattr(x, name)
-                if isinstance(inner, torch.Tensor):  # of a DTensor its mesh stands there, too
+                if isinstance(inner, torch.Tensor):  # a DTensor also lists its mesh
                     self.note(inner)
             return
         storage = x.untyped_storage()
@@ -84,10 +84,7 @@ class Allocations(TorchDispatchMode):
         for x in pytree.tree_leaves(result) if not _ELSEWHERE.get() else ():
             if isinstance(x, torch.Tensor):
                 self.note(x)
-        # also where nothing is made: what was empty comes back without an operator that makes it
+        # also if nothing is new: an emptied storage gets its memory back without an operator that makes it
         if self.noted_bytes > self.peak_bytes and (live_bytes := self.live_bytes) > self.peak_bytes:
             self.peak_bytes, self.at = live_bytes, f"{self.phase}: {func}"
         return result
-
-
-__all__ = ["Allocations"]

@@ -35,13 +35,13 @@ from autopar.runtime.ranks.agent_messages import FOLDER, REFUSED, SAVED, heard, 
 from autopar.torch_private import AGENT_OF_TORCHRUN
 
 RESTARTS = 100
-"""``--max-restarts`` unless it is given."""
+"""Default of ``--max-restarts``."""
 JOIN_SECONDS = 7 * 24 * 3600
-"""How long a machine waits to be taken in, unless ``--rdzv-conf join_timeout=`` says otherwise."""
+"""Default of ``--rdzv-conf join_timeout=``: seconds that a machine waits to join."""
 MEETINGS = 5
-"""How often machines try to meet, where one goes away meanwhile."""
+"""Attempts of machines to meet, if one leaves meanwhile."""
 TRY_SECONDS = 120.0
-"""How long a small computation on a device that was left out may take."""
+"""Time-out of a small computation that tests a left-out device."""
 _TRY = "import torch; print(torch.ones(2, device=torch.accelerator.current_accelerator()).sum().item())"
 
 
@@ -246,8 +246,6 @@ def _named(devices: set[int]) -> str:
 def _say(text: str) -> None:
     print(f"autopar.elastic: {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
-
-__all__ = ["ElasticAgent", "main", "saved"]
 
 if __name__ == "__main__":
     main()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 
 class AutoparError(ValueError):
@@ -48,10 +47,10 @@ class RunError(AutoparError):
 
 
 LONGEST_WORD = 200
-"""Characters of a word that are compared with others: what is longer is no mistyped name."""
+"""Characters of a word that are compared with others; a longer word is no mistyped name."""
 
 
-def closest(word: str, words: Sequence[str] | Mapping[str, Any]) -> str:
+def closest(word: str, words: Sequence[str] | Mapping[str, object]) -> str:
     """Return a hint for a mistyped word."""
     near = get_close_matches(word[:LONGEST_WORD], list(words), n=1, cutoff=0.6)
     if near:

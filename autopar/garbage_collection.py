@@ -20,8 +20,5 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if before:
-            gc.collect(0)  # what was made here; else the next allocation may set off a walk through the whole heap
+            gc.collect(0)  # else the next allocation may trigger a full collection
             gc.enable()
-
-
-__all__ = ["uncollected"]

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 Say = Callable[[str], None]
 
 SECONDS = 0.1
-"""Between two things that are told."""
+"""Least seconds between two frequent messages."""
 
 
 class _Listener:
@@ -60,6 +60,3 @@ def note_best(text: str) -> None:
     listener = _LISTENER.get()
     if listener is not None:
         listener.best = f"; best so far {text}" if text else ""
-
-
-__all__ = ["Say", "heard", "is_heard", "note_best", "tell"]

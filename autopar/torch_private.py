@@ -18,52 +18,51 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 from unittest import mock
 
-# Where spmd-types looks up functional collectives: see :func:`_call_by_new_names`.
+# The module in which spmd-types looks up functional collectives: see :func:`_call_by_new_names`.
 import spmd_types._collectives as collectives_of_spmd_types
 import torch
 
-# Where transforms of functions (vmap, grad) are called from, and what an index becomes in one that makes a mask.
+# The transforms of functions (vmap, grad), and the index values in one that makes a mask.
 import torch._dynamo._trace_wrapped_higher_order_op as places_in_masks
 import torch._functorch.apis as functorch_apis
 import torch._functorch.eager_transforms as functorch_transforms
 import torch.distributed as dist
 
-# Collectives as functions of a tensor and a group: the maximum over ranks, inside of an operator of ours.
+# Collectives as functions of a tensor and a group, for the maximum over ranks inside an operator of autopar.
 import torch.distributed._functional_collectives as functional_collectives
 
 # The process group of an axis of the ambient mesh.
 from spmd_types._mesh import _pg_for_axis as group_of_axis
 
-# Function modes and tensor subclasses see nothing of what happens inside: we look at tensors, which is not the model's
-# doing.
+# Hides calls from function modes and tensor subclasses: autopar's own look at tensors is not the model's.
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 
 # --- autograd --------------------------------------------------------------------------------------------------------
-# Whether a call is inside vmap, grad or the like, which change what an autograd.Function does.
+# True inside vmap, grad or the like, which change the behaviour of an autograd.Function.
 from torch._C import _are_functorch_transforms_active as functorch_is_active
 
-# What an operator of our own calls from its autograd kernel, to come to the one that computes.
+# Skips to the computing kernel from the autograd kernel of autopar's own operators.
 from torch._C import _AutoDispatchBelowAutograd as below_autograd  # type: ignore[attr-defined]
 
-# Which backward is running, -1 outside of any: gradients of several backwards must not be mixed.
+# The number of the running backward, -1 outside of any: gradients of several backwards must not be mixed.
 from torch._C import _current_graph_task_id as current_backward
 
-# Whether an operator is put together of others, so that it can return a view of its argument.
+# True if an operator is composed of others, so that it can return a view of its argument.
 from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
 
-# Whether a plain tensor may meet a DTensor, in this thread.
+# Allows a plain tensor as an operand next to a DTensor, in this thread.
 from torch._C import _set_dtensor_allow_implicit_replication as allow_plain_tensors  # type: ignore[attr-defined]
 
-# Whether the backward that runs will come to a node: a stage waits only for gradients that will arrive.
+# True if the running backward will reach a node: a stage waits only for gradients that will arrive.
 from torch._C import _will_engine_execute_node as _will_run  # type: ignore[attr-defined]
 
-# Whether the backward that runs keeps its graph for another one.
+# True if the running backward retains its graph.
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 
-# The hooks on saved tensors that are on, to be put on again inside of others.
+# The active hooks on saved tensors, to be applied again inside others.
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
 
-# What compiles the Python that is called now: the ``torch.compile`` within which a parallel module is called.
+# The ``torch.compile`` callback within which a parallel module is called.
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as callers_compiler
 
 # The device and dtype in the arguments of ``module.to``.
@@ -79,30 +78,30 @@ from torch._ops import OpOverload, OpOverloadPacket
 # Inside, tensors that are made are real: values of constants are looked at while a trace is on.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-# What is written to a tensor that autograd saved must not count as a change: the same values are gathered again.
+# Regathering a tensor that autograd saved must not count as a change of it: the values are the same.
 from torch.autograd import _unsafe_preserve_version_counter as preserve_version_counter
 
 # The class from which every autograd.Function has its ``apply``: calls are recorded there.
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
-# Whether a compiler traces, so that collectives have to be functional ones.
+# True while a compiler traces, so that collectives must be functional.
 from torch.distributed._functional_collectives import _are_we_tracing as compiler_traces
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
 # All ranks of a mesh in one process, one tensor of each: proofs of rules, random plans, worlds of tests.
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, local_tensor_mode
 
-# What one rank computes by its number, as it is in a world of one process: for each rank there is.
+# Values that depend on the rank's number in a world of one process: one for each rank.
 from torch.distributed._local_tensor import maybe_run_for_local_tensor as each_rank
 
-# Where a piece of a tensor is in the files of a checkpoint: what ranks have written is told to the first one.
+# The place of a shard in the files of a checkpoint, which ranks send to the first one.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 # --- DTensor ---------------------------------------------------------------------------------------------------------
 # DTensor's own check of a gradient scaler, which is right for gradients of one placement.
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 
-# What a DTensor's operators are cut by: a plain tensor that meets one, and sums of norms, are placed by us.
+# DTensor's sharding of operators: autopar places plain operands and sums of norms itself.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 from torch.distributed.tensor._ops._math_ops import LINEAR_REDUCTION_OP_MAP
@@ -113,7 +112,7 @@ from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 # Graph modules are not compiled into Python code before somebody runs them.
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
 
-# What stands for a module's attribute in a trace, and the tracer that enters modules.
+# The proxy of a module's attribute in a trace, and the tracer that enters modules.
 from torch.fx.experimental.proxy_tensor import _AttrProxy as AttributeProxy
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer as ModuleStackTracer
 
@@ -123,17 +122,17 @@ from torch.fx.graph import _Namespace as Namespace
 # The Function that carries the backward hooks of modules, which cannot be traced.
 from torch.nn.modules._functions import BackwardHookFunction
 
-# How tracing finds the modules of parameters by their names.
+# The lookup of the modules of parameters by name, in tracing.
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 
-# The function modes that are on: what runs again in a backward runs under those of its first run.
+# The active function modes: recomputation in a backward runs under those of the first forward.
 from torch.overrides import _get_current_function_mode_stack as function_modes
 
 # Nested arguments and results; its public twin, torch.utils.pytree, has no maps over types.
 from torch.utils import _pytree as pytree
 
 # Modes that see every operator: programs are counted and compared in them.
-# Whether a tensor is a subclass that consists of other tensors.
+# True for a tensor subclass that consists of other tensors.
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_in_torch_dispatch_mode,
@@ -199,20 +198,20 @@ VARLEN_OPERATOR = ("torch_attn", "_varlen_attn")
 """Namespace and name of the operator that ``torch.nn.attention.varlen.varlen_attn`` calls, once that is imported."""
 
 
-def compiled_functions_run_as_they_are() -> contextlib.AbstractContextManager[Any]:
+def compiled_functions_run_as_they_are() -> contextlib.AbstractContextManager[object]:
     """Make ``torch.compile(function)`` return the function itself during a trace."""
     config: Any = importlib.import_module("torch._dynamo.config")
     return mock.patch.object(config, "error_on_nested_fx_trace", False)
 
 
-def scripted_functions_run_in_python() -> contextlib.AbstractContextManager[Any]:
+def scripted_functions_run_in_python() -> contextlib.AbstractContextManager[object]:
     """Make ``torch.jit.script`` and ``trace`` run the Python function in this scope.
 
     Compiled code hides from a trace which of its results require a gradient.
     """
     compiled: Any = torch.jit.ScriptFunction.__call__
 
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(function: Any, *args: object, **kwargs: object) -> object:
         return getattr(function, "_torchdynamo_inline", partial(compiled, function))(*args, **kwargs)
 
     return mock.patch.object(torch.jit.ScriptFunction, "__call__", call)
@@ -250,7 +249,7 @@ class Replaceable:
         owner, name = self._place()
         setattr(owner, name, value)
 
-    def replaced(self, value: Any) -> contextlib.AbstractContextManager[Any]:
+    def replaced(self, value: Any) -> contextlib.AbstractContextManager[object]:
         """Replace the function in this scope."""
         owner, name = self._place()
         return mock.patch.object(owner, name, value)
@@ -261,7 +260,7 @@ class Replaceable:
 
 
 FAKE_PARAMETERS = Replaceable("torch.export._trace", "_fakify_params_buffers")
-"""What makes the tensors without values that stand for a module's parameters and buffers in a trace."""
+"""Function that makes the fake tensors of a module's parameters and buffers in a trace."""
 
 EXPORT_INSIDE = (
     Replaceable("torch.fx.experimental.proxy_tensor", "track_tensor_tree"),
@@ -271,13 +270,13 @@ EXPORT_INSIDE = (
 """Functions of torch's tracing that run no code of the model: function modes are off in them."""
 
 TRACEBACK_OF_NODES = Replaceable("torch.fx.proxy", "CapturedTraceback")
-"""What says which lines made a node of a trace: ``extract().summary()``."""
+"""Stack of the lines that made a node of a trace: ``extract().summary()``."""
 
 CHECK = Replaceable("torch", "_check_with")
-"""What ``torch._check`` calls with its condition, which must be a bool: numbers that are not known yet are asked."""
+"""Function that ``torch._check`` calls with its condition, a bool: unknown sizes are evaluated."""
 
 EXPORT_BUFFER_HOOK = Replaceable("torch.export._trace", "register_buffer_assignment_hook")
-"""What refuses to let a module assign a buffer in a trace: capture follows such writes itself."""
+"""Check that refuses a module's assignment of a buffer in a trace; capture follows such writes itself."""
 
 
 def module_at(model: torch.nn.Module, path: str) -> torch.nn.Module:
@@ -317,7 +316,7 @@ def some_rows(may_be_taken: Callable[[str], bool]) -> Iterator[None]:
 
     evaluate = ShapeEnv.evaluate_expr
 
-    def evaluated(self: Any, expr: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluated(self: Any, expr: Any, *args: Any, **kwargs: Any) -> object:
         try:
             return evaluate(self, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -326,7 +325,7 @@ def some_rows(may_be_taken: Callable[[str], bool]) -> Iterator[None]:
                 raise
             none, many = (expr.subs(symbols[0], n) for n in (0, 2**20))
             if none == many or any(expr.subs(symbols[0], n) != many for n in (1, 2, 3)):
-                raise  # it tells more apart than none from some
+                raise  # it distinguishes more cases than none and some
             if not may_be_taken(str(symbols[0])):
                 raise
             return many
@@ -336,16 +335,16 @@ def some_rows(may_be_taken: Callable[[str], bool]) -> Iterator[None]:
 
 
 CHECKPOINT = Replaceable("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator")
-"""What runs a region that the model checkpoints: capture marks where it begins and ends."""
+"""Function that runs a checkpointed region of a model: capture marks its ends."""
 
 JVP_CALL = Replaceable("torch._functorch.eager_transforms", "_jvp_with_argnums")
-"""What torch.func.jvp calls, where its transform is written out as operators."""
+"""Function that torch.func.jvp calls, where its transform is written out as operators."""
 
 GRADIENT_NODE = Replaceable("torch.autograd.graph", "_get_grad_fn_or_grad_acc")
-"""Where a hook looks for the node of a tensor's gradient: a traced tensor has none, and such a hook is refused."""
+"""Function with which a hook finds the node of a tensor's gradient: refused, as a traced tensor has none."""
 
 STATE_DICT_OPTIONS = Replaceable("torch.distributed.checkpoint.state_dict", "_verify_options")
-"""How torch's state dicts find their options: optimizer states of our modules are always flat."""
+"""Function that reads the options of torch's state dicts: optimizer states of our modules are always flat."""
 
 TOTAL_NORM = Replaceable("torch.nn.utils.clip_grad", "_get_total_norm")
 """torch's norm of gradients, which would take the gradients of one stage for those of all."""
@@ -353,26 +352,26 @@ TOTAL_NORM = Replaceable("torch.nn.utils.clip_grad", "_get_total_norm")
 PLAIN_BESIDE_DTENSOR = Replaceable(
     "torch.distributed.tensor", "DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor"
 )
-"""How DTensor places a plain tensor that it meets: torch allows numbers only."""
+"""Function with which DTensor places a plain tensor operand: torch allows numbers only."""
 
 DTENSOR_RESULT = Replaceable("torch.distributed.tensor", "DTensor._op_dispatcher._dispatch_fast_path_python_tail")
-"""What an operator of DTensors returns, of its local results: torch's own knows no plain tensor that is written to."""
+"""Function that wraps local results of a DTensor operator: torch's own knows no plain tensor that is written to."""
 
 DTENSOR_STRATEGY = Replaceable(
     "torch.distributed.tensor", "DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path"
 )
-"""How DTensor finds out how to cut an operator that it has not met yet, or an error."""
+"""Function that finds the sharding of an operator that is new to DTensor, or raises an error."""
 
 DTENSOR_HANDLERS = Replaceable("torch.distributed.tensor", "DTensor._op_dispatcher._custom_op_handlers")
-"""By operator, what DTensor calls instead of its own dispatch: a dict."""
+"""DTensor's custom handlers by operator: a dict."""
 
 DTENSOR_STRATEGIES = Replaceable(
     "torch.distributed.tensor", "DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs"
 )
-"""By operator, how DTensor cuts it: a dict."""
+"""DTensor's sharding rules by operator: a dict."""
 
 DTENSOR_REDUCED_DIMS = Replaceable("torch.distributed.tensor._ops._math_ops", "_infer_reduction_dims")
-"""Which dims a reduction of a DTensor is over: torch's takes an empty list for no dim, where operators take all."""
+"""Function that returns the dims of a DTensor's reduction: an empty list is no dim for torch's, all for operators."""
 
 OPTIMIZERS_OF_ELEMENTS = tuple(
     Replaceable(f"torch.optim.{name}", name)
@@ -394,7 +393,7 @@ OPTIMIZER_STATES = tuple(
 Adam's until Dynamo is used, which gives each class its own; it stands first, so that it is not replaced twice."""
 
 TENSOR_LIST_CHECK = Replaceable("torch.distributed.distributed_c10d", "_check_tensor_list")
-"""What collectives do with a list of tensors: the dispatcher does not see DTensors that lie in lists of lists."""
+"""Function by which collectives handle lists of tensors: the dispatcher misses DTensors in lists of lists."""
 
 AGENT_OF_TORCHRUN = Replaceable("torch.distributed.launcher.api", "LocalElasticAgent")
 """The class of torchrun's agent of one machine."""
@@ -409,7 +408,7 @@ each member, which then wait for each other for ever; or the name, and the addre
 
 
 AOT_COMPILE = Replaceable("torch._dynamo.backends.common", "aot_module_simplified")
-"""What backends of the compiler call with compilers for forward and backward: collectives of their graphs are seen."""
+"""Function that compiler backends call with compilers for forward and backward, to see the graphs' collectives."""
 
 
 def backend_named(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -429,7 +428,7 @@ def backend_named(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return backend, others
 
 
-def fake_store() -> Any:
+def fake_store() -> dist.Store:
     """Return the store of a process group that sends nothing, for worlds of one process."""
     return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
 
@@ -440,14 +439,14 @@ def group_names() -> Mapping[str, dist.ProcessGroup]:
     return {name: group for group, name in names.items()}
 
 
-def has_other_groups(device_mesh: Any, along_axes: Sequence[dist.ProcessGroup]) -> None:
+def has_other_groups(device_mesh: dist.DeviceMesh, along_axes: Sequence[dist.ProcessGroup]) -> None:
     """Give a mesh new process groups along its axes in place of destroyed ones."""
     device_mesh._dim_group_names = [group.group_name for group in along_axes]
     device_mesh._pg_registry.update({group.group_name: group for group in along_axes})
 
 
 assert_async = torch._assert_async
-"""Asserts what a tensor says; an accelerator does so when it comes to it, and nobody waits for the value."""
+"""Assertion on a tensor's value, which an accelerator checks asynchronously."""
 
 
 def reached(node: Any) -> bool:
@@ -456,12 +455,12 @@ def reached(node: Any) -> bool:
         return False
     try:
         return bool(_will_run(node))
-    except RuntimeError:  # what it says of a leaf whose gradient autograd.grad is to return
+    except RuntimeError:  # its answer for a leaf whose gradient autograd.grad is to return
         return True
 
 
 _attempt = ""
-"""What the ranks of this world call their attempt."""
+"""Name of this world's attempt."""
 
 
 def uses_store_of_agent() -> bool:
@@ -574,7 +573,7 @@ def _call_by_new_names() -> None:
 _call_by_new_names()
 
 HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
-"""Whether RMS norm is one kernel on GPUs."""
+"""True if RMS norm is one kernel on GPUs."""
 
 __all__ = [
     "AGENT_OF_TORCHRUN", "AOT_COMPILE", "CHECK", "CHECKPOINT", "DTENSOR_HANDLERS", "DTENSOR_REDUCED_DIMS",

@@ -49,6 +49,7 @@ class AxisCost:
 
     def times(self, factor: float) -> AxisCost:
         """Return the axis with collectives that take ``factor`` times as long."""
+
         def longer(terms: tuple[float, float, float]) -> tuple[float, float, float]:
             latency, per_byte, sharpness = terms
             return factor * latency, factor * per_byte, sharpness

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from hardware_profiles import Cluster, Device
 
@@ -134,28 +134,23 @@ class Axis(Protocol):
 
 
 class Costs(Protocol):
-    """A cost source for one cluster. Devices are ranks of the cluster and always given.
-
-    Attributes:
-        share_bounds: an operator that is cut in n takes at least an n-th of the whole one, and one microbatch of n at
-            least an n-th of the batch. The search over stages draws lower bounds from it where it holds.
-        bucket_bytes: collectives of parameters share buckets of about this size; 0 prices each on its own.
-        provenance: when and where it was measured (``date``, ``processor``); empty for one that only computes.
-        fuses: operators that are bound by memory and follow each other are one kernel, which reads and writes nothing
-            between them: work comes without those bytes (:attr:`OpWork.joins`).
-    """
+    """A cost source for one cluster. Devices are ranks of the cluster and always given."""
 
     @property
-    def share_bounds(self) -> bool: ...
+    def share_bounds(self) -> bool:
+        """True if an n-th of an operator or of the batch takes at least an n-th of the seconds, a bound of searches."""
 
     @property
-    def bucket_bytes(self) -> float: ...
+    def bucket_bytes(self) -> float:
+        """Approximate size of the buckets that collectives of parameters share; 0 prices each on its own."""
 
     @property
-    def provenance(self) -> Mapping[str, Any]: ...
+    def provenance(self) -> Mapping[str, object]:
+        """Date and machine (``date``, ``processor``) of the measurement; empty for a source that only computes."""
 
     @property
-    def fuses(self) -> bool: ...
+    def fuses(self) -> bool:
+        """True if consecutive memory-bound operators are one kernel: work omits those bytes (:attr:`OpWork.joins`)."""
 
     def __hash__(self) -> int: ...
 
@@ -206,8 +201,3 @@ def costs_of(cluster: Cluster) -> Costs:
         if costs is not None:
             return costs
     raise ValueError(f"no cost source knows cluster {cluster.name}: mark one with cost_models.cost_source")
-
-
-__all__ = [
-    "Axis", "Costs", "OpSeconds", "OpWork", "StageSeconds", "StageWork", "cost_source", "costs_of",
-]  # fmt: skip

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from hardware_profiles import Cluster, Device, Software
 
@@ -33,7 +32,7 @@ STEP_PASSES = {"adamw": 7, "adam": 7, "sgd": 3, "sgd_momentum": 5}
 """How often a fused optimizer's step reads or writes as many bytes as the parameters have: parameter, gradient and each
 state are read, all but the gradient written."""
 ADD_PASSES = 3
-"""The same of an addition: two tensors read, one written."""
+"""Passes of an addition: two tensors read, one written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +60,7 @@ class Roofline:
         return 0.0 if self.cluster.abstract else BUCKET_BYTES
 
     @property
-    def provenance(self) -> Mapping[str, Any]:
+    def provenance(self) -> Mapping[str, object]:
         """Empty: nothing was measured."""
         return {}
 
@@ -158,16 +157,16 @@ class Roofline:
         device = self._without_launches
         if self.cluster.abstract or not _knows_backwards(device):
             return None
-        asked, factor = work(), self.software.factor
+        stage_work, factor = work(), self.software.factor
 
         def seconds(kind: str, n_bytes: float) -> float:
             return factor * op_seconds(device, kind, 0.0, n_bytes, "float32")
 
-        summed = sum(times * seconds("pointwise", ADD_PASSES * n_bytes) for times, n_bytes in asked.summed)
-        used, stored = (sum(sizes[i] for sizes in asked.parameters) for i in (0, 1))
-        later = (asked.microbatches - 1) / asked.microbatches * seconds("pointwise", ADD_PASSES * used)
-        step = seconds("optimizer", STEP_PASSES.get(asked.optimizer, STEP_PASSES["adamw"]) * stored)
-        step += seconds("pointwise", asked.cast_bytes) if asked.cast_bytes else 0.0
+        summed = sum(times * seconds("pointwise", ADD_PASSES * n_bytes) for times, n_bytes in stage_work.summed)
+        used, stored = (sum(sizes[i] for sizes in stage_work.parameters) for i in (0, 1))
+        later = (stage_work.microbatches - 1) / stage_work.microbatches * seconds("pointwise", ADD_PASSES * used)
+        step = seconds("optimizer", STEP_PASSES.get(stage_work.optimizer, STEP_PASSES["adamw"]) * stored)
+        step += seconds("pointwise", stage_work.cast_bytes) if stage_work.cast_bytes else 0.0
         return StageSeconds(0.0, summed + later, 0.0, later, step, summed)
 
 
@@ -177,5 +176,3 @@ def _knows_backwards(device: Device) -> bool:
 
 
 cost_source(Roofline)
-
-__all__ = ["BUCKET_BYTES", "Roofline"]

@@ -13,11 +13,11 @@ import numpy as np
 from hardware_profiles import CollectiveCurve, EfficiencyCurve
 
 FIRST_STEP, LARGEST_STEP = 0.5, 1.0
-"""Of the search: its parameters are logarithms and logits, so a step of 1 is large."""
+"""First step of the search; its parameters are logarithms and logits, so 1 is large."""
 LONGER, SHORTER = 1.5, 0.6
-"""How the step changes after a round that helped, and after one that did not."""
+"""Factors of the step after a round that helped, and after one that did not."""
 SMALLEST_STEP = 1e-5
-"""Where the search ends: far below what measurements tell apart."""
+"""Last step of the search, far below the resolution of measurements."""
 
 MOST_FRACTION = 1.2
 """Of the data-sheet bandwidth. Above 1, because switches that add up save wire bytes."""

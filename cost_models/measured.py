@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hardware_profiles import Cluster, Device, software_named
 from hardware_profiles.measurements import OTHER, Correction, Measured, Points
@@ -41,7 +40,7 @@ class MeasuredCosts:
         return self.formulas.bucket_bytes
 
     @property
-    def provenance(self) -> Mapping[str, Any]:
+    def provenance(self) -> Mapping[str, object]:
         """Date, machine and method of the measurement."""
         return self.measured.provenance
 
@@ -95,23 +94,23 @@ class MeasuredCosts:
           is searched for the cuts and run in two parts;
         * step: the optimizer, and what is done once a step.
         """
-        asked, measured = work(), self.measured
+        stage_work, measured = work(), self.measured
         overheads = measured.overheads
         summed = to_earlier = to_earlier_anew = 0.0
-        for additions, n_bytes in asked.summed:
+        for additions, n_bytes in stage_work.summed:
             summed += additions * between(measured.accumulate, n_bytes)
-        often = (asked.microbatches - 1) / asked.microbatches
+        often = (stage_work.microbatches - 1) / stage_work.microbatches
         step = overheads.step_seconds
-        optimizer = measured.optimizers.get(asked.optimizer)
-        for used, stored in asked.parameters:
+        optimizer = measured.optimizers.get(stage_work.optimizer)
+        for used, stored in stage_work.parameters:
             to_earlier += often * between(measured.accumulate, used)
             to_earlier_anew += often * between(measured.accumulate_new, used)  # halves of a backward sum up anew
             if optimizer is not None:
                 step += optimizer.tensor_seconds + optimizer.byte_seconds * stored
         return StageSeconds(
             overheads.forward_seconds, overheads.backward_seconds + summed + to_earlier,
-            overheads.input_seconds + asked.n_ops * overheads.input_op_seconds,
-            overheads.weight_seconds + asked.n_ops * overheads.weight_op_seconds + to_earlier_anew, step, summed,
+            overheads.input_seconds + stage_work.n_ops * overheads.input_op_seconds,
+            overheads.weight_seconds + stage_work.n_ops * overheads.weight_op_seconds + to_earlier_anew, step, summed,
         )  # fmt: skip
 
 
@@ -177,7 +176,7 @@ def fit_correction(computed: Sequence[float], measured: Sequence[float]) -> tupl
     rows = [(c / m, 1 / m) for c, m in zip(computed, measured, strict=True) if m > 0]  # factor * c/m + base * 1/m = 1
     if not rows:
         return 0.0, 1.0
-    cc, cb, bb = (sum(f(c, b) for c, b in rows) for f in (lambda c, b: c * c, lambda c, b: c * b, lambda c, b: b * b))
+    cc, cb, bb = sum(c * c for c, _ in rows), sum(c * b for c, b in rows), sum(b * b for _, b in rows)
     c1, b1 = sum(c for c, _ in rows), sum(b for _, b in rows)
     det = cc * bb - cb * cb
     if det > SINGULAR * cc * bb:

@@ -111,8 +111,8 @@ def _abstract_axes(cluster: Cluster, shape: Mapping[str, int]) -> dict[str, Axis
         pairs = {name: by_name[name] for name in shape if name in by_name and by_name[name].size == shape[name]}
     if missing := [name for name in shape if name not in pairs and shape[name] > 1]:
         has = ", ".join(f"{axis.name}={axis.size}" for axis in cluster.abstract)
-        asked = ", ".join(f"{name}={shape[name]}" for name in missing)
-        raise ValueError(f"abstract cluster {cluster.name} states axes {has}, got {asked}: use its axes and sizes")
+        requested = ", ".join(f"{name}={shape[name]}" for name in missing)
+        raise ValueError(f"abstract cluster {cluster.name} states axes {has}, got {requested}: use its axes and sizes")
     axes = {}
     for name, size in shape.items():
         axis = pairs.get(name)

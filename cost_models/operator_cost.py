@@ -30,7 +30,7 @@ STAND_INS = {
     "float8": ("float16", "bfloat16", "float32"), "float4": ("float8", "float16", "bfloat16", "float32"),
 }  # fmt: skip
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "bool": 1, "int8": 1, "uint8": 1}
-"""Bytes of an element; of other types 4."""
+"""Bytes of an element; other types have 4."""
 ALIGNMENT_BYTES = 16
 """Tensor cores read so many bytes at once: inner sizes of a product are multiples of that, or it is slow."""
 
@@ -40,7 +40,7 @@ reach 0.68 to 0.70 (670 to 690 of 989 TFLOP/s, at 1,480 of 1,980 MHz: hardware_p
 of a step in which they are half of the time 0.76 (first_hour.json, Llama of 1.2B parameters); in most steps they are
 two thirds or more."""
 SUSTAINED_WATTS = 700 / 989e12
-"""Its watts for each flop/s of the 16-bit peak."""
+"""Watts per flop/s of the 16-bit peak of that device."""
 SUSTAINED_POWER = 0.25
 """How the part that is sustained grows with watts for each flop/s of the peak. The best products of two A100, 271.2
 TFLOP/s at 400 W and 252.9 at 300 W (ml-engineering's table of accelerators), give 0.24; of H200 and GH200, 794.5 at

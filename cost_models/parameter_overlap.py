@@ -124,8 +124,3 @@ def tensor_exposed(cluster: Cluster) -> float:
 
 TENSOR = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 """Collectives of tensor and sequence parallelism between operators."""
-
-__all__ = [
-    "HIDES_ALL", "HIDES_NOTHING", "SLOWDOWN", "TENSOR", "Computing", "ParameterSeconds", "Shares", "exposed",
-    "hidden_seconds", "shares_of", "tensor_exposed",
-]  # fmt: skip

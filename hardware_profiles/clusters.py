@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import networkx as nx
 
@@ -17,9 +16,11 @@ from .composed import document_named, name_of
 from .errors import MOST_TOLD, ProfileError, UnknownClusterError
 from .load import (
     DATA,
+    NEW_DEVICE,
     builtin_curves,
     builtin_devices,
     builtin_links,
+    near_names,
     read_curves,
     read_device,
     read_link,
@@ -27,14 +28,16 @@ from .load import (
 )  # fmt: skip
 from .model import Cluster, Device, Link
 from .profile_file import is_measured, read_measured
-from .reader import MOST_DEVICES, ProfileErrors, Table, closest, read_document, shown
+from .reader import MOST_DEVICES, Document, ProfileErrors, Table, closest, read_document, shown
 from .software import AS, software_named, split_software
 from .strict import Unreadable, is_there, parse_count, shortened
 
+CLOSE_CLUSTER = 0.85
+"""Least similarity of a mistyped cluster name."""
 CLUSTERS = DATA / "clusters"
 LONGEST_NAME = 4096
 MOST_WIRES = 8 * MOST_DEVICES
-"""Of a cluster, the machines' own: to switches on every level, and between devices."""
+"""Most links inside machines: to switches on every level, and between devices."""
 
 
 def list_clusters() -> list[str]:
@@ -99,7 +102,7 @@ def split_subset(name: str) -> tuple[str, tuple[int, ...]]:
     return match["cluster"], tuple(ranks)
 
 
-def _measured_cluster(document: Mapping[str, Any], path: Path) -> Cluster:
+def _measured_cluster(document: Mapping[str, object], path: Path) -> Cluster:
     """Return the cluster that a profile file names, renamed, with the measurements."""
     failures = ProfileErrors(str(path))
     root = Table(dict(document), "", failures)
@@ -151,7 +154,7 @@ def _builtin_cluster(name: str) -> Cluster:
     return build_cluster(document, f"{name}.toml", default_name=name)
 
 
-def _builtin_document(name: str) -> dict[str, Any]:
+def _builtin_document(name: str) -> Document:
     """Return the document of one kind of machines: `dgx-h100`, `dgx-h100-x8`, `dgx-h100-4of8-x2`."""
     stem, some, copies = name, None, None
     if stem not in list_clusters() and (match := _PART.fullmatch(name)):
@@ -161,16 +164,12 @@ def _builtin_document(name: str) -> dict[str, Any]:
         except Unreadable as error:
             raise ProfileError("clusters", [f"'{shortened(name)}': {error}"]) from None
     if stem not in list_clusters():
-        known = closest(stem, list_clusters())
-        advice = f"{known} (most also as -xN; 64xH100-SXM-80GB/8 of any device; a file ends in .toml or .json)"
-        raise UnknownClusterError(f"unknown cluster '{shortened(name)}': {advice}")
+        raise UnknownClusterError(f"unknown cluster '{shortened(name)}': {_advice(name, stem)}")
     document = read_document(CLUSTERS / f"{stem}.toml")
     scale = document.get("suffix")
     if copies is not None:
         if scale not in ("nodes", "devices"):
-            raise ProfileError(
-                "clusters", [f"cluster '{stem}' has no suffix -xN, got '{name}': use '{stem}'"]
-            )
+            raise ProfileError("clusters", [f"cluster '{stem}' has no suffix -xN, got '{name}': use '{stem}'"])
         document["node"][0]["count" if scale == "nodes" else "n_devices"] = copies
     if some is not None:
         node = document["node"][0]
@@ -185,6 +184,19 @@ def _builtin_document(name: str) -> dict[str, Any]:
         node["level"] = [level for i, level in enumerate(levels) if i == 0 or
                          level["devices"] > levels[i - 1]["devices"]]  # fmt: skip
     return document
+
+
+def _advice(name: str, stem: str) -> str:
+    """Return what to write instead of an unknown name."""
+    of_devices = re.fullmatch(r"([1-9]\d*)x([^/]+)", name)
+    if of_devices and of_devices[2] in builtin_devices():
+        return f"give the devices per machine, such as {name}/8"
+    if of_devices:
+        return unknown_device(of_devices[2], builtin_devices())
+    forms = "most also as -xN; 64xH100-SXM-80GB/8 of any device; local-x4 for processes on this machine"
+    if near := near_names(stem, list_clusters(), CLOSE_CLUSTER):
+        return f"{near} ({forms}; a file ends in .toml or .json)"
+    return f"no known name is like it ('autopar clusters' lists them; {forms}); for other hardware, {NEW_DEVICE}"
 
 
 class _Builder:
@@ -213,6 +225,11 @@ class _Builder:
             self.failures.add(f"{table.path}.{key}", f"got unknown link {shown(value)}: {hint}")
         return self.known_links.get(value) if isinstance(value, str) else None
 
+    def both(self, table: Table) -> tuple[Link | None, Link | None]:
+        """Return the links of both directions, `link` and `down`, which defaults to the first."""
+        up = self.link(table, "link")
+        return up, self.link(table, "down", up) if up else None
+
     def join(self, a: int | str, b: int | str, up: Link | None, down: Link | None) -> None:
         if up is not None:
             self.graph.add_edge(a, b, link=up)
@@ -224,61 +241,26 @@ def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool
     """Read one [[node]] table: `count` machines of one make. A machine that is `alone` needs no uplink."""
     failures, path = builder.failures, table.path
     name, count = table.text("name", "node"), table.integer("count", 1)
-    if table.has("devices"):
-        names = table.take("devices")
-        if not isinstance(names, list) or not names:
-            failures.add(f"{path}.devices", f"got {shown(names)}, expected a list of device names, one per device")
-            names = []
-    else:
-        names = [table.take("device", expected="the name of a device")] * table.integer("n_devices", 1)
-    named = [n if isinstance(n, str) else shown(n) for n in names if n is not None]
-    for unknown in sorted({n for n in named if n not in builder.known_devices})[:MOST_TOLD]:
-        failures.add(
-            f"{path}.device", f"got {unknown_device(unknown, builder.known_devices)}"
-        )
-    devices = [builder.known_devices[n] for n in named if n in builder.known_devices]
+    devices = _node_devices(table, builder)
     processors = table.integer("processors", 0, low=0)
     part = min(1.0, processors / len(devices)) if processors and devices else 1.0
     if part < 1.0:  # processes that share cores each get their part
         devices = [_share(device, part) for device in devices]
-
-    levels, below = [], 1
-    for level in table.tables("level", []):
-        size = level.integer("devices", max(len(devices), 1))
-        if size % below:
-            failures.add(
-                f"{level.path}.devices", f"got {size}, expected a multiple of {below} (the level below it)"
-            )
-        up = builder.link(level, "link")
-        down = builder.link(level, "down", up) if up else None
-        crowded = level.text("crowded_curve", "")
-        if crowded and crowded not in builder.curves:
-            hint = closest(crowded, builder.curves)
-            failures.add(f"{level.path}.crowded_curve", f"got unknown curve '{crowded}': {hint}")
-        if part < 1.0 and up and down:
-            up, down = (_share_link(link, part, crowded) for link in (up, down))
-        levels.append((size, up, down))
-        level.close()
-        below = size
+    levels = _node_levels(table, builder, len(devices), part)
     inner_links = _torus_links(table, builder, len(devices)) + _pair_links(table, builder, len(devices))
     for item in table.tables("link", []):
         ends = item.integer("from", low=0), item.integer("to", low=0)
         if max(ends) >= max(len(devices), 1):
             failures.add(item.path, f"joins devices {ends[0]} and {ends[1]}, the node has {len(devices)}")
-        up = builder.link(item, "link")
-        inner_links.append((*ends, up, builder.link(item, "down", up) if up else None))
+        inner_links.append((*ends, *builder.both(item)))
         item.close()
     uplink = None
     if table.has("uplink"):
         inner = table.table("uplink")
-        up = builder.link(inner, "link")
-        down = builder.link(inner, "down", up) if up else None
-        uplink = (up, down, inner.integer("devices", 1), inner.text("fabric", "fabric"))
+        uplink = (*builder.both(inner), inner.integer("devices", 1), inner.text("fabric", "fabric"))
         inner.close()
     elif uplink_needed:
-        failures.add(
-            f"{path}.uplink", "is missing, the cluster has several nodes: add [node.uplink] with a link"
-        )
+        failures.add(f"{path}.uplink", "is missing, the cluster has several nodes: add [node.uplink] with a link")
     table.close()
     total = len(builder.devices) + count * len(devices)
     wires = count * (len(inner_links) + len(devices) * len(levels))
@@ -286,7 +268,6 @@ def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool
         if made > most:
             failures.add(f"{path}.count", f"makes {made:,} {what}, expected at most {most:,}: describe a part of it")
             return
-
     for _ in range(count):
         node, first = f"{name}{builder.n_nodes}", len(builder.devices)
         ranks = list(range(first, first + len(devices)))
@@ -294,9 +275,7 @@ def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool
         builder.devices += devices
         builder.node_of += [builder.n_nodes] * len(devices)
         builder.n_nodes += 1
-        children: list[tuple[int, int | str]] = list(
-            enumerate(ranks)
-        )  # (local rank of its first device, graph node)
+        children: list[tuple[int, int | str]] = list(enumerate(ranks))  # (local rank of its first device, graph node)
         for number, (size, up, down) in enumerate(levels):
             parents: dict[int, str] = {}
             for local, child in children:
@@ -313,6 +292,45 @@ def _read_node(table: Table, builder: _Builder, alone: bool, uplink_needed: bool
                 builder.join(nic, fabric, up, down)
 
 
+def _node_devices(table: Table, builder: _Builder) -> list[Device]:
+    """Return the devices of a node, without the unknown ones."""
+    if table.has("devices"):
+        names = table.take("devices")
+        if not isinstance(names, list) or not names:
+            problem = f"got {shown(names)}, expected a list of device names, one per device"
+            builder.failures.add(f"{table.path}.devices", problem)
+            names = []
+    else:
+        names = [table.take("device", expected="the name of a device")] * table.integer("n_devices", 1)
+    named = [n if isinstance(n, str) else shown(n) for n in names if n is not None]
+    for unknown in sorted({n for n in named if n not in builder.known_devices})[:MOST_TOLD]:
+        builder.failures.add(f"{table.path}.device", f"got {unknown_device(unknown, builder.known_devices)}")
+    return [builder.known_devices[n] for n in named if n in builder.known_devices]
+
+
+def _node_levels(
+    table: Table, builder: _Builder, n_devices: int, part: float
+) -> list[tuple[int, Link | None, Link | None]]:
+    """Return ``(devices, link up, link down)`` of each level of switches in a node."""
+    levels, below = [], 1
+    for level in table.tables("level", []):
+        size = level.integer("devices", max(n_devices, 1))
+        if size % below:
+            problem = f"got {size}, expected a multiple of {below} (the level below it)"
+            builder.failures.add(f"{level.path}.devices", problem)
+        up, down = builder.both(level)
+        crowded = level.text("crowded_curve", "")
+        if crowded and crowded not in builder.curves:
+            hint = closest(crowded, builder.curves)
+            builder.failures.add(f"{level.path}.crowded_curve", f"got unknown curve '{crowded}': {hint}")
+        if part < 1.0 and up and down:
+            up, down = (_share_link(link, part, crowded) for link in (up, down))
+        levels.append((size, up, down))
+        level.close()
+        below = size
+    return levels
+
+
 _InnerLinks = list[tuple[int, int, Link | None, Link | None]]
 
 
@@ -326,8 +344,10 @@ def _torus_links(table: Table, builder: _Builder, n_devices: int) -> _InnerLinks
     inner = table.table("torus")
     shape, link = inner.take("shape", expected="the sizes of its axes"), builder.link(inner, "link")
     inner.close()
-    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape) or (
-        math.prod(shape) != n_devices
+    if (
+        not isinstance(shape, list)
+        or not all(type(size) is int and size > 0 for size in shape)
+        or (math.prod(shape) != n_devices)
     ):
         builder.failures.add(f"{inner.path}.shape", f"got {shown(shape)}, expected sizes that make {n_devices} devices")
         return []
@@ -377,7 +397,7 @@ def _share_link(link: Link, part: float, crowded_curve: str) -> Link:
     return dataclasses.replace(link, bandwidth_bytes_per_second=bandwidth, curve=crowded_curve or link.curve)
 
 
-def build_cluster(document: Mapping[str, Any], where: str, default_name: str = "cluster") -> Cluster:
+def build_cluster(document: Mapping[str, object], where: str, default_name: str = "cluster") -> Cluster:
     """Build a cluster from a document; `where` names it in errors, which are raised as one ProfileError."""
     failures = ProfileErrors(where)
     root = Table(dict(document), "", failures)
@@ -389,11 +409,7 @@ def build_cluster(document: Mapping[str, Any], where: str, default_name: str = "
         root.close()
         failures.raise_if_any()
         return cluster
-    own_curves, own_links, own_devices = (
-        root.table("curves", {}),
-        root.table("links", {}),
-        root.table("devices", {}),
-    )
+    own_curves, own_links, own_devices = (root.table("curves", {}), root.table("links", {}), root.table("devices", {}))
     curves = builtin_curves() | {key: read_curves(own_curves.table(key)) for key in own_curves.data}
     links = builtin_links() | {key: read_link(key, own_links.table(key), curves) for key in own_links.data}
     devices = builtin_devices() | {key: read_device(key, own_devices.table(key)) for key in own_devices.data}
@@ -401,14 +417,11 @@ def build_cluster(document: Mapping[str, Any], where: str, default_name: str = "
 
     nodes = root.tables("node")
     extra = root.tables("link", [])
-    total = sum(n.data["count"] if isinstance(n.data.get("count"), int) else 1 for n in nodes)
+    total = sum(count if isinstance(count := n.data.get("count"), int) else 1 for n in nodes)
     for node in nodes:
         _read_node(node, builder, alone=total == 1, uplink_needed=total > 1 and not extra)
     for item in extra:
-        ends = [
-            item.take("from", expected="a rank or a switch"),
-            item.take("to", expected="a rank or a switch"),
-        ]
+        ends = [item.take("from", expected="a rank or a switch"), item.take("to", expected="a rank or a switch")]
         for key, end in zip(("from", "to"), ends, strict=True):
             if isinstance(end, int) and not 0 <= end < len(builder.devices):
                 last = len(builder.devices) - 1
@@ -422,9 +435,7 @@ def build_cluster(document: Mapping[str, Any], where: str, default_name: str = "
     root.close()
     failures.raise_if_any()
     if len(builder.devices) > 1 and not nx.is_strongly_connected(builder.graph):
-        raise ProfileError(
-            where, ["node: not every device reaches every other one: add a level, link or uplink"]
-        )
+        raise ProfileError(where, ["node: not every device reaches every other one: add a level, link or uplink"])
     return Cluster(
         name, tuple(builder.devices), builder.graph, tuple(builder.node_of), curves, overlap, (), description
     )

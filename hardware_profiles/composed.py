@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 from .errors import ProfileError
 from .load import builtin_devices, builtin_links, load_device
 from .model import Device
-from .reader import MOST_DEVICES, closest
+from .reader import MOST_DEVICES, Document, closest
 
 DEFAULT_BETWEEN = {"pcie3": "ethernet-25", "pcie4": "ib-hdr", "pcie5": "ib-ndr"}
-"""The network between machines where nothing is said, by the machines' PCIe."""
+"""Default network between machines, by the machines' PCIe."""
 GBIT = 1e9 / 8
 """Bytes per second of a gigabit per second."""
 SMALL_ADAPTER = 25.0
-"""Gb/s for each device, below which the devices of a machine are taken to share one adapter."""
+"""Gb/s per device below which the devices of a machine are assumed to share one adapter."""
 _NAME = re.compile(
     r"(?P<n>[1-9]\d{0,5})x(?P<gpu>[^/]+)/(?P<per_node>[1-9]\d{0,5})(/(?P<inside>[^/]*))?(/(?P<between>[^/]*))?"
 )
 _ADAPTERS = re.compile(r"(?P<adapters>[1-9]\d{0,3})x(?P<gbits>\d+(\.\d+)?)gbps(-(?P<kind>efa|ethernet))?")
 NETWORKS = ("ib-", "ethernet-", "roce-", "efa", "tcpx-", "slingshot-", "dcn")
-"""How the names of links begin that join machines, not the devices of one."""
+"""Prefixes of the names of links between machines."""
 INFINIBAND = {"edr": 100.0, "hdr": 200.0, "ndr": 400.0, "xdr": 800.0}
 """Gb/s of an adapter."""
 
 
-def document_named(name: str) -> dict[str, Any] | None:
+def document_named(name: str) -> Document | None:
     """Return the document of a composed cluster name (``64xA100-SXM-80GB/8/nvlink3/4x200gbps``), or None."""
     match = _NAME.fullmatch(name)
     if match is None:
@@ -77,12 +76,12 @@ def _usual_machine(device: Device, n_devices: int) -> int:
     return n_devices // nodes
 
 
-def _document(device: Device, n: int, per_node: int, inside: str, between: str, where: str) -> dict[str, Any]:
+def _document(device: Device, n: int, per_node: int, inside: str, between: str, where: str) -> Document:
     """Return the document of a cluster, as :func:`hardware_profiles.build_cluster` reads it."""
     if not 1 <= n <= MOST_DEVICES or n % per_node:
         raise ProfileError(where, [f"{n} devices do not fill machines of {per_node}: give a multiple, {MOST_DEVICES:,} "
                                    "at most"])  # fmt: skip
-    node: dict[str, Any] = {"device": device.name, "n_devices": per_node, "count": n // per_node}
+    node: Document = {"device": device.name, "n_devices": per_node, "count": n // per_node}
     if per_node > 1:
         node |= _wiring(device, per_node, _link_named(device, inside, where))
     if n > per_node or between:
@@ -109,7 +108,7 @@ def _link_named(device: Device, inside: str, where: str) -> str:
                                f"between machines): {closest(text, within)}"])  # fmt: skip
 
 
-def _wiring(device: Device, per_node: int, link: str) -> dict[str, Any]:
+def _wiring(device: Device, per_node: int, link: str) -> Document:
     """Return the keys of a node: its switches, pairs or torus."""
     if link.startswith("pcie") or device.domain == 2:
         host = link if link.startswith("pcie") else device.host_link
@@ -163,7 +162,7 @@ def _network_named(between: str, per_node: int, where: str) -> str:
     return f"{adapters}x{gbits / adapters:g}gbps{end}"
 
 
-def _uplink(network: str, per_node: int) -> dict[str, Any]:
+def _uplink(network: str, per_node: int) -> Document:
     """Return the uplink of a machine from the name of its network."""
     match = _ADAPTERS.fullmatch(network)
     if match is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_TOLD = 20
-"""Failures of one file that the message has."""
+"""Most failures of one file in a message."""
 
 
 class ProfileError(ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,9 +64,7 @@ def read_efficiency(table: Table) -> Efficiency:
 def read_device(name: str, table: Table) -> Device:
     """Read one device table. `efficiency` is the name of a family or a table of curves."""
     failures = table.failures
-    family = table.take(
-        "efficiency", expected="the name of a family of data/efficiency.toml, or a table of curves"
-    )
+    family = table.take("efficiency", expected="the name of a family of data/efficiency.toml, or a table of curves")
     if isinstance(family, str):
         if family not in efficiency_families():
             hint = closest(family, efficiency_families())
@@ -197,32 +195,38 @@ def load_device(name: str) -> Device:
 
 
 def unknown_device(name: str, known: Mapping[str, Device]) -> str:
-    """What to say of a device that nobody knows: names that are close, or what a file has to say of a new one.
+    """Return a message about an unknown device: names that are close, or how a file describes a new one.
 
     Close is a name that shares the word of a chip (``H100``) or differs by a sign: ``TPU-v7`` is not a mistyped
     ``TPU-v4``, and a ``B100`` is no B300.
     """
-    low = {each.lower(): each for each in known}
-    near = {low[each] for each in difflib.get_close_matches(name.lower(), low, n=1, cutoff=CLOSE_NAME)}
-    near = near or {each for each in known if _chips(name) & _chips(each)}
-    near |= {each for each in known if name and each.lower().startswith(name.lower())}
-    if near:
-        hint = f"'{near.pop()}'" if len(near) == 1 else f"one of {', '.join(sorted(near)[:MOST_NAMES])}"
-        return f"unknown device '{shortened(name)}': did you mean {hint}?"
+    if hint := near_names(name, known):
+        return f"unknown device '{shortened(name)}': {hint}"
     return f"unknown device '{shortened(name)}', and none has a name like it: {NEW_DEVICE}"
 
 
+def near_names(name: str, known: Iterable[str], cutoff: float | None = None) -> str:
+    """Return ``did you mean ...?`` with the names that are close (:func:`unknown_device`); empty if none is."""
+    low = {each.lower(): each for each in known}
+    near = {low[each] for each in difflib.get_close_matches(name.lower(), low, n=1, cutoff=cutoff or CLOSE_NAME)}
+    near = near or {each for each in low.values() if _chips(name) & _chips(each)}
+    near |= {each for each in low.values() if name and each.lower().startswith(name.lower())}
+    one_of = "" if len(near) == 1 else "one of "
+    listed = f"'{min(near)}'" if len(near) == 1 else ", ".join(sorted(near)[:MOST_NAMES])
+    return f"did you mean {one_of}{listed}?" if near else ""
+
+
 def _chips(name: str) -> set[str]:
-    """The words of a device's name that say which chip it is: those with a digit that are no size of a memory."""
+    """Return the words of a device's name that identify the chip: those with a digit that are no memory size."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     digits = {word for word in words if any(c.isdigit() for c in word)}
     return {word for word in digits if not re.fullmatch(r"v?\d+|\d+gb|v\d[a-z]", word)}
 
 
 CLOSE_NAME = 0.9
-"""From this similarity on a name is taken for a mistyped one."""
+"""Least similarity of a mistyped device name."""
 MOST_NAMES = 6
-NEW_DEVICE = """say what it is in a cluster's file, from its data sheet in SI units:
+NEW_DEVICE = """describe it in a .toml file, from its data sheet in SI units:
     [devices.NAME]
     memory_bytes = 80e9                  # and its rate:
     memory_bytes_per_second = 3.35e12
@@ -233,4 +237,5 @@ NEW_DEVICE = """say what it is in a cluster's file, from its data sheet in SI un
     device = "NAME"
     n_devices = 8
     level = [{ devices = 8, link = "nvlink4" }]            # a link of data/links.toml, or a table with its rate
-    uplink = { link = "ib-ndr" }                           # where there are several machines"""
+    uplink = { link = "ib-ndr" }                           # where there are several machines
+  and give the file's path as the cluster; autopar profile measures a model's ops on this machine"""

@@ -16,16 +16,15 @@ All times are seconds, all sizes bytes. :mod:`.profile_file` reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 VERSION = 1
 KEY = "autopar_profile"
 KINDS = ("matmul", "conv", "attention", "pointwise", "reduce", "copy", "none")
 OPTIMIZERS = ("adam", "adamw", "sgd", "sgd_momentum")
 OTHER = "other"
-"""The correction of kinds of which nothing was measured."""
+"""Name of the correction of kinds without measurements."""
 NOT_IN_KEYS = ("seed", "site", "cut", "device")
 """Arguments of a local call that change nothing about its time."""
 
@@ -104,17 +103,19 @@ class Measured:
     accumulate_new: Points
     overheads: Overheads
     optimizers: Mapping[str, OptimizerSeconds]
-    provenance: Mapping[str, Any]
+    provenance: Mapping[str, object]
 
 
-def op_key(target: str, args: Any, kwargs: Mapping[str, Any], tensor: Callable[[Any], str | None]) -> str:
+def op_key(
+    target: str, args: Iterable[object], kwargs: Mapping[str, object], tensor: Callable[[object], str | None]
+) -> str:
     """Return the key of an op's measurements: its name, its tensors and its other arguments.
 
     ``tensor`` returns the text of a value that is (or represents) a tensor, None for anything else. A tensor's text is
     ``float32[4 8]``, with a star where a gradient flows to it.
     """
 
-    def show(value: Any) -> str:
+    def show(value: object) -> str:
         text = tensor(value)
         if text is not None:
             return text
@@ -126,12 +127,6 @@ def op_key(target: str, args: Any, kwargs: Mapping[str, Any], tensor: Callable[[
     return f"{target}({', '.join([*map(show, args), *named])})"
 
 
-def tensor_text(dtype: str, shape: Any, grad: bool) -> str:
+def tensor_text(dtype: str, shape: Iterable[int], grad: bool) -> str:
     """Return a tensor's text in an :func:`op_key`."""
     return f"{dtype}[{' '.join(map(str, shape))}]" + ("*" if grad else "")
-
-
-__all__ = [
-    "KEY", "KINDS", "OPTIMIZERS", "OTHER", "VERSION", "Correction", "Measured", "MeasuredOp", "OptimizerSeconds",
-    "Overheads", "Points", "op_key", "tensor_text",
-]  # fmt: skip

@@ -17,9 +17,9 @@ from .software import OWN, Software, software_named
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 RATES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4", "int8")
-"""Formats of which a data sheet gives a rate; ``tf32`` is that of float32 on tensor cores."""
+"""Formats with a data-sheet rate; ``tf32`` is float32 on tensor cores."""
 OP_KINDS = ("matmul", "conv", "attention", "pointwise")
-"""Kinds of which every device has a curve."""
+"""Kinds for which every device has a curve."""
 MOVING_KINDS = (
     "pointwise", "broadcast", "widen", "narrow", "reduce", "norm", "rms_norm", "batch_norm", "softmax", "loss",
     "lookup", "optimizer",
@@ -196,9 +196,7 @@ class Cluster:
     def device(self, rank: int) -> Device:
         """Return the device of a global rank; ValueError for a rank that the cluster does not have."""
         if not 0 <= rank < len(self.devices):
-            raise ValueError(
-                f"cluster {self.name}: no rank {rank}, it has ranks 0 to {len(self.devices) - 1}"
-            )
+            raise ValueError(f"cluster {self.name}: no rank {rank}, it has ranks 0 to {len(self.devices) - 1}")
         return self.devices[rank]
 
     def only(self, ranks: Iterable[int]) -> Cluster:
@@ -207,8 +205,8 @@ class Cluster:
         Its rank 0 is the first of ``ranks``, and :func:`~hardware_profiles.load_cluster` finds it by its name.
 
         Raises:
-            ProfileError: no rank, one that the cluster does not have or that is named twice, an abstract mesh, or devices that
-                reach each other only through others.
+            ProfileError: no rank, one that the cluster does not have or that is named twice, an abstract mesh, or
+                devices that reach each other only through others.
         """
         kept = tuple(ranks)
         name = f"{self.name}{subset_suffix(kept)}"
@@ -244,9 +242,7 @@ class Cluster:
         if self.description:
             lines.append(f"  {self.description}")
         for axis in self.abstract:
-            lines.append(
-                f"  abstract axis {axis.name}: {axis.size} devices, alpha {axis.alpha:g}, beta {axis.beta:g}"
-            )
+            lines.append(f"  abstract axis {axis.name}: {axis.size} devices, alpha {axis.alpha:g}, beta {axis.beta:g}")
         for name, count in kinds.items():
             device = next(d for d in self.devices if d.name == name)
             rate = max(device.peak_flops.items(), key=lambda item: (item[0] == "bfloat16", item[1]))
@@ -259,9 +255,7 @@ class Cluster:
             key = (link.name, link.bandwidth_bytes_per_second, link.latency_seconds)
             links[key] = links.get(key, 0) + 1
         for (name, bandwidth, latency), count in links.items():
-            lines.append(
-                f"  {count} x {name}: {bandwidth / 1e9:.4g} GB/s per direction, {latency * 1e6:.3g} us"
-            )
+            lines.append(f"  {count} x {name}: {bandwidth / 1e9:.4g} GB/s per direction, {latency * 1e6:.3g} us")
         if self.measured is not None:
             said, n_ops = self.measured.provenance, len(self.measured.ops)
             lines.append(f"  measured {said['date']} on {said['processor']}: {n_ops} ops of {said['model']}")

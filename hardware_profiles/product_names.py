@@ -118,6 +118,3 @@ def _nearest(words: frozenset[str]) -> str:
     lacks, more = sorted(needs - words), sorted(words - needs - {*nearest.may.split()})
     told = [*([f"lacks {' '.join(lacks)}"] if lacks else []), *([f"has {' '.join(more)}"] if more else [])]
     return f": it is not {nearest.device}, since its name {' and '.join(told)}"
-
-
-__all__ = ["PRODUCTS", "Named", "device_named"]

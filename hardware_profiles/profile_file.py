@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 from .measurements import (
     KEY,
@@ -62,7 +61,7 @@ def read_measured(root: Table) -> Measured:
         optimizers[name] = OptimizerSeconds(_seconds(inner, "tensor_seconds"), _seconds(inner, "byte_seconds"))
         inner.close()
     said = root.table("provenance")
-    provenance: dict[str, Any] = {key: said.text(key) for key in ("date", "torch", "processor", "model")}
+    provenance: dict[str, object] = {key: said.text(key) for key in ("date", "torch", "processor", "model")}
     provenance |= {key: said.integer(key, low=0) for key in ("threads", "processes", "rounds")}
     provenance |= {key: said.number(key) for key in ("load", "others")}
     for key in ("meshes", "left_out", "updated"):
@@ -115,15 +114,12 @@ def _points(table: Table, key: str) -> Points:
     return tuple((float(a), float(b)) for a, b in value)
 
 
-def _is_time(value: Any) -> bool:
+def _is_time(value: object) -> bool:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return math.isfinite(value) and value >= 0 and not is_beyond(value)
 
 
-def is_measured(document: Mapping[str, Any]) -> bool:
+def is_measured(document: Mapping[str, object]) -> bool:
     """Return True if a document is a profile and not a plain cluster."""
     return KEY in document
-
-
-__all__ = ["is_measured", "read_measured"]

@@ -77,6 +77,3 @@ def error_band(cluster: Cluster) -> ErrorBand | None:
     bands, software = error_bands(), cluster.software.name
     device = cluster.slowest(range(cluster.n_devices)).name
     return bands.get((software, device)) or bands.get((software, ANY))
-
-
-__all__ = ["ANY", "ErrorBand", "error_band", "error_bands"]

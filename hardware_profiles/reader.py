@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .errors import MOST_TOLD, ProfileError
 from .strict import Unreadable, parse_json, parse_toml, read_text, shortened
@@ -27,7 +27,11 @@ def is_beyond(value: float) -> bool:
     return value != 0 and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST
 
 
-def read_document(path: Path) -> dict[str, Any]:
+Document: TypeAlias = dict[str, Any]
+"""The contents of a TOML or JSON file."""
+
+
+def read_document(path: Path) -> Document:
     """Return the table in a `.toml` or `.json` file; ProfileError if it cannot be read or parsed."""
     try:
         text = read_text(path)
@@ -74,11 +78,11 @@ class Table:
     A wrong value adds a failure and returns a harmless stand-in, so that reading goes on to the next key.
     """
 
-    def __init__(self, value: Any, path: str, failures: ProfileErrors):
+    def __init__(self, value: object, path: str, failures: ProfileErrors):
         self.path = path
         self.failures = failures
         self.asked: set[str] = set()
-        self.data: Mapping[str, Any] = value if isinstance(value, dict) else {}
+        self.data: Mapping[str, object] = value if isinstance(value, dict) else {}
         if not isinstance(value, dict):
             failures.add(path, f"got {_show(value)}, expected a table")
 
@@ -89,7 +93,7 @@ class Table:
         """Return True if the key is present."""
         return key in self.data
 
-    def take(self, key: str, default: Any = REQUIRED, expected: str = "a value") -> Any:
+    def take(self, key: str, default: object = REQUIRED, expected: str = "a value") -> Any:
         """Return the raw value of `key`; a missing one without default is a failure and gives None."""
         self.asked.add(key)
         if key in self.data:
@@ -99,15 +103,13 @@ class Table:
             return None
         return default
 
-    def number(self, key: str, default: Any = REQUIRED, *, positive: bool = False) -> float:
+    def number(self, key: str, default: object = REQUIRED, *, positive: bool = False) -> float:
         """Return a finite or infinite number >= 0 (> 0 when `positive`), as a float."""
         value = self.take(key, default, "a number")
         if value is None:
             return 1.0
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.failures.add(
-                self._at(key), f"got {_show(value)}, expected a number in SI units without quotes"
-            )
+            self.failures.add(self._at(key), f"got {_show(value)}, expected a number in SI units without quotes")
             return 1.0
         if value != value or value < 0 or (positive and value == 0):
             bound = "> 0" if positive else ">= 0"
@@ -118,7 +120,7 @@ class Table:
             return 1.0
         return float(value)
 
-    def integer(self, key: str, default: Any = REQUIRED, *, low: int = 1) -> int:
+    def integer(self, key: str, default: object = REQUIRED, *, low: int = 1) -> int:
         """Return a whole number from `low` to a million: counts of devices, nodes and ports."""
         value = self.take(key, default, "a whole number")
         if value is None:
@@ -131,7 +133,7 @@ class Table:
             return low
         return value
 
-    def text(self, key: str, default: Any = REQUIRED) -> str:
+    def text(self, key: str, default: object = REQUIRED) -> str:
         """Return a string that is not empty unless the default is."""
         value = self.take(key, default, "a string")
         if value is None:
@@ -149,12 +151,12 @@ class Table:
             return default
         return value
 
-    def table(self, key: str, default: Any = REQUIRED) -> Table:
+    def table(self, key: str, default: object = REQUIRED) -> Table:
         """Return a sub-table."""
         value = self.take(key, default, "a table")
         return Table({} if value is None else value, self._at(key), self.failures)
 
-    def tables(self, key: str, default: Any = REQUIRED) -> list[Table]:
+    def tables(self, key: str, default: object = REQUIRED) -> list[Table]:
         """Return a list of tables (`[[key]]` in TOML)."""
         value = self.take(key, default, f"at least one [[{key}]] table")
         if value is None:
@@ -164,12 +166,12 @@ class Table:
             return []
         return [Table(item, f"{self._at(key)}[{i}]", self.failures) for i, item in enumerate(value)]
 
-    def numbers(self, key: str, default: Any = REQUIRED, *, positive: bool = False) -> dict[str, float]:
+    def numbers(self, key: str, default: object = REQUIRED, *, positive: bool = False) -> dict[str, float]:
         """Return a table whose values are all numbers."""
         inner = self.table(key, default)
         return {name: inner.number(name, positive=positive) for name in inner.data}
 
-    def texts(self, key: str, default: Any = REQUIRED) -> dict[str, str]:
+    def texts(self, key: str, default: object = REQUIRED) -> dict[str, str]:
         """Return a table whose values are all strings."""
         inner = self.table(key, default)
         return {name: inner.text(name) for name in inner.data}
@@ -182,12 +184,12 @@ class Table:
                 self.failures.add(self._at(key), f"is an unknown key: {hint} Remove or rename it")
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     return f"{type(value).__name__} {shown(value)}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return the beginning of a value, for a message."""
-    if isinstance(value, (str, list, dict)) and len(value) > 60:  # whose whole text may be long in the making
+    if isinstance(value, (str, list, dict)) and len(value) > 60:  # its whole text may take long to write
         value = value[:60] if not isinstance(value, dict) else dict(islice(value.items(), 20))
     return shortened(repr(value))

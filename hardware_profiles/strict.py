@@ -98,9 +98,7 @@ def parse_json(text: str, repeated: list[str] | None = None) -> Any:
         return value
 
     try:
-        value = json.loads(
-            text, object_pairs_hook=table, parse_constant=no_number, parse_float=number, parse_int=whole
-        )
+        value = json.loads(text, object_pairs_hook=table, parse_constant=no_number, parse_float=number, parse_int=whole)
     except RecursionError as error:
         raise Unreadable(f"it is nested deeper than {DEEPEST_NESTING} levels") from error
     except Unreadable:
@@ -108,7 +106,7 @@ def parse_json(text: str, repeated: list[str] | None = None) -> Any:
     except ValueError as error:
         raise Unreadable(f"no valid JSON ({error}): correct the syntax there") from error
     if repeated is None and twice:
-        raise Unreadable(f"'{twice[0]}' stands twice in one table: keep one of them")
+        raise Unreadable(f"'{twice[0]}' is repeated in one table: keep one of them")
     if "\\ud" in text.lower():  # an escape of half a character, which is no text and cannot be printed or written
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -166,9 +164,3 @@ def _bounded(value: Any) -> Any:
                 raise Unreadable(f"a whole number is larger than {LARGEST_WHOLE:,}: write a smaller one")
         level, depth = inner, depth + 1
     return value
-
-
-__all__ = [
-    "LARGEST_FILE_BYTES", "LARGEST_WHOLE", "MOST_COUNTED", "Unreadable", "is_there", "parse_count", "parse_json",
-    "parse_toml", "read_beginning", "read_text", "shortened",
-]  # fmt: skip

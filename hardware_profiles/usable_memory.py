@@ -30,8 +30,8 @@ class Budget(NamedTuple):
     Attributes:
         usable_bytes: what the driver reports; of an unknown device the data sheet's number.
         reserved_bytes: of the process's context and libraries, and the software's communication buffers.
-        margin: the larger of the allocator's fragmentation and the count's own error, as a share of the counted bytes. They
-            do not add up: an allocator that runs out of memory releases its unused blocks before it fails.
+        margin: the larger of the allocator's fragmentation and the count's own error, as a share of the counted bytes.
+            They do not add up: an allocator that runs out of memory releases its unused blocks before it fails.
         limit_bytes: upper limit of the counted peak of a step.
         is_known: True if the driver's number is known; else the limit is a fixed share of the data sheet's.
     """

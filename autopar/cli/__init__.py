@@ -48,7 +48,7 @@ from hardware_profiles.errors import ProfileError
 
 app = typer.Typer(
     name="autopar",
-    help="Decide how to spread a PyTorch model over accelerators, look at the decision, check it, run it.\n\n"
+    help="Plan the parallelization of a PyTorch model over accelerators; inspect, check and run plans.\n\n"
     "A MODEL is PATH.py:factory, where factory() returns a model and its example inputs, or hf:PATH/config.json. "
     "Start with: autopar plan gpt.py:make --cluster dgx-h100 -o plan.json, then: autopar show plan.json --trust",
     no_args_is_help=True,
@@ -58,8 +58,8 @@ app = typer.Typer(
 )
 
 
-def _version(request: bool) -> None:
-    if request:
+def _version(is_wanted: bool) -> None:
+    if is_wanted:
         typer.echo(f"autopar {__version__}")
         raise typer.Exit
 
@@ -93,7 +93,7 @@ def main() -> None:
     except (AutoparError, ProfileError) as error:
         print_error(error)
         sys.exit(2)
-    except (KeyboardInterrupt, SystemExit) as stop:  # typer makes the one the other
+    except (KeyboardInterrupt, SystemExit) as stop:  # typer converts KeyboardInterrupt to SystemExit
         if isinstance(stop, SystemExit) and stop.code != 130:
             raise
         err().print("terminated" if was_terminated() else "interrupted")
@@ -109,7 +109,7 @@ def start() -> None:
     """
     if sys.argv[1:2] not in (["profile"], ["run"], ["verify"]):
         gc.disable()
-    for stream in (sys.stdout, sys.stderr):  # a terminal or file of another encoding shows escapes
+    for stream in (sys.stdout, sys.stderr):  # other encodings of a terminal or file get escapes
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:

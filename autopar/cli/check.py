@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from autopar.cli.common import (
     Json,
+    ModelOption,
+    PlanPath,
     Trust,
     bound,
     model_of,
@@ -20,6 +21,7 @@ from autopar.cli.common import (
     show_seconds,
     styled,
 )
+from autopar.report import Facts
 
 if TYPE_CHECKING:
     from autopar.certificate import Report
@@ -27,20 +29,15 @@ if TYPE_CHECKING:
     from autopar.plans.prices import Price
 
 
-def check(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
-    model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
-    trust: Trust = False,
-    as_json: Json = False,
-) -> None:
-    """Certify a plan: count again, from the program that it emits, what it claims of its seconds and bytes.
+def check(path: PlanPath, model: ModelOption = None, trust: Trust = False, as_json: Json = False) -> None:
+    """Certify a plan: recount its seconds and bytes from the program that it emits.
 
     The program of every stage runs once on tensors without values, forward and backward, and passes the type checker of
-    spmd-types. A training step is then counted allocation by allocation: the most memory that lives at once can be a
-    little more than the plan says; of a pipeline, without tensors that are on their way between stages. Ends with exit
-    code 1 where a claim does not hold, or where that is more than the memory limit.
+    spmd-types. Peak memory is then counted allocation by allocation; it can be a little more than the plan says, and
+    excludes transfers between pipeline stages. The exit code is 1 if a claim does not hold, or if the peak is above the
+    memory limit.
 
-    Plans of products in 8 or 4 bits are refused: no program is emitted for these yet.
+    Plans with products in 8 or 4 bits are refused: no program is emitted for them yet.
 
     Example: autopar check plan.json --trust
     """
@@ -67,10 +64,10 @@ def check(
             peak = certificate.in_pipeline([of_stages[s] for s in of_rank], [reports[s] for s in of_rank], on_rank)
             if peak is None:
                 continue
-            said_bytes = bytes_together([stage.price for stage in on_rank])
-            most.append((peak, said_bytes))
-            request = plan.pins.memory_limit_bytes
-            above = certificate.over_limit(peak, on_rank[0], cluster, request, said_bytes)
+            claimed_bytes = bytes_together([stage.price for stage in on_rank])
+            most.append((peak, claimed_bytes))
+            limit = plan.pins.memory_limit_bytes
+            above = certificate.over_limit(peak, on_rank[0], cluster, limit, claimed_bytes)
             reports[of_rank[0]].failures += [above] if above is not None else []
     fullest, fullest_said = max(most, key=lambda counted: counted[0].n_bytes, default=(None, 0))
     if as_json:
@@ -80,7 +77,7 @@ def check(
         _show(plan.stages, reports)
         if fullest is not None:
             out().print(
-                f"most at once: {show_bytes(fullest.n_bytes)}, allocation by allocation, in {fullest.at}; "
+                f"peak memory: {show_bytes(fullest.n_bytes)}, counted allocation by allocation, in {fullest.at}; "
                 f"the plan says {show_bytes(fullest_said)}", soft_wrap=True,
             )  # fmt: skip
     if not all(report.ok for report in reports):
@@ -92,7 +89,7 @@ def _state_bytes(price: Price) -> int:
     return price.parameter_bytes + price.gradient_bytes + price.optimizer_bytes
 
 
-def _as_json(report: Report) -> dict[str, Any]:
+def _as_json(report: Report) -> Facts:
     counted = report.price
     kinds = [{"axis": axis, "kind": kind, "times": n} for (axis, kind), n in sorted(report.collectives.items())]
     return {
@@ -105,21 +102,21 @@ def _as_json(report: Report) -> dict[str, Any]:
 def _show(stages: tuple[StagePlan, ...], reports: list[Report]) -> None:
     from rich.table import Table
 
-    table = Table(title="what plans claim, and what their programs do", title_justify="left")
+    table = Table(title="what the plan claims, and what its program does", title_justify="left")
     for name in ("stage", "seconds", "counted", "state", "counted", "activations", "counted", "collectives"):
         table.add_column(name, justify="left" if name in ("stage", "collectives") else "right")
     for number, (stage, report) in enumerate(zip(stages, reports, strict=True)):
-        said, counted = stage.price, report.price
+        claimed, counted = stage.price, report.price
         kinds = (f"{n} {kind} over {axis}" for (axis, kind), n in sorted(report.collectives.items()))
         table.add_row(
-            str(number), show_seconds(said.seconds), show_seconds(counted.seconds), show_bytes(_state_bytes(said)),
-            show_bytes(_state_bytes(counted)), show_bytes(stage.kept_bytes), show_bytes(report.kept_bytes),
-            "\n".join(kinds),
+            str(number), show_seconds(claimed.seconds), show_seconds(counted.seconds),
+            show_bytes(_state_bytes(claimed)), show_bytes(_state_bytes(counted)), show_bytes(stage.kept_bytes),
+            show_bytes(report.kept_bytes), "\n".join(kinds),
         )  # fmt: skip
     console = out()
     console.print(table)
-    failures = [f"stage {number}: {said}" for number, report in enumerate(reports) for said in report.failures]
-    for said in failures:
-        console.print(styled("[red]{}[/red]", said), soft_wrap=True)
+    failures = [f"stage {number}: {failure}" for number, report in enumerate(reports) for failure in report.failures]
+    for failure in failures:
+        console.print(styled("[red]{}[/red]", failure), soft_wrap=True)
     if not failures:
-        console.print("certified: the emitted programs do what the plan says, and spmd-types finds their types right")
+        console.print("certified: the emitted programs do what the plan says, and pass the type checker of spmd-types")

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -30,6 +30,8 @@ from autopar.words.texts import show_seconds as show_seconds
 from hardware_profiles.strict import MOST_COUNTED, shortened
 
 if TYPE_CHECKING:
+    import torch
+
     from autopar.capture import Captured
     from autopar.frontends.models import Loaded
     from autopar.planfile import Document
@@ -39,13 +41,16 @@ if TYPE_CHECKING:
     from hardware_profiles import Cluster
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json.")]
+PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON on standard output.")]
 
 
-def within(low: float, high: float = MOST_COUNTED) -> Callable[[typer.CallbackParam, Any], Any]:
+def within(low: float, high: float = MOST_COUNTED) -> Callable[[typer.CallbackParam, float | None], float | None]:
     """Return an option callback that refuses numbers outside of a range, and nan."""
 
-    def check(param: typer.CallbackParam, value: Any) -> Any:
+    def check(param: typer.CallbackParam, value: float | None) -> float | None:
         if value is not None and not low <= value <= high:
             given = shortened(f"{value}")
             raise UsageError(f"{param.opts[0]} is {given}; give a number from {_plain(low)} to {_plain(high)}")
@@ -58,7 +63,7 @@ def _plain(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
-def seconds_within(param: typer.CallbackParam, value: Any) -> Any:
+def seconds_within(param: typer.CallbackParam, value: float | None) -> float | None:
     """Refuse a number of seconds that a 32-bit count of milliseconds cannot hold."""
     return within(0.001, MOST_SECONDS)(param, value)
 
@@ -70,15 +75,14 @@ def _device(param: typer.CallbackParam, value: str) -> str:
 
 
 MOST_SECONDS = 1_000_000
-"""Eleven days."""
+"""Largest number of seconds of an option: eleven days."""
 MOST_RANKS_HERE = 256
-"""Processes, or ranks in one process, that a command starts."""
+"""Most processes, or ranks in one process, that a command starts."""
 MOST_LAYOUTS = 1000
-"""That are shown side by side."""
+"""Most layouts that are shown."""
 DEVICES = ("cpu", "cuda", "auto")
 Batch = Annotated[
-    int | None,
-    typer.Option("--batch", help="Batch size of the example inputs (hf: models only).", callback=within(1)),
+    int | None, typer.Option("--batch", help="Batch size of the example inputs (hf: models only).", callback=within(1))
 ]
 Seq = Annotated[
     int | None,
@@ -94,7 +98,9 @@ DeviceOption = Annotated[
 
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="Import the .py file that the plan names, which runs its code; --model names one."),
+    typer.Option(
+        "--trust", help="Import the .py file that the plan names, which runs its code; --model needs no --trust."
+    ),
 ]
 
 
@@ -106,10 +112,10 @@ class UntrustedModelError(ModelError):
     """A plan file that names Python code which the user has not allowed to run."""
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print a value as JSON on standard output; infinite numbers become null."""
 
-    def plain(v: Any) -> Any:
+    def plain(v: object) -> object:
         if dataclasses.is_dataclass(v) and not isinstance(v, type):
             v = dataclasses.asdict(v)
         if isinstance(v, dict):
@@ -132,8 +138,8 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
     console = err()
     start = time.perf_counter()
     if not console.is_terminal:
-        is_log = sys.stderr is sys.__stderr__  # whoever calls from Python and reads the errors gets nothing else there
-        yield _lines(console, what, start) if is_log else lambda text: None
+        is_log = sys.stderr is sys.__stderr__  # callers from Python that capture standard error get errors only
+        yield _lines(console, what, start) if is_log else lambda _: None
         return
     with console.status(Text(what), spinner="dots") as status:
         yield lambda text: status.update(Text(f"{what}: {text}" if text else what))
@@ -163,27 +169,27 @@ at least, so that a search of an hour writes some sixty lines."""
 
 def print_error(error: BaseException) -> None:
     """Print an error as one red paragraph."""
-    said = re.sub(r"\S{400,}", lambda word: shortened(word[0], 200), str(error))  # what was given may be of any length
-    err().print(styled("[bold red]error:[/bold red] [red]{}[/red]", said), soft_wrap=True)
+    message = re.sub(r"\S{400,}", lambda word: shortened(word[0], 200), str(error))  # input may be of any length
+    err().print(styled("[bold red]error:[/bold red] [red]{}[/red]", message), soft_wrap=True)
 
 
-def where_to_run(request: str, processes: int) -> tuple[str, str]:
+def where_to_run(requested: str, processes: int) -> tuple[str, str]:
     """Return the device type (``cpu`` or ``cuda``) for so many local processes, and a description for people."""
     import torch
 
-    if request not in ("cpu", "cuda", "auto"):
-        raise UsageError(f"--device is {request}; it is cpu, cuda or auto")
+    if requested not in ("cpu", "cuda", "auto"):
+        raise UsageError(f"--device is {requested}; it is cpu, cuda or auto")
     check_ranks_here(processes)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if request == "cuda" and gpus < processes:
+    if requested == "cuda" and gpus < processes:
         raise UsageError(
             f"--device is cuda, {processes} processes are to run on this machine, and "
             + (f"torch finds {gpus} GPUs" if gpus else "torch finds no GPU")
             + "; use --device cpu, or a plan for as many devices as there are"
         )
-    if request != "cpu" and gpus >= processes:
+    if requested != "cpu" and gpus >= processes:
         return "cuda", f"{processes} of {gpus} GPUs ({torch.cuda.get_device_name(0)})"
-    few = f"; {gpus} GPUs are here, too few" if request == "auto" and gpus else ""
+    few = f"; {gpus} GPUs are too few" if requested == "auto" and gpus else ""
     return "cpu", f"{processes} processes on the CPU{few}"
 
 
@@ -191,7 +197,7 @@ def check_ranks_here(n: int) -> None:
     """Refuse more ranks than one machine can run."""
     if n > MOST_RANKS_HERE:
         raise UsageError(
-            f"{n:,} ranks are to run on this machine, at most {MOST_RANKS_HERE} do; take a mesh or a plan of fewer "
+            f"{n:,} ranks are too many for this machine, the most is {MOST_RANKS_HERE}; use a mesh or a plan of fewer "
             "devices, or start it under torchrun on machines that have them"
         )
 
@@ -341,7 +347,7 @@ def opened(path: Path, model: str | None = None, *, trust: bool) -> tuple[Captur
     return captured, what_if(captured, *bound(document, captured))
 
 
-def optimizer_of(name: str, params: list[Any], lr: float) -> Any:
+def optimizer_of(name: str, params: list[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer:
     """Return the torch optimizer that a plan names."""
     import torch
 
@@ -361,9 +367,9 @@ def show_solution(solution: Solution | None) -> str:
     gap = (
         f"{solution.gap:.2%}" if solution.status == "optimal" or solution.gap >= 1e-3 else f"{100 * solution.gap:.1g}%"
     )
-    said = f"{solution.solver}: {solution.status}, gap {gap}"
-    said += "" if solution.status == "optimal" else ": no plan is faster by more than that"
-    return f"{said}; more memory may allow a faster one" if solution.binds else said
+    text = f"{solution.solver}: {solution.status}, gap {gap}"
+    text += "" if solution.status == "optimal" else ": no plan is faster by more than that"
+    return f"{text}; more memory may allow a faster one" if solution.binds else text
 
 
 def show_pins(pins: Pins) -> str:

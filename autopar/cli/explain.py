@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.common import (
     Json,
+    ModelOption,
+    PlanPath,
     Trust,
     UsageError,
     opened,
@@ -24,6 +25,7 @@ from autopar.cli.common import (
     within,
 )
 from autopar.cli.explain_cut import explain_cut
+from autopar.report import Facts
 
 if TYPE_CHECKING:
     from autopar.planner.inter_op.replan import Replanner
@@ -34,35 +36,35 @@ if TYPE_CHECKING:
 
 
 def explain(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    path: PlanPath,
     op: Annotated[
         str,
         typer.Argument(
-            help="The op: path of its module, module:op as in the file, or a pattern. Of a plan in stages also "
-            "stage:1, the cut at which that stage begins."
+            metavar="OP",
+            help="The op: path of its module, module:op as in the file, or a pattern. For a plan in stages also "
+            "stage:1, the cut at which that stage begins.",
         ),
     ],
     instead: Annotated[
-        str | None, typer.Option("--instead", help="Another cut, such as tensor=k: what the best plan with it costs.")
+        str | None, typer.Option("--instead", help="Another strategy, such as tensor=k: price the best plan with it.")
     ] = None,
     memory_limit: Annotated[
         str | None,
-        typer.Option("--memory-limit", help="For --instead: bytes per device. Default: as the plan was made."),
+        typer.Option("--memory-limit", help="For --instead: memory limit per device. Default: that of the plan."),
     ] = None,
-    top: Annotated[int, typer.Option("--top", help="How many strategies to show.", callback=within(1))] = 12,
-    model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    top: Annotated[int, typer.Option("--top", help="Number of strategies to show.", callback=within(1))] = 12,
+    model: ModelOption = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Say why an op is cut as it is: the seconds of every way to cut it, its neighbours staying as they are.
+    """Explain the strategy of an op: the seconds of each of its strategies, with its neighbours unchanged.
 
-    With --instead the stage that has the op (the whole plan, if it is not cut) is solved again with that cut (for the
-    op and its copies in equal blocks), so all other ops of it may change too; what was asked for when the plan was made
-    (pins, memory limit) still holds, where the wish does not say otherwise. The whole step is simulated with it, and
-    the difference is what that wish costs.
+    With --instead the stage of the op is solved again with that strategy (for the op and its copies in equal blocks),
+    so its other ops may change too. The plan's other constraints (pins, memory limit) still hold. The whole step is
+    simulated with the result, and the difference is the cost of that choice.
 
-    stage:1 says why that stage begins where it does: what the step spends where, and what it would take with the cut
-    one block earlier or later, the stages on both sides solved again.
+    stage:1 explains why that stage begins where it does: the parts of a step's seconds, and the step with the cut one
+    block earlier or later, with the stages on both sides solved again.
 
     Examples: autopar explain plan.json layers.3.mlp.up --trust; autopar explain plan.json layers.3.mlp.up --instead
     tensor=k --trust; autopar explain plan.json stage:1 --model gpt.py:make
@@ -76,44 +78,44 @@ def explain(
         if wanted is None:
             raise UsageError(f"--instead '{instead}' is no axis=factor; write it like tensor=k or tensor=replicate")
     limit = parse_bytes(memory_limit)
-    captured, request = opened(path, model, trust=trust)
+    captured, replanner = opened(path, model, trust=trust)
     stage = re.fullmatch(r"stage:(.*)", op)
     if stage is None:
-        _explain_op(request, op, wanted, limit, top, as_json)
+        _explain_op(replanner, op, wanted, limit, top, as_json)
     elif wanted is not None or limit is not None:
         raise UsageError(f"--instead and --memory-limit are for an op; '{op}' is a cut, whose neighbours are shown")
     else:
-        explain_cut(captured, request, stage[1], as_json)
+        explain_cut(captured, replanner, stage[1], as_json)
 
 
 def _explain_op(
-    request: Replanner, op: str, wanted: dict[str, str] | None, limit: float | None, top: int, as_json: bool
+    replanner: Replanner, op: str, wanted: dict[str, str] | None, limit: float | None, top: int, as_json: bool
 ) -> None:
     from autopar.planner.inter_op.stage_pins import check
     from autopar.planner.intra_op.building.price import pricer
     from autopar.planner.intra_op.mesh_plan import Options
     from autopar.words.labels import op_labels
 
-    graph, plan = request.graph, request.plan
+    graph, plan = replanner.graph, replanner.plan
     labels = op_labels(graph)
     names = {graph.nodes[i].name for i in found_ops(graph, op)}
     in_stage = {
-        part.number: numbers for part in request.graphs
+        part.number: numbers for part in replanner.graphs
         if (numbers := [i for i, n in enumerate(part.graph.nodes) if n.kind == "op" and n.name in names])
     }  # fmt: skip
     if not in_stage:
         raise UsageError(f"'{op}' is in no stage: nothing that is returned depends on it")
     for number in in_stage if wanted is not None else ():
         check(graph, Options(constraints={op: wanted or {}}), plan.stages[number].mesh)
-    facts: list[dict[str, Any]] = []
+    facts: list[Facts] = []
     for number, numbers in in_stage.items():
-        part, stage = request.graphs[number].graph, plan.stages[number]
-        results = priced_ops(part, stage, pricer(request.cluster, stage.mesh, stage.devices), numbers)
+        part, stage = replanner.graphs[number].graph, plan.stages[number]
+        results = priced_ops(part, stage, pricer(replanner.cluster, stage.mesh, stage.devices), numbers)
         if as_json:
             facts += [{"stage": number, **as_facts(part, result, labels)} for result in results]
         else:
             print_ops(part, stage, results, labels, top, f", stage {number}" if len(plan.stages) > 1 else "")
-    best = None if wanted is None else _instead(request, in_stage, wanted, limit)
+    best = None if wanted is None else _instead(replanner, in_stage, wanted, limit)
     if as_json:
         print_json({"ops": facts, "instead": best})
     elif best is not None:
@@ -121,21 +123,21 @@ def _explain_op(
 
 
 def _instead(
-    request: Replanner, in_stage: dict[int, list[int]], wanted: dict[str, str], limit: float | None
-) -> dict[str, Any]:
+    replanner: Replanner, in_stage: dict[int, list[int]], wanted: dict[str, str], limit: float | None
+) -> Facts:
     """Re-solve the stages of the ops, and of their copies, with the requested cut, and simulate the step."""
-    stages = list(request.plan.stages)
-    whole, ops = request.graph, 0
+    stages = list(replanner.plan.stages)
+    whole, ops = replanner.graph, 0
     for number, numbers in in_stage.items():
-        graph = request.graphs[number].graph
+        graph = replanner.graphs[number].graph
         alike = copies_able(whole, [whole.index[graph.nodes[i].name] for i in numbers], wanted)
         targets = [name for i in alike if (name := whole.nodes[i].name) in graph.index]
         ops += len(targets)
-        options = wishing(request.options, targets, wanted, limit)
+        options = wishing(replanner.options, targets, wanted, limit)
         with progress(f"solving stage {number} again" if len(stages) > 1 else "solving again"):
-            stages[number] = request.solved(number, options)
-    before, now = request.simulated()
-    after, then = request.simulated(stages)
+            stages[number] = replanner.solved(number, options)
+    before, now = replanner.simulated()
+    after, then = replanner.simulated(stages)
     return {
         "wanted": wanted, "ops": ops, "plan_stages": len(stages),
         "seconds": after.seconds, "plan_seconds": before.seconds,
@@ -152,7 +154,7 @@ def _instead(
     }  # fmt: skip
 
 
-def _print_instead(best: dict[str, Any]) -> None:
+def _print_instead(best: Facts) -> None:
     console = out()
     wanted = ",".join(f"{axis}={factor}" for axis, factor in best["wanted"].items())
     console.print(f"With {wanted} on {best['ops']} op{'s' if best['ops'] != 1 else ''}:")
@@ -189,13 +191,13 @@ def found_ops(graph: Graph, op: str) -> list[int]:
     return numbers
 
 
-def priced_ops(graph: Graph, plan: StagePlan, priced: Pricer, numbers: list[int]) -> list[dict[str, Any]]:
+def priced_ops(graph: Graph, plan: StagePlan, priced: Pricer, numbers: list[int]) -> list[Facts]:
     """Return the price of every strategy of each op; ops of equal blocks with the same strategy appear once."""
     from autopar.planner.intra_op.building.hidden_seconds import hidden_in
     from autopar.report.why import alternatives
     from autopar.rules.registry import rules_of
 
-    results: list[dict[str, Any]] = []
+    results: list[Facts] = []
     for i, count in _distinct(graph, plan, numbers):
         with progress(f"pricing {graph.nodes[i].name}"):
             others, seconds = hidden_in(graph, rules_of(graph), priced, plan, i)
@@ -205,7 +207,7 @@ def priced_ops(graph: Graph, plan: StagePlan, priced: Pricer, numbers: list[int]
     return results
 
 
-def as_facts(graph: Graph, result: dict[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
+def as_facts(graph: Graph, result: Facts, labels: Mapping[str, str]) -> Facts:
     """Return one op as values for JSON."""
     from autopar.rules.registry import rules_of
 
@@ -218,7 +220,7 @@ def as_facts(graph: Graph, result: dict[str, Any], labels: Mapping[str, str]) ->
 
 
 def print_ops(
-    graph: Graph, plan: StagePlan, results: list[dict[str, Any]], labels: Mapping[str, str], top: int, where: str = ""
+    graph: Graph, plan: StagePlan, results: list[Facts], labels: Mapping[str, str], top: int, where: str = ""
 ) -> None:
     """Print one table for each op; ``where`` follows the op's name."""
     from autopar.report.tables import alternatives_table
@@ -241,7 +243,7 @@ def print_ops(
             cut = [*cut[:-1], mine]
         console.print(alternatives_table(cut, plan.mesh, show_bytes, show_seconds))
         if len(rows) > len(cut):
-            console.print(f"  {len(rows) - len(cut)} dearer ones not shown (--top {len(rows)})")
+            console.print(f"  {len(rows) - len(cut)} more expensive ones not shown (--top {len(rows)})")
         if r["hidden"]["beside"]:
             console.print(
                 f"  Of its collectives {show_seconds(r['hidden']['seconds'])} are hidden: they pass while "
@@ -259,7 +261,7 @@ def _distinct(graph: Graph, plan: StagePlan, numbers: list[int]) -> list[tuple[i
     from autopar.planner.intra_op.building.fold import fold
 
     rep = fold(graph).representative
-    groups: dict[Any, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for i in numbers:
         groups.setdefault((rep[i], plan.ops[graph.nodes[i].name]), []).append(i)
     return [(members[0], len(members)) for members in groups.values()]

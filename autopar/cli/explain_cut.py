@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.cli.common import UsageError, out, print_json, progress, show_bytes, show_pins, show_seconds, styled
 from autopar.cli.stages import facts_of, memory_table, times_table, why
+from autopar.report import Facts
 from hardware_profiles.strict import Unreadable, parse_count, shortened
 
 if TYPE_CHECKING:
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
     from autopar.plans.plan import Plan
 
 
-def explain_cut(captured: Captured, request: Replanner, stage: str, as_json: bool) -> None:
+def explain_cut(captured: Captured, replanner: Replanner, stage: str, as_json: bool) -> None:
     """Explain why the stage with this number begins at its block."""
-    number = _number(request.plan, stage)
-    plan, timeline = request.simulated()
-    facts = facts_of(captured, plan, timeline, request.cluster)
+    number = _number(replanner.plan, stage)
+    plan, timeline = replanner.simulated()
+    facts = facts_of(captured, plan, timeline, replanner.cluster)
     stages = facts["stages"]
-    others = [_moved(captured, request, number, by) for by in (-1, 1)]
-    stage_edge = sum(stage_edge.spec.n_bytes for stage_edge in request.graphs[number].takes)
+    others = [_moved(captured, replanner, number, by) for by in (-1, 1)]
+    stage_edge = sum(stage_edge.spec.n_bytes for stage_edge in replanner.graphs[number].takes)
     seconds = [e for e in facts["transfers"] if e["target"] == number]
     cut = {
         "stage": number, "begins_at": stages[number]["begins_at"], "pinned": bool(plan.pins.cuts),
@@ -34,7 +35,7 @@ def explain_cut(captured: Captured, request: Replanner, stage: str, as_json: boo
     console = out()
     console.print(styled("stage {} begins at [bold]{}[/bold]", number, cut["begins_at"]))
     if show_pins(plan.pins):
-        console.print(f"asked for: {show_pins(plan.pins)}", markup=False)
+        console.print(f"requested: {show_pins(plan.pins)}", markup=False)
     console.print(times_table(stages))
     console.print(memory_table(stages))
     for line in why(facts):
@@ -46,23 +47,23 @@ def explain_cut(captured: Captured, request: Replanner, stage: str, as_json: boo
     for neighbour in others:
         console.print(_told(neighbour, facts), markup=False)
     if cut["pinned"]:
-        console.print("The cut is where it was asked for.")
+        console.print("The cut was requested there.")
 
 
-def _moved(captured: Captured, request: Replanner, number: int, by: int) -> dict[str, Any]:
+def _moved(captured: Captured, replanner: Replanner, number: int, by: int) -> Facts:
     """Return the step with the cut moved by so many blocks, or the reason why it cannot be moved."""
     from autopar.errors import AutoparError
     from autopar.words.labels import op_labels
 
-    first = request.neighbour(number, by)
-    facts: dict[str, Any] = {"blocks": by, "begins_at": None, "seconds": None, "why_not": None}
+    first = replanner.neighbour(number, by)
+    facts: Facts = {"blocks": by, "begins_at": None, "seconds": None, "why_not": None}
     if first is None:
         facts["why_not"] = f"stage {number - 1 if by < 0 else number} would be empty"
         return facts
     facts["begins_at"] = op_labels(captured.graph)[first]
     try:
         with progress(f"moving the cut by {by:+d}"):
-            plan, timeline = request.moved(number, first)
+            plan, timeline = replanner.moved(number, first)
     except AutoparError as error:
         facts["why_not"] = str(error)
         return facts
@@ -76,7 +77,7 @@ def _moved(captured: Captured, request: Replanner, number: int, by: int) -> dict
     }  # fmt: skip
 
 
-def _told(neighbour: dict[str, Any], facts: dict[str, Any]) -> str:
+def _told(neighbour: Facts, facts: Facts) -> str:
     where = "with the cut one block earlier" if neighbour["blocks"] < 0 else "with the cut one block later"
     if neighbour["begins_at"] is not None:
         where += f", at {neighbour['begins_at']}"
@@ -95,7 +96,7 @@ def _told(neighbour: dict[str, Any], facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _seconds(stage: dict[str, Any]) -> float:
+def _seconds(stage: Facts) -> float:
     return float(stage["forward_seconds"] + stage["backward_seconds"])
 
 

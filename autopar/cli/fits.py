@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.common import (
     Batch,
     Json,
+    Model,
     Seq,
     UsageError,
     load_and_capture,
@@ -19,17 +20,18 @@ from autopar.cli.common import (
     show_seconds,
 )
 from autopar.errors import AutoparError
+from autopar.report import Facts
 
 if TYPE_CHECKING:
     from autopar.planner.layouts.pricing import PricedLayout, PricedLayouts
     from hardware_profiles.published_errors import ErrorBand
 
 MOST_TRIED = 8
-"""Other layouts that are priced at most, to say what would do."""
+"""Most other layouts that are priced to find one that fits."""
 
 
 def fits(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json.")],
+    model: Model,
     cluster: Annotated[
         str, typer.Option("--cluster", "-c", help="Name of a cluster, 'NAME as TRAINER', or a .toml or .json file.")
     ],
@@ -39,25 +41,23 @@ def fits(
     batch: Batch = None,
     seq: Seq = None,
     memory_limit: Annotated[
-        str | None, typer.Option("--memory-limit", help="Bytes per device: 70GiB. Default: what the device has for it.")
+        str | None, typer.Option("--memory-limit", help="Bytes per device: 70GiB. Default: the usable memory.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="bf16-mixed and so on, as for autopar plan.")
+        str | None, typer.Option("--precision", help="Precision policy, such as bf16-mixed; see autopar plan.")
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option("--optimizer", help="adamw (the default), sgd or sgd_momentum.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say whether a layout fits the devices' memory: exit code 0 if it does, 1 if it does not.
+    """Check a layout against the devices' memory: exit code 0 if it fits, 1 if it does not.
 
-    Nothing is searched. The answer comes with the seconds of a step, how far prices of memory were from published runs
-    of this software on this device, and, if the layout does not fit, layouts near it that do: smaller microbatches,
-    recomputation, parameters in pieces. Memory of the host (offload) is not used.
+    Nothing is searched. The answer comes with the seconds of a step, the error of memory predictions against published
+    runs of this software on this device, and, if the layout does not fit, similar layouts that do: with smaller
+    microbatches, recomputation or sharded parameters. Offload to the host's memory is not used.
 
-    Examples:
-
-    autopar fits hf:llama/config.json --batch 128 --seq 8192 -c dgx-h100-x8 --like tp=8,dp=8,sp,zero=1
+    Examples: autopar fits hf:llama/config.json --batch 128 --seq 8192 -c dgx-h100-x8 --like tp=8,dp=8,sp,zero=1
 
     autopar fits gpt.py:make -c 'dgx-a100 as megatron-2023' --like dp=8,mbs=4,recompute=full --json
     """
@@ -155,7 +155,7 @@ def answer(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayou
         return lines
     for other in others:
         lines.append(
-            f"  would do: {other.layout.text}: {show_bytes(other.memory_bytes)}, {show_seconds(other.seconds)} a step"
+            f"  fits: {other.layout.text}: {show_bytes(other.memory_bytes)}, {show_seconds(other.seconds)} a step"
         )
     if not others:
         lines.append(
@@ -169,7 +169,7 @@ def answer(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayou
 def certainty(found: PricedLayout, band: ErrorBand | None) -> str:
     """Return the certainty of the answer according to published runs."""
     if band is None or band.memory_90 is None:
-        return "how far that may be off is not known: no published run of this software gives its memory"
+        return "the error of this prediction is not known: no published run of this software reports its memory"
     what = f"{band.memory_rows} published runs of {band.software}"
     where = "" if band.device == "any" else f" on {band.device}"
     known = f"of {what}{where}, nine of ten were within {band.memory_90:.0%}"
@@ -179,7 +179,7 @@ def certainty(found: PricedLayout, band: ErrorBand | None) -> str:
     return f"{known}: sure by that"
 
 
-def _facts(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayout]) -> dict[str, Any]:
+def _facts(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayout]) -> Facts:
     """Return the answer as values for JSON."""
     return {
         "like": found.layout.text, "fits": found.fits, "runs": found.pinned.runs, "memory_bytes": found.memory_bytes,
@@ -190,6 +190,3 @@ def _facts(found: PricedLayout, band: ErrorBand | None, others: list[PricedLayou
             for other in others
         ],
     }  # fmt: skip
-
-
-__all__ = ["fits"]

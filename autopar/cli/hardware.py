@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from autopar.cli.common import Json, out, print_json
+from autopar.report import Facts
 
 
 def devices(as_json: Json = False) -> None:
     """List the devices that cluster files can name.
 
-    Links are those of a domain, as nvlink4 x 8; curves are "own" where operators were measured on the device, else
-    those of a family of devices with cores like its own. --json has the source of every number.
+    Links are those of a domain, such as nvlink4 x 8; curves are "own" where operators were measured on the device, else
+    those of a family with similar cores. --json has the source of every number.
 
     Example: autopar devices
     """
@@ -54,10 +55,10 @@ def clusters(
     names: Annotated[list[str] | None, typer.Argument(help="Clusters to describe: names or files.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the clusters that can be planned for and the trainers that prices are known for, or describe some clusters.
+    """List the built-in clusters and the trainers with known prices, or describe some clusters.
 
-    Most names take a suffix: dgx-h100-x8 is eight nodes, local-x4 four processes on this machine. A file of your own
-    (.toml or .json) can stand wherever a name can.
+    Most names take a suffix: dgx-h100-x8 is eight machines, local-x4 four processes on this one. 64xH100-SXM-80GB/8 is
+    64 of any known device, 8 to a machine. Your own .toml or .json file can be given wherever a name can.
 
     Examples: autopar clusters; autopar clusters dgx-h100-x8 my-cluster.toml
     """
@@ -65,7 +66,7 @@ def clusters(
     from hardware_profiles.software import software
 
     listed = [load_cluster(name) for name in names or list_clusters()]
-    rows: list[dict[str, Any]] = []
+    rows: list[Facts] = []
     for c in listed:
         kinds: dict[str, int] = {}
         for d in c.devices:

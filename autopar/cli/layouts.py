@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.cli.common import out, progress, show_bytes, show_seconds
 from autopar.errors import AutoparError
+from autopar.report import Facts
 
 if TYPE_CHECKING:
     from autopar.capture import Captured
@@ -47,7 +48,8 @@ def priced(
     from autopar.planner.layouts.pricing import PricedLayouts
     from autopar.planner.planning import options_of
 
-    of_model = PricedLayouts(loaded.model, captured, (loaded.args, loaded.kwargs), options_of(request), request.input_rows)
+    example = loaded.args, loaded.kwargs
+    of_model = PricedLayouts(loaded.model, captured, example, options_of(request), request.input_rows)
     rows: list[Priced] = []
     for text, layout in zip(like, layouts, strict=True):
         if isinstance(layout, AutoparError):
@@ -86,10 +88,10 @@ class Priced:
         over = self.found.memory_bytes - self.found.limit_bytes
         return (
             f"does not fit: {show_bytes(self.found.memory_bytes)} on the fullest device, {show_bytes(over)} more than "
-            f"the {show_bytes(self.found.limit_bytes)} that may be filled"
+            f"its usable {show_bytes(self.found.limit_bytes)}"
         )
 
-    def facts(self, hardware: Cluster, plan: Any) -> dict[str, Any]:
+    def facts(self, hardware: Cluster, plan: Facts | None) -> Facts:
         """Return the layout as values for JSON; ``plan`` is the document of its plan file."""
         row = self.row(hardware)
         if row is None or self.found is None:
@@ -116,12 +118,11 @@ def show(
         times = like.found.seconds / outcome.plan.seconds
         of_best = f"{show_seconds(like.found.seconds)} a step, {times:.3f} times the best"
         out().print(f"  {like.text}: {of_best}", markup=False)
-        for said in filter(None, [like.misfit(), *like.found.pinned.notes]):
-            out().print(f"    {said}", markup=False)
+        for problem in filter(None, [like.misfit(), *like.found.pinned.notes]):
+            out().print(f"    {problem}", markup=False)
         if like.found.layout.is_default:
             out().print(
-                "    with one row of the batch on every data rank in a microbatch (mbs=1); words such as mbs=2 or m=4 "
-                "ask for others",
+                "    priced with mbs=1, one row of the batch per data rank and microbatch; change it by mbs=2 or m=4",
                 markup=False,
             )
     if likes and like_path is not None:
@@ -130,9 +131,7 @@ def show(
         out().print(f"  {path} has the best plan, not this layout: that is written by --like-output", markup=False)
 
 
-def rows_of_layouts(
-    outcome: Outcome, hardware: Cluster, top: int, pinned: Sequence[LayoutRow]
-) -> list[LayoutRow]:
+def rows_of_layouts(outcome: Outcome, hardware: Cluster, top: int, pinned: Sequence[LayoutRow]) -> list[LayoutRow]:
     """Return the rows of the best and of the requested layouts, the fastest first."""
     from autopar.report.layouts import layout_row, with_front
 
@@ -156,6 +155,3 @@ def table(rows: list[LayoutRow]) -> None:
             f"{row.tokens_per_second:,.0f}", f"{row.utilisation:.1%}", "*" if row.on_front else "",
         )  # fmt: skip
     console.print(shown)
-
-
-__all__ = ["Priced", "parsed", "priced", "rows_of_layouts", "show", "table"]

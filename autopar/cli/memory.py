@@ -9,6 +9,8 @@ import typer
 
 from autopar.cli.common import (
     Json,
+    ModelOption,
+    PlanPath,
     Trust,
     UsageError,
     bound,
@@ -30,28 +32,28 @@ MOST_TENSORS = 1000
 
 
 def memory(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    path: PlanPath,
     group: Annotated[
         int | None,
-        typer.Option("--group", help="Whose tensors are shown, and whose snapshot is written: a group of devices. "
+        typer.Option("--group", help="Group of devices whose tensors are shown and whose snapshot is written. "
                      "Default: the fullest.", callback=within(0)),
     ] = None,
     top: Annotated[
-        int, typer.Option("--top", help="So many of the largest tensors.", callback=within(0, MOST_TENSORS))
+        int, typer.Option("--top", help="Number of largest tensors to show.", callback=within(0, MOST_TENSORS))
     ] = 12,
     snapshot: Annotated[
         Path | None,
         typer.Option("--snapshot", help="Write the memory of a step as a snapshot for pytorch.org/memory_viz."),
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    model: ModelOption = None,
     trust: Trust = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Show what fills the memory of a plan's devices at the fullest moment of a step.
+    """Show what fills the memory of a plan's devices at the peak of a step.
 
-    The moment in one sentence; a table by category, a column for each group of devices; the largest tensors; and where
-    the limit comes from. All bytes are those by which the plan was made: they add up to its memory.
+    The moment of the peak; a table by category with a column for each group of devices; the largest tensors; and the
+    source of the limit. The bytes are those of the plan, and add up to its memory.
 
     --snapshot writes a file that https://pytorch.org/memory_viz opens: every block of a step from its allocation to its
     end, with the operator that it belongs to.
@@ -72,11 +74,11 @@ def memory(
         raise UsageError(f"--group is {group}; the plan has {len(devices)} groups of devices, which count from 0")
     full = max(range(len(devices)), key=lambda g: devices[g].n_bytes / devices[g].limit_bytes)
     shown = devices[full if group is None else group]
-    said = _written(file, plan, shown) if file is not None else None
+    summary = _written(file, plan, shown) if file is not None else None
     if as_json:
         print_json({
             "plan": str(path), "moment": sentence(devices), "groups": [device.row() for device in devices],
-            "group": shown.group, "tensors": shown.tensors(top), "snapshot": said,
+            "group": shown.group, "tensors": shown.tensors(top), "snapshot": summary,
         })  # fmt: skip
         return
     console = out()
@@ -85,8 +87,8 @@ def memory(
     if top:
         _print_tensors(shown, top)
     console.print(limit_words(shown, plan.pins.memory_limit_bytes), markup=False, soft_wrap=True)
-    if said is not None:
-        console.print(said, markup=False, soft_wrap=True)
+    if summary is not None:
+        console.print(summary, markup=False, soft_wrap=True)
 
 
 def _written(file: OutputFile, plan: Plan, memory: DeviceMemory) -> str:
@@ -100,8 +102,8 @@ def _written(file: OutputFile, plan: Plan, memory: DeviceMemory) -> str:
     of = len(plan.schedule.rows[memory.group])
     part = "a whole step" if n_actions == of else f"the first {n_actions} of {of} forwards and backwards"
     return (
-        f"written to {file.path}: {part} of a device of group {memory.group}, at most {show_bytes(most)}, where the "
-        f"plan counts {show_bytes(memory.n_bytes)}; open it at https://pytorch.org/memory_viz"
+        f"written to {file.path}: {part} of a device of group {memory.group}, with a peak of {show_bytes(most)} "
+        f"({show_bytes(memory.n_bytes)} by the plan); open it at https://pytorch.org/memory_viz"
     )
 
 
@@ -142,6 +144,3 @@ def _print_tensors(device: DeviceMemory, top: int) -> None:
         pieces = f" ({row['pieces']} tensors)" if row["pieces"] > 1 else ""
         table.add_row(Text(row["name"]), row["category"] + pieces, str(row["stage"]), show_bytes(row["bytes"]))
     out().print(table)
-
-
-__all__ = ["memory"]

@@ -64,28 +64,28 @@ class OutputFile:
 
     def check(self) -> None:
         """Refuse a path that cannot or must not be written, before the command spends time."""
-        said = f"{self.option} is {self.path}"
+        subject = f"{self.option} is {self.path}"
         try:
             has_folder = self.path.parent.is_dir()
             mode = self.path.lstat().st_mode if os.path.lexists(self.path) else None
         except (OSError, ValueError) as error:  # too long, not permitted, a NUL
-            raise UsageError(f"{said}: {getattr(error, 'strerror', None) or error}; choose another file") from None
+            raise UsageError(f"{subject}: {getattr(error, 'strerror', None) or error}; choose another file") from None
         if not has_folder:
-            raise UsageError(f"{said}, and there is no folder {self.path.parent}; make it first, or choose another")
+            raise UsageError(f"{subject}, and there is no folder {self.path.parent}; make it first, or choose another")
         if mode is None:
             return
         if stat.S_ISDIR(mode):
-            raise UsageError(f"{said}, which is a folder; give a file in it")
+            raise UsageError(f"{subject}, which is a folder; give a file in it")
         if self.force:
             return
         if stat.S_ISLNK(mode):
             raise UsageError(
-                f"{said}, a link to {os.readlink(self.path)}; links are not followed: give the file itself, or --force "
-                "to put a file in the link's place"
+                f"{subject}, a link to {os.readlink(self.path)}; links are not followed: give the file itself, or "
+                "--force to replace the link by a file"
             )
         if stat.S_ISREG(mode) and not self._is_of_kind():
             raise UsageError(
-                f"{said}, which is there and is not {self.kind.name}; give another name, or --force to write over it"
+                f"{subject}, which exists and is not {self.kind.name}; give another name, or --force to overwrite it"
             )
 
     def _is_of_kind(self) -> bool:
@@ -114,6 +114,3 @@ class OutputFile:
             raise UsageError(
                 f"cannot write {self.kind.name} to {self.path}: {error.strerror}; choose another file"
             ) from None
-
-
-__all__ = ["PAGE", "PLAN", "PROFILE", "SNAPSHOT", "Force", "OutputFile", "OutputKind"]

@@ -16,6 +16,7 @@ from autopar.cli.common import (
     MOST_LAYOUTS,
     Batch,
     Json,
+    Model,
     Seq,
     UsageError,
     cluster_from,
@@ -34,6 +35,7 @@ from autopar.cli.output_files import PLAN, Force, OutputFile
 from autopar.garbage_collection import uncollected
 from autopar.plans.plan_options import OPTIMIZERS, PLAN_OPTIONS
 from autopar.plans.request import as_option, request_of
+from autopar.report import Facts
 from hardware_profiles.strict import parse_json
 
 if TYPE_CHECKING:
@@ -48,26 +50,26 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json.")],
+    model: Model,
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="Name of a cluster, or a .toml or .json file.")
     ] = None,
     trainer: Annotated[
         str | None,
-        typer.Option("--as", help="Price for another trainer than autopar's own runtime: megatron-2023, nemo, "
+        typer.Option("--as", help="Price for another trainer than autopar's runtime: megatron-2023, nemo, "
                      "torchtitan (autopar clusters lists them). Also behind the cluster's name: 'dgx-h100 as nemo'."),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the plan file.")] = None,
     top: Annotated[
         int,
-        typer.Option("--top", help="Show so many of the best layouts, with memory, tokens/s and utilisation.",
+        typer.Option("--top", help="Number of best layouts to show, with memory, tokens/s and utilization.",
                      callback=within(1, MOST_LAYOUTS)),
     ] = 1,
     like: Annotated[
         list[str] | None,
         typer.Option(
             "--like",
-            help="Price a layout beside the best, exactly as its words say: tp=8,sp,pp=16,dp=128,vp=8,mbs=1,zero=1,"
+            help="Also price this layout, exactly as written: tp=8,sp,pp=16,dp=128,vp=8,mbs=1,zero=1,"
             "recompute=full. Repeatable. dp, tp, sp, cp (cp=4:ring, allgather, ulysses), ep, pp, vp; zero=0 to 3 or "
             "fsdp; mbs, or m (gas) microbatches, mbs=1 where neither is given; schedule; recompute=none, full, full:2 "
             "(blocks of each stage), every:2 or selective:MODULE; optimizer, precision.",
@@ -79,21 +81,19 @@ def plan(
     batch: Batch = None,
     seq: Seq = None,
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="What autopar profile measured: stands for --cluster.")
+        Path | None, typer.Option("--profile", help="A profile written by autopar profile, in place of --cluster.")
     ] = None,
     force: Force = False,
     as_json: Json = False,
-    **said: Any,
+    **chosen: Any,
 ) -> None:  # fmt: skip
-    """Find the fastest way to spread a model over a cluster, and write it to a plan file.
+    """Find the fastest parallelization of a model on a cluster, and write it to a plan file.
 
-    Without flags everything is searched: meshes of up to three axes, stages, schedules, interleaving, numbers of
-    microbatches, recomputation, ways to keep parameters. The example is the batch of a step. Flags restrict:
-    --stages 1, --microbatches 1, --recompute none. Ctrl-C or SIGTERM ends the search with the best plan so far.
+    Without flags everything is searched: meshes of up to three axes, pipeline stages, schedules, interleaving, numbers
+    of microbatches, recomputation, storage of parameters. The example inputs are one full step's batch. Flags restrict
+    the search: --stages 1, --microbatches 1, --recompute none. Ctrl-C or SIGTERM ends it with the best plan so far.
 
-    Examples:
-
-    autopar plan hf:llama/config.json --batch 128 --seq 8192 --cluster dgx-h100-x8 -o plan.json
+    Examples: autopar plan hf:llama/config.json --batch 128 --seq 8192 --cluster dgx-h100-x8 -o plan.json
 
     autopar plan hf:llama/config.json --batch 128 --cluster dgx-h100-x8 --top 5 --like tp=8,pp=2,dp=4,mbs=1
 
@@ -135,18 +135,17 @@ def plan(
     if trainer is not None:
         cluster = as_trainer(cluster, trainer)
     hardware = load_cluster(cluster)
-    wanted = request_of(_arguments(said), spelled=as_option)
+    wanted = request_of(_arguments(chosen), spelled=as_option)
     if (likes or top != 1) and not wanted.everything:
-        flags = "--like" if likes else "--top"
         raise UsageError(
-            f"{flags} is for the search over everything: leave out --mesh, --stages, --schedule, --cut and "
-            "--microbatches"
+            f"{'--like' if likes else '--top'} needs the full search: leave out --mesh, --stages, --schedule, --cut "
+            "and --microbatches"
         )
     words = layouts.parsed(likes)
     parts = wanted.microbatches if wanted.microbatches > 1 else None
     policy = wanted.pins.precision
     loaded, captured = load_and_capture(model, batch, seq, parts=parts, precision=policy, by_default=True)
-    _check_kept(said, captured.graph)
+    _check_kept(chosen, captured.graph)
     wanted = with_measured_load(wanted, captured, loaded.model, first_part((loaded.args, loaded.kwargs), parts or 1))
     captured = replace(captured, graph=with_load(captured.graph, wanted.pins.expert_load))
     wanted = replace(wanted, pins=replace(wanted.pins, precision=captured.graph.precision))
@@ -205,13 +204,13 @@ def _check_written(like: layouts.Priced, path: Path) -> None:
         )
 
 
-def _check_kept(said: dict[str, Any], graph: Graph) -> None:
+def _check_kept(chosen: Facts, graph: Graph) -> None:
     """Refuse a parameter that ``--keep-replicated`` and ``--pin-param`` both name.
 
     Later patterns override earlier ones, and the order of the two options is not known here.
     """
-    whole = said["keep_replicated"] or []
-    pinned = [text.partition("=")[::2] for text in said["pin_param"] or []]
+    whole = chosen["keep_replicated"] or []
+    pinned = [text.partition("=")[::2] for text in chosen["pin_param"] or []]
     for _, node in graph.of_kind("param"):
         both = [
             (a, b, how) for a in whole if fnmatchcase(node.target, a)
@@ -238,7 +237,7 @@ def _noted(outcome: Outcome, loaded: Loaded, policy_note: str) -> Outcome:
 
 def _file(
     outcome: Outcome, loaded: Loaded, captured: Captured, cluster: str, folder: Path
-) -> tuple[Plan, Graph, dict[str, Any]]:
+) -> tuple[Plan, Graph, Facts]:
     """Return the contents of a plan file in ``folder``: plan, graph, and the specification of the model.
 
     ``captured`` is the graph of the whole batch; for a plan of a microbatch the file says how the batch is divided.
@@ -257,12 +256,12 @@ def _policy_of(precision: Precision) -> str:
     )
 
 
-def _arguments(said: dict[str, Any]) -> dict[str, Any]:
+def _arguments(chosen: Facts) -> Facts:
     """Return the arguments of :func:`autopar.plan` that the options give; options without a value are absent."""
-    given: dict[str, Any] = {}
+    given: Facts = {}
     for option in PLAN_OPTIONS:
         for flag in option.flags:
-            text = said[flag.parameter]
+            text = chosen[flag.parameter]
             if text is None or text == []:
                 continue
             value = flag.read(text)
@@ -307,7 +306,7 @@ def _summary(outcome: Outcome, hardware: Cluster, path: Path | None, top: int) -
         if profiled := coverage([outcome.captured.graph], plan.stages, hardware):
             console.print("  " + line(profiled), markup=False)
     if path is not None:
-        console.print(f"  written to {path}; look at it with: autopar show {path} --trust")
+        console.print(f"  written to {path}; show it with: autopar show {path} --trust")
 
 
 def _of_one_stage(plan: Plan, graph: Graph) -> None:
@@ -321,7 +320,7 @@ def _of_one_stage(plan: Plan, graph: Graph) -> None:
     console.print(
         f"  compute {show_seconds(p.compute_seconds)}, activation collectives {show_seconds(p.activation_seconds)}, "
         f"parameter collectives {show_seconds(p.parameter_seconds)}"
-        + (f" ({show_seconds(p.hidden_seconds)} of them beside computing)" if p.hidden_seconds else "")
+        + (f" ({show_seconds(p.hidden_seconds)} of them overlapped with compute)" if p.hidden_seconds else "")
         + (f", executor {show_seconds(p.overhead_seconds)}" if p.overhead_seconds else "")
         + (f", optimizer {show_seconds(p.optimizer_seconds)}" if p.optimizer_seconds else "")
     )
@@ -329,8 +328,11 @@ def _of_one_stage(plan: Plan, graph: Graph) -> None:
         f"  memory per device {show_bytes(p.memory_bytes)}: parameters {show_bytes(p.parameter_bytes)}, gradients "
         f"{show_bytes(p.gradient_bytes)}, optimizer {show_bytes(p.optimizer_bytes)}, gathered "
         f"{show_bytes(p.gathered_bytes)}, activations {show_bytes(p.activation_bytes)}, "
-        + (f"working memory {show_bytes(p.working_bytes)}" if p.working_bytes >= 0
-           else f"of which {show_bytes(-p.working_bytes)} are not there at once")
+        + (
+            f"working memory {show_bytes(p.working_bytes)}"
+            if p.working_bytes >= 0
+            else f"of which {show_bytes(-p.working_bytes)} are never live at the same time"
+        )
     )
     if plan.solution is not None:
         console.print(f"  {show_solution(plan.solution)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,7 @@ from autopar.cli.common import (
     Batch,
     DeviceOption,
     Json,
+    Model,
     Seq,
     UsageError,
     cluster_from,
@@ -26,53 +27,54 @@ from autopar.cli.common import (
     within,
 )
 from autopar.cli.output_files import PROFILE, Force, OutputFile
+from autopar.report import Facts
 
 if TYPE_CHECKING:
     from hardware_profiles import Cluster
 
 
 def profile(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json.")],
+    model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile: a .json file.")],
     cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="The cluster that this machine is: a name or a file.")
+        str, typer.Option("--cluster", "-c", help="The cluster that describes this machine: a name or a file.")
     ] = "local-x2",
     mesh: Annotated[
         list[str] | None,
-        typer.Option("--mesh", "-m", help="Also measure ops as cut on this mesh: data=2. Repeatable."),
+        typer.Option("--mesh", "-m", help="Also measure ops as sharded on this mesh: data=2. Repeatable."),
     ] = None,
     batch: Batch = None,
     seq: Seq = None,
     microbatches: Annotated[
         int,
-        typer.Option("--microbatches", help="That plans will cut the example batch into: ops of one are measured.",
+        typer.Option("--microbatches", help="Number of microbatches of the plans; ops of one microbatch are measured.",
                      callback=within(1)),
     ] = 1,
     seconds: Annotated[
         float,
-        typer.Option("--seconds", help="For measuring, once the processes run; kept within a fifth from 30 s on.",
+        typer.Option("--seconds", help="Seconds to measure once the processes run; kept within 20% from 30 s on.",
                      callback=seconds_within),
     ] = 60.0,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", help="That measure at once, 1 or 2, between which transfers are measured. Default: "
+        typer.Option("--processes", help="Processes that measure at the same time, 1 or 2; transfers need 2. Default: "
                      "2; 1 on a cluster of one device.", callback=within(1, 2)),
     ] = None,
     most_ops: Annotated[
-        int, typer.Option("--most-ops", help="Distinct ops that are measured, at most.", callback=within(1))
+        int, typer.Option("--most-ops", help="Maximum number of distinct ops to measure.", callback=within(1))
     ] = 4000,
     timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds for everything.", callback=seconds_within)
+        float, typer.Option("--timeout", help="Time-out of the command in seconds.", callback=seconds_within)
     ] = 1800.0,
     device: DeviceOption = "auto",
     force: Force = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Measure on this machine what a model's plans are priced with, and write it to a profile file.
+    """Measure a model's ops, transfers, optimizer and executor on this machine, and write them to a profile file.
 
-    The example batch is that of a step, as for autopar plan. The file is a cluster: wherever a cluster can be
-    named, it can be too. Measured are the distinct local ops of the model, whole and as cut on the meshes asked for,
-    forward and backward; transfers; the optimizer; the executor. Other sizes get the formulas' prices, corrected.
+    The example inputs are one full step's batch, as for autopar plan. The file can be used wherever a cluster can be
+    named. Measured are the distinct local ops of the model, whole and as sharded on the given meshes, forward and
+    backward. Ops of other sizes are priced by formulas, corrected by the measurements.
 
     Example: autopar profile gpt.py:make --cluster local-x2 --microbatches 8 -o profile.json
 
@@ -84,11 +86,11 @@ def profile(
 
     hardware = get_cluster(cluster)
     if hardware.is_profile:
-        raise UsageError(f"{cluster} is a profile itself; name the cluster that it is of")
+        raise UsageError(f"{cluster} is a profile itself; give the cluster that it was measured on")
     count = processes or min(2, hardware.n_devices)
     measured_on = on_device_of(cluster, hardware, device, count)
     if output.suffix != ".json":
-        raise UsageError(f"the profile is {output}; give a name that ends in .json, by which it is a cluster")
+        raise UsageError(f"the profile is {output}; give a name that ends in .json, as a cluster's file has")
     file = OutputFile(output, PROFILE, "--output", force)
     file.check()
     meshes = tuple(Mesh.parse(text) for text in mesh or ())
@@ -99,7 +101,7 @@ def profile(
         seconds, count, meshes, most_ops, timeout=timeout, device=measured_on, partial=partial
     )
     if partial.with_name(f"{partial.name}.0").exists():
-        err().print(f"goes on from what was measured for {output} before it was interrupted, where it is of this model")
+        err().print(f"resuming the interrupted measurement for {output}, if it is of this model")
     with progress(f"measuring in {count} processes, about {seconds:.0f} s"):
         try:
             measured = documents.profile(
@@ -107,7 +109,7 @@ def profile(
             )
         except KeyboardInterrupt:
             if partial.with_name(f"{partial.name}.0").exists():
-                err().print(f"what was measured is kept in {partial}.*: the same command goes on from there")
+                err().print(f"measurements so far are kept in {partial}.*: run the same command to resume")
             raise
     file.write(documents.dumps(measured))
     report = summary(measured)
@@ -116,8 +118,8 @@ def profile(
         return
     console = out()
     console.print(
-        f"{report['ops']} ops measured by {count} processes at once, each {report['provenance']['rounds']} times or "
-        "more"
+        f"{report['ops']} ops measured by {count} processes at once, each at least "
+        f"{report['provenance']['rounds']} times"
     )
     for kind, row in report["kinds"].items():
         console.print(
@@ -130,7 +132,7 @@ def profile(
     console.print(f"written to {output}; plan with it: autopar plan {model} --cluster {output}")
 
 
-def on_device_of(cluster: str, hardware: Cluster, request: str, count: int) -> str:
+def on_device_of(cluster: str, hardware: Cluster, requested: str, count: int) -> str:
     """Return ``cpu`` or ``cuda`` for the measurement; refuse a cluster whose devices are not in this machine."""
     from autopar.plans.detection import record_here
     from hardware_profiles import device_named, list_devices
@@ -138,20 +140,20 @@ def on_device_of(cluster: str, hardware: Cluster, request: str, count: int) -> s
     kind = hardware.device(0).name
     is_known = kind in list_devices()
     if is_known and kind.startswith("cpu"):
-        if request == "cuda":
-            raise UsageError(f"--device is cuda, and {cluster} has processors ({kind}); name a cluster of the GPUs "
-                             "that are here: autopar devices lists them")  # fmt: skip
+        if requested == "cuda":
+            raise UsageError(f"--device is cuda, and {cluster} has CPUs ({kind}); name a cluster of this machine's "
+                             "GPUs: autopar devices lists them")  # fmt: skip
         return "cpu"
-    device_type, how = where_to_run(request, count)
+    device_type, how = where_to_run(requested, count)
     if is_known and device_type == "cpu":
-        raise UsageError(f"{cluster} has devices {kind}, and what would be measured here is {how}; name a cluster of "
+        raise UsageError(f"{cluster} has devices {kind}, and this machine would measure {how}; name a cluster of "
                          "this machine's devices, such as local-x2")  # fmt: skip
     if is_known:
         here = record_here()
         device, reason = device_named(here.product, here.memory_bytes)
         if device != kind:
             raise UsageError(f"{cluster} has devices {kind}, and here is {here.product}: {reason or device}")
-    err().print(f"measured are {how}")
+    err().print(f"measuring {how}")
     return device_type
 
 
@@ -159,9 +161,9 @@ def _line(pair: list[float]) -> str:
     return f"{show_seconds(pair[0])} + {pair[1]:.2f} x formula"
 
 
-def summary(document: dict[str, Any]) -> dict[str, Any]:
+def summary(document: Facts) -> Facts:
     """Return the contents of a profile as numbers."""
-    kinds: dict[str, Any] = {}
+    kinds: Facts = {}
     for op in document["ops"].values():
         row = kinds.setdefault(op["kind"], {"ops": 0, "forward_seconds": 0.0, "backward_seconds": 0.0})
         row["ops"] += 1

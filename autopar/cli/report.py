@@ -9,6 +9,8 @@ import typer
 
 from autopar.cli.common import (
     MOST_LAYOUTS,
+    ModelOption,
+    PlanPath,
     Trust,
     UsageError,
     bound,
@@ -32,20 +34,20 @@ if TYPE_CHECKING:
 
 
 def report(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    path: PlanPath,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path("report.html"),
     top: Annotated[
         int,
-        typer.Option("--top", help="Search again, and show so many of the best layouts beside the plan: minutes for a "
-                     "large model.", callback=within(1, MOST_LAYOUTS)),
+        typer.Option("--top", help="Search again, and show this many of the best layouts next to the plan; takes "
+                     "minutes for a large model.", callback=within(1, MOST_LAYOUTS)),
     ] = 1,
-    model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    model: ModelOption = None,
     trust: Trust = False,
     force: Force = False,
 ) -> None:  # fmt: skip
-    """Write a plan as one HTML page: the model and how it is cut, the schedule, memory, seconds, links.
+    """Write a plan as one HTML page: the sharded model, the schedule, memory, seconds, links.
 
-    The page needs nothing else and loads nothing: send it, open it anywhere. It is drawn from the plan file and the
+    The page is self-contained and loads nothing: send it, open it anywhere. It is drawn from the plan file and the
     model that it names.
 
     Example: autopar report plan.json --trust -o report.html
@@ -57,15 +59,15 @@ def report(
     document = open_plan(path)
     _, captured = model_of(document, path, model, trust=trust)
     with progress("reading the plan"):
-        request = what_if(captured, *bound(document, captured))
-        plan, timeline = request.simulated()
+        replanner = what_if(captured, *bound(document, captured))
+        plan, timeline = replanner.simulated()
     name = model if model is not None else str((document.model or {}).get("spec", "a model"))
     folder = path.parent if model is None else None
     layouts: list[LayoutRow] = []
     if top > 1:
-        layouts = _layouts(name, folder, document, plan, timeline, captured, request.cluster, top)
+        layouts = _layouts(name, folder, document, plan, timeline, captured, replanner.cluster, top)
     with progress("drawing"):
-        page = html_page(Subject(name, captured.graph, request.graphs, plan, timeline, request.cluster, layouts))
+        page = html_page(Subject(name, captured.graph, replanner.graphs, plan, timeline, replanner.cluster, layouts))
     file.write(page)
     out().print(f"written to {output} ({show_bytes(len(page.encode()))}); open it in a browser", markup=False)
 
@@ -83,7 +85,7 @@ def _layouts(
     from autopar.cli.common import load_and_capture
     from autopar.cli.layouts import rows_of_layouts
     from autopar.planner import planning
-    from autopar.plans.request import PlanRequest
+    from autopar.plans.replanner import PlanRequest
     from autopar.progress import heard
     from autopar.report.layouts import layout_row, with_front
     from autopar.report.page.tradeoff import THIS
@@ -107,6 +109,3 @@ def _layouts(
 def _same(a: LayoutRow, b: LayoutRow) -> bool:
     """Return True if two rows appear to be of one plan."""
     return abs(a.seconds / b.seconds - 1) < 1e-9 and a.memory_bytes == b.memory_bytes
-
-
-__all__ = ["report"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autopar.cli.common import (
     DeviceOption,
     Json,
+    ModelOption,
+    PlanPath,
     UsageError,
     bound,
     check_values,
@@ -33,37 +35,43 @@ from autopar.cli.common import (
 from autopar.cli.simulate import check_trace
 from autopar.plans.plan import Plan
 from autopar.plans.prices import bytes_together
+from autopar.report import Facts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from autopar.words.graph import Graph
 
 
 def run(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    path: PlanPath,
     steps: Annotated[int, typer.Option("--steps", help="Training steps.", callback=within(1))] = 10,
     lr: Annotated[
         float,
         typer.Option("--lr", help="Learning rate of the optimizer that the plan names.", callback=within(0, 1_000_000)),
     ] = 1e-3,
-    model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    model: ModelOption = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds for everything.", callback=seconds_within)
+        float, typer.Option("--timeout", help="Time-out of the command in seconds.", callback=seconds_within)
     ] = 600.0,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write the last step's timeline (plans in stages), for Perfetto.")
+        Path | None, typer.Option("--trace", help="Write the last step's timeline for Perfetto (plans in stages).")
     ] = None,
     update: Annotated[
         Path | None,
-        typer.Option("--update", help="The profile that the plan was made with: correct it by what was measured."),
+        typer.Option("--update", help="Correct this profile, with which the plan was made, by the measurements."),
     ] = None,
     device: DeviceOption = "auto",
     as_json: Json = False,
 ) -> None:
-    """Train a model under a plan, and compare what was predicted with what is measured.
+    """Train a model under a plan, and compare predictions with measurements.
 
-    Beside the seconds of a step stand those by kind of operator, with collectives, and the memory, of every group of
-    devices; they are measured in a step of their own each, at the end. --update writes the kinds back into the profile
-    that priced the plan, so that the next plan is priced by what a whole step takes.
+    In addition to the seconds of a step, the seconds by kind of operator (with collectives) and the memory of every
+    group of devices are measured, in one more step each. --update writes the kinds back into the profile that priced
+    the plan, so that the next plan is priced by whole steps.
 
-    One process per device of the plan is started on this machine, on a GPU each or with one thread each. Under
-    torchrun the ranks are those of torchrun. The batch is the model's example inputs, the same in every step.
+    One process per device of the plan is started on this machine, with a GPU or one thread each. Under torchrun the
+    ranks are those of torchrun. The batch is the model's example inputs, the same in every step.
 
     Examples: autopar run plan.json --steps 20; torchrun --nproc-per-node 4 -m autopar run plan.json
     """
@@ -74,18 +82,18 @@ def run(
         raise UsageError(f"--trace is for plans in stages, {path} has one")
     check_trace(trace)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        kind, said = where_to_run(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        kind, where = where_to_run(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         result = train(str(path), model, steps, lr, kind)
         if int(os.environ.get("RANK", "0")) == 0:
-            _report({**result, "ran_on": said}, document.raw["cluster"], as_json)
+            _report({**result, "ran_on": where}, document.raw["cluster"], as_json)
         return
     from autopar.frontends import split_spec
 
     loaded, captured = model_of(document, path, model, trust=True)
     spec = model if model is not None else str((document.model or {})["spec"])
-    if not split_spec(spec)[0]:  # what frontends give is made here without values, and by the ranks with them
+    if not split_spec(spec)[0]:  # frontends make models without values here, and with values on the ranks
         check_values(loaded, spec)
-    plan, cluster = bound(document, captured)  # all that can be wrong with the plan is said before processes start
+    plan, cluster = bound(document, captured)  # report a wrong plan before processes start
     if captured.graph.precision is not None:
         captured.graph.precision.check_runs()
     if captured.graph.loss is None:
@@ -94,10 +102,10 @@ def run(
     from autopar.runtime.ranks.launch import backend_of, run_local
 
     noted = with_notes(plan, captured, loaded.model, (loaded.args, loaded.kwargs, ()))
-    kind, said = where_to_run(device, plan.n_devices)
+    kind, where = where_to_run(device, plan.n_devices)
     if kind == "cpu":
         _check_memory(plan)
-    with progress(f"training {steps} steps on {said}"):
+    with progress(f"training {steps} steps on {where}"):
         given = str(path), model, steps, lr, kind
         ranks = run_local(train, plan.n_devices, *given, timeout=timeout, backend=backend_of(kind))
     if trace is not None:
@@ -105,18 +113,18 @@ def run(
 
         _, timeline = what_if(captured, plan, cluster).simulated()
         traces.write(trace, [*traces.predicted(timeline), *traces.measured([rank["spans"] for rank in ranks])])
-    told: dict[str, Any] = {"predicted_seconds": plan.seconds, "ran_on": said, "notes": list(noted.notes)}
+    more: Facts = {"predicted_seconds": plan.seconds, "ran_on": where, "notes": list(noted.notes)}
     groups = _groups(captured.graph, plan, ranks)
     if update is not None:
         _update(update, groups)
-    told["groups"] = groups
-    _report({**ranks[0], **told}, document.raw["cluster"], as_json)
+    more["groups"] = groups
+    _report({**ranks[0], **more}, document.raw["cluster"], as_json)
 
 
 def _check_update(update: Path, cluster: str, path: Path) -> None:
     """Refuse to correct a profile that did not price the plan."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UsageError("--update needs what all groups measured: run the plan without torchrun, on this machine")
+        raise UsageError("--update needs measurements of all groups: run the plan without torchrun, on this machine")
     priced_by = (path.parent / cluster).resolve()
     if not update.exists() or update.resolve() != priced_by:
         raise UsageError(
@@ -125,7 +133,7 @@ def _check_update(update: Path, cluster: str, path: Path) -> None:
         )
 
 
-def _groups(graph: Any, plan: Plan, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _groups(graph: Graph, plan: Plan, ranks: list[Facts]) -> list[Facts]:
     """Return predicted and measured seconds by kind, and bytes, of the first rank of every group of devices."""
     from autopar.profiling.by_kind import predicted
 
@@ -140,7 +148,7 @@ def _groups(graph: Any, plan: Plan, ranks: list[dict[str, Any]]) -> list[dict[st
     return rows
 
 
-def _update(update: Path, groups: list[dict[str, Any]]) -> None:
+def _update(update: Path, groups: list[Facts]) -> None:
     """Rewrite the profile with the measurements of all groups together."""
     from collections import Counter
 
@@ -169,13 +177,13 @@ def _check_memory(plan: Plan) -> None:
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise UsageError(
-            f"the plan is for {plan.n_devices} devices, which hold {show_bytes(needed)} together; as processes on this "
-            f"machine they have {show_bytes(there)}\n  start it under torchrun on machines that have the devices, or "
+            f"the plan is for {plan.n_devices} devices, which need {show_bytes(needed)} in total; this machine has "
+            f"{show_bytes(there)}\n  start it under torchrun on machines that have the devices, or "
             "plan a smaller model"
         )
 
 
-def train(path: str, model: str | None, steps: int, lr: float, device: str = "cpu") -> dict[str, Any]:
+def train(path: str, model: str | None, steps: int, lr: float, device: str = "cpu") -> Facts:
     """Train on one rank: return losses, seconds of every step, spans of the last step, seconds by kind, peak memory.
 
     Seconds by kind of operator and the peak memory come from one more step each. ``device`` is ``cpu`` or ``cuda``,
@@ -201,7 +209,7 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
     loaded = moved(loaded, device)
     pm = parallel(spread(loaded.model, captured, plan, dist.group.WORLD))
     optimizer = optimizer_of(plan.optimizer, [p for p in pm.parameters() if p.requires_grad], lr)
-    said: dict[str, Any] = {"microbatches": plan.microbatches} if len(plan.stages) == 1 else {}
+    options: Facts = {"microbatches": plan.microbatches} if len(plan.stages) == 1 else {}
     losses, seconds = [], []
     spans: list[Any] = []
     for step in range(steps):
@@ -209,12 +217,12 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
             spans = pm.record()
         dist.barrier()
         start = time.perf_counter()
-        losses.append(float(pm.train_step(*loaded.args, optimizer=optimizer, **said, **loaded.kwargs)))
+        losses.append(float(pm.train_step(*loaded.args, optimizer=optimizer, **options, **loaded.kwargs)))
         if device != "cpu":
             torch.accelerator.synchronize()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    step_once = partial(pm.train_step, *loaded.args, optimizer=optimizer, **said, **loaded.kwargs)
+    step_once = partial(pm.train_step, *loaded.args, optimizer=optimizer, **options, **loaded.kwargs)
     kinds, longest = by_kind.measured(step_once, device)
     state = [x for of_one in optimizer.state.values() for x in of_one.values() if isinstance(x, torch.Tensor)]
     held = [*pm.parameters(), *state]
@@ -223,7 +231,7 @@ def train(path: str, model: str | None, steps: int, lr: float, device: str = "cp
             "notes": list(plan.notes), "kinds": kinds, "longest": longest, "peak_bytes": most}  # fmt: skip
 
 
-def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
+def _report(result: Facts, cluster: str, as_json: bool) -> None:
     steps = sorted(result["seconds"][1:] or result["seconds"])
     median = steps[len(steps) // 2]
     of_rank = ("spans", "kinds", "longest", "peak_bytes")
@@ -253,7 +261,7 @@ def _report(result: dict[str, Any], cluster: str, as_json: bool) -> None:
     )
 
 
-def _table(groups: list[dict[str, Any]]) -> Any:
+def _table(groups: list[Facts]) -> Table:
     """Return predicted next to measured values: operator kinds of at least 1% of the step, and memory."""
     from rich.table import Table
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.common import (
     Json,
+    ModelOption,
+    PlanPath,
     Trust,
     UntrustedModelError,
     UsageError,
@@ -39,31 +41,32 @@ if TYPE_CHECKING:
 
     from autopar.planfile import Document
     from autopar.plans.plan import Plan
+    from autopar.report.differences import Row
     from autopar.words.graph import Graph
     from hardware_profiles import Cluster
 
 
 def show(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    path: PlanPath,
     code: Annotated[bool, typer.Option("--code", help="Print the program that every rank runs, as Python.")] = False,
     stage: Annotated[
-        int | None, typer.Option("--stage", help="Of a plan in stages: the ops and parameters of this one.")
+        int | None, typer.Option("--stage", help="For a plan in stages: show the ops and parameters of this stage.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    model: ModelOption = None,
     trust: Trust = False,
     every: Annotated[
-        bool, typer.Option("--all", help="Also views, and the ops that do not depend on a parameter.")
+        bool, typer.Option("--all", help="Also show views, and ops that do not depend on a parameter.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Show a plan: every op with its cut, placements, collectives, bytes and seconds; parameters; memory.
 
-    Equal blocks are shown once. Placements are S<dim> (sharded), R and I (whole; the gradient of R is still to be
-    summed) and P (to be summed), one for each axis. Of a model that cannot be loaded, or is not
-    trusted, what the file itself says is shown.
+    Equal blocks are shown once. Placements, one for each mesh axis, are S<dim> (sharded along dim), R and I
+    (replicated; the gradient of R is still to be summed) and P (partial, to be summed). If the model cannot be loaded
+    or is not trusted, the content of the file is shown.
 
-    Of a plan in several stages: the stages, their times and memory, and the schedule as a grid (see also autopar
-    simulate); --stage shows what is in one of them.
+    For a plan in several stages: the stages, their times and memory, and the schedule as a grid (see also autopar
+    simulate); --stage shows one of them.
 
     Examples: autopar show plan.json; autopar show plan.json --trust; autopar show plan.json --model gpt.py:make --code
     """
@@ -138,13 +141,13 @@ def _show_stage(
     console = out()
     console.print(_headline(document, number))
     if pinned := show_pins(plan.pins):
-        console.print(f"asked for: {pinned}", markup=False)
+        console.print(f"requested: {pinned}", markup=False)
     if runs_again := recomputed.runs_again(graph, stage):
-        extra = f"for {show_seconds(again_seconds)} a step that no row has"
-        console.print(f"recomputed in the backward, {extra}: {'; '.join(runs_again)}", markup=False)
+        extra = f"{show_seconds(again_seconds)} a step, not in the rows below"
+        console.print(f"recomputed in the backward ({extra}): {'; '.join(runs_again)}", markup=False)
     for name, what in recomputed.waits(graph, stage).items():
-        extra = f"for {show_seconds(waited[name])} a step that no row has"
-        console.print(f"{name} ({DECISIONS[name].said}), {extra}: {'; '.join(what)}", markup=False)
+        extra = f"{DECISIONS[name].said}; {show_seconds(waited[name])} a step, not in the rows below"
+        console.print(f"{name} ({extra}): {'; '.join(what)}", markup=False)
     for block in blocks:
         console.print(tables.block_table(block, stage.mesh, show_bytes, show_seconds, every))
     console.print(tables.param_table(params, show_bytes, show_seconds))
@@ -179,7 +182,7 @@ def _show_file(document: Document, as_json: bool, why: str) -> None:
 
     console = out()
     err().print(styled("[yellow]note:[/yellow] {}", why), soft_wrap=True)
-    stale = "what follows is what the file says by itself; an edited file has stale prices"
+    stale = "shown is the file's own content; prices of an edited file are stale"
     err().print(styled("[yellow]note:[/yellow] {}", stale))
     for number, stage in enumerate(document.raw["stages"]):
         console.print(_headline(document, number))
@@ -198,10 +201,10 @@ def diff(
 ) -> None:
     """Show in what two plans differ: ops, parameters, routes, price.
 
-    If both are for one model, decisions are compared op by op, so that the way the patterns are written does not
-    matter; else the files are, entry by entry, and a line says so. Of plans in stages also the number of stages, the
-    cuts (and by how many blocks they moved), meshes, schedule, microbatches, and times and memory of every stage.
-    Of two profiles: operators by kind, those that differ most, collectives and the optimizer, with their ratios.
+    If both are for one model, decisions are compared op by op, whatever patterns the files use; else the files are
+    compared entry by entry, and a line says so. For plans in stages also the number of stages, the cuts (and by how
+    many blocks they moved), meshes, schedule, microbatches, and times and memory of every stage. For two profiles:
+    operators by kind, those that differ most, collectives and the optimizer, with their ratios.
 
     Examples: autopar diff plan.json edited.json --trust; autopar diff monday.json today.json
     """
@@ -257,7 +260,7 @@ def _diff_profiles(a: Path, b: Path, as_json: bool) -> None:
     console.print(table)
 
 
-def _print_diff(a: Path, b: Path, rows: list[tuple[str, Any, Any]], as_json: bool, alike: bool) -> None:
+def _print_diff(a: Path, b: Path, rows: list[Row], as_json: bool, alike: bool) -> None:
     if as_json:
         print_json([{"what": what, "a": x, "b": y} for what, x, y in rows])
         return
@@ -276,7 +279,7 @@ def _print_diff(a: Path, b: Path, rows: list[tuple[str, Any, Any]], as_json: boo
     console.print(table)
 
 
-def _cell(what: str, value: Any) -> str:
+def _cell(what: str, value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, (int, float)) and what.endswith(("_seconds", ".seconds", "_bytes")):

@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli.common import Json, Trust, UsageError, opened, progress
+from autopar.cli.common import Json, ModelOption, PlanPath, Trust, UsageError, opened, progress
 from autopar.cli.stages import describe
 
 
 def simulate(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    path: PlanPath,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write a timeline that ui.perfetto.dev opens; adds to the file.")
+        Path | None, typer.Option("--trace", help="Write a timeline for ui.perfetto.dev, or add it to an existing one.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="The model, if not the one that the file names.")] = None,
+    model: ModelOption = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -25,15 +25,15 @@ def simulate(
 
     Example: autopar simulate plan.json --trust --trace out.json
     """
-    captured, request = opened(path, model, trust=trust)
+    captured, replanner = opened(path, model, trust=trust)
     check_trace(trace)
     with progress("simulating"):
-        plan, timeline = request.simulated()
+        plan, timeline = replanner.simulated()
     if trace is not None:
         from autopar.report import trace as traces
 
         traces.write(trace, traces.predicted(timeline))
-    describe(captured, plan, timeline, request.cluster, as_json, {"trace": str(trace) if trace else None})
+    describe(captured, plan, timeline, replanner.cluster, as_json, {"trace": str(trace) if trace else None})
 
 
 def check_trace(path: Path | None) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.cli.common import out, print_json, show_bytes, show_pins, show_seconds, styled
+from autopar.report import Facts
 from autopar.words.meshes import Mesh
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from autopar.capture import Captured
     from autopar.plans.plan import Plan
     from cost_models.schedules import Timeline
     from hardware_profiles import Cluster
 
 WIDEST = 400
-"""Columns of a grid that is still drawn."""
+"""Most columns of a grid that is printed."""
 
 
-def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
+def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster) -> Facts:
     """Return the facts about a plan of several stages as values."""
     from autopar.plans.stage_graphs import cut
     from autopar.report.axes_in_words import axis_shares
@@ -38,9 +41,7 @@ def facts_of(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluste
     }  # fmt: skip
 
 
-def describe(
-    captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster, as_json: bool, more: dict[str, Any]
-) -> None:
+def describe(captured: Captured, plan: Plan, timeline: Timeline, cluster: Cluster, as_json: bool, more: Facts) -> None:
     """Print tables of the stages and their memory, the schedule as a grid, and the limits of the step."""
     from cost_models.schedules import grid
 
@@ -55,8 +56,8 @@ def describe(
         + f"schedule {plan.schedule.name}, {plan.microbatches} microbatch{'es' if plan.microbatches != 1 else ''}, "
         f"{plan.n_devices} devices"
     )
-    if request := show_pins(plan.pins):
-        console.print(f"asked for: {request}", markup=False)
+    if pins := show_pins(plan.pins):
+        console.print(f"requested: {pins}", markup=False)
     if facts["axes"]:
         from autopar.report.axes_in_words import axes_in_words
 
@@ -77,11 +78,11 @@ def describe(
     from autopar.planner.plan_notes import NEXT_WORDS
 
     for note in plan.notes:
-        if "tried" not in more or not note.startswith(NEXT_WORDS):  # they stand among those that were tried
+        if "tried" not in more or not note.startswith(NEXT_WORDS):  # the table of tried plans has them
             console.print(f"  {note}", markup=False)
 
 
-def times_table(stages: list[dict[str, Any]]) -> Any:
+def times_table(stages: list[Facts]) -> Table:
     """Return a table of the stages' places and seconds of a microbatch."""
     from rich.table import Table
 
@@ -97,7 +98,7 @@ def times_table(stages: list[dict[str, Any]]) -> Any:
     return table
 
 
-def memory_table(stages: list[dict[str, Any]]) -> Any:
+def memory_table(stages: list[Facts]) -> Table:
     """Return a table of the memory of one device of each stage."""
     from rich.table import Table
 
@@ -121,7 +122,7 @@ def show_devices(devices: list[int]) -> str:
     return f"{devices[0]}..{devices[-1]}" if whole else ",".join(map(str, devices))
 
 
-def why(facts: dict[str, Any]) -> list[str]:
+def why(facts: Facts) -> list[str]:
     """Return lines about the reasons for the cut: the parts of a step, the slowest group, the fullest memory."""
     from autopar.report.stages import fullest, share_filled
 
@@ -135,9 +136,9 @@ def why(facts: dict[str, Any]) -> list[str]:
     lines = [
         f"a step: {show_seconds(facts['seconds'])}; schedule {show_seconds(facts['makespan_seconds'])}, of which "
         f"{facts['bubble_fraction']:.1%} idle",
-        f"  {show_seconds(step['even_seconds'])} if all groups computed equally long, "
-        f"{show_seconds(step['uneven_seconds'])} more in the slowest, {show_seconds(step['waiting_seconds'])} waiting "
-        f"for others and transfers, {show_seconds(step['once_seconds'])} once a step",
+        f"  {show_seconds(step['even_seconds'])} computing if balanced over the groups, "
+        f"{show_seconds(step['uneven_seconds'])} more in the slowest group, {show_seconds(step['waiting_seconds'])} "
+        f"waiting for others and transfers, {show_seconds(step['once_seconds'])} once a step (optimizer, gradients)",
     ]
     if facts["groups"] > 1:
         lines.append(

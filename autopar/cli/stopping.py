@@ -9,9 +9,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from autopar.errors import ModelError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -23,7 +26,7 @@ def terminated_as_interrupted() -> Iterator[Callable[[], bool]]:
     """
     came: list[int] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, _frame: FrameType | None) -> None:
         came.append(number)
         raise KeyboardInterrupt
 
@@ -38,11 +41,11 @@ def terminated_as_interrupted() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def to_its_end(command: Callable[..., Any]) -> Callable[..., Any]:
+def to_its_end(command: Callable[P, T]) -> Callable[P, T]:
     """Wrap a command so that ``sys.exit(0)`` in a model's code is an error and does not look like success."""
 
     @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return command(*args, **kwargs)
         except SystemExit as stop:
@@ -52,6 +55,3 @@ def to_its_end(command: Callable[..., Any]) -> Callable[..., Any]:
             ) from stop
 
     return run
-
-
-__all__ = ["terminated_as_interrupted", "to_its_end"]

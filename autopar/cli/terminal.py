@@ -12,13 +12,13 @@ from rich.text import Text
 from autopar.words.texts import printable
 
 WIDE = 150
-"""Columns where the output is no terminal."""
+"""Columns of an output that is not a terminal."""
 _HOLE = "\ue000"
-"""Stands for a value in a template: a character that Unicode leaves to programs."""
+"""Placeholder of a value in a template: a private-use character of Unicode."""
 
 
 class Terminal(Console):
-    """A console that prints control characters as escapes (``\\x1b``) and square brackets literally.
+    """A console that prints control characters as escapes and square brackets literally.
 
     Styles are given by :func:`styled`.
     """
@@ -53,6 +53,3 @@ def out() -> Console:
 def err() -> Console:
     """Return the console of standard error, for progress and errors."""
     return Terminal(file=sys.stderr, width=None if sys.stderr.isatty() else WIDE, highlight=False, markup=False)
-
-
-__all__ = ["WIDE", "err", "out", "styled"]

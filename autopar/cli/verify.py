@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,21 +26,28 @@ from autopar.cli.common import (
     where_to_run,
     within,
 )
+from autopar.report import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
+    from rich.text import Text
 
     from autopar.capture import Captured
     from autopar.comparison.program_vs_eager import Difference
     from autopar.frontends.models import Loaded
     from autopar.planfile import Document
     from autopar.plans.plan import Plan
+    from autopar.words.meshes import Mesh
     from autopar.words.precision import Precision
+    from autopar.words.trees import PyTree
+    from hardware_profiles import Cluster
 
 
 def verify(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json; it is really run.")
+        str, typer.Argument(metavar="MODEL", help="PATH.py:factory, or hf:PATH/config.json, with values: it is run.")
     ],
     mesh: Annotated[
         str | None, typer.Option("--mesh", "-m", help="Axes and sizes: data=2,tensor=2. Not for pipelined plans.")
@@ -50,23 +57,23 @@ def verify(
     ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Verify this plan file instead of the best plan.")] = None,
     random_plans: Annotated[
-        int, typer.Option("--random-plans", help="How many random plans to verify as well.", callback=within(0))
+        int, typer.Option("--random-plans", help="Number of random plans to verify in addition.", callback=within(0))
     ] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the first random plan.", callback=within(0, 2**31))] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the first random plan.", callback=within(0, 2**31))] = 0,
     processes: Annotated[
-        bool, typer.Option("--processes", help="Real processes instead of many ranks in one process.")
+        bool, typer.Option("--processes", help="Run real processes instead of many ranks in one process.")
     ] = False,
     device: DeviceOption = "auto",
     batch: Batch = None,
     seq: Seq = None,
     as_json: Json = False,
 ) -> None:
-    """Compare plans with one device: loss, all gradients (of inputs, too), and the weights after two steps of SGD.
+    """Compare plans with one device: loss, all gradients (also of inputs), and the weights after two steps of SGD.
 
-    Many ranks run in this process, in double precision, so that a difference above 1e-9 is a defect and not rounding;
-    where one device differs from itself as much when the last digits of its weights change, that is rounding, and said.
-    Random plans cut every op in a random legal way: they show that any plan would do. The exit code is 1 if a
-    difference is too large.
+    Many ranks run in this process, in double precision, so a difference above 1e-9 is a defect and not rounding, unless
+    one device differs from itself as much when the last digits of its weights change, which is reported. Random plans
+    give every op a random legal strategy: they show that any plan would be right. The exit code is 1 if a difference is
+    too large.
 
     Examples: autopar verify gpt.py:make --mesh data=2,tensor=2 --random-plans 20; autopar verify gpt.py:make --mesh
     tensor=2 --processes
@@ -115,7 +122,7 @@ def verify(
 
 def _report(differences: Sequence[Difference], where: str, as_json: bool) -> None:
     """Print the rows; exit with code 1 if rounding does not explain a difference."""
-    rows: list[dict[str, Any]] = [{**asdict(d), "worst": d.worst, "ok": d.fine} for d in differences]
+    rows: list[Facts] = [{**asdict(d), "worst": d.worst, "ok": d.fine} for d in differences]
     if as_json:
         print_json(rows)
     else:
@@ -142,7 +149,7 @@ def _in_stages(model: str, batch: int | None, seq: int | None, document: Documen
 
 
 def _in_one(
-    loaded: Any, captured: Any, mesh: Any, cluster: Any, given: Plan | None, random_plans: int, seed: int
+    loaded: Loaded, captured: Captured, mesh: Mesh, cluster: Cluster, given: Plan | None, random_plans: int, seed: int
 ) -> list[Difference]:
     from autopar.comparison import program_vs_eager as v
 
@@ -154,7 +161,8 @@ def _in_one(
 
 
 def _in_processes(
-    model: str, batch: int | None, seq: int | None, mesh: Any, cluster: Any, loaded: Any, captured: Any,
+    model: str, batch: int | None, seq: int | None, mesh: Mesh, cluster: Cluster,
+    loaded: Loaded, captured: Captured,
     given: Plan | None, random_plans: int, seed: int, device: str,
 ) -> list[Difference]:  # fmt: skip
     """Verify the given or the best plan, then random ones, all on the same processes."""
@@ -183,7 +191,7 @@ def _in_processes(
             Plan.alone(plan_graph(double.graph, cluster, mesh))
             if given is None else given.of_graph(double.graph.fingerprint)
         )  # fmt: skip
-        kind, said = where_to_run(device, first.n_devices)
+        kind, processes = where_to_run(device, first.n_devices)
         there = "" if kind == "cpu" else f" on {kind}"
         plans = {f"plan, {first.n_devices} processes{there}": first}
         rules, priced = rules_of(double.graph), pricer(cluster, mesh)
@@ -191,7 +199,7 @@ def _in_processes(
             plans[f"random {i}, {first.n_devices} processes{there}"] = Plan.alone(
                 random_plan(double.graph, rules, priced, i)
             )
-    with progress(f"{len(plans)} plans on {said}"):
+    with progress(f"{len(plans)} plans on {processes}"):
         state = {k: t.detach() for k, t in loaded.model.state_dict().items()}
         batches = (loaded.args, loaded.kwargs)
         given_to_ranks = model, batch, seq, list(plans.values()), state, batches, kind, captured.graph.precision
@@ -221,11 +229,11 @@ def _rank(
     batch: int | None,
     seq: int | None,
     plans: list[Plan],
-    state: Any,
-    inputs: Any,
+    state: dict[str, torch.Tensor],
+    inputs: PyTree,
     device: str,
     precision: Precision | None,
-) -> list[dict[str, Any]]:
+) -> list[Facts]:
     """Train two steps of SGD under each plan on one rank in double precision; rank 0 returns the whole tensors.
 
     ``state`` and ``inputs`` are passed because a factory may draw other values in every process.
@@ -244,7 +252,7 @@ def _rank(
     return [_trained(loaded, captured, plan, loaded.args, loaded.kwargs) for plan in plans]
 
 
-def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: Any, kwargs: Any) -> dict[str, Any]:
+def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: PyTree, kwargs: Facts) -> Facts:
     import torch
 
     import autopar
@@ -272,7 +280,7 @@ def _trained(loaded: Loaded, captured: Captured, plan: Plan, args: Any, kwargs: 
     return {"losses": losses, "gradients": gradients, "weights": weights} if first else {}
 
 
-def _print(rows: list[dict[str, Any]], where: str) -> None:
+def _print(rows: list[Facts], where: str) -> None:
     from rich.table import Table
 
     from autopar.comparison.program_vs_eager import OF_ONE_DEVICE
@@ -293,14 +301,14 @@ def _print(rows: list[dict[str, Any]], where: str) -> None:
     rounding = max(r["rounding"] for r in rows)
     if rounding > min(r["limit"] for r in rows):
         out().print(
-            f"one device differs from itself by {rounding:.1e} where last digits of its numbers differ: with "
-            f"these weights and inputs the model magnifies rounding, and less than {OF_ONE_DEVICE * rounding:.0e} is "
-            "no sign of a defect\n"
-            "  verify with trained weights, or with ones so scaled that no norm's input varies less than its eps"
+            f"one device differs from itself by {rounding:.1e} when the last digits of its numbers change: with "
+            f"these weights and inputs the model magnifies rounding, and a difference below "
+            f"{OF_ONE_DEVICE * rounding:.0e} does not show a defect\n"
+            "  verify with trained weights, or scale them so that no norm's input varies by less than its eps"
         )
 
 
-def _verdict(row: dict[str, Any]) -> Any:
+def _verdict(row: Facts) -> Text:
     """Return the last column: same, rounding (of the precision, or magnified by the model), or the limit exceeded."""
     if not row["ok"]:
         return styled("[red]more than {}[/red]", f"{row['limit']:.0e}")

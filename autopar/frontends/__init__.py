@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from autopar.errors import ModelError
 from autopar.words.precision import Precision
+from autopar.words.trees import PyTree
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Loaded:
     """
 
     model: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
     spec: str
     batch: int | None = None
     seq: int | None = None
     parts: int | None = None
     precision: Precision | None = None
 
-    def named(self, folder: Path) -> dict[str, Any]:
+    def named(self, folder: Path) -> dict[str, str | int]:
         """Return the entry of a plan file in ``folder``: the spec with its path relative to that folder."""
         prefix, path, factory = split_spec(self.spec)
         relative = os.path.relpath(Path(path).resolve(), folder.resolve())
-        named: dict[str, Any] = {"spec": prefix + Path(relative).as_posix() + (f":{factory}" if factory else "")}
+        named: dict[str, str | int] = {"spec": prefix + Path(relative).as_posix() + (f":{factory}" if factory else "")}
         for key, value in (("batch", self.batch), ("seq", self.seq), ("parts", self.parts)):
             if value is not None:
                 named[key] = value
@@ -67,7 +67,7 @@ class Frontend:
 
 
 FRONTENDS: dict[str, Frontend] = {}
-"""By prefix, colon included."""
+"""Frontends by prefix, colon included."""
 
 
 def frontend(form: str) -> Callable[[Load], Load]:

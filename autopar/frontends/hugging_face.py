@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from hardware_profiles.strict import Unreadable, parse_json, read_text, shortene
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 2048
 TRAINED_IN = {torch.bfloat16: PRESETS["bf16-mixed"], torch.float16: PRESETS["16-mixed"]}
-"""By the format of a config: the policy that a plan is for where none is asked for, as such models are trained."""
+"""Default precision policy by a config's dtype, as such models are trained."""
 
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -117,7 +118,7 @@ def _few_modules(spec: str) -> Iterator[None]:
     """Refuse a config with more modules than can be captured, before they fill the memory."""
     count = 0
 
-    def counted(module: torch.nn.Module, name: str, submodule: torch.nn.Module) -> None:
+    def counted(*_: object) -> None:
         nonlocal count
         count += 1
         if count > MOST_MODULES:
@@ -133,11 +134,11 @@ def _few_modules(spec: str) -> Iterator[None]:
         handle.remove()
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return shortened(repr(value))
 
 
-def _suggest(transformers: Any, kind: str) -> str:
+def _suggest(transformers: ModuleType, kind: str) -> str:
     for mapping in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION"):
         names = getattr(transformers.models.auto.modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES", {})
         if kind in names:
@@ -190,6 +191,3 @@ def _hf_inputs(
         f"model '{spec}': example inputs of {name} are not known; use a class that ends in one of {KINDS}, or write a "
         "factory that returns the model and its inputs"
     )
-
-
-__all__ = ["from_config"]

@@ -17,9 +17,10 @@ import contextlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -76,12 +77,12 @@ def _from_factory(spec: str, file: Path, factory: str) -> Loaded:
         )
     try:
         returned = make()
-    except (Exception, SystemExit) as error:  # a script that ends itself is no model, and no end of autopar
+    except (Exception, SystemExit) as error:  # sys.exit in a model file must not end autopar
         raise ModelError(f"model '{spec}': '{factory}' raised {cause_in(error, file)}; correct it there") from error
     return _checked(spec, factory, returned)
 
 
-def _import(spec: str, file: Path) -> Any:
+def _import(spec: str, file: Path) -> ModuleType:
     name = f"autopar_model_{file.stem}"
     module_spec = importlib.util.spec_from_file_location(name, file)
     assert module_spec is not None and module_spec.loader is not None
@@ -104,7 +105,7 @@ def _import(spec: str, file: Path) -> Any:
     return module
 
 
-def _needs_arguments(make: Any) -> bool:
+def _needs_arguments(make: Callable[..., object]) -> bool:
     try:
         parameters = inspect.signature(make).parameters.values()
     except (TypeError, ValueError):
@@ -112,7 +113,7 @@ def _needs_arguments(make: Any) -> bool:
     return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
-def _checked(spec: str, factory: str, returned: Any) -> Loaded:
+def _checked(spec: str, factory: str, returned: object) -> Loaded:
     def wrong(what: str) -> ModelError:
         return ModelError(
             f"model '{spec}': '{factory}' returned {what}; return a model and its example inputs: (model, (x, y)), "
@@ -147,9 +148,6 @@ def _checked(spec: str, factory: str, returned: Any) -> Loaded:
     return Loaded(model, tuple(args), dict(kwargs), spec)
 
 
-def _a(value: Any) -> str:
+def _a(value: object) -> str:
     name = type(value).__name__
     return "None" if value is None else ("an " if name[0] in "aeiouAEIOU" else "a ") + name
-
-
-__all__ = ["Loaded", "load_model"]

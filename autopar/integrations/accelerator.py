@@ -43,7 +43,10 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **kwargs)
 
     def prepare_model(
-        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,  # noqa: ARG002
     ) -> torch.nn.Module:
         """Return a model that is parallelized when it is first called in training."""
         if isinstance(model, ParallelOnFirstCall):
@@ -68,7 +71,7 @@ class Accelerator(accelerate.Accelerator):
         """Return a model that was prepared here unchanged: it has the attributes and methods of the model."""
         return model if isinstance(model, ParallelOnFirstCall) else super().unwrap_model(model, *args, **kwargs)
 
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:  # noqa: ARG002
         """Return whole tensors by the model's names, on every rank; all ranks call it."""
         if isinstance(model, ParallelOnFirstCall) and model.is_parallel:
             return full_state_dict(model.now, all_ranks=True)  # type: ignore[arg-type]
@@ -81,7 +84,7 @@ class Accelerator(accelerate.Accelerator):
         else:
             save(obj, f)
 
-    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+    def save_state(self, output_dir: str | None = None, *_: object, **__: object) -> str:
         """Save models, optimizers, schedulers, registered objects and random states in one file.
 
         Any number of ranks can load it. All ranks call it.
@@ -104,7 +107,7 @@ class Accelerator(accelerate.Accelerator):
         )
         return str(folder)
 
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, input_dir: str | None = None, *_: object, **__: object) -> None:
         """Load the file of :meth:`save_state`, before the first call or later; all ranks call it.
 
         Raises:
@@ -120,6 +123,3 @@ class Accelerator(accelerate.Accelerator):
         for x, state in zip((*self._schedulers, *self._custom_objects), there["others"], strict=True):
             x.load_state_dict(state)
         set_generators(there["random"])
-
-
-__all__ = ["Accelerator"]

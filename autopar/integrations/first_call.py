@@ -149,6 +149,3 @@ def _without_input_gradients(model: torch.nn.Module) -> None:
         hooked: Any = module
         if getattr(hooked, "_require_grads_hooks", None):
             hooked.disable_input_require_grads()
-
-
-__all__ = ["ParallelOnFirstCall"]

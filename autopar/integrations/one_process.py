@@ -59,6 +59,3 @@ def tell_ranks(state: PartialState) -> None:
     if state.device.type not in ("cpu", "mps"):
         state.device = torch.device(state.device.type, state.local_process_index)
         torch.accelerator.set_device_index(state.local_process_index)
-
-
-__all__ = ["as_one_process", "tell_ranks", "without_launcher", "world_size"]

@@ -58,6 +58,7 @@ class Trainer(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make transformers' accelerator with models that are parallelized at their first call."""
+
         def make(**kwargs: Any) -> Accelerator:
             return Accelerator(parallel=self._parallel, **kwargs)
 
@@ -113,7 +114,7 @@ class Trainer(transformers.Trainer):
         """Copy the trained weights to the passed model."""
         if self._prepared is not None:
             state = full_state_dict(self._prepared.now, all_ranks=True)  # type: ignore[arg-type]
-            self._given.load_state_dict(state, strict=False)  # its buffers that are not saved are not there
+            self._given.load_state_dict(state, strict=False)  # it lacks buffers that are not saved
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the model; see ``transformers.Trainer.evaluation_loop``."""
@@ -126,7 +127,7 @@ class Trainer(transformers.Trainer):
             return int(super().floating_point_ops(inputs))
 
     def _load_best_model(self) -> None:
-        self._to_model()  # adapters are loaded beside what its state_dict has
+        self._to_model()  # adapters are loaded in addition to its state_dict
         with self._showing(prepared=False):
             super()._load_best_model()
         if self._prepared is not None:
@@ -171,6 +172,3 @@ def arguments_of_one_process(arguments: Any) -> None:
     if device.type == "cuda":
         arguments.__dict__[_DEVICES] = arguments.distributed_state.device
         arguments._n_gpu = 1
-
-
-__all__ = ["Trainer", "arguments_of_one_process"]

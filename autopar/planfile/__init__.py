@@ -1,4 +1,6 @@
-"""The plan file: JSON that people read, edit, review and keep::
+"""The plan file: JSON that people read, edit, review and keep.
+
+An example::
 
     {
       "autopar_plan": 2,                               version of this format

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from autopar.errors import PlanError, closest
 from hardware_profiles.strict import MOST_COUNTED, shortened
 
+Section: TypeAlias = Mapping[str, Any]
+"""A table of a plan file."""
 TYPES = {
     dict: "a table", list: "a list", str: "a string", int: "a whole number", float: "a number", bool: "true or false",
 }  # fmt: skip
-"""What a reader calls the types of a file."""
+"""Names of the types of a file, for messages."""
 
 MOST_TOLD = 40
-"""Failures of one file that the message has."""
+"""Most failures of one file in a message."""
 MOST_ENTRIES = 100_000
-"""Of one table or list."""
+"""Most entries of one table or list."""
 MOST_OF_LINE, MOST_OF_VALUE = 1000, 120
-"""Characters of one failure, and of the value in it."""
+"""Most characters of one failure, and of the value in it."""
 
 
 class FileErrors:
@@ -43,9 +46,9 @@ class FileErrors:
         if len(self.lines) > MOST_TOLD:
             self.raise_if_any()
 
-    def unknown(self, path: str, key: str, known_keys: Any) -> None:
+    def unknown(self, path: str, key: str, known_keys: Iterable[str]) -> None:
         """Add a failure for an unknown key."""
-        self.add(path, f"unknown key; {closest(key, known_keys)}")
+        self.add(path, f"unknown key; {closest(key, list(known_keys))}")
 
     def type(self, path: str, value: Any, kind: type) -> bool:
         """Return True if a value has the type; else add a failure."""
@@ -79,15 +82,12 @@ class FileErrors:
             count = "1 problem" if len(self.lines) == 1 else f"{len(self.lines)} problems"
             if len(self.lines) > MOST_TOLD:
                 count = f"more than {MOST_TOLD} problems"
-            told = [f"  - {shortened(line, MOST_OF_LINE)}" for line in islice(self.lines, MOST_TOLD)]
-            raise PlanError(f"{self.where}: {count} in this plan\n" + "\n".join(told))
+            listed = [f"  - {shortened(line, MOST_OF_LINE)}" for line in islice(self.lines, MOST_TOLD)]
+            raise PlanError(f"{self.where}: {count} in this plan\n" + "\n".join(listed))
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """Return a value for a message, shortened."""
     if isinstance(value, (str, list, dict)) and len(value) > MOST_OF_LINE:  # which would take long to write out
         value = value[:MOST_OF_LINE] if not isinstance(value, dict) else dict(islice(value.items(), MOST_OF_LINE))
     return shortened(json.dumps(value), MOST_OF_VALUE)
-
-
-__all__ = ["FileErrors"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import MeshError, PlanError, closest
 from autopar.planfile import pins, previous
-from autopar.planfile.file_errors import FileErrors
+from autopar.planfile.file_errors import FileErrors, Section
 from autopar.plans.clusters import get_cluster, in_file
 from autopar.plans.memory_decisions import DECISIONS, SEGMENTS
 from autopar.plans.plan import LIFETIMES, VERSION, Solution, one_stage
@@ -29,7 +29,7 @@ KEYS: dict[str, type] = {
     "pins": dict, "schedule": list, "stages": list, "notes": list, "layouts": list, "checksum": str,
 }  # fmt: skip
 OPTIONAL = {"model", "seconds", "pins", "notes", "checksum", "layouts"}
-"""``layouts``: what ``autopar plan --json --like`` says of layouts beside the plan, of which nothing is read."""
+"""Optional keys; ``layouts``, of ``autopar plan --json --like``, is ignored."""
 STAGE_KEYS: dict[str, type] = {
     "first": str, "devices": list, "mesh": str, "fingerprint": str, "in_flight": int, "ops": dict, "params": dict,
     "buffers": dict, "inputs": dict, "outputs": list, "routes": dict, "memory": dict,
@@ -48,14 +48,14 @@ class Document:
         folder: of the file; relative paths in it start there.
     """
 
-    raw: Mapping[str, Any]
+    raw: Section
     where: str
     schedule: Schedule
     meshes: tuple[Mesh, ...]
     folder: Path = Path()
 
     @property
-    def model(self) -> Mapping[str, Any] | None:
+    def model(self) -> Section | None:
         """How to load the model, if the file says so."""
         return self.raw.get("model")
 
@@ -89,35 +89,11 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
 
     ``where`` names the file in messages; all failures are raised at once as a PlanError.
     """
-    twice: list[str] = []
-    try:
-        raw = parse_json(text, twice)
-    except Unreadable as error:
-        raise PlanError(f"{where}: {error}") from error
-    if not isinstance(raw, dict) or not ("autopar_plan" in raw or previous.is_one(raw)):
-        raise PlanError(f"{where}: no plan file (it has no 'autopar_plan'); make one with 'autopar plan'")
+    raw = _raw(text, where)
     bad = FileErrors(where)
-    for key in dict.fromkeys(twice):
-        bad.add(key, "stands twice in one table; remove one of them")
-    bad.raise_if_any()
-    if previous.is_one(raw):
-        raw = previous.converted(raw, where)
-    if raw["autopar_plan"] != VERSION:
-        raise PlanError(
-            f"{where}: autopar_plan: the file has version {shortened(repr(raw['autopar_plan']))}, this autopar reads "
-            f"version {VERSION}; plan again, or use the autopar that wrote it"
-        )
     _check_keys(raw, KEYS, [key for key in KEYS if key not in OPTIONAL], bad)
-    model = raw.get("model")
-    if isinstance(model, dict):
-        for key, value in model.items():
-            kind = {"spec": str, "batch": int, "seq": int, "parts": int}.get(key)
-            if kind is None:
-                bad.unknown(f"model.{key}", key, ("spec", "batch", "seq", "parts"))
-            elif value is not None and kind is int:
-                bad.count(f"model.{key}", value)
-            elif value is not None:
-                bad.type(f"model.{key}", value, kind)
+    if isinstance(raw.get("model"), dict):
+        _check_model(raw["model"], bad)
     if isinstance(raw.get("optimizer"), str) and raw["optimizer"] not in OPTIMIZERS:
         hint = closest(raw["optimizer"], OPTIMIZERS)
         bad.add("optimizer", f"unknown optimizer '{shortened(raw['optimizer'])}'; {hint}")
@@ -126,7 +102,7 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
             bad.texts(key, raw[key])
     if isinstance(raw.get("pins"), dict):
         pins.check(raw["pins"], bad)
-    stages = raw["stages"] if isinstance(raw.get("stages"), list) else []
+    stages = _list(raw, "stages")
     if "stages" in raw and not stages:
         bad.add("stages", "has no entries; a plan has at least one stage")
     meshes = []
@@ -138,7 +114,44 @@ def parse(text: str, where: str = "plan", folder: Path | None = None) -> Documen
     return Document(raw, where, _schedule(raw["schedule"], len(stages), where), tuple(meshes), folder or Path())
 
 
-def _check_keys(raw: Mapping[str, Any], kinds: Mapping[str, type], required: Any, bad: FileErrors) -> None:
+def _raw(text: str, where: str) -> Section:
+    """Return the JSON of a plan file of this version, into which one of the previous version is converted."""
+    twice: list[str] = []
+    try:
+        raw = parse_json(text, twice)
+    except Unreadable as error:
+        raise PlanError(f"{where}: {error}") from error
+    if not isinstance(raw, dict) or not ("autopar_plan" in raw or previous.is_one(raw)):
+        raise PlanError(f"{where}: no plan file (it has no 'autopar_plan'); make one with 'autopar plan'")
+    bad = FileErrors(where)
+    for key in dict.fromkeys(twice):
+        bad.add(key, "is repeated in one table; remove one of them")
+    bad.raise_if_any()
+    if previous.is_one(raw):
+        raw = previous.converted(raw, where)
+    if raw["autopar_plan"] != VERSION:
+        raise PlanError(
+            f"{where}: autopar_plan: the file has version {shortened(repr(raw['autopar_plan']))}, this autopar reads "
+            f"version {VERSION}; plan again, or use the autopar that wrote it"
+        )
+    return raw
+
+
+def _check_model(model: Section, bad: FileErrors) -> None:
+    kinds = {"spec": str, "batch": int, "seq": int, "parts": int}
+    for key, value in model.items():
+        kind = kinds.get(key)
+        if kind is None:
+            bad.unknown(f"model.{key}", key, kinds)
+        elif value is not None and kind is int:
+            bad.count(f"model.{key}", value)
+        elif value is not None:
+            bad.type(f"model.{key}", value, kind)
+
+
+def _check_keys(
+    raw: Mapping[str, object], kinds: Mapping[str, type], required: Collection[str], bad: FileErrors
+) -> None:
     for key in raw:
         if key not in kinds:
             bad.unknown(key, key, kinds)
@@ -169,7 +182,7 @@ def _schedule(lines: list[str], n_stages: int, where: str) -> Schedule:
     return schedule
 
 
-def _check_stage(raw: Mapping[str, Any], bad: FileErrors) -> Mesh:
+def _check_stage(raw: Section, bad: FileErrors) -> Mesh:
     """Check the form of a stage and return its mesh."""
     _check_keys(raw, STAGE_KEYS, STAGE_REQUIRED, bad)
     mesh = Mesh()
@@ -182,6 +195,21 @@ def _check_stage(raw: Mapping[str, Any], bad: FileErrors) -> Mesh:
         if bad.type(f"devices[{k}]", device, int) and device < 0:
             bad.add(f"devices[{k}]", f"got {device}; ranks count from 0")
     bad.count("in_flight", raw.get("in_flight", 1))
+    _check_placements(raw, bad)
+    for name, entries in _table(raw, "memory").items():
+        _check_memory(f"memory: {name}", name, entries, bad)
+    for section, cls in (("price", Price), ("solution", Solution)):
+        if value := _table(raw, section):
+            _check_numbers(section, cls, value, bad)
+    for key, item in _table(raw, "checksum").items():
+        if key not in ("decisions", "rest"):
+            bad.add(f"checksum.{key}", "unknown key; known: decisions, rest")
+        bad.type(f"checksum.{key}", item, str)
+    return mesh
+
+
+def _check_placements(raw: Section, bad: FileErrors) -> None:
+    """Check the form of a stage's ops, parameters, buffers, inputs, reshard paths and outputs."""
     for pattern, entry in _table(raw, "ops").items():
         at = f"ops[{json.dumps(pattern)}]"
         for axis, factor in entry.items() if bad.type(at, entry, dict) else ():
@@ -199,15 +227,6 @@ def _check_stage(raw: Mapping[str, Any], bad: FileErrors) -> Mesh:
     for k, item in enumerate(_list(raw, "outputs")):
         if item is not None:
             bad.type(f"outputs[{k}]", item, str)
-    for name, entries in _table(raw, "memory").items():
-        _check_memory(f"memory: {name}", name, entries, bad)
-    for section, cls in (("price", Price), ("solution", Solution)):
-        _check_numbers(section, cls, _table(raw, section) or None, bad)
-    for key, item in _table(raw, "checksum").items():
-        if key not in ("decisions", "rest"):
-            bad.add(f"checksum.{key}", "unknown key; known: decisions, rest")
-        bad.type(f"checksum.{key}", item, str)
-    return mesh
 
 
 def _check_memory(at: str, name: str, entries: Any, bad: FileErrors) -> None:
@@ -226,12 +245,12 @@ def _check_memory(at: str, name: str, entries: Any, bad: FileErrors) -> None:
                 bad.add(within, f"got {json.dumps(item)}; write a segment as its first and its last operator")
 
 
-def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _table(raw: Section, key: str) -> Section:
     value = raw.get(key)
     return value if isinstance(value, dict) else {}
 
 
-def _list(raw: Mapping[str, Any], key: str) -> list[Any]:
+def _list(raw: Section, key: str) -> list[Any]:
     value = raw.get(key)
     return value if isinstance(value, list) else []
 
@@ -252,10 +271,10 @@ def _check_param(at: str, entry: Any, bad: FileErrors) -> None:
         bad.add(f"{at}.lifetime", f"got {entry['lifetime']!r}; use {' or '.join(LIFETIMES)}")
 
 
-def _check_numbers(section: str, cls: Any, value: Mapping[str, Any] | None, bad: FileErrors) -> None:
+def _check_numbers(
+    section: str, cls: type[Price] | type[Solution], value: Mapping[str, object], bad: FileErrors
+) -> None:
     """Check the fields of a dataclass of plain values."""
-    if value is None:
-        return
     types = {f.name: {"int": int, "float": float, "str": str, "bool": bool}[str(f.type)] for f in fields(cls)}
     for key, item in value.items():
         if key not in types:
@@ -265,6 +284,3 @@ def _check_numbers(section: str, cls: Any, value: Mapping[str, Any] | None, bad:
     for key in (f.name for f in fields(cls) if f.default is MISSING):
         if key not in value:
             bad.add(f"{section}.{key}", f"is missing; add it, or remove '{section}'")
-
-
-__all__ = ["Document", "cluster_named", "parse"]

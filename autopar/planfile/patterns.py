@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from fnmatch import translate
 from typing import TypeVar
 
@@ -38,17 +38,8 @@ def compress(every: Sequence[str], value: Callable[[str], V], needed: set[str] |
             for t, names in groups.items()}  # fmt: skip
     template = {n: t for t, names in groups.items() for n in names}
     chosen = {t for t, names in groups.items() if any(n in needed for n in names)}
-    pending = list(chosen)
-    first: dict[str, set[str]] = {}  # the broader patterns that must stand before a pattern
-    while pending:
-        t = pending.pop()
-        for n in hits[t]:
-            overlapping = template[n]
-            if overlapping != t and value(n) != base[t]:
-                first.setdefault(overlapping, set()).add(t)
-                if overlapping not in chosen:
-                    chosen.add(overlapping)
-                    pending.append(overlapping)
+    overridden = {t: {template[n] for n in hits[t] if template[n] != t and value(n) != base[t]} for t in groups}
+    first = _broader(overridden, chosen)
     entries: dict[str, V] = {}
     result: dict[str, V] = {}
 
@@ -77,10 +68,23 @@ def compress(every: Sequence[str], value: Callable[[str], V], needed: set[str] |
     for t in groups:
         if t in chosen:
             visit(t)
-    for n in every:  # what two patterns that match each other's names left wrong
+    for n in every:  # names left wrong by two patterns that match each other's names
         if (n in needed or n in result) and result.get(n) != value(n):
             add(_literal(n), [n], value(n))
     return list(entries.items())
+
+
+def _broader(overridden: Mapping[str, set[str]], chosen: set[str]) -> dict[str, set[str]]:
+    """Return the broader patterns that must precede each pattern, and add those that they override to ``chosen``."""
+    pending, first = list(chosen), dict[str, set[str]]()
+    while pending:
+        t = pending.pop()
+        for narrower in overridden[t]:
+            first.setdefault(narrower, set()).add(t)
+            if narrower not in chosen:
+                chosen.add(narrower)
+                pending.append(narrower)
+    return first
 
 
 def _ending(name: str) -> str:

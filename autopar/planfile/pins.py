@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from autopar.errors import AutoparError, MeshError, PlanError, closest
-from autopar.planfile.file_errors import FileErrors
+from autopar.errors import AutoparError, PlanError, closest
+from autopar.planfile.file_errors import FileErrors, Section
 from autopar.planfile.states import read_state
 from autopar.planner.intra_op.memory.recompute import segments_of
 from autopar.plans.plan import Pins
@@ -58,28 +58,17 @@ class Form:
     write: Callable[[Any], Any]
 
 
-def _check_mesh(at: str, value: Any, bad: FileErrors) -> None:
-    if bad.type(at, value, str):
-        try:
-            Mesh.parse(value)
-        except MeshError as error:
-            bad.add(at, str(error))
+def _parsed_by(kind: type, parser: Callable[[Any, str], object]) -> Callable[[str, Any, FileErrors], object]:
+    """Return a check that a value has the type and can be parsed."""
 
+    def check(at: str, value: Any, bad: FileErrors) -> None:
+        if bad.type(at, value, kind):
+            try:
+                parser(value, at)
+            except AutoparError as error:
+                bad.add(at, str(error))
 
-def _check_precision(at: str, value: Any, bad: FileErrors) -> None:
-    if bad.type(at, value, str):
-        try:
-            parse_precision(value)
-        except AutoparError as error:
-            bad.add(at, str(error))
-
-
-def _check_loads(at: str, value: Any, bad: FileErrors) -> None:
-    if bad.type(at, value, dict):
-        try:
-            parse_load(value, at)
-        except AutoparError as error:
-            bad.add(at, str(error))
+    return check
 
 
 def _check_table(at: str, value: Any, bad: FileErrors) -> bool:
@@ -103,7 +92,7 @@ def _check_outputs(at: str, value: Any, bad: FileErrors) -> None:
             bad.add(f"{at}[{json.dumps(number)}]", f"{error}: no output number; outputs count from 0")
 
 
-def _read_ops(at: str, value: Mapping[str, Any], model: Model) -> dict[str, dict[str, str]]:
+def _read_ops(at: str, value: Section, model: Model) -> dict[str, dict[str, str]]:
     labels = op_labels(model.graph)
     nodes = [node for node in model.graph.nodes if node.kind == "op"]
     for pattern, entry in value.items():
@@ -166,29 +155,37 @@ def _read_texts(at: str, value: list[str], model: Model) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _as_is(_at: str, value: object, _model: Model) -> object:
+    return value
+
+
 FORMS: dict[str, Form] = {
-    "count": Form(lambda at, value, bad: bad.count(at, value), lambda at, value, model: value, lambda n: n),
-    "bytes": Form(
-        lambda at, value, bad: bad.count(at, value, LARGEST_WHOLE), lambda at, value, model: value, lambda n: n
-    ),
+    "count": Form(lambda at, value, bad: bad.count(at, value), _as_is, lambda n: n),
+    "bytes": Form(lambda at, value, bad: bad.count(at, value, LARGEST_WHOLE), _as_is, lambda n: n),
     "texts": Form(lambda at, value, bad: bad.texts(at, value), _read_texts, list),
-    "mesh": Form(_check_mesh, lambda at, value, model: Mesh.parse(value), lambda mesh: mesh.text),
+    "mesh": Form(
+        _parsed_by(str, lambda text, _: Mesh.parse(text)), lambda _at, value, _model: Mesh.parse(value),
+        lambda mesh: mesh.text,
+    ),
     "ops": Form(_check_ops, _read_ops, lambda ops: {pattern: dict(axes) for pattern, axes in ops.items()}),
     "kept": Form(_check_table, _read_kept, dict),
     "inputs": Form(
         _check_table, _read_inputs, lambda states: {name: states[name].text for name in sorted(states)}
     ),
-    "precision": Form(_check_precision, lambda at, value, model: parse_precision(value), str),
-    "loads": Form(_check_loads, lambda at, value, model: parse_load(value, at), lambda loads: {
-        pattern: list(load) for pattern, load in loads.items()
-    }),
+    "precision": Form(
+        _parsed_by(str, lambda text, _: parse_precision(text)), lambda _at, value, _model: parse_precision(value), str
+    ),
+    "loads": Form(
+        _parsed_by(dict, lambda table, at: parse_load(table, at)), lambda at, value, _model: parse_load(value, at),
+        lambda loads: {pattern: list(load) for pattern, load in loads.items()},
+    ),
     "outputs": Form(
         _check_outputs, _read_outputs, lambda states: {str(k): states[k].text for k in sorted(states)}
     ),
 }  # fmt: skip
 
 
-def check(raw: Mapping[str, Any], bad: FileErrors) -> None:
+def check(raw: Section, bad: FileErrors) -> None:
     """Check the form of a file's pins."""
     forms = {pin.name: FORMS[pin.form] for pin in PINS}
     for key, value in raw.items():
@@ -198,16 +195,13 @@ def check(raw: Mapping[str, Any], bad: FileErrors) -> None:
             forms[key].check(f"pins.{key}", value, bad)
 
 
-def read(raw: Mapping[str, Any], model: Model) -> Pins:
+def read(raw: Section, model: Model) -> Pins:
     """Return the pins of a file whose form is right; what does not fit the model becomes a failure."""
     return Pins(
         **{pin.name: FORMS[pin.form].read(f"pins.{pin.name}", raw[pin.name], model) for pin in PINS if pin.name in raw}
     )
 
 
-def write(pins: Pins) -> dict[str, Any]:
+def write(pins: Pins) -> Section:
     """Return the pins as JSON values; patterns keep their order, in which later ones override earlier ones."""
     return {pin.name: FORMS[pin.form].write(value) for pin in PINS if (value := getattr(pins, pin.name))}
-
-
-__all__ = ["FORMS", "Model", "check", "read", "write"]

@@ -6,27 +6,25 @@ version that were written before decisions about memory had one table have a sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from autopar.errors import PlanError
+from autopar.planfile.file_errors import Section
 from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT, REGATHER
 from autopar.plans.plan import VERSION
 
 SECTIONS = ("mesh", "fingerprint", "in_flight", "ops", "params", "buffers", "inputs", "outputs", "routes", "recompute",
-            "gather_again", "make_again")
+            "gather_again", "make_again")  # fmt: skip
 
 
 APART = {"recompute": RECOMPUTE.name, "gather_again": REGATHER.name, "make_again": RECOMPUTE_RESULT.name}
-"""Sections of decisions that stand in one table now."""
+"""Former sections of decisions that are in one table now."""
 
 
-def is_one(raw: Any) -> bool:
+def is_one(raw: Section) -> bool:
     """Return True for a parsed plan file of version 1."""
     return isinstance(raw, dict) and (raw.get("autopar_plan") == 1 or "autopar_pipeline" in raw)
 
 
-def converted(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+def converted(raw: Section, where: str) -> dict[str, object]:
     """Return the same decisions in today's form; keys that version 1 never had are kept, to be refused."""
     piped = "autopar_pipeline" in raw
     if piped and raw["autopar_pipeline"] != 1:
@@ -54,7 +52,7 @@ def converted(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         ) from None
 
 
-def with_one_table(stage: Mapping[str, Any]) -> dict[str, Any]:
+def with_one_table(stage: Section) -> dict[str, object]:
     """Return a stage's entry with its decisions about memory in one table."""
     apart = {name: stage[key] for key, name in APART.items() if key in stage}
     table = stage.get("memory", {})
@@ -64,8 +62,5 @@ def with_one_table(stage: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "memory": {**apart, **table}} if apart else rest
 
 
-def _stage(raw: Mapping[str, Any], first: str, devices: Any) -> dict[str, Any]:
+def _stage(raw: Section, first: str, devices: list[int] | None) -> dict[str, object]:
     return {"first": first, "devices": devices, **{key: raw[key] for key in SECTIONS if key in raw}}
-
-
-__all__ = ["converted", "is_one", "with_one_table"]

@@ -45,12 +45,15 @@ def read(path: str | Path) -> str:
 
 
 def loads(text: str, graph: Graph, cluster: Cluster | None = None, *, where: str = "plan") -> Plan:
-    """The plan in ``text``, for the model with this graph (of one microbatch).
+    """Return the plan in ``text``, for the model with this graph.
 
     A stage that was edited by hand is priced anew on its own devices, and so are all where the cluster, the schedule or
     the pins were edited; then the step is simulated anew.
 
     Args:
+        text: of the plan file.
+        graph: of the whole model, at the size of a microbatch.
+        where: name of the file, for messages.
         cluster: prices what has to be priced anew; by default the cluster that the file names, and only when needed.
 
     Raises:
@@ -101,9 +104,7 @@ def bind(document: Document, graph: Graph, cluster: Cluster | None = None) -> Pl
     anew = False
     for reader, decisions, ranks in zip(readers, decided, devices, strict=True):
         in_flight = reader.raw.get("in_flight", 1)
-        setting = Setting(
-            hardware, raw["cluster"], ranks, raw["optimizer"], schedule.n_microbatches, in_flight, pins
-        )
+        setting = Setting(hardware, raw["cluster"], ranks, raw["optimizer"], schedule.n_microbatches, in_flight, pins)
         stage, priced = stage_plan(reader, decisions, setting)
         stages.append(stage)
         anew = anew or priced
@@ -148,6 +149,3 @@ def _pins(document: Document, graph: Graph, bad: FileErrors) -> Pins:
     given = Mesh.parse(raw["mesh"]) if "mesh" in raw else None
     axes = dict.fromkeys(axis for mesh in (*meshes, *([given] if given else [])) for axis in mesh.names)
     return pin_section.read(raw, pin_section.Model(graph, given or meshes[0], tuple(axes), bad))
-
-
-__all__ = ["bind", "load", "loads", "open_", "read"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autopar.errors import PlanError
 from autopar.planfile.stage_entries import Decisions, ReshardPath, StageReader
@@ -128,7 +127,7 @@ def _priced(
     return replace(done, reshard_paths=reshard_paths, price=price, peaks=peaks, fullest=peaks.fullest(plan.in_flight))
 
 
-def _routes_seconds(graph: Graph, priced: Pricer, reshard_paths: Mapping[str, Sequence[Any]]) -> float:
+def _routes_seconds(graph: Graph, priced: Pricer, reshard_paths: Mapping[str, ReshardPath]) -> float:
     """Return the seconds of reshard paths, forward and backward."""
     refs = {
         reshard_key(graph, Ref(i, k)): Ref(i, k)
@@ -150,6 +149,3 @@ def _misfit(made_as: State, goals: Mapping[State, None], reshard_path: ReshardPa
     if missing:
         return f"does not reach {missing[0].text}, as which the tensor is wanted; remove the entry"
     return ""
-
-
-__all__ = ["Setting", "stage_plan"]

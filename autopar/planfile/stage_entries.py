@@ -10,7 +10,7 @@ from fnmatch import translate
 from typing import Any
 
 from autopar.errors import PlanError, closest
-from autopar.planfile.file_errors import FileErrors
+from autopar.planfile.file_errors import FileErrors, Section
 from autopar.planfile.states import read_state
 from autopar.planfile.writing import reshard_keys
 from autopar.plans.memory_decisions import DECISIONS, SEGMENTS, Memory, in_order
@@ -47,7 +47,7 @@ class Decisions:
 class StageReader:
     """A reader of the sections of one stage; what does not fit the graph becomes a failure in ``bad``."""
 
-    raw: Mapping[str, Any]
+    raw: Section
     mesh: Mesh
     graph: Graph
     bad: FileErrors
@@ -118,7 +118,7 @@ class StageReader:
                 picked[self.axes[axis]] = options[option_written(factor)]
         return combine(picked) if fine else None
 
-    def _no_factor(self, path: str, i: int, factor: str, options: Mapping[str, Any]) -> None:
+    def _no_factor(self, path: str, i: int, factor: str, options: Mapping[str, object]) -> None:
         node, rule = self.graph.nodes[i], self.rules[i]
         offers = listed(options)
         why = f": {rule.absent[factor]}" if rule is not None and factor in rule.absent else ""
@@ -301,6 +301,3 @@ class StageReader:
             except PlanError as error:
                 self.bad.say(str(error))
         return tuple(sorted(again))
-
-
-__all__ = ["Decisions", "ReshardPath", "StageReader"]

@@ -11,9 +11,7 @@ from autopar.words.placements import State, kinds_listed
 from autopar.words.shards import fits
 
 
-def read_state(
-    path: str, text: str, mesh: Mesh, shape: Sequence[int], kinds: str, bad: FileErrors
-) -> State | None:
+def read_state(path: str, text: str, mesh: Mesh, shape: Sequence[int], kinds: str, bad: FileErrors) -> State | None:
     """Return the state that a text names for a tensor of this shape; None, and a failure, if it cannot be.
 
     ``kinds`` are the allowed first letters of placements.
@@ -36,6 +34,3 @@ def read_state(
         )
         return None
     return state
-
-
-__all__ = ["read_state"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from autopar.errors import PlanError
 from autopar.planfile import pins as pin_section
+from autopar.planfile.file_errors import Section
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.plan_completion import demand
 from autopar.plans.memory_decisions import RECOMPUTE, RECOMPUTE_RESULT, REGATHER
@@ -32,10 +32,12 @@ MEMORY = "memory"
 """The table of decisions about memory: for each a list with one line for every entry."""
 
 
-def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> str:
-    """The text of a plan; the same plan gives the same bytes.
+def dumps(plan: Plan, graph: Graph, model: Section | None = None) -> str:
+    """Return the text of a plan; the same plan gives the same bytes.
 
     Args:
+        plan: the plan.
+        graph: of the whole model, at the size of a microbatch.
         model: how the command line finds the model again: ``{"spec": "gpt.py:make", "batch": 8, "seq": 128}``.
     """
     whole = plan.schedule.text().splitlines()
@@ -57,7 +59,7 @@ def dumps(plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> s
     return _format(document) + "\n"
 
 
-def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
+def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> Section:
     """Return the entry of a stage."""
     keys = reshard_keys(graph)
     labels = op_labels(graph)
@@ -85,8 +87,8 @@ def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
         "inputs": {name: stage.inputs[name].text for name in sorted(stage.inputs)},
         "outputs": [None if state is None else state.text for state in stage.outputs],
         "routes": {
-            pattern: [f"{a.text} -> {b.text}" for a, b in reshard_path]
-            for pattern, reshard_path in compress(list(keys), lambda key: stage.reshard_paths.get(keys[key], ()), routed)
+            pattern: [f"{a.text} -> {b.text}" for a, b in path]
+            for pattern, path in compress(list(keys), lambda key: stage.reshard_paths.get(keys[key], ()), routed)
         },
         **({MEMORY: memory} if memory else {}),
         "price": _price(stage),
@@ -95,7 +97,7 @@ def _stage(stage: StagePlan, graph: Graph, plan: Plan) -> dict[str, Any]:
     }
 
 
-def save(path: str | Path, plan: Plan, graph: Graph, model: Mapping[str, Any] | None = None) -> None:
+def save(path: str | Path, plan: Plan, graph: Graph, model: Section | None = None) -> None:
     """Write a plan file; the cluster's file, if it has one, is named by its path from there.
 
     Raises:
@@ -110,7 +112,7 @@ def save(path: str | Path, plan: Plan, graph: Graph, model: Mapping[str, Any] | 
         raise PlanError(f"cannot write the plan to {path}: {error.strerror}; choose a folder that exists") from error
 
 
-def _format(document: Mapping[str, Any], indent: str = "", lists: Collection[str] = LISTS) -> str:
+def _format(document: Section, indent: str = "", lists: Collection[str] = LISTS) -> str:
     """Return JSON with one line for every entry of a section, and of these lists."""
     lines = []
     more = indent + "  "
@@ -129,7 +131,7 @@ def _format(document: Mapping[str, Any], indent: str = "", lists: Collection[str
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-def _price(plan: StagePlan) -> dict[str, Any]:
+def _price(plan: StagePlan) -> Section:
     """Return the price; fields of recomputation and working memory are absent where they are zero."""
     price = asdict(plan.price)
     for optional in ("again_bytes", "working_bytes"):
@@ -204,6 +206,6 @@ def step_checksum(plan: Plan) -> str:
     return digest([(s.first, s.devices) for s in plan.stages], plan.schedule.text(), float(plan.seconds))
 
 
-def digest(*values: Any) -> str:
+def digest(*values: object) -> str:
     """Return some letters that differ where the values differ."""
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]

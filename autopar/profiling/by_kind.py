@@ -19,6 +19,7 @@ from autopar.rules.registry import rules_of
 from autopar.rules.strategy import strategy_named
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
+from autopar.words.trees import PyTree
 
 COLLECTIVE = "collective"
 KINDS = (
@@ -32,7 +33,7 @@ KINDS = (
     ("copy", ("copy_", "clone", "contiguous", "to_copy", "fill_", "zero_", "cat", "Memcpy", "Memset", "memcpy")),
     (COLLECTIVE, ("c10d", "nccl", "gloo:")),
 )
-"""Kinds, and what is in the names of their operators; the first that fits counts. All others are pointwise."""
+"""Kinds by parts of their operators' names; the first match counts, all others are pointwise."""
 
 
 def kind_of(operator: str) -> str:
@@ -67,12 +68,14 @@ def predicted(graph: Graph, plan: Plan) -> list[dict[str, float]]:
     return groups
 
 
-def measured(step: Callable[[], Any], device: str, times: int = 1) -> tuple[dict[str, float], list[list[Any]]]:
+def measured(
+    step: Callable[[], object], device: str, times: int = 1
+) -> tuple[dict[str, float], list[list[str | float]]]:
     """Return a step's seconds by kind on the device, and its twenty longest operators.
 
     The operators are ``[name, seconds, calls]`` of one step. On CPUs the seconds are those of the operators themselves.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to the terminal that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints its start and stop
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device != "cpu"
@@ -94,7 +97,7 @@ def measured(step: Callable[[], Any], device: str, times: int = 1) -> tuple[dict
 
 
 def peak_bytes(
-    step: Callable[[], Any], held: Iterable[torch.Tensor], batch: Any, device: str
+    step: Callable[[], object], held: Iterable[torch.Tensor], batch: PyTree, device: str
 ) -> int:  # fmt: skip
     """Return the peak bytes on this rank during a step.
 
@@ -120,7 +123,7 @@ def peak_bytes(
 def _counts(event: Any, on_gpu: bool) -> bool:
     """Return True for an operator, or a kernel that no operator launched: each second is counted once."""
     name = event.key
-    if on_gpu:  # kernels of aten operators are counted with the operator; the rest (Triton, graphs) stands alone
+    if on_gpu:  # kernels of aten operators are counted with the operator; others (Triton, graphs) by themselves
         return event.device_type == torch.autograd.DeviceType.CPU
     return name.startswith(("aten::", "gloo:"))
 
@@ -129,6 +132,3 @@ def beside(mine: dict[str, float], plans: dict[str, float]) -> str:
     """Return measured next to predicted milliseconds, largest first: ``matmul 12.1 (plan 10.9)``."""
     kinds = sorted({*mine, *plans}, key=lambda k: -mine.get(k, 0.0))
     return ", ".join(f"{k} {1e3 * mine.get(k, 0.0):.2f} (plan {1e3 * plans.get(k, 0.0):.2f})" for k in kinds[:8])
-
-
-__all__ = ["COLLECTIVE", "beside", "kind_of", "measured", "peak_bytes", "predicted"]

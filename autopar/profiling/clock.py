@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 Lap = Callable[[], float]
-"""Gives the seconds since it was made."""
+"""A function that returns the seconds since it was made."""
 
 AHEAD_SECONDS = 1e-3
 """For how long an accelerator is given other work before an op that is measured. The host launches all of the op's
@@ -81,6 +81,3 @@ class Clock:
     def _done(self) -> None:
         if self.module is not None:
             self.module.synchronize()
-
-
-__all__ = ["Clock"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -26,10 +26,15 @@ from hardware_profiles import Cluster
 from hardware_profiles.measurements import KEY, OTHER, VERSION
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 
+if TYPE_CHECKING:
+    from autopar.profiling.measure import Round
+
+Values: TypeAlias = dict[str, Any]
+"""Values of a profile by name, as its JSON has them."""
 PROCESSOR = torch.device("cpu")
 MOST_OPS = 4000
 MOST_BYTES = 2e9
-"""What a process may hold of one sequence of ops."""
+"""Most bytes of one sequence of ops on a process."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class ProfilingOptions:
     partial: Path | None = None
 
 
-def profile(graph: Graph, cluster: Cluster, name: str, model: str, request: ProfilingOptions) -> dict[str, Any]:
+def profile(graph: Graph, cluster: Cluster, name: str, model: str, request: ProfilingOptions) -> Values:
     """Measure ``graph`` on this machine and return the profile's document.
 
     ``name`` is the cluster as the profile names it (a name, or a file next to it); ``model`` describes what was
@@ -76,7 +81,7 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, request: Prof
         for rank in range(request.processes):
             request.partial.with_name(f"{request.partial.name}.{rank}").unlink(missing_ok=True)
     around = ranks[0]["around"]
-    document: dict[str, Any] = {
+    document: Values = {
         KEY: VERSION, "cluster": name,
         "provenance": {
             "date": datetime.date.today().isoformat(), "torch": torch.__version__, "processor": ranks[0]["processor"],
@@ -100,7 +105,7 @@ def profile(graph: Graph, cluster: Cluster, name: str, model: str, request: Prof
 
 def measure_rank(
     passes: Passes, seconds: float, cluster: Cluster, device_type: str, interrupted: Path | None = None
-) -> dict[str, Any]:
+) -> Values:
     """Measure on one rank, on the current device of type ``device_type``.
 
     ``interrupted`` is ``partial`` of :class:`ProfilingOptions`.
@@ -120,7 +125,7 @@ def measure_rank(
         device = torch.device(device_type, torch.get_device_module(device_type).current_device())
     clock = Clock(device)
     until_quiet(patience)
-    beside_ops: dict[str, Any] = {"optimizers": transfers_and_collectives.optimizer_seconds(clock)}
+    beside_ops: Values = {"optimizers": transfers_and_collectives.optimizer_seconds(clock)}
     beside_ops["accumulate"] = transfers_and_collectives.accumulate_points(clock, in_place=True)
     beside_ops["accumulate_new"] = transfers_and_collectives.accumulate_points(clock, in_place=False)
     beside_ops["transfers"] = transfers_and_collectives.collective_points(clock) if dist.get_world_size() > 1 else {}
@@ -133,7 +138,7 @@ def measure_rank(
             f"{schedule} {layers}": transfers_and_collectives.executor_spans(cluster, layers, schedule, device)
             for schedule in ("1f1b", "zb-h1") for layers in (1, 9)
         }  # fmt: skip
-    ops: dict[str, Any] = {}
+    ops: Values = {}
     failed: dict[str, str] = {}
     rounds: list[int] = []
     others: list[float] = []
@@ -158,8 +163,8 @@ class Resumed:
 
     def __init__(self, partial: Path | None, rank: int, passes: Passes) -> None:
         self.path = None if partial is None else partial.with_name(f"{partial.name}.{rank}")
-        said = repr((torch.__version__, [[op.key for op in one] for one in passes.passes]))
-        self.of = hashlib.sha256(said.encode()).hexdigest()
+        content = repr((torch.__version__, [[op.key for op in one] for one in passes.passes]))
+        self.of = hashlib.sha256(content.encode()).hexdigest()
         self.rounds: dict[int, list[Any]] = {}
         if self.path is None or not self.path.exists():
             return
@@ -170,7 +175,7 @@ class Resumed:
         except (Unreadable, KeyError, TypeError, ValueError, AttributeError):
             return  # written while it was interrupted
 
-    def before(self, number: int) -> list[Any]:
+    def before(self, number: int) -> list[Round]:
         """Return the rounds of a pass that all ranks have."""
         import torch.distributed as dist
 
@@ -184,7 +189,7 @@ class Resumed:
             for split, others, of_round in rounds[: int(n)]
         ]
 
-    def note(self, number: int, rounds: Sequence[Any]) -> None:
+    def note(self, number: int, rounds: Sequence[Round]) -> None:
         """Write the rounds of a pass so far."""
         if self.path is None:
             return
@@ -197,9 +202,9 @@ class Resumed:
         written.replace(self.path)
 
 
-def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
+def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, ...]]) -> Values:
     """Return lines from computed to measured seconds, by kind of op."""
-    lines: dict[str, Any] = {}
+    lines: Values = {}
     for kind in [*sorted({op.kind for op in ops.values()}), OTHER]:
         of_kind = [(op.seconds, seconds[key]) for key, op in ops.items() if kind in (op.kind, OTHER)]
         with_grad = [(c, m) for c, m in of_kind if m[1] > 0]
@@ -210,7 +215,7 @@ def _corrections(ops: Mapping[str, LocalOp], seconds: Mapping[str, tuple[float, 
     return lines
 
 
-def _overheads(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _overheads(ranks: Sequence[Values]) -> dict[str, float]:
     """Return the executor's own seconds, from tiny models of two depths.
 
     The intercept is the cost of an action, the slope that of an op in a split backward.
@@ -220,7 +225,7 @@ def _overheads(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
                               "input_op_seconds", "weight_op_seconds", "step_seconds"), 0.0)  # fmt: skip
     first, last = (rank["around"]["spans"] for rank in (ranks[0], ranks[-1]))
 
-    def line(spans: Any, schedule: str, kind: str) -> tuple[float, float]:
+    def line(spans: Values, schedule: str, kind: str) -> tuple[float, float]:
         few, many = (spans[f"{schedule} {layers}"][kind] for layers in (1, 9))
         slope = max(0.0, (many - few) / 8)
         return max(0.0, few - slope), slope
@@ -236,7 +241,7 @@ def _overheads(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _optimizers(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def _optimizers(ranks: Sequence[Values]) -> dict[str, dict[str, float]]:
     names = ranks[0]["around"]["optimizers"]
     costs = {}
     for name in sorted(names):
@@ -260,7 +265,7 @@ def processor(device: torch.device = PROCESSOR) -> str:
     return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
 
 
-def dumps(document: Mapping[str, Any]) -> str:
+def dumps(document: Values) -> str:
     """Return the text of a profile, an op per line; the same document gives the same bytes."""
     rounded = _rounded(document)
     lines = []
@@ -281,6 +286,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_rounded(v) for v in value]
     return value
-
-
-__all__ = ["ProfilingOptions", "dumps", "measure_rank", "processor", "profile"]

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +26,15 @@ from autopar.profiling.ops import LocalOp, TensorArgument, values_of
 from autopar.profiling.quiet import QUIET, CpuWatch, quietest, until_quiet
 from autopar.rules.local_calls import Seed, resolve
 from autopar.rules.operator_call import In
+from autopar.words.trees import PyTree
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 30
-"""Rounds of a sequence after the first, which is not counted; every third is one in two halves."""
+"""Most rounds of a sequence after the first, which is not counted; every third splits the backward."""
 ENOUGH_ROUNDS = 6
-"""After so many rounds on a quiet machine nothing is waited for any more."""
+"""Rounds on a quiet machine after which a measurement no longer waits for quiet."""
 
 Round = tuple[bool, float, "dict[str, Taken]"]
-"""Whether the backward was in two halves, the processors that others kept busy, and the seconds of every op."""
+"""``(backward was split, CPUs that others kept busy, seconds of every op)``."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class _Live:
     ) -> None:
         self.op, self.sources, self.clock = op, sources, clock
         self.fn = resolve(op.fn) if isinstance(op.fn, str) else op.fn
-        self.kept: Any = None
+        self.kept: PyTree = None
         self.params = params
         self.roots: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
@@ -86,7 +86,7 @@ class _Live:
                 self.leaves.append(value)
             values.append(value)
 
-        def fill(value: Any) -> Any:
+        def fill(value: PyTree) -> PyTree:
             if isinstance(value, In):
                 return values[value.position]
             if isinstance(value, Seed):
@@ -111,7 +111,7 @@ class _Live:
             self.forward()
             if self.roots:
                 self.backward()
-        except Exception as error:  # of any kernel, for any reason: it is told, and the op left out
+        except Exception as error:  # any kernel may fail for any reason: report it and leave out the op
             failed[self.op.key] = str(error).strip().split("\n")[0]
             return False
         self.roots, self.leaves, self.kept = [], [], None
@@ -284,6 +284,3 @@ def view_seconds(clock: Clock) -> float:
         torch.autograd.backward([y], [grad])
         times[n].append(worked())
     return max(0.0, (median(times[65]) - median(times[1])) / 64)
-
-
-__all__ = ["Taken", "engine_seconds", "measure_pass"]

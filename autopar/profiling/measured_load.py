@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.fx
@@ -18,9 +17,12 @@ from autopar.rules.experts.expert_load import ROUTED, experts_of
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph
 from autopar.words.load_shares import Load
+from autopar.words.trees import PyTree
 
 
-def with_measured_load(request: PlanRequest, captured: Captured, model: torch.nn.Module, example: Any) -> PlanRequest:
+def with_measured_load(
+    request: PlanRequest, captured: Captured, model: torch.nn.Module, example: PyTree
+) -> PlanRequest:
     """Return the request with the measured load of each operator of routed experts, where it is to be measured.
 
     ``example`` is the captured batch with its values: ``(args, kwargs)``, or ``(args, kwargs, targets)``.
@@ -33,7 +35,7 @@ def with_measured_load(request: PlanRequest, captured: Captured, model: torch.nn
 
 
 def measured_load(
-    captured: Captured, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], targets: Any = ()
+    captured: Captured, model: torch.nn.Module, args: PyTree, kwargs: Mapping[str, PyTree], targets: PyTree = ()
 ) -> dict[str, Load]:
     """Return the share of rows that each routed expert gets of a batch, by operator.
 
@@ -60,7 +62,7 @@ def measured_load(
 class _Forward(Sides):
     """An interpreter of the graph's forward."""
 
-    def _gradients(self, outputs: Any, params: Any, inputs: Any) -> Any:
+    def _gradients(self, *_: object) -> dict[str, torch.Tensor]:  # type: ignore[override]
         return {}
 
 
@@ -71,7 +73,7 @@ class _Routed(torch.fx.Interpreter):
         super().__init__(module)
         self.source, self.into = graph, into
 
-    def run_node(self, n: torch.fx.Node) -> Any:
+    def run_node(self, n: torch.fx.Node) -> object:
         """Run a node, and note the rows of its experts."""
         name = (n.meta.get("autopar") or {}).get("node")
         node = self.source.nodes[self.source.index[name]] if name is not None else None
@@ -83,6 +85,3 @@ class _Routed(torch.fx.Interpreter):
             if total := sum(rows):
                 self.into[node.name] = tuple(n / total for n in rows)
         return super().run_node(n)
-
-
-__all__ = ["measured_load", "with_measured_load"]

@@ -143,9 +143,7 @@ def _within(ops: Sequence[LocalOp], most_bytes: float) -> Iterator[LocalOp]:
         yield op
 
 
-def _local_op(
-    graph: Graph, node: Node, rule: Rule, strategy: Strategy, priced: Pricer, key: str
-) -> LocalOp | None:
+def _local_op(graph: Graph, node: Node, rule: Rule, strategy: Strategy, priced: Pricer, key: str) -> LocalOp | None:
     mesh = priced.mesh
     call = local_call(call_of(node, graph.spec), rule, strategy.options, mesh)
     in_grads, _ = grads_of(graph, node)
@@ -177,6 +175,3 @@ def values_of(tensor: TensorArgument) -> torch.Tensor:
     if not dtype.is_floating_point and not dtype.is_complex:
         return torch.randint(0, tensor.high, tensor.shape, dtype=dtype)
     return (torch.rand(tensor.shape) * 0.9 + 0.1).to(dtype)
-
-
-__all__ = ["LocalOp", "Passes", "TensorArgument", "passes_of", "values_of"]

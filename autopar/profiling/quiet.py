@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 QUIET = 0.1
-"""Processors that others may keep busy on average while the machine still counts as quiet."""
+"""CPUs that others may keep busy on average on a quiet machine."""
 
 LOOK = 0.15
-"""Seconds over which others are looked at."""
+"""Seconds over which the load of others is averaged."""
 
 Row = TypeVar("Row")
 
@@ -69,6 +69,3 @@ def quietest(rows: Sequence[Row], others: Callable[[Row], float], least: int) ->
     """Return the rows measured while the machine was quiet; the ``least`` quietest where there are fewer."""
     ordered = sorted(rows, key=others)
     return [row for i, row in enumerate(ordered) if i < least or others(row) <= QUIET]
-
-
-__all__ = ["QUIET", "CpuWatch", "busy_seconds", "quietest", "until_quiet"]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from math import ceil
 from statistics import median, quantiles
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ SIZES = tuple(4**k for k in range(5, 13))  # 1 KiB to 16 MiB
 ADDED = tuple(4**k for k in range(5, 14))
 OPTIMIZED = (256, 65536, 1048576)
 """Elements of the parameters with which optimizers are measured, several tensors of each."""
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
     "sgd_momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
@@ -98,7 +97,7 @@ def collective_points(clock: Clock) -> dict[str, list[list[float]]]:
         for n_bytes in SIZES:
             n = ceil(n_bytes / 4 / world) * world
             whole, part, landing = (torch.ones(size, device=clock.device) for size in (n, n // world, n))
-            call: dict[str, Callable[[], Any]] = {
+            call: dict[str, Callable[[], object]] = {
                 "all_reduce": partial(dist.all_reduce, whole),
                 "all_gather": partial(dist.all_gather_into_tensor, whole, part),
                 "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole),
@@ -124,7 +123,7 @@ def optimizer_seconds(clock: Clock) -> dict[str, tuple[float, float]]:
     ]  # fmt: skip
     mesh, costs = meshes[dist.get_rank()], {}
 
-    def sharded(n: int) -> DTensor:  # ones: pages of zeros are not there before they are read
+    def sharded(n: int) -> DTensor:  # ones: pages of zeros are not allocated before they are read
         return DTensor.from_local(torch.ones(n, device=clock.device), mesh, [Replicate()], run_check=False)
 
     for name, make in OPTIMIZERS.items():
@@ -185,8 +184,3 @@ def executor_spans(cluster: Cluster, layers: int, schedule: str, device: torch.d
         for p in module.parameters():
             p.grad = None
     return {k: quantiles(v[len(v) // 5 :], n=4)[0] for k, v in spans.items()}
-
-
-__all__ = [
-    "accumulate_points", "collective_points", "executor_spans", "optimizer_seconds", "send_points",
-]  # fmt: skip

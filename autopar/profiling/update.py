@@ -11,9 +11,9 @@ from typing import Any
 from autopar.profiling.by_kind import COLLECTIVE, kind_of
 
 LEAST_SHARE = 0.02
-"""Of a step's predicted seconds: kinds below are left as they are, since little was measured of them."""
+"""Share of a step's predicted seconds below which a kind is not corrected."""
 FARTHEST = 5.0
-"""A kind is changed by this factor at most at once: beyond, something else was measured than what the profile means."""
+"""Largest correction of a kind at once; a larger ratio means that something else was measured."""
 
 
 def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
@@ -50,9 +50,6 @@ def updated(
     for points in document["transfers"].values():
         for point in points:
             point[1] *= factors.get(COLLECTIVE, 1.0)
-    said = ", ".join(f"{kind} x {factor:.2f}" for kind, factor in sorted(factors.items()))
-    document["provenance"].setdefault("updated", []).append(f"{datetime.date.today().isoformat()}: {said}")
+    changes = ", ".join(f"{kind} x {factor:.2f}" for kind, factor in sorted(factors.items()))
+    document["provenance"].setdefault("updated", []).append(f"{datetime.date.today().isoformat()}: {changes}")
     return document
-
-
-__all__ = ["ratios", "updated"]

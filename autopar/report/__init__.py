@@ -15,3 +15,8 @@ memory              :mod:`.memory_contents`: what fills a device at the fullest 
 :mod:`.page`        a plan as one HTML page
 =================== ===================================================================================================
 """
+
+from typing import Any, TypeAlias
+
+Facts: TypeAlias = dict[str, Any]
+"""Plain values by name, as commands print them with ``--json``."""

@@ -21,19 +21,16 @@ from autopar.words.graph import Graph
 from cost_models.operator_cost import COMPUTE_KINDS
 
 BATCH, SEQUENCE, FEATURES, EXPERTS, NOTHING = "the batch", "the sequence", "features", "experts", "nothing"
+IDLE = "nothing: every rank computes the same, as sharding is not possible or costs more than it saves"
 SHOWN = 0.005
-"""A part of the work that is named, at least."""
+"""Least share of the work that is named."""
 
 
 def axis_shares(graph: Graph, plan: Plan) -> dict[str, dict[str, float]]:
-    """Return what each axis cuts, as shares of the floating-point operations of products and attention.
+    """Return what each axis shards, as shares of the floating-point operations of products and attention.
 
-    Args:
-        graph: of one microbatch.
-
-    Returns:
-        By axis, ``tensor=4``, the shares of :data:`BATCH`, :data:`SEQUENCE`, :data:`FEATURES`, :data:`EXPERTS` and
-        :data:`NOTHING` (every rank of the axis does the same).
+    By axis, ``tensor=4``, these are the shares of :data:`BATCH`, :data:`SEQUENCE`, :data:`FEATURES`, :data:`EXPERTS`
+    and :data:`NOTHING` (every rank of the axis computes the same). ``graph`` is of one microbatch.
     """
     rules = rules_of(graph)
     of_inputs = [node.out.shape[0] for _, node in graph.of_kind("input") if node.out.shape]
@@ -70,15 +67,13 @@ def _cut(cuts: OperatorCuts, i: int, rule: Rule, option: str) -> str:
 
 
 def axes_in_words(shares: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the shares as one line: ``data=2 cuts the batch; tensor=4 cuts features (93%), the sequence (7%)``."""
+    """Return the shares as one line: ``data=2 shards the batch; tensor=4 shards features (93%), the sequence (7%)``."""
     texts = []
     for axis, of_axis in shares.items():
         named = {what: share for what, share in of_axis.items() if share >= SHOWN}
-        if len(named) == 1:
-            texts.append(f"{axis} cuts {next(iter(named))}")
-        else:
-            texts.append(f"{axis} cuts " + ", ".join(f"{what} ({share:.0%})" for what, share in named.items()))
+        replicated = named.pop(NOTHING, 0.0)
+        alone = len(named) == 1 and not replicated
+        shown = [what if alone else f"{what} ({share:.0%})" for what, share in named.items()]
+        shown += [f"{replicated:.0%} replicated"] if replicated and named else []
+        texts.append(f"{axis} shards {', '.join(shown) or IDLE}")
     return "; ".join(texts)
-
-
-__all__ = ["axes_in_words", "axis_shares"]

@@ -27,21 +27,18 @@ def shares(graph: Graph, plan: StagePlan, priced: Pricer) -> tuple[float, float]
     return measured, computed
 
 
-def coverage(
-    graphs: Sequence[Graph], plans: Sequence[StagePlan], cluster: Cluster
-) -> dict[str, float | str] | None:
+def coverage(graphs: Sequence[Graph], plans: Sequence[StagePlan], cluster: Cluster) -> dict[str, float | str] | None:
     """Return the measured share of a plan's price, over all stages; None if the cost source only computes."""
-    said = costs_of(cluster).provenance
-    if not said:
+    provenance = costs_of(cluster).provenance
+    if not provenance:
         return None
     rows = [
-        shares(graph, plan, pricer(cluster, plan.mesh, plan.devices))
-        for graph, plan in zip(graphs, plans, strict=True)
+        shares(graph, plan, pricer(cluster, plan.mesh, plan.devices)) for graph, plan in zip(graphs, plans, strict=True)
     ]
     measured, computed = (sum(row[i] for row in rows) for i in (0, 1))
     return {
-        "measured_seconds": measured, "computed_seconds": computed, "date": str(said["date"]),
-        "processor": str(said["processor"]),
+        "measured_seconds": measured, "computed_seconds": computed, "date": str(provenance["date"]),
+        "processor": str(provenance["processor"]),
     }  # fmt: skip
 
 
@@ -50,9 +47,6 @@ def line(facts: dict[str, float | str]) -> str:
     measured, computed = float(facts["measured_seconds"]), float(facts["computed_seconds"])
     share = measured / (measured + computed) if measured + computed else 0.0
     return (
-        f"ops priced from measurements: {share:.1%} of their seconds, the rest by formulas corrected by them "
+        f"ops priced from measurements: {share:.1%} of their seconds; the rest by formulas corrected by these "
         f"(profile of {facts['date']}, {facts['processor']})"
     )
-
-
-__all__ = ["coverage", "line", "shares"]

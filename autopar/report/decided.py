@@ -7,18 +7,18 @@ Without logging configured by the program, the lines go to standard error.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from math import prod
 
 from autopar.errors import first_few
 from autopar.plans.plan import Plan
+from autopar.report.axes_in_words import axes_in_words, axis_shares
 from autopar.rules.registry import rules_of
 from autopar.words.graph import Graph
 from autopar.words.texts import show_bytes, show_seconds
 
 LOGGER = logging.getLogger("autopar")
 SHOWN = 3
-"""Names that a line lists."""
+"""Most names in a line."""
 
 
 def say(plan: Plan, graph: Graph, random: str = "sharded") -> None:
@@ -39,11 +39,13 @@ def decided(plan: Plan, graph: Graph, random: str = "sharded") -> list[str]:
     meshes = {stage.mesh.shown(): stage for stage in plan.stages}
     stages = f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)}"
     n = plan.microbatches
+    single = all(stage.n_devices == 1 for stage in plan.stages)
+    unsharded = "not sharded, every stage has one device" if single else "no matrix products or attention to shard"
     return [
         f"autopar: {plan.n_devices} devices of {plan.cluster or 'the given mesh'}, predicted "
         f"{show_seconds(plan.seconds)} a step, at most {show_bytes(plan.memory_bytes)} on a device",
         f"  mesh {', '.join(meshes) or 'of one device'}; {stages}, {n} microbatch{'es' * (n > 1)}",
-        f"  operators: {_cuts(plan)}",
+        f"  operators: {axes_in_words(axis_shares(graph, plan)) or unsharded}",
         *_parameters(plan, graph),
         *_random_numbers(graph, random),
     ]
@@ -56,28 +58,11 @@ def _random_numbers(graph: Graph, random: str) -> list[str]:
         return []
     drawn = f"  random numbers: {n} operator{'s' * (n > 1)} draw{'s' * (n == 1)} "
     if random == "torch":
-        return [drawn + "those of eager mode on one device, by torch's generator: whole on every rank, then cut"]
+        return [drawn + "eager mode's numbers of one device, by torch's generator on every rank"]
     return [
-        drawn + "by a seed that each call takes from torch's generator (rank 0's): the same on any mesh and in any "
-        "number of microbatches, not those of eager mode (random='torch' is)"
+        drawn + "from a seed that each call takes from torch's generator: the same on any mesh and with any number of "
+        "microbatches, but not eager mode's (random='torch' draws those)"
     ]
-
-
-def _cuts(plan: Plan) -> str:
-    """By axis, along what most operators are cut."""
-    counts: dict[str, Counter[str]] = {}
-    for stage in plan.stages:
-        for options in stage.ops.values():
-            for (axis, size), option in zip(stage.mesh, options, strict=True):
-                if size > 1:
-                    counts.setdefault(axis, Counter())[option] += 1
-    texts = []
-    for axis, options in counts.items():
-        cut = [(option, n) for option, n in options.most_common() if option[:1].islower()]  # I, R and P are whole
-        most = ", ".join(f"{n} along {option}" for option, n in cut[:SHOWN]) or "none cut"
-        more = f", {sum(n for _, n in cut[SHOWN:])} along others" if len(cut) > SHOWN else ""
-        texts.append(f"over {axis} {most}{more} of {options.total()}")
-    return "; ".join(texts) or "none is cut"
 
 
 def _parameters(plan: Plan, graph: Graph) -> tuple[str, str]:
@@ -107,16 +92,13 @@ def _parameters(plan: Plan, graph: Graph) -> tuple[str, str]:
 
     names = [*in_shards, *whole, *small, *alone]
     total = max(1, count(names))
-    request = " or as params= says" if plan.pins.params else ""
+    pinned = ", or pinned by params=" if plan.pins.params else ""
     kept = [
-        f"{first_few(whole, SHOWN)}: cheaper than to gather them{request}" if whole else "",
-        f"{first_few(small, SHOWN)}: no dim that long" if small else "",
+        f"{first_few(whole, SHOWN)} (cheaper than gathering{pinned})" if whole else "",
+        f"{first_few(small, SHOWN)} (too small to shard)" if small else "",
     ]
     return (
-        f"  parameters: {len(in_shards)} of {len(names)} are stored in pieces, {count(in_shards) / total:.0%} of their "
-        f"elements{f'; {len(alone)} are on the one device of their stage' if alone else ''}",
-        f"  whole on every rank of their stage: {'; '.join(filter(None, kept)) or 'none'}",
+        f"  parameters: {len(in_shards)} of {len(names)} are sharded, {count(in_shards) / total:.0%} of all elements"
+        f"{f'; {len(alone)} are on the one device of their stage' if alone else ''}",
+        f"  replicated parameters: {', '.join(filter(None, kept)) or 'none'}",
     )
-
-
-__all__ = ["decided", "say"]

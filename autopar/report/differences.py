@@ -14,19 +14,20 @@ from autopar.plans.memory_decisions import DECISIONS
 from autopar.plans.plan import Plan, StagePlan
 from autopar.plans.plan_options import pin_words
 from autopar.plans.stage_graphs import hot_ops
+from autopar.report import Facts
 from autopar.rules.option_names import as_written
 from autopar.words.graph import Graph
 from autopar.words.labels import op_labels
 from autopar.words.placements import State
 
-Row = tuple[str, Any, Any]
+Row = tuple[str, object, object]
 
 
 def entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Row]:
     """Return ``(path, value in a, value in b)`` of every leaf in which two parsed plan files differ."""
     rows: list[Row] = []
 
-    def walk(path: str, x: Any, y: Any) -> None:
+    def walk(path: str, x: object, y: object) -> None:
         if x == y:
             return
         if isinstance(x, dict) and isinstance(y, dict):
@@ -35,7 +36,7 @@ def entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Row]:
         else:
             rows.append((path, x, y))
 
-    def by_number(raw: Mapping[str, Any]) -> dict[str, Any]:
+    def by_number(raw: Mapping[str, Any]) -> Facts:
         return {**raw, "stages": {str(number): stage for number, stage in enumerate(raw["stages"])}}
 
     walk("", by_number(a), by_number(b))
@@ -86,7 +87,7 @@ def _cuts(graph: Graph, a: Replanner, b: Replanner) -> list[Row]:
 
 
 def _stage(number: int, x: StagePlan | None, y: StagePlan | None) -> list[Row]:
-    def both(value: Callable[[StagePlan], Any]) -> tuple[Any, Any]:
+    def both(value: Callable[[StagePlan], object]) -> tuple[object, object]:
         return None if x is None else value(x), None if y is None else value(y)
 
     return [
@@ -161,12 +162,12 @@ def _prices(a: Replanner, b: Replanner) -> list[Row]:
     return [(key, left.get(key), right.get(key)) for key in {**left, **right}]
 
 
-def _price(request: Replanner) -> Mapping[str, Any]:
-    if len(request.plan.stages) == 1:
-        price = request.plan.price
+def _price(replanner: Replanner) -> Mapping[str, object]:
+    if len(replanner.plan.stages) == 1:
+        price = replanner.plan.price
         values = {f"price.{key}": value for key, value in asdict(price).items()}
         return {**values, "price.seconds": price.seconds, "price.memory_bytes": price.memory_bytes}
-    plan, timeline = request.simulated()
+    plan, timeline = replanner.simulated()
     t = timeline.times
     values = {}
     for number, choice in enumerate(plan.stages):
@@ -179,6 +180,3 @@ def _price(request: Replanner) -> Mapping[str, Any]:
     values["price.seconds"] = plan.seconds
     values["price.memory_bytes"] = plan.memory_bytes
     return values
-
-
-__all__ = ["differences", "entries"]

@@ -92,6 +92,3 @@ def with_front(rows: Sequence[LayoutRow]) -> list[LayoutRow]:
         marked.append(LayoutRow(**{**vars(row), "on_front": row.memory_bytes < least}))
         least = min(least, row.memory_bytes)
     return marked
-
-
-__all__ = ["LayoutRow", "layout_row", "model_flops", "tokens_of", "with_front"]

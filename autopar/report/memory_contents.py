@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from autopar.planner.intra_op.building.price import pricer
 from autopar.planner.intra_op.memory.contents import (
@@ -20,6 +19,7 @@ from autopar.planner.intra_op.pins.options import device_limit
 from autopar.plans.plan import Plan
 from autopar.plans.prices import bytes_together
 from autopar.plans.stage_graphs import cut
+from autopar.report import Facts
 from autopar.words.graph import Graph
 from autopar.words.labels import op_labels
 from autopar.words.texts import show_bytes
@@ -81,7 +81,7 @@ class DeviceMemory:
             words += f" of {which}, with {fullest.in_flight} of {stage.plan.microbatches} in flight"
         return words
 
-    def tensors(self, n: int) -> list[dict[str, Any]]:
+    def tensors(self, n: int) -> list[Facts]:
         """Return the ``n`` largest tensors; those of one operator or parameter in one category count together."""
         sums: dict[tuple[int, str, int | None], list[int]] = {}
         for number, each in self.held:
@@ -97,7 +97,7 @@ class DeviceMemory:
             }))  # fmt: skip
         return [row for _, row in sorted(rows, key=lambda sized: -sized[0])[:n]]
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Facts:
         """Return everything as plain values."""
         return {
             "group": self.group, "stages": list(self.stages), "fullest_stage": self.running, "moment": self.moment(),
@@ -141,22 +141,22 @@ def sentence(devices: Sequence[DeviceMemory]) -> str:
     if len(full.stages) > 1:
         where += f", stage {full.running}"
     return (
-        f"The fullest moment is {full.moment()}, on {where}: {show_bytes(full.n_bytes)} of "
-        f"{show_bytes(full.limit_bytes)} that a plan may fill ({full.n_bytes / full.limit_bytes:.1%})."
+        f"Memory peaks {full.moment()}, on {where}: {show_bytes(full.n_bytes)} of "
+        f"{show_bytes(full.limit_bytes)} usable ({full.n_bytes / full.limit_bytes:.1%})."
     )
 
 
-def limit_words(device: DeviceMemory, request: float | None) -> str:
+def limit_words(device: DeviceMemory, requested: float | None) -> str:
     """Return the source of a device's memory limit in words."""
     budget = device.budget
-    if request is not None:
-        return f"The limit of {show_bytes(request)} was asked for; the device has {show_bytes(budget.usable_bytes)}."
+    if requested is not None:
+        return f"The limit of {show_bytes(requested)} was requested; the device has {show_bytes(budget.usable_bytes)}."
     if not budget.is_known:
         return f"The limit is {1 - budget.limit_bytes / budget.usable_bytes:.0%} below the data sheet's bytes."
     return (
         f"The device gives {show_bytes(budget.usable_bytes)}: {show_bytes(budget.reserved_bytes)} are for the context, "
-        f"libraries and communication buffers, {budget.margin:.0%} of what is counted for the allocator's gaps and the "
-        "error of the count."
+        f"libraries and communication buffers, {budget.margin:.0%} of the count for the allocator's fragmentation and "
+        "the error of the count."
     )
 
 

@@ -15,28 +15,29 @@ from typing import Any
 from autopar.planner.intra_op.memory.contents import StageContents
 from autopar.planner.intra_op.memory.moments import SLOTS, Lifetime, StepMoments
 from autopar.plans.plan import Plan
+from autopar.report import Facts
 from autopar.report.memory_contents import DeviceMemory
 from autopar.words.labels import op_labels
 from cost_models.schedules.actions import parts
 
 MOST_EVENTS = 200_000
-"""Of one snapshot: the first microbatches of longer steps are shown, to their end, and the fullest moment with them."""
+"""Most events of one snapshot; of longer steps the first microbatches are shown to their end, with the peak."""
 BASE_ADDRESS = 1 << 40
 BLOCK = 512
-"""Addresses are multiples of so many bytes, as those of torch's allocator."""
+"""Alignment of addresses in bytes, as in torch's allocator."""
 
 
 class _Device:
     """Events of one device; a new block reuses a freed one of the same size, else is appended."""
 
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Facts] = []
         self.end, self.live = BASE_ADDRESS, 0
         self.freed: dict[int, list[int]] = defaultdict(list)
-        self.blocks: dict[int, tuple[int, list[dict[str, Any]]]] = {}
+        self.blocks: dict[int, tuple[int, list[Facts]]] = {}
         self.most = 0
 
-    def alloc(self, n_bytes: int, frames: list[dict[str, Any]]) -> int:
+    def alloc(self, n_bytes: int, frames: list[Facts]) -> int:
         """Record an allocation and return its address."""
         size = -(-n_bytes // BLOCK) * BLOCK
         if self.freed[size]:
@@ -57,13 +58,13 @@ class _Device:
         self.freed[-(-n_bytes // BLOCK) * BLOCK].append(address)
         self.live -= n_bytes
 
-    def _event(self, action: str, address: int, n_bytes: int, frames: list[dict[str, Any]]) -> None:
+    def _event(self, action: str, address: int, n_bytes: int, frames: list[Facts]) -> None:
         self.events.append({
             "action": action, "addr": address, "size": n_bytes, "stream": 0, "time_us": len(self.events),
             "frames": frames,
         })  # fmt: skip
 
-    def segment(self) -> dict[str, Any]:
+    def segment(self) -> Facts:
         """Return all addresses as one segment, in their final state."""
         blocks, at = [], BASE_ADDRESS
         for address in sorted(self.blocks):
@@ -83,7 +84,7 @@ class _Device:
         }  # fmt: skip
 
 
-def _block(address: int, size: int, requested: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
+def _block(address: int, size: int, requested: int, state: str, frames: list[Facts]) -> Facts:
     return {"address": address, "size": size, "requested_size": requested, "state": state, "frames": frames}
 
 
@@ -94,11 +95,11 @@ class _Stage:
         self.contents, self.device = contents, device
         self.labels = op_labels(contents.graph)
         self.variants: dict[bool, StepMoments] = {}
-        self.kept: dict[int, dict[int, list[int]]] = {}  # by microbatch: by moment, addresses that are freed behind it
+        self.kept: dict[int, dict[int, list[int]]] = {}  # by microbatch and moment: addresses that are freed after it
         self.of_microbatch: dict[int, bool] = {}
         self.accumulates = False
 
-    def frames(self, node: int | None, kind: str) -> list[dict[str, Any]]:
+    def frames(self, node: int | None, kind: str) -> list[Facts]:
         """Return the stack frames of a block."""
         known = self.contents.graph.nodes[node] if node is not None else None
         name = kind if known is None else f"{kind} of {self.labels.get(known.name, known.target)}"
@@ -154,7 +155,7 @@ class _Stage:
             self.device.free(self.device.alloc(peaks.optimizer_bytes, self.frames(None, "the optimizer's step")))
 
 
-def snapshot(plan: Plan, memory: DeviceMemory) -> tuple[dict[str, Any], int, int]:
+def snapshot(plan: Plan, memory: DeviceMemory) -> tuple[Facts, int, int]:
     """Return the snapshot of a device over a step, its peak bytes, and the number of actions shown.
 
     Buffers of transfers between stages are not shown; of a split backward everything is freed in the first half.
@@ -167,7 +168,7 @@ def snapshot(plan: Plan, memory: DeviceMemory) -> tuple[dict[str, Any], int, int
     row: Sequence[Any] = plan.schedule.rows[memory.group]
     for step in row:
         for action in parts(step):
-            if action.kind != "W":  # gradients of weights make nothing that a later action needs
+            if action.kind != "W":  # gradients of weights keep nothing for a later action
                 stages[action.stage].run(action.microbatch, action.kind != "F")
         shown += 1
         if len(device.events) > MOST_EVENTS:
@@ -182,9 +183,6 @@ def snapshot(plan: Plan, memory: DeviceMemory) -> tuple[dict[str, Any], int, int
     return data, device.most, shown
 
 
-def pickled(data: dict[str, Any]) -> bytes:
+def pickled(data: Facts) -> bytes:
     """Return a snapshot as the bytes of its file."""
     return pickle.dumps(data)
-
-
-__all__ = ["MOST_EVENTS", "pickled", "snapshot"]

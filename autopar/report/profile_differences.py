@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any
 
 from hardware_profiles import Cluster
 from hardware_profiles.measurements import Measured
 
 FARTHEST = 10
-"""So many operators are named, those whose seconds differ by the largest factor among the ones that matter."""
+"""Number of operators that are named, those with the largest ratio of seconds."""
 MATTERS = 0.005
-"""Of the seconds of all operators that both have: those below are not named."""
+"""Least share of the common operators' seconds of an operator that is named."""
 
 
-def profile_differences(a: Cluster, b: Cluster) -> tuple[list[tuple[Any, ...]], list[str]]:
+def profile_differences(a: Cluster, b: Cluster) -> tuple[list[tuple[str, float, float]], list[str]]:
     """Return rows ``(what, seconds in a, seconds in b)``, and notes about what only one profile has."""
     first, second = a.measured, b.measured
     assert isinstance(first, Measured) and isinstance(second, Measured), "both are profiles"
@@ -27,7 +26,9 @@ def profile_differences(a: Cluster, b: Cluster) -> tuple[list[tuple[Any, ...]], 
         kinds[first.ops[key].kind][1] += y
         pairs.append((key, x, y))
     counts = Counter(first.ops[key].kind for key in both)
-    rows: list[tuple[Any, ...]] = [(f"{kind}, {counts[kind]} ops", *kinds[kind]) for kind in sorted(kinds)]
+    rows: list[tuple[str, float, float]] = [
+        (f"{kind}, {counts[kind]} ops", kinds[kind][0], kinds[kind][1]) for kind in sorted(kinds)
+    ]
     least = MATTERS * sum(x for _, x, _ in pairs)
     named = [pair for pair in pairs if max(pair[1:]) >= least > 0 and min(pair[1:]) > 0]
     named.sort(key=lambda pair: -max(pair[1] / pair[2], pair[2] / pair[1]))
@@ -37,8 +38,8 @@ def profile_differences(a: Cluster, b: Cluster) -> tuple[list[tuple[Any, ...]], 
         sizes = x_of.keys() & y_of.keys()
         rows += [(f"{kind}, {n:.0f} bytes", x_of[n], y_of[n]) for n in ((min(sizes), max(sizes)) if sizes else ())]
     for name in sorted(first.optimizers.keys() & second.optimizers.keys()):
-        seconds = (of.optimizers[name].tensor_seconds for of in (first, second))
-        rows.append((f"{name}, a tensor", *seconds))
+        x, y = (of.optimizers[name].tensor_seconds for of in (first, second))
+        rows.append((f"{name}, a tensor", x, y))
     notes = [
         f"{name} was measured {of.provenance['date']} on {of.provenance['processor']} with torch "
         f"{of.provenance['torch']}, of {of.provenance['model']}" for name, of in ((a.name, first), (b.name, second))
@@ -47,6 +48,3 @@ def profile_differences(a: Cluster, b: Cluster) -> tuple[list[tuple[Any, ...]], 
         if alone := len(ours.ops.keys() - others.ops.keys()):
             notes.append(f"{alone} ops are in {name} alone")
     return rows, notes
-
-
-__all__ = ["profile_differences"]

@@ -26,11 +26,11 @@ def runs_again(graph: Graph, plan: StagePlan) -> list[str]:
 
 def waits(graph: Graph, plan: StagePlan) -> dict[str, list[str]]:
     """Return such entries for each decision about tensors, by the operators that make them."""
-    said = {}
+    described = {}
     for record in about_tensors():
         if keys := plan.memory.get(record.name):
-            said[record.name] = _by_block(graph, {graph.index[key] for key in keys}, lambda i: True)
-    return said
+            described[record.name] = _by_block(graph, {graph.index[key] for key in keys}, lambda _: True)
+    return described
 
 
 def _by_block(graph: Graph, chosen: Collection[int], counts: Callable[[int], bool]) -> list[str]:
@@ -53,7 +53,7 @@ def _by_block(graph: Graph, chosen: Collection[int], counts: Callable[[int], boo
             of_block.setdefault(inside, {})[op] = None
         elif counts(i):
             partly.add((path, number))
-    said = []
+    described = []
     for path, numbers in blocks.items():
         entries = []
         for text, run in groupby(sorted(numbers), key=lambda n: _what(numbers[n], (path, n) in partly)):
@@ -61,8 +61,8 @@ def _by_block(graph: Graph, chosen: Collection[int], counts: Callable[[int], boo
             span = f"{alike[0]}-{alike[-1]}" if len(alike) > 1 else f"{alike[0]}"
             entries.append(f"{span} {text}")
         if any(not entry.endswith(" none") for entry in entries):
-            said.append(f"{path} {', '.join(entries)}")
-    return said + [_modules({module: ops}) for module, ops in others.items()]
+            described.append(f"{path} {', '.join(entries)}")
+    return described + [_modules({module: ops}) for module, ops in others.items()]
 
 
 def _place(module: str) -> tuple[str, int | None, str]:
@@ -82,6 +82,3 @@ def _what(again: dict[str, dict[str, None]], partly: bool) -> str:
 
 def _modules(again: dict[str, dict[str, None]]) -> str:
     return "; ".join(f"{module}: {', '.join(ops)}" if module else ", ".join(ops) for module, ops in again.items())
-
-
-__all__ = ["runs_again", "waits"]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
 
 from autopar.planfile.patterns import compress
 from autopar.planner.intra_op.building import parameter_sharding as P
@@ -18,17 +17,18 @@ from autopar.planner.intra_op.memory.ledger import Ledger, recompute_seconds, wa
 from autopar.planner.intra_op.memory.memory_walk import ledger
 from autopar.plans.plan import StagePlan, reshard_key
 from autopar.plans.prices import Price
+from autopar.report import Facts
 from autopar.rules.local_calls import collectives_inside, cuts_of
 from autopar.rules.notation import Rule
 from autopar.rules.option_names import WHOLE
 from autopar.rules.registry import rules_of, source_of_rule
 from autopar.rules.strategy import Strategy, grads_of, strategy_in_plan
-from autopar.words.graph import Graph, Node, Ref
+from autopar.words.graph import Graph, Node, Ref, Spec
 from autopar.words.labels import op_labels
 from autopar.words.placements import State, step_collectives
 from autopar.words.shards import local_shape
 
-Collective = dict[str, Any]
+Collective = Facts
 """``{"kind", "axis", "pass": forward or backward, "bytes"}``."""
 
 
@@ -91,9 +91,10 @@ class ParamRow:
     seconds: float
 
 
-def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequence[Any], label: str) -> OpRow:
+def op_row(graph: Graph, plan: StagePlan, priced: Pricer, i: int, rules: Sequence[Rule | None], label: str) -> OpRow:
     """Return the row of node ``i``."""
     node, rule = graph.nodes[i], rules[i]
+    assert rule is not None
     strategy = strategy_in_plan(graph, node, rule, plan.ops[node.name], plan.mesh)
     compute, inside = priced.op(graph, node, rule, strategy)
     sizes = plan.mesh.size_of
@@ -133,7 +134,7 @@ def _collective(kind: str, axis: str, backward: bool, n_bytes: int) -> Collectiv
     return {"kind": kind, "axis": axis, "pass": "backward" if backward else "forward", "bytes": n_bytes}
 
 
-def step_rows(plan: StagePlan, spec: Any, grad: bool, a: State, b: State) -> list[Collective]:
+def step_rows(plan: StagePlan, spec: Spec, grad: bool, a: State, b: State) -> list[Collective]:
     """Return the collectives of one reshard step, forward and backward."""
     axis = next(k for k in range(len(a)) if a[k] != b[k])
     name, size = plan.mesh[axis]
@@ -275,7 +276,7 @@ def param_rows(graph: Graph, plan: StagePlan, priced: Pricer) -> list[ParamRow]:
     return rows
 
 
-def totals(p: Price) -> dict[str, Any]:
+def totals(p: Price) -> Facts:
     """Return seconds and bytes of a step on one rank."""
     return {
         "seconds": {

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from autopar.planner.inter_op.replan import limit_of_stage
 from autopar.plans.plan import Plan
 from autopar.plans.prices import bytes_together
+from autopar.report import Facts
 from autopar.words.graph import Graph
 from autopar.words.labels import op_labels
 from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
 
-def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -> list[dict[str, Any]]:
+def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -> list[Facts]:
     """Return one row per stage: seconds of one microbatch, and bytes of a device.
 
     ``limit_bytes`` is the stage's limit: the requested one, or that of the device less what other stages of its group
@@ -45,7 +45,7 @@ def stage_rows(graph: Graph, plan: Plan, timeline: Timeline, cluster: Cluster) -
     return rows
 
 
-def step_anatomy(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+def step_anatomy(plan: Plan, timeline: Timeline) -> Facts:
     """Return the four parts of a step's seconds, which add up to it.
 
     ``even_seconds`` would be enough if all groups computed equally long; ``uneven_seconds`` is what the slowest group
@@ -62,14 +62,11 @@ def step_anatomy(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fullest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def fullest(rows: Sequence[Facts]) -> Facts:
     """Return the first stage of the group whose devices are the fullest relative to their limit."""
     return max(rows, key=share_filled)
 
 
-def share_filled(row: dict[str, Any]) -> float:
+def share_filled(row: Facts) -> float:
     """Return the used fraction of the memory limit of a stage's devices."""
     return float(row["device_bytes"] / row["device_limit_bytes"])
-
-
-__all__ = ["fullest", "share_filled", "stage_rows", "step_anatomy"]

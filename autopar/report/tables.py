@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from autopar.report import Facts
 from autopar.report.rows import BlockRows, Collective, ParamRow
 from autopar.report.why import Alternative
 from autopar.words.meshes import Mesh
@@ -109,7 +109,7 @@ def alternatives_table(rows: Sequence[Alternative], mesh: Mesh, show_bytes: Show
     return table
 
 
-def file_tables(raw: Mapping[str, Any]) -> list[Table]:
+def file_tables(raw: Facts) -> list[Table]:
     """Return ops and parameters by pattern of a plan file, without its model."""
     axes = [part.split("=")[0] for part in raw["mesh"].split(",")]
     ops = Table("ops", *axes, title="ops by pattern (later lines override)", title_justify="left", header_style="bold",

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from autopar.report import Facts
 from cost_models.schedules import Timeline
 from cost_models.schedules.actions import KINDS, parts
 from hardware_profiles.strict import Unreadable, parse_json, read_text
 
-Event = dict[str, Any]
+Event = Facts
 Span = tuple[str, str, float, float]
 """``(name, category, start seconds, end seconds)``."""
 
@@ -103,6 +103,3 @@ def known(path: str | Path) -> list[Event]:
     if not isinstance(events, list) or not all(isinstance(e, dict) and "pid" in e for e in events):
         raise ValueError("the file is no trace")
     return events
-
-
-__all__ = ["Span", "known", "measured", "predicted", "write"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isinf
 
 from autopar.planner.intra_op.building import parameter_sharding as P
@@ -87,7 +88,7 @@ def _route_seconds(
     grad = node.needs_grad and spec.is_float
     if same:
         return sum(priced.step(spec, grad, a, b) for a, b in plan.reshard_paths.get(reshard_key(graph, ref), ()))
-    cheapest = reshard_path(spec.shape, plan.mesh, grad, made_as, list(goals), lambda a, b: priced.step(spec, grad, a, b))
+    cheapest = reshard_path(spec.shape, plan.mesh, grad, made_as, list(goals), partial(priced.step, spec, grad))
     return float("inf") if cheapest is None else cheapest[0]
 
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from hardware_profiles.strict import parse_count
@@ -23,7 +24,7 @@ from hardware_profiles.strict import parse_count
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 MAX_LISTED = 12  # failures named in one error; the rest is counted
 MOST_FORWARDS = 1 << 18
-"""Of all stages together in one step: a schedule of so many is built and simulated in seconds, and takes 1 GB."""
+"""Most forwards of a step, over all stages: these are built and simulated in seconds, and take 1 GB."""
 
 
 class Action(NamedTuple):
@@ -123,7 +124,6 @@ def check_size(n_stages: int, n_microbatches: int) -> None:
 
 
 def _wrong(schedule: Schedule) -> list[str]:
-    wrong: list[str] = []
     n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
     if n_stages < 1 or n_microbatches < 1:
         return [f"{n_stages} stages and {n_microbatches} microbatches: both must be at least 1"]
@@ -133,6 +133,7 @@ def _wrong(schedule: Schedule) -> list[str]:
     for rank, stages in enumerate(schedule.stages_of_rank):
         for stage in stages:
             holders.setdefault(stage, []).append(rank)
+    wrong: list[str] = []
     for stage in sorted(set(holders) | set(range(n_stages))):
         ranks = holders.get(stage, [])
         if not 0 <= stage < n_stages:
@@ -143,33 +144,40 @@ def _wrong(schedule: Schedule) -> list[str]:
     for rank, row in enumerate(schedule.rows):
         place = 0
         for step in row:
-            if isinstance(step, Overlap):
-                f, b = step
-                if f.kind != "F" or b.kind not in "BI":
-                    wrong.append(f"rank {rank}, action {place}: {step} must pair a forward with a backward")
-                elif f.stage == b.stage and f.microbatch == b.microbatch:
-                    wrong.append(f"rank {rank}, action {place}: {step} overlaps a backward with its own forward")
+            wrong += [f"rank {rank}, action {place}: {step} {problem}" for problem in _wrong_pair(step)]
             for action in parts(step):
-                where = f"rank {rank}, action {place}: {action}"
-                place += 1
-                if action.kind not in KINDS:
-                    wrong.append(f"{where} is of no known kind ({', '.join(KINDS)})")
-                elif rank not in holders.get(action.stage, ()):
-                    wrong.append(f"{where} is of a stage that this rank does not hold")
-                elif not 0 <= action.microbatch < n_microbatches:
-                    wrong.append(f"{where} is of a microbatch that does not exist: there are {n_microbatches}, from 0")
+                if problem := _wrong_action(action, rank in holders.get(action.stage, ()), n_microbatches):
+                    wrong.append(f"rank {rank}, action {place}: {action} {problem}")
                 else:
                     key = (action.stage, action.microbatch)
                     seen[key] = seen.get(key, "") + action.kind
+                place += 1
     allowed = ("F",) if schedule.forward_only else ("FB", "FIW")
-    for stage in range(n_stages):
-        for microbatch in range(n_microbatches):
-            kinds_run = seen.get((stage, microbatch), "")
-            if kinds_run not in allowed:
-                told = " ".join(f"{stage}{kind}{microbatch}" for kind in kinds_run) or "nothing"
-                wanted = " or ".join(" ".join(f"{stage}{k}{microbatch}" for k in kinds) for kinds in allowed)
-                wrong.append(f"stage {stage}, microbatch {microbatch}: {told}, but needs {wanted}, in this order")
+    for stage, microbatch in product(range(n_stages), range(n_microbatches)):
+        kinds_run = seen.get((stage, microbatch), "")
+        if kinds_run not in allowed:
+            ran = " ".join(f"{stage}{kind}{microbatch}" for kind in kinds_run) or "nothing"
+            wanted = " or ".join(" ".join(f"{stage}{k}{microbatch}" for k in kinds) for kinds in allowed)
+            wrong.append(f"stage {stage}, microbatch {microbatch}: {ran}, but needs {wanted}, in this order")
     return wrong
+
+
+def _wrong_pair(step: Step) -> Iterator[str]:
+    if isinstance(step, Overlap):
+        f, b = step
+        if f.kind != "F" or b.kind not in "BI":
+            yield "must pair a forward with a backward"
+        elif f.stage == b.stage and f.microbatch == b.microbatch:
+            yield "overlaps a backward with its own forward"
+
+
+def _wrong_action(action: Action, is_held: bool, n_microbatches: int) -> str:
+    if action.kind not in KINDS:
+        return f"is of no known kind ({', '.join(KINDS)})"
+    if not is_held:
+        return "is of a stage that this rank does not hold"
+    exists = 0 <= action.microbatch < n_microbatches
+    return "" if exists else f"is of a microbatch that does not exist: there are {n_microbatches}, from 0"
 
 
 _HEAD = re.compile(r"schedule (\S+) stages (\d+) microbatches (\d+)( forward-only)?")
@@ -211,7 +219,7 @@ def parse(text: str) -> Schedule:
         if match is None:
             raise ValueError(f"line {number}: '{line[:40]}' should read 'rank R holds STAGE ...: ACTION ...'")
         if parse_count(match[1]) != len(rows):
-            raise ValueError(f"line {number}: rank {match[1]} where rank {len(rows)} should stand")
+            raise ValueError(f"line {number}: rank {match[1]} where rank {len(rows)} is expected")
         row = []
         for place, word in enumerate(match[3].split()):
             try:

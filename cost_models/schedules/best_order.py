@@ -9,8 +9,9 @@ So the result is never slower than 1F1B, ZB-H1 or ZB-V where they fit. Determini
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,21 +78,15 @@ def search(
             score = timeline.makespan_seconds if objective == "makespan" else timeline.span_seconds
             candidates.append((score, bytes_held, len(candidates), timeline))
 
-    n_ranks = len(problem.stages_of_rank)
-    for kind in SCHEDULES.values():
-        try:
-            schedule = kind.build(times.n_stages, n_ranks, n_microbatches)
-        except ValueError:
-            continue  # it does not exist for these counts
-        if schedule.stages_of_rank == problem.stages_of_rank:
-            add(schedule)
+    for schedule in _textbook(problem):
+        add(schedule)
     if objective == "makespan":
         bound = lower_bound_seconds(problem)
     else:
         bound = max(sum(work_seconds(problem, s) for s in stages) for stages in problem.stages_of_rank)
-    for policy in policies(several_stages=times.n_stages > n_ranks):
+    for policy in policies(several_stages=times.n_stages > len(problem.stages_of_rank)):
         if any(c[0] <= bound * SLACK for c in candidates):
-            break  # none can be quicker
+            break  # none can be faster
         add(list_schedule(problem, policy))
     candidates.sort(key=lambda c: c[:3])
     best = candidates[0][3]
@@ -113,6 +108,15 @@ def search(
     if proven:
         bound = best.makespan_seconds
     return _found(best, origin, proven, bound, candidates)
+
+
+def _textbook(problem: OrderProblem) -> Iterator[Schedule]:
+    """Yield the textbook schedules with the problem's placement of stages."""
+    for kind in SCHEDULES.values():
+        with contextlib.suppress(ValueError):  # it does not exist for these counts
+            schedule = kind.build(problem.n_stages, len(problem.stages_of_rank), problem.n_microbatches)
+            if schedule.stages_of_rank == problem.stages_of_rank:
+                yield schedule
 
 
 def _found(

@@ -60,7 +60,7 @@ def keeping(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> dict[tuple[
             continue
         place = {number: i for i, number in enumerate(sent)}
         came_out = -1
-        for i, number in enumerate(number for number in taken if number in place):  # what nobody sends never comes
+        for i, number in enumerate(number for number in taken if number in place):  # nobody sends it
             came_out = max(came_out, place[number])
             kept = came_out - i
             if channel not in most or kept > most[channel].kept:
@@ -131,7 +131,7 @@ def first_blocked_rank(schedule: Schedule, pairs: Iterable[tuple[int, int]]) -> 
 
 def _first_blocked_rank(schedule: Schedule, pairs: Collection[tuple[int, int]]) -> Stop | None:
     at_most = max(KEPT_AT_MOST, KEPT_FOR_STAGE * schedule.n_stages)
-    if 2 * len(pairs) * schedule.n_microbatches <= at_most:  # all messages that there are
+    if 2 * len(pairs) * schedule.n_microbatches <= at_most:  # all messages
         return None
     for (source, target), (kept, wanted, place) in sorted(keeping(schedule, pairs).items()):
         if kept > at_most:
@@ -141,6 +141,3 @@ def _first_blocked_rank(schedule: Schedule, pairs: Collection[tuple[int, int]]) 
                 f"rank keeps {at_most} at most; take what a rank sends nearer to the order in which it is sent",
             )  # fmt: skip
     return None
-
-
-__all__ = ["KEPT_AT_MOST", "Keeping", "Sent", "Stop", "first_blocked_rank", "keeping"]

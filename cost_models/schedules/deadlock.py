@@ -84,6 +84,3 @@ def _cycle(waits: dict[int, tuple[int | None, str]]) -> list[int]:
         assert owner is not None and owner in waits  # a rank that is done has computed everything in its row
         rank = owner
     return path[path.index(rank) :]
-
-
-__all__ = ["deadlock_message"]

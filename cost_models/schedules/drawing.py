@@ -45,6 +45,3 @@ def draw(timeline: Timeline, width: int = WIDTH) -> str:
             line[first:last] = list(cell)
         lines.append(f"rank {rank:>{label}} " + "".join(line).rstrip())
     return "\n".join(lines) + "\n"
-
-
-__all__ = ["WIDTH", "draw"]

@@ -20,6 +20,3 @@ def grid(drawn: Schedule | Timeline, width: int = WIDTH) -> str:
         except Deadlock as deadlock:
             drawn = deadlock.timeline
     return draw(drawn, width)
-
-
-__all__ = ["grid"]

@@ -25,6 +25,3 @@ def with_microbatches(schedule: Schedule, n_microbatches: int) -> Schedule:
         if fits and schedule_of_count.stages_of_rank == schedule.stages_of_rank:
             return schedule_of_count
     return search(times(n_stages), n_microbatches, schedule.stages_of_rank, limit_live=most, swaps=0).schedule
-
-
-__all__ = ["with_microbatches"]

@@ -141,7 +141,7 @@ def _interleaved(i: int, n: int, m: int, v: int) -> float:
     return min(v * m, 2 * (n - i - 1) + (v - 1) * _round(n, m) + 1) / v
 
 
-def _zero_bubble(i: int, n: int, m: int, v: int) -> float:
+def _zero_bubble(_i: int, n: int, m: int, v: int) -> float:
     return min(v * m, n + (v - 1) * _round(n, m)) / v
 
 
@@ -154,31 +154,31 @@ SCHEDULES = {
     kind.name: kind
     for kind in (
         ScheduleKind(
-            "gpipe", builders.gpipe, builders.one_a_rank, lambda i, n, m, v: m, by_distance=True, usual=False
+            "gpipe", builders.gpipe, builders.one_a_rank, lambda _i, _n, m, _v: m, by_distance=True, usual=False
         ),
         ScheduleKind(
-            "1f1b", builders.one_f_one_b, builders.one_a_rank, lambda i, n, m, v: min(m, n - i), by_distance=True
+            "1f1b", builders.one_f_one_b, builders.one_a_rank, lambda i, n, m, _v: min(m, n - i), by_distance=True
         ),
         ScheduleKind(
             "interleaved-1f1b", builders.interleaved, builders.equal_rounds, _interleaved, fewest=2, most=None
         ),
         ScheduleKind(
             "zb-h1", builders.zero_bubble_h1, builders.equal_rounds, _zero_bubble, bubble=lambda v: 1 / (3 * v),
-            drain=lambda v: 0.0, most=None, splits=True,
+            drain=lambda _: 0.0, most=None, splits=True,
         ),
         ScheduleKind(
-            "zb-v", builders.zero_bubble_v, builders.two_a_rank, lambda i, n, m, v: min(m, n), v_placement,
-            bubble=lambda v: 1 / 6, drain=lambda v: 0.0, fewest=2, most=2, splits=True,
+            "zb-v", builders.zero_bubble_v, builders.two_a_rank, lambda _i, n, m, _v: min(m, n), v_placement,
+            bubble=lambda _: 1 / 6, drain=lambda _: 0.0, fewest=2, most=2, splits=True,
         ),
         ScheduleKind(
-            "dualpipe-v", builders.dualpipe_v, builders.as_many_as_stages, lambda i, n, m, v: n + 0.5, v_placement,
-            bubble=lambda v: 1 / 6, drain=lambda v: 0.0, fewest=2, most=2, splits=True, usual=False,
+            "dualpipe-v", builders.dualpipe_v, builders.as_many_as_stages, lambda _i, n, _m, _v: n + 0.5, v_placement,
+            bubble=lambda _: 1 / 6, drain=lambda _: 0.0, fewest=2, most=2, splits=True, usual=False,
         ),
     )
 }  # fmt: skip
 """All schedules that are built by name."""
 USUAL = tuple(name for name, kind in SCHEDULES.items() if kind.usual)
-"""Names of those that are searched unless others are asked for."""
+"""Names of the schedules that are searched by default."""
 
 
 @lru_cache(maxsize=1024)

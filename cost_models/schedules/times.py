@@ -57,7 +57,7 @@ class Times:
 PerStage = float | Sequence[float]
 
 
-def times(
+def times(  # noqa: PLR0913 - an argument for each field of Times
     n_stages: int,
     forward_seconds: PerStage = 1.0,
     input_seconds: PerStage = 1.0,

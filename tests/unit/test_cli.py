@@ -233,7 +233,7 @@ def test_a_plan_remembers_what_was_asked() -> None:
     }  # fmt: skip
     assert document["stages"][0]["params"]["first.weight"]["stored"] == "S0,I"
     text = " ".join(autopar("show", "--trust", "asked.json").split())
-    assert "asked for: mesh data=2 x tensor=2; layers.*.down: tensor=k; first.weight: S0,I use; " in text
+    assert "requested: mesh data=2 x tensor=2; layers.*.down: tensor=k; first.weight: S0,I use; " in text
     assert "input x: S0,R; output 0: I,I;" in text
     assert "at most 96.00 KiB per device" in text
 
@@ -257,7 +257,7 @@ def test_a_wish_overrides_a_pin_and_not_the_limit() -> None:
 def test_check_counts_the_peak() -> None:
     facts = json.loads(autopar("check", "--trust", "plan.json", "--json"))
     assert facts["certified"] and facts["peak_bytes"] > facts["stages"][0]["kept_bytes"]
-    assert "most at once: " in autopar("check", "--trust", "plan.json")
+    assert "peak memory: " in autopar("check", "--trust", "plan.json")
 
 
 def test_a_certificate_of_more_than_the_memory_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def test_verify_a_model_in_bfloat16() -> None:
 
 def test_verify_says_that_a_model_magnifies_rounding() -> None:
     said = autopar("verify", "net.py:magnifying", "--mesh", "data=2", "--random-plans", "4")
-    assert "rounding" in said and "more than" not in said and "where last digits of its numbers differ" in said
+    assert "rounding" in said and "more than" not in said and "when the last digits of its numbers change" in said
 
 
 def test_a_model_without_values_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +337,7 @@ def test_a_plan_that_this_machine_cannot_hold_is_not_run(
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 16, "SC_PHYS_PAGES": 64}.get(name, 1))
     autopar("run", "held.json", code=2)
     said = capsys.readouterr().err
-    assert "the plan is for 2 devices, which hold" in said and "1.00 KiB" in said
+    assert "the plan is for 2 devices, which need" in said and "1.00 KiB" in said
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_why_the_cut(folder: Path) -> None:
         assert s["activation_bytes"] == s["in_flight"] * s["microbatch_bytes"]
     assert facts["pins"]["stages"] == 2 and facts["pins"]["schedules"] == ["1f1b"]
     _, out, _ = command("show", "--trust", folder / "plan.json")
-    for part in ("asked for: 2 groups; schedule 1f1b; 4 microbatches", "slowest: group", "fullest: stage", "2 x "):
+    for part in ("requested: 2 groups; schedule 1f1b; 4 microbatches", "slowest: group", "fullest: stage", "2 x "):
         assert part in out
 
 
@@ -108,7 +108,7 @@ def test_plan_with_cuts(folder: Path) -> None:
     words = ("plan", folder / "net.py:make", "-c", "local-x2", "--microbatches", 4, "--schedule", "1f1b")
     code, out, err = command(*words, "--cut", "layers.2", "-o", folder / "cut.json")
     assert code == 0, err
-    assert "layers.2.norm:layer_norm" in out and "asked for: cut at layers.2" in out
+    assert "layers.2.norm:layer_norm" in out and "requested: cut at layers.2" in out
     _, out, _ = command("plan", folder / "net.py:make", "-c", "local-x2", "--microbatches", 4, "--stages", 2)
     assert "tried:" in out
     _, out, _ = command(*words, "--stages", "auto", "-o", folder / "auto.json")

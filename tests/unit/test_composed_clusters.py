@@ -51,7 +51,7 @@ def test_the_rate_of_a_machine_is_that_of_its_adapters() -> None:
     [
         (("H100-SXM-80GB", 12, 8), "12 devices do not fill machines of 8"),
         (("H100-SXM-80GB", 0), "0 devices, give 1 to"),
-        (("B100", 8), "none has a name like it: say what it is"),
+        (("B100", 8), "none has a name like it: describe it"),
         (("H100", 8), "did you mean one of H100-NVL-94GB, H100-PCIe-80GB"),
         (("H100-SXM-80GB", 16, 8, "NVLink9"), "names no link inside a machine"),
         (("H100-SXM-80GB", 16, 8, "", "carrier pigeons"), "names no network"),

@@ -56,7 +56,7 @@ def test_categories_add_up_to_the_memory_of_the_plan(folder: Path, kind: str) ->
 def test_the_command_says_the_moment_the_categories_and_the_largest(folder: Path) -> None:
     code, text, err = command("memory", folder / "piped.json", "--trust", "--top", 3)
     assert code == 0, err
-    assert "The fullest moment is in the backward of" in text and "in flight, on group" in text
+    assert "Memory peaks in the backward of" in text and "in flight, on group" in text
     assert "parameters" in text and "a plan may fill" in text
     code, text, err = command("memory", folder / "piped.json", "--trust", "--json", "--top", 3)
     said = json.loads(text)

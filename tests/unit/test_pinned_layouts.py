@@ -302,13 +302,13 @@ def test_what_axes_cut_in_words() -> None:
     found = priced(llama, 2, "dp=2,tp=2,m=2")
     shares = axis_shares(found.captured.graph, found.plan)
     assert shares == {"data=2": {"the batch": 1.0}, "tensor=2": {"features": 1.0}}
-    assert axes_in_words(shares) == "data=2 cuts the batch; tensor=2 cuts features"
+    assert axes_in_words(shares) == "data=2 shards the batch; tensor=2 shards features"
     found = priced(llama, 2, "cp=2,m=8", "local-x2")
     assert axis_shares(found.captured.graph, found.plan) == {"context=2": {"the sequence": 1.0}}
     found = priced(mixtral, 1, "dp=4,ep=2,m=1")
     of_experts = axis_shares(found.captured.graph, found.plan)["expert=2"]
     assert set(of_experts) == {"experts", "the batch"}
-    assert axes_in_words({"data=4": {"features": 0.9, "nothing": 0.1}}) == "data=4 cuts features (90%), nothing (10%)"
+    assert axes_in_words({"data=4": {"features": 0.9, "nothing": 0.1}}) == "data=4 shards features (90%), 10% replicated"
 
 
 def test_what_context_parallelism_would_leave_to_every_rank_is_refused() -> None:

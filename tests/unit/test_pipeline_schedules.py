@@ -12,7 +12,7 @@ from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 from cost_models.schedules import (
     SCHEDULES,
     Action,
-    OverlappedStep,
+    Overlap,
     Schedule,
     allows,
     build,
@@ -184,7 +184,7 @@ def test_text_and_back():
     assert build("1f1b", 2, 2, 2).text() == (
         "schedule 1f1b stages 2 microbatches 2\nrank 0 holds 0: 0F0 0F1 0B0 0B1\nrank 1 holds 1: 1F0 1B0 1F1 1B1\n"
     )
-    assert str(OverlappedStep(Action(0, "F", 4), Action(7, "B", 1))) == "(0F4;7B1)OVERLAP_F_B"
+    assert str(Overlap(Action(0, "F", 4), Action(7, "B", 1))) == "(0F4;7B1)OVERLAP_F_B"
 
 
 GOOD = "schedule x stages 2 microbatches 1\nrank 0 holds 0: 0F0 0B0\nrank 1 holds 1: 1F0 1I0 1W0\n"
@@ -197,7 +197,7 @@ GOOD = "schedule x stages 2 microbatches 1\nrank 0 holds 0: 0F0 0B0\nrank 1 hold
         ("1W0", "1W", r"line 3, rank 1, action 2: '1W' is no action"),
         ("1W0", "1W0,", r"'1W0,' is no action"),
         ("stages 2", "stages two", r"line 1: .* should read 'schedule NAME"),
-        ("rank 1 holds", "rank 2 holds", r"line 3: rank 2 where rank 1 should stand"),
+        ("rank 1 holds", "rank 2 holds", r"line 3: rank 2 where rank 1 is expected"),
         ("rank 1 holds 1:", "rank 1:", r"line 3: .* should read 'rank R holds"),
         ("1W0", "", r"stage 1, microbatch 0: 1F0 1I0, but needs 1F0 1B0 or 1F0 1I0 1W0"),
         ("1W0", "1W0 1W0", r"stage 1, microbatch 0: 1F0 1I0 1W0 1W0, but"),

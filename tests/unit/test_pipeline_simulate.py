@@ -11,7 +11,7 @@ from cost_models.schedules import (
     Action,
     Deadlock,
     Edge,
-    OverlappedStep,
+    Overlap,
     Schedule,
     build,
     forward_only,
@@ -204,7 +204,7 @@ def test_memory_follows_the_order():
 
 
 def test_overlapped_pair():
-    rows = ((Action(0, "F", 0), OverlappedStep(Action(0, "F", 1), Action(0, "B", 0)), Action(0, "B", 1)),)
+    rows = ((Action(0, "F", 0), Overlap(Action(0, "F", 1), Action(0, "B", 0)), Action(0, "B", 1)),)
     schedule = Schedule("x", 1, 2, ((0,),), rows).validate()
     for overlap, wanted in ((0.0, 2 + 4 + 2 * 3.0 - 6 + 4), (1.0, 10.0 - 2.0), (0.5, 10.0 - 1.0)):
         timeline = simulate(schedule, times(1, 2.0, 1.0, 2.0, overlap=overlap))

@@ -411,7 +411,7 @@ def test_meshes_as_text() -> None:
 def test_a_key_that_stands_twice_is_refused() -> None:
     """All but the last would be lost."""
     text = f'{{"autopar_plan": {VERSION}, "cluster": "local-x2", "cluster": "local-x4"}}'
-    with pytest.raises(PlanError, match="cluster: stands twice in one table; remove one of them"):
+    with pytest.raises(PlanError, match="cluster: is repeated in one table; remove one of them"):
         parse(text, "plan.json")
 
 

@@ -21,7 +21,7 @@ from hardware_profiles.strict import Unreadable, parse_json, parse_toml, read_te
     ("text", "says"),
     [
         ("{", "no valid JSON"),
-        ('{"a": 1, "b": {"a": 1, "a": 2}}', "'a' stands twice"),
+        ('{"a": 1, "b": {"a": 1, "a": 2}}', "'a' is repeated"),
         ('{"a": NaN}', "NaN is no number"),
         ('{"a": -Infinity}', "-Infinity is no number"),
         ('{"a": 1e999}', "larger than any double"),

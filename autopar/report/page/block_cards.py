@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from markupsafe import Markup
 
@@ -27,9 +26,9 @@ from cost_models.schedules import Timeline
 from hardware_profiles import Cluster
 
 COLOURS = (
-    ("c-0", "cut along dim 0 (often the batch)"), ("c-1", "cut along dim 1 (often tokens or heads)"),
-    ("c-2", "cut along dim 2 (often features)"), ("c-3", "cut along a later dim"),
-    ("c-sum", "partial sums"), ("c-whole", "not cut"),
+    ("c-0", "sharded along dim 0 (often the batch)"), ("c-1", "sharded along dim 1 (often tokens or heads)"),
+    ("c-2", "sharded along dim 2 (often features)"), ("c-3", "sharded along a later dim"),
+    ("c-sum", "partial sums"), ("c-whole", "replicated"),
 )  # fmt: skip
 
 
@@ -56,7 +55,7 @@ def colour(row: OpRow, mesh: Mesh, axis: int) -> str:
 
 def stage_cards(graphs: Sequence[StageGraph], plan: Plan, cluster: Cluster) -> list[StageCards]:
     """Return the cards of all stages; stages that look the same share one."""
-    by_look: dict[Any, StageCards] = {}
+    by_look: dict[object, StageCards] = {}
     for part, stage in zip(graphs, plan.stages, strict=True):
         look = _look(part.graph, stage)
         if look in by_look:
@@ -68,7 +67,7 @@ def stage_cards(graphs: Sequence[StageGraph], plan: Plan, cluster: Cluster) -> l
     return list(by_look.values())
 
 
-def _look(graph: Graph, stage: StagePlan) -> Any:
+def _look(graph: Graph, stage: StagePlan) -> object:
     """Return a key shared by stages that look the same: everything but the numbers in names."""
 
     def plain(name: str) -> str:
@@ -209,6 +208,3 @@ def _params(card: StageCards) -> Markup:
         '<span></span><span class="block-time">{} on a device</span></summary>{}</details>',
         n, show_bytes(size), table(heads, rows, numbers=(1, 8, 9), label="parameters"),
     )  # fmt: skip
-
-
-__all__ = ["COLOURS", "StageCards", "colour", "model_section", "stage_cards"]

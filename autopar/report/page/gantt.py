@@ -178,6 +178,3 @@ def _axis(whole: float) -> Markup:
         '<div class="lane axis" aria-hidden="true"><span class="lane-name"></span>'
         '<svg height="18" width="100%">{}</svg></div>', ticks,
     )  # fmt: skip
-
-
-__all__ = ["BINS", "MOST_ACTIONS", "gantt", "is_aggregated"]

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -20,23 +19,14 @@ from markupsafe import Markup
 from autopar.plans.plan import Plan
 from autopar.plans.plan_options import pin_words
 from autopar.plans.stage_graphs import StageGraph
+from autopar.report import Facts
 from autopar.report.layouts import LayoutRow, layout_row
 from autopar.report.page.block_cards import COLOURS, model_section, stage_cards
 from autopar.report.page.gantt import gantt, is_aggregated
 from autopar.report.page.link_load import link_kinds, links_section
 from autopar.report.page.markup import bar, legend, table
 from autopar.report.page.memory_chart import CATEGORIES, WORDS, bars, curves
-from autopar.report.page.seconds_spent import (
-    AGAIN,
-    BACKWARD,
-    BESIDE,
-    FORWARD,
-    IDLE,
-    LATER,
-    SLICES,
-    step_parts,
-    tallies,
-)
+from autopar.report.page.seconds_spent import AGAIN, BACKWARD, BESIDE, FORWARD, IDLE, LATER, SLICES, step_parts, tallies
 from autopar.report.page.tradeoff import alternatives_section
 from autopar.report.stages import share_filled, stage_rows
 from autopar.words.graph import Graph
@@ -97,7 +87,7 @@ def html_page(subject: Subject) -> str:
     return printable(page)  # HTML has no way to write an escape character, and an editor or terminal would obey it
 
 
-def _numbers(subject: Subject, layout: LayoutRow) -> list[tuple[str, str, str, Any]]:
+def _numbers(subject: Subject, layout: LayoutRow) -> list[tuple[str, str, str, object]]:
     """Return the numbers at the top: ``(what, value, words below, exact value)``."""
     plan, timeline = subject.plan, subject.timeline
     groups = plan.schedule.n_ranks
@@ -124,7 +114,7 @@ def _actions_of(timeline: Timeline) -> list[tuple[str, str]]:
     return [(kind, words) for kind, words in ACTIONS if kind in shown]
 
 
-def _stages_table(rows: Sequence[dict[str, Any]]) -> Markup:
+def _stages_table(rows: Sequence[Facts]) -> Markup:
     heads = (
         "stage", "group", "begins at", "forward", "backward", "in flight", *(WORDS[c] for c in CATEGORIES),
         "memory", "limit",
@@ -163,7 +153,7 @@ def _spent(parts: dict[str, float], seconds: float) -> Markup:
 
 
 MOST_TEXT = 60_000
-"""Characters of a schedule that a page still writes out."""
+"""Most characters of a schedule that a page includes as text."""
 
 
 def _schedule_text(plan: Plan) -> str | None:
@@ -186,6 +176,3 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.globals |= {"show_seconds": show_seconds, "show_bytes": show_bytes}
     return environment.from_string(_text("page.html.j2"))
-
-
-__all__ = ["Subject", "html_page"]

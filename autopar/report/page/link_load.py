@@ -20,7 +20,7 @@ from cost_models.reshard_paths import Edge, reshard_path
 from hardware_profiles import Cluster
 
 Loads = defaultdict[str, float]
-"""Bytes by what puts them on a link."""
+"""Bytes on a link by their source."""
 
 
 @dataclass
@@ -132,6 +132,3 @@ def links_section(kinds: Sequence[LinkKind], seconds: float) -> Markup:
         '<ul class="legend">{}</ul>{}{}', keys, joined(lines),
         table(heads, rows, numbers=(1, 2, 3, 4, 5, 6), label="links"),
     )  # fmt: skip
-
-
-__all__ = ["LinkKind", "link_kinds", "links_section"]

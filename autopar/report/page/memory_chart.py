@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from markupsafe import Markup
 
 from autopar.plans.plan import Plan
 from autopar.plans.prices import bytes_together
+from autopar.report import Facts
 from autopar.report.page.markup import bar, filled, joined
 from autopar.words.texts import show_bytes
 from cost_models.schedules import Timeline
@@ -21,7 +21,7 @@ WORDS = {
 }  # fmt: skip
 MOST_PANELS = 8
 POINTS = 400
-"""Of a curve; of longer ones the most of every interval is drawn."""
+"""Most points of a curve; of longer ones the maximum of every interval is drawn."""
 
 
 def by_category(plan: Plan, group: int) -> dict[str, int]:
@@ -40,13 +40,13 @@ def fullest(plan: Plan, group: int) -> int:
     return bytes_together([plan.stages[s].price for s in plan.schedule.stages_of_rank[group]])
 
 
-def bars(plan: Plan, rows: Sequence[dict[str, Any]]) -> Markup:
+def bars(plan: Plan, rows: Sequence[Facts]) -> Markup:
     """Return a bar for every group, groups with equal numbers once; ``rows`` are those of ``stage_rows``."""
     limits = _limits(plan, rows)
     sizes = [by_category(plan, group) for group in range(plan.schedule.n_ranks)]
     top = max(sum(size.values()) for size in sizes)
     scale = max(limits) if top > max(limits) / 4 else top
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
     for group, size in enumerate(sizes):
         alike.setdefault((*size.values(), fullest(plan, group), limits[group]), []).append(group)
     lines = []
@@ -75,7 +75,7 @@ def group_words(groups: Sequence[int]) -> str:
     return "groups " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
-def curves(plan: Plan, timeline: Timeline, rows: Sequence[dict[str, Any]]) -> Markup:
+def curves(plan: Plan, timeline: Timeline, rows: Sequence[Facts]) -> Markup:
     """Return memory over the step: a panel for each group; of many groups the fullest and some others."""
     limits, n = _limits(plan, rows), plan.schedule.n_ranks
     shown = range(n)
@@ -160,7 +160,7 @@ def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) if len(numbers) <= 4 else f"{numbers[0]}, {numbers[1]}, .. {numbers[-1]}"
 
 
-def _limits(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[float]:
+def _limits(plan: Plan, rows: Sequence[Facts]) -> list[float]:
     """Return the memory limit of a device of each group."""
     limits = []
     for stages in plan.schedule.stages_of_rank:
@@ -169,6 +169,3 @@ def _limits(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[float]:
         rest = sum(price.memory_bytes - price.transient_bytes for price in others)
         limits.append(max(1.0, rows[first]["limit_bytes"] + rest))
     return limits
-
-
-__all__ = ["CATEGORIES", "WORDS", "activations", "bars", "by_category", "curves", "group_words"]

@@ -97,9 +97,7 @@ def stage_tally(graph: Graph, stage: StagePlan, priced: Pricer) -> StageTally:
     return tally
 
 
-def _parameters(
-    tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]
-) -> None:
+def _parameters(tally: StageTally, graph: Graph, stage: StagePlan, priced: Pricer, chosen: dict[int, Strategy]) -> None:
     """Count the exposed collectives of parameters and the optimizer's step."""
     owned = {i: stage.params[node.target] for i, node in graph.of_kind("param")}
     load = parameter_load(graph, rules_of(graph), priced, chosen, owned, stage.microbatches, stage.optimizer)
@@ -237,9 +235,3 @@ def step_parts(plan: Plan, timeline: Timeline, of_stages: Sequence[StageTally]) 
         parts[LATER if rest > 0 else IDLE] += rest  # what a group does once a step may pass while others compute
     least = 1e-9 * plan.seconds
     return {kind: total / schedule.n_ranks for kind, total in parts.items() if abs(total) / schedule.n_ranks > least}
-
-
-__all__ = [
-    "AGAIN", "BACKWARD", "BESIDE", "FORWARD", "IDLE", "LATER", "SLICES", "StageTally", "stage_tally", "step_parts",
-    "tallies",
-]  # fmt: skip

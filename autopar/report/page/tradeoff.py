@@ -12,7 +12,7 @@ from autopar.report.page.markup import filled, joined, table
 from autopar.words.texts import show_bytes, show_seconds
 
 THIS = "this plan"
-"""How the layout of the page's own plan is named."""
+"""Name of the layout of the page's own plan."""
 
 
 def alternatives_section(rows: Sequence[LayoutRow]) -> Markup:
@@ -54,6 +54,3 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     if math.isclose(low, high, rel_tol=1e-9):
         return 0.9 * low, 1.1 * high if high else 1.0
     return low, high
-
-
-__all__ = ["THIS", "alternatives_section"]
