@@ -2,7 +2,7 @@
 
 ``parallelize(..., random="torch")`` promises eager mode's numbers. They depend on the order of the draws, and on shape,
 memory layout and dtype of each; a program that differs in one of these draws other numbers from there on. So the model
-runs once on the example batch, and what it draws is compared.
+runs once on the example batch, and its draws are compared.
 """
 
 from __future__ import annotations

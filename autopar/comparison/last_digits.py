@@ -52,8 +52,6 @@ def _moved(x: torch.Tensor, number: int) -> torch.Tensor:
     """Return each element, or the next larger number of its precision, by a hash of ``number``.
 
     Zeros stay: next to zero the following number is far smaller than rounding errors.
-
-    Zeros stay: beside a zero the next number is far smaller than what rounding leaves there.
     """
     if not x.is_floating_point() or x.layout is not torch.strided:
         return x

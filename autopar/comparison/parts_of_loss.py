@@ -1,9 +1,9 @@
 """Comparison of the sum of the microbatches' losses with the loss of the batch.
 
-A step in microbatches adds up their losses, which divide by what the whole batch has
+A step in microbatches adds up their losses, which are divided by totals of the whole batch
 (:mod:`autopar.runtime.batches.totals_ahead`). Where the graph does not show that this is the loss of the batch
-(:mod:`autopar.capture.batch_factor`), such as where rows are compared with each other, the example is tried. Who trains
-in microbatches by another loss hears so.
+(:mod:`autopar.capture.batch_factor`), such as where rows are compared with each other, the example is tried, and a
+difference is reported.
 """
 
 from __future__ import annotations

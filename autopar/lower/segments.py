@@ -1,11 +1,11 @@
-"""Programs that run parts of themselves again: every segment becomes a submodule under activation checkpointing.
+"""Programs that recompute parts of themselves: every segment becomes a submodule under activation checkpointing.
 
-A node of a program belongs to segment ``meta["segment"]``; the nodes of a segment are neighbours. Nothing that is
-made in a segment lives until the backward but its outputs; when the backward first asks for something else, the whole
-segment runs again from its inputs, its collectives included. Random operators draw the same numbers again.
+A node of a program belongs to segment ``meta["segment"]``; the nodes of a segment are neighbours. Of a segment, only
+the outputs live until the backward; when the backward first needs another tensor, the whole segment is recomputed from
+its inputs, its collectives included. Random operators draw the same numbers again.
 
-Outputs that others read and keep can be given up too (:func:`make_again`): they are there again once the segment has
-run again, which the backward of their first reader asks for.
+Outputs that others read can be freed, too (:func:`make_again`): the backward of their first reader recomputes the
+segment, which refills them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def make_again(whole: torch.Tensor, readers: Sequence[Backwards]) -> None:
     _Output(whole).until_backward(whole.grad_fn, readers)
 
 
-def again_in_backward(
+def recompute_in_backward(
     run: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], changing: Collection[int] = (),
     renewed: Collection[int] = (), gives_up: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -166,7 +166,7 @@ def again_in_backward(
 
 
 class SegmentModule(torch.nn.Module):
-    """A segment of a program: ``inner`` maps its inputs to its outputs; see :func:`again_in_backward`."""
+    """A segment of a program: ``inner`` maps its inputs to its outputs; see :func:`recompute_in_backward`."""
 
     def __init__(
         self, inner: torch.fx.GraphModule, changing: Collection[int], renewed: Collection[int], gives_up: bool
@@ -177,7 +177,7 @@ class SegmentModule(torch.nn.Module):
     @torch.compiler.disable
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the segment."""
-        return again_in_backward(self.inner, inputs, self.changing, self.renewed, self.gives_up)
+        return recompute_in_backward(self.inner, inputs, self.changing, self.renewed, self.gives_up)
 
 
 def with_segments(
@@ -229,4 +229,4 @@ def _cut_out(nodes: list[torch.fx.Node]) -> tuple[list[torch.fx.Node], list[torc
     return inputs, outputs, torch.fx.GraphModule(torch.nn.Module(), graph, class_name="SegmentModule")
 
 
-__all__ = ["SegmentModule", "again_in_backward", "current_mesh", "make_again", "on_mesh", "with_segments"]
+__all__ = ["SegmentModule", "current_mesh", "make_again", "on_mesh", "recompute_in_backward", "with_segments"]
