@@ -152,6 +152,3 @@ def watch_of(program: Program, values: Sequence[torch.Tensor], arriving: Collect
     Inputs in ``arriving`` come from earlier pipeline stages: those are kept by this one.
     """
     return SavedTensors([x for slot, x in zip(program.slots, values, strict=True) if slot.name not in arriving])
-
-
-__all__ = ["SavedTensors", "Watched", "watch_of"]

@@ -149,6 +149,3 @@ def _drawn_in_eager(captured: Captured, model: torch.nn.Module, example: PyTree)
     with kept(model, loss_fn), generators_kept(), torch.no_grad(), _Recorder() as recorder:
         module(*args, *targets, **kwargs)
     return recorder.drawn
-
-
-__all__ = ["check_draws"]

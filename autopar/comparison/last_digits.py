@@ -58,6 +58,3 @@ def _moved(x: torch.Tensor, number: int) -> torch.Tensor:
     at = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     up = ((at + 7919 * number) * 40503 >> 8) % 2 == 0
     return torch.where(up & (x != 0), torch.nextafter(x, torch.full_like(x, torch.inf)), x)
-
-
-__all__ = ["moved", "shaken"]

@@ -238,6 +238,3 @@ def _template(x: torch.Tensor, y: torch.Tensor, small: Size, size: Size) -> Temp
         of = [name for p, q, name in (pairs if at == 0 else reversed(pairs)) if (a, b) == (p, q) and p != q]
         names.append(of[0] if of else int(b))
     return tuple(names)
-
-
-__all__ = ["Padded", "of_size", "padded_example", "proved"]

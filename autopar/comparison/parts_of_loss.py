@@ -167,6 +167,3 @@ def _by_parts(
         weight = share if captured.totals is None else captured.totals.weight(share)
         loss += weight * float(program.module(*values)[number])
     return loss
-
-
-__all__ = ["difference_by_parts", "with_notes"]

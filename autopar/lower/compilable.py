@@ -201,6 +201,3 @@ def _gathered_for_use(root: torch.nn.Module, leaf: torch.fx.Node, piece: torch.f
                 by_segment[segment] = leaf.graph.call_function(gather, (leaf, piece))
             by_segment[segment].meta["segment"] = segment
         reader.replace_input_with(leaf, by_segment[segment])
-
-
-__all__ = ["Gather", "breaks", "compilable"]

@@ -360,6 +360,3 @@ def _identifier(name: str) -> str:
 def used_shape(slot: Slot, mesh: Mesh) -> tuple[int, ...]:
     """Return the local shape of a program input."""
     return local_shape(slot.shape, slot.state, mesh)
-
-
-__all__ = ["Program", "Slot", "lower", "used_shape"]

@@ -169,8 +169,3 @@ def fill_all(values: Iterable[object]) -> None:
             freed = _FREED.get(part.untyped_storage()._cdata)
             if freed is not None:
                 freed.fill()
-
-
-__all__ = [
-    "EMPTIED", "Backwards", "Freed", "backwards_of", "fill_all", "give_up", "is_empty", "on_host", "parts",
-]  # fmt: skip

@@ -182,6 +182,3 @@ def _can_be_first(first: torch.fx.Node, convert: torch.fx.Node) -> bool:
     if first.target not in _PRODUCTS or first.kwargs or len(segments) > 1:
         return False
     return first.args[0] is convert and all(arg is not convert for arg in first.args[1:])
-
-
-__all__ = ["overlapped", "with_overlap"]

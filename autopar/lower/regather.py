@@ -67,6 +67,3 @@ def free_until_backward(whole: torch.Tensor, piece: torch.Tensor, steps: Steps, 
     if whole.grad_fn is None or spmd.is_type_checking():
         return
     _Copy(whole, piece, steps).until_backward(whole.grad_fn, readers)
-
-
-__all__ = ["free_until_backward"]

@@ -227,6 +227,3 @@ def _cut_out(nodes: list[torch.fx.Node]) -> tuple[list[torch.fx.Node], list[torc
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[x] for x in outputs))
     return inputs, outputs, torch.fx.GraphModule(torch.nn.Module(), graph, class_name="SegmentModule")
-
-
-__all__ = ["SegmentModule", "current_mesh", "make_again", "on_mesh", "recompute_in_backward", "with_segments"]

@@ -109,17 +109,3 @@ def grown(load: Load, sizes: Sequence[int]) -> list[float]:
         factors.append(max(rows, arrived))
         rows = arrived
     return factors
-
-
-__all__ = [
-    "EVERY",
-    "MEASURED",
-    "UNIFORM",
-    "Load",
-    "busiest",
-    "grown",
-    "parse_load",
-    "path_to_busiest",
-    "shares_of_ranks",
-    "uniform",
-]  # fmt: skip

@@ -269,6 +269,3 @@ def parse_precision(value: object) -> Precision | None:
     formats: dict[str, Any] = dict(given)
     formats |= {name: text == "true" for name, text in flags.items()}
     return Precision(**formats)
-
-
-__all__ = ["PRESETS", "Precision", "adding_up_in", "parse_precision"]

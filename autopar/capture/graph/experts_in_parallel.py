@@ -292,6 +292,3 @@ def _alike(node: Node, other: Node) -> bool:
 def _behind(dim: int) -> int:
     """Return a dim's position after one more was put in front."""
     return dim + 1 if dim >= 0 else dim
-
-
-__all__ = ["with_experts_at_once"]
