@@ -61,6 +61,7 @@ class Recomputed(torch.nn.Module):
         self.inner = inner
 
     def forward(self, *inputs: torch.Tensor) -> PyTree:
+        """Run the part under activation checkpointing."""
         return checkpoint(self.inner, *inputs, use_reentrant=False)
 
 
@@ -68,6 +69,7 @@ class RecomputedSegment(Recomputed):
     """A recomputed part whose outputs are kept where others read them."""
 
     def forward(self, *inputs: torch.Tensor) -> PyTree:
+        """Run the part, and keep its outputs."""
         return pytree.tree_map_only(torch.Tensor, torch.ops.autopar.kept, super().forward(*inputs))
 
 
