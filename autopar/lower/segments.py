@@ -20,11 +20,13 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.fx
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from autopar.lower.freed_tensors import Backwards, Freed, fill_all
 from autopar.torch_private import function_modes
+from autopar.words.trees import PyTree
 
 _MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar("mesh", default=None)
 
@@ -73,14 +75,14 @@ class _Outputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, given_up: dict[int, weakref.ref[_Output]], *outputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, given_up: dict[int, weakref.ref[_Output]], *outputs: torch.Tensor) -> PyTree:
         ctx.given_up = given_up
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(torch.empty(0))
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(_ctx: FunctionCtx, *grads: PyTree) -> PyTree:
         return None, *grads
 
 
@@ -89,7 +91,7 @@ class _Output(Freed):
 
     def __init__(self, whole: torch.Tensor) -> None:
         super().__init__(whole)
-        node: Any = whole.grad_fn
+        node: PyTree = whole.grad_fn
         self.node = weakref.ref(node)  # whose hook has this: they must not keep each other
         node.given_up[whole.output_nr] = weakref.ref(self)
 
@@ -114,9 +116,9 @@ def make_again(whole: torch.Tensor, readers: Sequence[Backwards]) -> None:
 
 
 def recompute_in_backward(
-    run: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], changing: Collection[int] = (),
+    run: Callable[..., tuple[PyTree, ...]], inputs: Sequence[PyTree], changing: Collection[int] = (),
     renewed: Collection[int] = (), gives_up: bool = False,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[PyTree, ...]:  # fmt: skip
     """Return ``run(*inputs)``, of which autograd keeps the inputs alone; every backward recomputes it.
 
     It is then recomputed to its end, however little is still needed: so it costs what plans say, and all ranks call the
@@ -138,7 +140,7 @@ def recompute_in_backward(
     first = True
     given_up: dict[int, weakref.ref[_Output]] = {}
 
-    def with_held(*rest: Any) -> tuple[Any, ...]:
+    def with_held(*rest: PyTree) -> tuple[PyTree, ...]:
         nonlocal first
         values = list(rest)
         for k, value in changing_inputs:
@@ -156,7 +158,7 @@ def recompute_in_backward(
         first = False
         return tuple(results)
 
-    def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    def contexts() -> tuple[contextlib.AbstractContextManager[object], contextlib.AbstractContextManager[object]]:
         return contextlib.nullcontext(), as_before
 
     return checkpoint(  # type: ignore[no-any-return]
@@ -175,7 +177,7 @@ class SegmentModule(torch.nn.Module):
         self.inner, self.changing, self.renewed, self.gives_up = inner, changing, renewed, gives_up
 
     @torch.compiler.disable
-    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+    def forward(self, *inputs: PyTree) -> tuple[PyTree, ...]:
         """Run the segment."""
         return recompute_in_backward(self.inner, inputs, self.changing, self.renewed, self.gives_up)
 
