@@ -15,7 +15,7 @@ from torch.fx.node import Target
 
 from autopar.capture.branches.data_branches import TAKEN
 from autopar.capture.branches.random_answers import ASK
-from autopar.capture.repeats.python_state import Memo, Shape, Unknown, Variables, plain, seen, shape_of
+from autopar.capture.repeats.python_state import Memo, Namespace, Shape, Unknown, plain, seen, shape_of
 from autopar.torch_private import OpOverload, pytree
 from autopar.words.trees import PyTree
 
@@ -187,7 +187,7 @@ def pattern(values: Iterable[object]) -> tuple[int, ...]:
     return tuple([first.setdefault(v, i) for i, v in enumerate(values)])
 
 
-def global_state(where: Variables, name: str, memo: Memo) -> object:
+def global_state(where: Namespace, name: str, memo: Memo) -> object:
     """Return a snapshot of a variable."""
     return seen(where.get(name), memo)
 

@@ -191,7 +191,7 @@ LOOKS_INSIDE = frozenset({"__dict__", "vars", "__getattribute__", "__getstate__"
 _NOT_RUN = frozenset({"__repr__", "__str__", "__format__", "extra_repr", "_abc_impl"})
 
 
-class Variables(Protocol):
+class Namespace(Protocol):
     """A namespace of variables."""
 
     def get(self, name: str, /) -> Any:
@@ -202,7 +202,7 @@ class _NamedState:
     """A search for state that functions name, also through functions that they call."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[int, str], tuple[Variables, str]] = {}
+        self.places: dict[tuple[int, str], tuple[Namespace, str]] = {}
         self.todo: list[object] = []
         self.visited: set[int] = set()
         self.inside = False
@@ -225,7 +225,7 @@ class _NamedState:
                 elif not name.startswith("__") and not isinstance(value, _NAMES) and not hasattr(value, "__get__"):
                     self.places[id(c), name] = (vars(c), name)
 
-    def used(self, where: Variables, name: str, others: frozenset[str]) -> None:
+    def used(self, where: Namespace, name: str, others: frozenset[str]) -> None:
         """Note a variable; of a module those of its variables that the same function names."""
         value = where.get(name)
         if isinstance(value, types.FunctionType) or hasattr(value, "__wrapped__"):
@@ -259,7 +259,7 @@ class _NamedState:
                 self.used(function.__globals__, name, names)
 
 
-def named_state(classes: Iterable[type]) -> tuple[list[tuple[Variables, str]], bool]:
+def named_state(classes: Iterable[type]) -> tuple[list[tuple[Namespace, str]], bool]:
     """Return state that the methods of some classes name, also through functions that they call.
 
     Functions of torch and of Python's own library are assumed to do what their names say.

@@ -59,10 +59,10 @@ from autopar.capture.repeats.names_asked import NamesAsked, Skipped
 from autopar.capture.repeats.python_state import (
     ByIdentity,
     Memo,
+    Namespace,
     Shape,
     Structures,
     Unknown,
-    Variables,
     named_state,
     plain,
     random_state,
@@ -86,7 +86,7 @@ class AlikeModules:
 
     instances: list[torch.nn.Module]
     varying: frozenset[tuple[str, str]] = frozenset()
-    globals: list[tuple[Variables, str]] = field(default_factory=list)
+    globals: list[tuple[Namespace, str]] = field(default_factory=list)
     looks_inside: bool = False
     traced: dict[object, list[Traced]] = field(default_factory=dict)
     count: int = 0
