@@ -22,7 +22,7 @@ from torch.fx.node import Target
 
 from autopar.lower.freed_tensors import is_empty
 from autopar.lower.program import Program
-from autopar.lower.segments import again_in_backward, make_again
+from autopar.lower.segments import make_again, recompute_in_backward
 from autopar.torch_private import pytree, top_saved_tensors_hooks
 from autopar.words.trees import PyTree
 
@@ -143,7 +143,7 @@ class Watched(torch.fx.Interpreter):
             self.ran_again(str(target), inner.watch)
             return result
 
-        return again_in_backward(run, args, segment.changing, segment.renewed, segment.gives_up)
+        return recompute_in_backward(run, args, segment.changing, segment.renewed, segment.gives_up)
 
 
 def watch_of(program: Program, values: Sequence[torch.Tensor], arriving: Collection[str] = ()) -> SavedTensors:
@@ -152,6 +152,3 @@ def watch_of(program: Program, values: Sequence[torch.Tensor], arriving: Collect
     Inputs in ``arriving`` come from earlier pipeline stages: those are kept by this one.
     """
     return SavedTensors([x for slot, x in zip(program.slots, values, strict=True) if slot.name not in arriving])
-
-
-__all__ = ["SavedTensors", "Watched", "watch_of"]

@@ -223,6 +223,3 @@ def _used(x: torch.Tensor, slot: Slot, choice: ParamChoice, plan: StagePlan) -> 
 
     leaf.register_post_accumulate_grad_hook(reduce)
     return leaf
-
-
-__all__ = ["Allocations", "Peak", "has_backward", "in_pipeline", "over_limit", "peak_of"]

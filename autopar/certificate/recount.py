@@ -56,11 +56,11 @@ class Report:
     """The result of a check.
 
     Attributes:
-        price: what is recounted of a plan's price: seconds and collectives from the program, parameters, gradients and
-            optimizer state from the stored shapes, and what is kept, of as many microbatches as are in flight and while
-            the largest segment runs again, by storage under autograd's own hooks. Not recounted is what passes.
-        kept_bytes: what one microbatch keeps from its forward to its backward.
-        collectives: how often each ``(axis, kind)`` is made by the forward and backward, parameters included.
+        price: the recounted part of a plan's price: seconds and collectives from the program, parameters, gradients and
+            optimizer state from the stored shapes, and kept activations of all microbatches in flight and of the
+            largest recomputed segment, by storage under autograd's hooks. Transient bytes are not recounted.
+        kept_bytes: activations that one microbatch keeps from its forward to its backward.
+        collectives: the number of each ``(axis, kind)`` in forward and backward, parameters included.
         failures: claims of the plan that do not hold; empty for a certified plan.
     """
 

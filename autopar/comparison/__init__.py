@@ -1,24 +1,24 @@
 """Comparison of a captured graph with its model: equal loss, gradients and buffers, or the module that differs.
 
-Everything behind capture is proved against the graph, so the graph has to be what the model does. Both run once on one
-device, in the model's own precision. Random operators draw the same on both sides: the generator is seeded before each
-of them. Where a loop over experts drops elements of each expert's rows and the graph of all rows, nothing is dropped on
-either side. Nothing of the model is changed: gradients go nowhere, and buffers, Python attributes and the states of all
-generators are put back.
+All packages behind capture are proved against the graph, so the graph must be the model. Both run once on one device,
+in the model's own precision. Random operators draw the same on both sides: the generator is seeded before each of them.
+Where a loop over experts drops elements of each expert's rows and the graph of all rows, nothing is dropped on either
+side. The model is not changed: gradients are discarded, and buffers, Python attributes and the states of all generators
+are restored.
 
 ======================== ==============================================================================================
-:mod:`.graph_vs_eager`   the comparison, and for which models it would take too long
-:mod:`.sides`            how the model runs, and how the graph
-:mod:`.relative`         how far the results are apart, and how far rounding brings them
-:mod:`.first_difference` where in the model the two part
-:mod:`.double_precision` the same computation in float64, where rounding does not blur a check
-:mod:`.same_model`       whether what was captured is the model, on every rank
-:mod:`.last_digits`      how far rounding alone moves a computation
-:mod:`.other_batch`      other values, so that what the example batch baked in shows
-:mod:`.draws_of_eager`   whether a program draws by torch's generator what the model does
-:mod:`.parts_of_loss`    whether the microbatches' losses add up to the loss of the batch
-:mod:`.padding`          whether a model gives the same when its calls are padded
-:mod:`.program_vs_eager` programs of many ranks in this process beside the graph, and that beside the model
+:mod:`.graph_vs_eager`   the comparison, and its limits on time
+:mod:`.sides`            runs of the model and of the graph
+:mod:`.relative`         differences between results, and the part that rounding explains
+:mod:`.first_difference` the first module that differs
+:mod:`.double_precision` conversion to float64, where rounding does not blur a check
+:mod:`.same_model`       a check that all ranks captured the model
+:mod:`.last_digits`      the effect of rounding alone
+:mod:`.other_batch`      a second batch, on which constants of the first one show
+:mod:`.draws_of_eager`   comparison of random draws with eager mode's
+:mod:`.parts_of_loss`    comparison of the microbatches' losses with the loss of the batch
+:mod:`.padding`          a trial that padding changes no result
+:mod:`.program_vs_eager` programs of many ranks in this process against the graph, and that against the model
 ======================== ==============================================================================================
 """
 

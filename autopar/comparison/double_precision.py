@@ -80,6 +80,3 @@ def widen(model: torch.nn.Module) -> torch.nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = wide(tensor.data)
     return model
-
-
-__all__ = ["LOW", "as_wide_as", "doubled", "promoted", "wide", "widen"]

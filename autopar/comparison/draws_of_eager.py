@@ -2,7 +2,7 @@
 
 ``parallelize(..., random="torch")`` promises eager mode's numbers. They depend on the order of the draws, and on shape,
 memory layout and dtype of each; a program that differs in one of these draws other numbers from there on. So the model
-runs once on the example batch, and what it draws is compared.
+runs once on the example batch, and its draws are compared.
 """
 
 from __future__ import annotations
@@ -149,6 +149,3 @@ def _drawn_in_eager(captured: Captured, model: torch.nn.Module, example: PyTree)
     with kept(model, loss_fn), generators_kept(), torch.no_grad(), _Recorder() as recorder:
         module(*args, *targets, **kwargs)
     return recorder.drawn
-
-
-__all__ = ["check_draws"]

@@ -93,6 +93,3 @@ def _first_gradient(sides: Sides, difference: Comparison) -> str:
         f"all outputs are the same; going backward, the first gradient that differs is that of {last}, in module "
         f"'{module or '<model>'}': a custom backward, a hook or a detached tensor after it is not in the graph"
     )
-
-
-__all__ = ["explained"]

@@ -100,6 +100,3 @@ def _same_in_double(captured: Captured, model: torch.nn.Module, args: PyTree, kw
     except (AutoparError, RuntimeError, TypeError, ValueError):  # NotImplementedError is a RuntimeError
         return False
     return difference.worst <= 1e-6  # the model may still cast to float32 in places
-
-
-__all__ = ["FAILS", "FLOPS", "compare_with_eager", "reason_not_to"]

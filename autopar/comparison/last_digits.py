@@ -52,14 +52,9 @@ def _moved(x: torch.Tensor, number: int) -> torch.Tensor:
     """Return each element, or the next larger number of its precision, by a hash of ``number``.
 
     Zeros stay: next to zero the following number is far smaller than rounding errors.
-
-    Zeros stay: beside a zero the next number is far smaller than what rounding leaves there.
     """
     if not x.is_floating_point() or x.layout is not torch.strided:
         return x
     at = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     up = ((at + 7919 * number) * 40503 >> 8) % 2 == 0
     return torch.where(up & (x != 0), torch.nextafter(x, torch.full_like(x, torch.inf)), x)
-
-
-__all__ = ["moved", "shaken"]

@@ -47,6 +47,3 @@ def _other(name: str, x: torch.Tensor, generator: torch.Generator, ignored: bool
         kept = (torch.arange(x.shape[-1]) < lengths).to(x.device)
         shuffled = torch.where(kept, shuffled, torch.full_like(shuffled, IGNORED))
     return shuffled
-
-
-__all__ = ["other_batch"]

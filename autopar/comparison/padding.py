@@ -1,8 +1,8 @@
 """The conditions under which a model's calls can be padded to buckets, and a trial that padding changes no result.
 
-Positions that are added must not count: neither in the loss (labels there are ignored) nor in what other positions
-compute (attention looks back, or is masked). That follows from no one operator, so it is tried: a part of the example
-batch goes through the model as it is and padded, and outputs, loss and gradients have to be the same.
+Padding must not count: neither in the loss (labels there are ignored) nor in results of other positions (attention
+looks back, or is masked). No single operator shows that, so it is tried: a part of the example batch goes through the
+model with and without padding, and outputs, loss and gradients have to be equal.
 """
 
 from __future__ import annotations
@@ -238,6 +238,3 @@ def _template(x: torch.Tensor, y: torch.Tensor, small: Size, size: Size) -> Temp
         of = [name for p, q, name in (pairs if at == 0 else reversed(pairs)) if (a, b) == (p, q) and p != q]
         names.append(of[0] if of else int(b))
     return tuple(names)
-
-
-__all__ = ["Padded", "of_size", "padded_example", "proved"]

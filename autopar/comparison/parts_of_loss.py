@@ -1,9 +1,9 @@
 """Comparison of the sum of the microbatches' losses with the loss of the batch.
 
-A step in microbatches adds up their losses, which divide by what the whole batch has
+A step in microbatches adds up their losses, which are divided by totals of the whole batch
 (:mod:`autopar.runtime.batches.totals_ahead`). Where the graph does not show that this is the loss of the batch
-(:mod:`autopar.capture.batch_factor`), such as where rows are compared with each other, the example is tried. Who trains
-in microbatches by another loss hears so.
+(:mod:`autopar.capture.batch_factor`), such as where rows are compared with each other, the example is tried, and a
+difference is reported.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ ROUNDING_OF_DOUBLE, ROUNDING, ROUNDING_OF_HALF = 1e-7, 1e-5, 2e-2
 """Relative differences of two losses that sums in another order explain, with room: what weights in single precision,
 which take no gradient, make of a loss in double precision; a hundred units in the last place of single precision, and a
 few of bfloat16."""
+ADVICE = "  use microbatches=1 to train by the loss of the whole batch, or write the loss as a mean over rows"
 
 
 def with_notes(plan: Plan, captured: Captured, model: torch.nn.Module, example: PyTree) -> Plan:
@@ -89,9 +90,8 @@ def difference_by_parts(captured: Captured, model: torch.nn.Module, example: PyT
         return _of_statistics(captured, parts)
     digits = next(n for n in (6, 9, 17) if f"{whole:.{n}g}" != f"{mean:.{n}g}")
     return (
-        f"the loss of the example batch is {whole:.{digits}g} at once and {mean:.{digits}g} as the mean of {parts} "
-        f"microbatches, by which a step trains: it is no mean over rows{_where(captured)}\n"
-        "  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
+        f"the loss of the example batch is {whole:.{digits}g} for the whole batch and {mean:.{digits}g} as the mean of "
+        f"{parts} microbatches, which a step minimizes: it is no mean over rows{_where(captured)}\n{ADVICE}"
     )
 
 
@@ -109,7 +109,7 @@ def _where(captured: Captured) -> str:
     """Return where rows are combined, for a message."""
     decided = captured.example.in_parts if captured.example is not None else None
     places = [t.where for t in decided.found.troubles[:1]] if decided is not None else []
-    return f" (rows come together at {places[0]})" if places else " (rows compared with each other, or a sum)"
+    return f" (rows are combined at {places[0]})" if places else " (rows are compared with each other, or summed)"
 
 
 def _of_statistics(captured: Captured, parts: int) -> str:
@@ -118,9 +118,9 @@ def _of_statistics(captured: Captured, parts: int) -> str:
     if decided is None or not decided.statistics:
         return ""
     return (
-        f"the loss of the example batch is the same in {parts} microbatches, but that of others need not be: "
-        f"{decided.statistics[0].where} reads a sum over the batch that depends on the parameters, and a microbatch "
-        "has one of its own\n  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
+        f"the loss of the example batch is the same in {parts} microbatches, but that of other batches may differ: "
+        f"{decided.statistics[0].where} reads a sum over the batch that depends on the parameters, and each microbatch "
+        f"has its own\n{ADVICE}"
     )
 
 
@@ -136,9 +136,8 @@ def _of_random_loss(captured: Captured, parts: int) -> str:
     if not places:
         return ""
     return (
-        f"the loss of {parts} microbatches, by whose mean a step trains, need not be that of the batch at once; it is "
-        f"random, so the two are not compared: it is no mean over rows (rows come together at {places[0]})\n"
-        "  microbatches=1 trains by the loss as it is; or write it as a mean over rows"
+        f"the mean loss of {parts} microbatches, which a step minimizes, may differ from that of the batch; it is "
+        f"random, so the two are not compared: it is no mean over rows (rows are combined at {places[0]})\n{ADVICE}"
     )
 
 
@@ -167,6 +166,3 @@ def _by_parts(
         weight = share if captured.totals is None else captured.totals.weight(share)
         loss += weight * float(program.module(*values)[number])
     return loss
-
-
-__all__ = ["difference_by_parts", "with_notes"]

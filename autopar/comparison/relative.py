@@ -124,6 +124,3 @@ def difference_of(graph: Graph, mine: Ran, theirs: Ran) -> Comparison:
         apart = relative(mine.buffers[name], b)
         buffer, buffer_of = max((buffer, buffer_of), (apart, name))
     return Comparison(loss, gradient, gradient_of if gradient else "", buffer, buffer_of if buffer else "", limit)
-
-
-__all__ = ["LIMITS", "Comparison", "Ran", "difference_of", "is_tensor", "largest_value", "off", "relative"]

@@ -58,6 +58,3 @@ def check_capture(
         except Exception as e:
             error = e
     raised_together(group, error)
-
-
-__all__ = ["check_capture", "check_same_model"]

@@ -232,6 +232,3 @@ def _weights(x: torch.Tensor) -> torch.Tensor:
     """Return fixed weights of an output's elements, so that none counts like another."""
     at = torch.arange(x.numel(), device=x.device, dtype=torch.float32)
     return (1 + 0.5 * torch.sin(at)).to(x.dtype).reshape(x.shape)
-
-
-__all__ = ["KeepingTensors", "Sides", "attention_on", "named_tensors"]

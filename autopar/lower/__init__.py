@@ -1,17 +1,15 @@
 """Lowering: a graph and a plan become one program for all ranks, of local operators and explicit collectives.
 
 ============================= =========================================================================================
-:mod:`.emit`                  the lowering itself: every node as a local operator, every step of a reshard as a
-                              collective
-:mod:`.program`               what comes of it, and its text
+:mod:`.emit`                  the lowering itself: every node as a local operator, every reshard step as a collective
+:mod:`.program`               its result, with its text
 :mod:`.collectives`           the collectives that programs call
-:mod:`.segments`              parts that run again in the backward
-:mod:`.regather`              copies that are gathered again there; :mod:`.freed_tensors`: memory that is given up
-                              until then
-:mod:`.overlapped_reductions` sums of gradients that travel while the gradient of a weight is computed
+:mod:`.segments`              segments that are recomputed in the backward
+:mod:`.regather`              copies that are regathered there; :mod:`.freed_tensors`: memory that is freed until then
+:mod:`.overlapped_reductions` sums of gradients that overlap the computation of a weight's gradient
 :mod:`.compilable`            the program for torch.compile: one graph, forward and backward
-:mod:`.typecheck`             every program is checked by the type checker of ``spmd_types``
+:mod:`.typecheck`             a check of programs by the type checker of ``spmd_types``
 ============================= =========================================================================================
 
-How one operator is cut, and by which local call, is a rule's business (:mod:`autopar.rules`).
+Rules decide how one operator is cut, and which local call it becomes (:mod:`autopar.rules`).
 """

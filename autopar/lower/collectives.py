@@ -127,13 +127,12 @@ def convert(x: torch.Tensor, axis: str, src: str, dst: str) -> torch.Tensor:
     return _contiguous_gradient(converted) if (src, dst) == (INVARIANT, REPLICATED) else converted
 
 
-# --- pieces that are not equal ---------------------------------------------------------------------------------------
+# --- unequal shards ---------------------------------------------------------------------------------------------------
 #
-# Pieces are padded to the largest one, so that the same collectives serve, and what was added is cut off afterwards.
-# Pieces are those of torch.chunk, so all that was added stands at the end of the whole dim. ``n`` is what the dim has
-# on all ranks of the mesh, ``axes`` those that cut it one after the other, ``axis`` the last of them; ``tensor*64``
-# cuts it into multiples of 64 elements. Results are contiguous on every rank,
-# so that operators take the same way on all of them.
+# Shards are padded to the largest one, so that the same collectives serve, and the padding is cut off afterwards: it is
+# at the end of the whole dim, as shards are those of torch.chunk. ``n`` is the size of the dim on all ranks,
+# ``axes`` are those that cut it one after the other, ``axis`` the last of them; ``tensor*64`` cuts it into multiples of
+# 64 elements. Results are contiguous on every rank, so that operators behave alike on all of them.
 
 
 def _sizes(n: int, axes: Sequence[str]) -> tuple[Any, Any, Any, int]:
@@ -180,13 +179,13 @@ def all_to_all_shards(
     return _first(all_to_all(x, axis, src, dst), (src, whole), (dst, length))
 
 
-def shard_sizes_of(x: torch.Tensor, axis: str, dim: int, of: str, n: int, axes: Sequence[str]) -> torch.Tensor:
+def shard_unevenly(x: torch.Tensor, axis: str, dim: int, of: str, n: int, axes: Sequence[str]) -> torch.Tensor:
     """Do :func:`shard` into unequal shards."""
     _, largest, length, ranks = _sizes(n, axes)
     return _first(shard(padded(x, dim, largest * ranks), axis, dim, of), (dim, length))
 
 
-def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
+def terms_of_shards(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence[str]) -> torch.Tensor:
     """Convert unequal shards, ``S<dim>`` -> ``P``: each is a term that is zero elsewhere."""
     whole, largest, _, _ = _sizes(n, axes)
     return _first(convert(padded(x, dim, largest), axis, placement_of(dim), PENDING), (dim, whole))
@@ -194,7 +193,7 @@ def terms_of_pieces(x: torch.Tensor, axis: str, dim: int, n: int, axes: Sequence
 
 _UNEQUAL: dict[object, object] = {
     all_gather: all_gather_shards, reduce_scatter: reduce_scatter_shards, all_to_all: all_to_all_shards,
-    shard: shard_sizes_of,
+    shard: shard_unevenly,
 }  # fmt: skip
 
 
@@ -208,7 +207,7 @@ def state_step(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> tupl
         return fn, (name, *args)
     extents = [part for (n, earlier, _), state in cuts for part in (n, _cutting(mesh, state, (*earlier, axis)))]
     if fn is convert:
-        return terms_of_pieces, (name, src[axis].dim, *extents)
+        return terms_of_shards, (name, src[axis].dim, *extents)
     return _UNEQUAL[fn], (name, *args, *extents)
 
 

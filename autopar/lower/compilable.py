@@ -1,16 +1,16 @@
 """Programs for ``torch.compile``: one graph, forward and backward, with functional collectives.
 
-Dynamo, which reads Python, need not read what a program calls: its operators are put into Dynamo's graph as they
-stand, and AOTAutograd, which runs them on tensors without values, sees the operators of torch and the functional
-collectives that they consist of, forward and backward. Memory that is given up and made again has no hooks there. What
-is recomputed, gathered again or gathered for one use is marked as such, and the compiler's partitioner does it.
+Dynamo, which reads Python, need not trace into the operators of a program: they are put into its graph unchanged, and
+AOTAutograd, which runs them on tensors without values, sees the operators of torch and the functional collectives that
+they consist of, forward and backward. Hooks that free and refill memory are not used there. Tensors that are
+recomputed, regathered or gathered for one use are marked, and the compiler's partitioner does it.
 
-Ranks whose pieces are unequal have graphs that differ, of which the compiler's partitioner may decide otherwise what is
-made again. Collectives are among that only where they are marked. So what a segment gives, on which the next one
-begins, is kept by an operator of its own (:func:`_kept`): what a backward makes again begins at the same place on all
-ranks, and its collectives come in one order.
+Ranks with unequal shards have different graphs, in which the partitioner may choose other tensors to recompute.
+Collectives are among these only where they are marked. So the outputs of a segment, where the next one begins, are kept
+by an operator of their own (:func:`_kept`): recomputation begins at the same place on all ranks, and its collectives
+have one order.
 
-What runs code that the compiler must not see stays outside: it breaks the graph (:func:`breaks`).
+Code that the compiler must not trace breaks the graph (:func:`breaks`).
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Recomputed(torch.nn.Module):
         self.inner = inner
 
     def forward(self, *inputs: torch.Tensor) -> PyTree:
+        """Run the part under activation checkpointing."""
         return checkpoint(self.inner, *inputs, use_reentrant=False)
 
 
@@ -68,6 +69,7 @@ class RecomputedSegment(Recomputed):
     """A recomputed part whose outputs are kept where others read them."""
 
     def forward(self, *inputs: torch.Tensor) -> PyTree:
+        """Run the part, and keep its outputs."""
         return pytree.tree_map_only(torch.Tensor, torch.ops.autopar.kept, super().forward(*inputs))
 
 
@@ -201,6 +203,3 @@ def _gathered_for_use(root: torch.nn.Module, leaf: torch.fx.Node, piece: torch.f
                 by_segment[segment] = leaf.graph.call_function(gather, (leaf, piece))
             by_segment[segment].meta["segment"] = segment
         reader.replace_input_with(leaf, by_segment[segment])
-
-
-__all__ = ["Gather", "breaks", "compilable"]

@@ -154,9 +154,9 @@ class _Emitter:
         src = self.before[ref].get(state)
         if src is None:
             raise PlanError(
-                f"tensor {reshard_key(self.graph, ref)} is made as {self.made[ref].text} and wanted as "
-                f"{state.text}, and the plan has no route; plan the model again, or remove 'routes' to have "
-                "them found anew"
+                f"tensor {reshard_key(self.graph, ref)} is made as {self.made[ref].text} and needed as {state.text}, "
+                "and the plan has no reshard path between them; plan the model again, or remove 'routes' from the plan "
+                "file to have them searched again"
             )
         x = self._get(ref, src)
         axis = Step.between(src, state).axis
@@ -360,6 +360,3 @@ def _identifier(name: str) -> str:
 def used_shape(slot: Slot, mesh: Mesh) -> tuple[int, ...]:
     """Return the local shape of a program input."""
     return local_shape(slot.shape, slot.state, mesh)
-
-
-__all__ = ["Program", "Slot", "lower", "used_shape"]

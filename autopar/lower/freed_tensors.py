@@ -1,11 +1,10 @@
 """Memory that is freed after its last reader in the forward and refilled when the backward first needs it.
 
-What autograd saves of a tensor is its storage. After the last reader the storage is emptied; a hook in front of the
-backward of every reader fills it again, so whatever was saved of the tensor, and views of it, are whole again; and in
-front of the backward of what made it, which comes after all readers', the storage is emptied for good. No operator
-knows of it. How it is filled is for those who give it up: a copy is gathered again (:mod:`.regather`), the result of a
-recomputed segment is made again (:mod:`.segments`), and a decision about tensors
-(:mod:`autopar.plans.memory_decisions`) says it by a class of its own.
+Autograd saves a tensor by its storage. After the last reader the storage is emptied; a hook in front of the backward of
+every reader refills it, which restores whatever was saved of the tensor, and views of it; in front of the backward of
+its maker, which comes after all readers', the storage is emptied for good. Operators need no change. Subclasses refill:
+a copy is regathered (:mod:`.regather`), a segment recomputed (:mod:`.segments`), and decisions about tensors have
+classes of their own (:mod:`autopar.plans.memory_decisions`).
 """
 
 from __future__ import annotations
@@ -170,8 +169,3 @@ def fill_all(values: Iterable[object]) -> None:
             freed = _FREED.get(part.untyped_storage()._cdata)
             if freed is not None:
                 freed.fill()
-
-
-__all__ = [
-    "EMPTIED", "Backwards", "Freed", "backwards_of", "fill_all", "give_up", "is_empty", "on_host", "parts",
-]  # fmt: skip

@@ -25,11 +25,13 @@ from torch.autograd.function import once_differentiable
 from autopar.lower import collectives
 from autopar.torch_private import group_of_axis, reached
 from autopar.words.placements import INVARIANT, REPLICATED
+from autopar.words.trees import PyTree
 
 _aten = torch.ops.aten
 _Tensor = torch.Tensor
 Gradients = tuple[_Tensor | None, ...]
-Args = Sequence[Any]
+Args = Sequence[PyTree]
+Operator = Callable[..., _Tensor]
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class _Overlapped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, target: Any, axis: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, *args: Any
+        ctx: Any, target: Operator, axis: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+        *args: PyTree,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.target, ctx.args, ctx.group = target, args, group_of_axis(axis)
         ctx.set_materialize_grads(False)
@@ -100,7 +103,7 @@ class _Overlapped(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor | None, others: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None, others: torch.Tensor | None) -> Gradients:
         each, weight = ctx.saved_tensors
         args, backward = ctx.args, _PRODUCTS[ctx.target].backward
         of_x, *of_others = _asked_for(ctx)
@@ -128,7 +131,7 @@ def _asked_for(ctx: Any) -> list[bool]:
 
 
 def overlapped(
-    target: Any, axis: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args: Any
+    target: Operator, axis: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args: PyTree
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert ``x`` from ``I`` to ``R`` and call an operator of this module on it.
 
@@ -182,6 +185,3 @@ def _can_be_first(first: torch.fx.Node, convert: torch.fx.Node) -> bool:
     if first.target not in _PRODUCTS or first.kwargs or len(segments) > 1:
         return False
     return first.args[0] is convert and all(arg is not convert for arg in first.args[1:])
-
-
-__all__ = ["overlapped", "with_overlap"]

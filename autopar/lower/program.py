@@ -83,6 +83,3 @@ def code_of(program: Program) -> str:
         shape = " ".join(map(str, local_shape(slot.shape, slot.state, program.mesh)))
         head.append(f"    {name},  # {slot.dtype}[{shape}] {slot.state.text}  {slot.kind} {slot.name}")
     return "\n".join([*head, "):", *body])
-
-
-__all__ = ["Program", "Slot", "code_of"]

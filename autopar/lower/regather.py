@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -18,8 +17,9 @@ from autopar.lower import collectives
 from autopar.lower.freed_tensors import Backwards, Freed, fill_all, is_empty
 from autopar.lower.segments import current_mesh, on_mesh
 from autopar.torch_private import top_saved_tensors_hooks
+from autopar.words.trees import PyTree
 
-Steps = tuple[tuple[str, tuple[Any, ...]], ...]
+Steps = tuple[tuple[str, tuple[PyTree, ...]], ...]
 
 
 class _Copy(Freed):
@@ -28,7 +28,7 @@ class _Copy(Freed):
     def __init__(self, whole: torch.Tensor, piece: torch.Tensor, steps: Steps) -> None:
         super().__init__(whole)
         self.steps = steps
-        hooks: Any = top_saved_tensors_hooks(False)
+        hooks: PyTree = top_saved_tensors_hooks(False)
         if hooks is None or is_empty(piece):
             hooks = (lambda x: x, lambda x: x)  # what was given up itself is no memory to be packed
         pack, self.unpack = hooks
@@ -67,6 +67,3 @@ def free_until_backward(whole: torch.Tensor, piece: torch.Tensor, steps: Steps, 
     if whole.grad_fn is None or spmd.is_type_checking():
         return
     _Copy(whole, piece, steps).until_backward(whole.grad_fn, readers)
-
-
-__all__ = ["free_until_backward"]

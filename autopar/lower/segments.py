@@ -1,11 +1,11 @@
-"""Programs that run parts of themselves again: every segment becomes a submodule under activation checkpointing.
+"""Programs that recompute parts of themselves: every segment becomes a submodule under activation checkpointing.
 
-A node of a program belongs to segment ``meta["segment"]``; the nodes of a segment are neighbours. Nothing that is
-made in a segment lives until the backward but its outputs; when the backward first asks for something else, the whole
-segment runs again from its inputs, its collectives included. Random operators draw the same numbers again.
+A node of a program belongs to segment ``meta["segment"]``; the nodes of a segment are neighbours. Of a segment, only
+the outputs live until the backward; when the backward first needs another tensor, the whole segment is recomputed from
+its inputs, its collectives included. Random operators draw the same numbers again.
 
-Outputs that others read and keep can be given up too (:func:`make_again`): they are there again once the segment has
-run again, which the backward of their first reader asks for.
+Outputs that others read can be freed, too (:func:`make_again`): the backward of their first reader recomputes the
+segment, which refills them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.fx
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from autopar.lower.freed_tensors import Backwards, Freed, fill_all
 from autopar.torch_private import function_modes
+from autopar.words.trees import PyTree
 
 _MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar("mesh", default=None)
 
@@ -73,14 +75,14 @@ class _Outputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, given_up: dict[int, weakref.ref[_Output]], *outputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, given_up: dict[int, weakref.ref[_Output]], *outputs: torch.Tensor) -> PyTree:
         ctx.given_up = given_up
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(torch.empty(0))
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(_ctx: FunctionCtx, *grads: PyTree) -> PyTree:
         return None, *grads
 
 
@@ -89,7 +91,7 @@ class _Output(Freed):
 
     def __init__(self, whole: torch.Tensor) -> None:
         super().__init__(whole)
-        node: Any = whole.grad_fn
+        node: PyTree = whole.grad_fn
         self.node = weakref.ref(node)  # whose hook has this: they must not keep each other
         node.given_up[whole.output_nr] = weakref.ref(self)
 
@@ -113,10 +115,10 @@ def make_again(whole: torch.Tensor, readers: Sequence[Backwards]) -> None:
     _Output(whole).until_backward(whole.grad_fn, readers)
 
 
-def again_in_backward(
-    run: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], changing: Collection[int] = (),
+def recompute_in_backward(
+    run: Callable[..., tuple[PyTree, ...]], inputs: Sequence[PyTree], changing: Collection[int] = (),
     renewed: Collection[int] = (), gives_up: bool = False,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[PyTree, ...]:  # fmt: skip
     """Return ``run(*inputs)``, of which autograd keeps the inputs alone; every backward recomputes it.
 
     It is then recomputed to its end, however little is still needed: so it costs what plans say, and all ranks call the
@@ -138,7 +140,7 @@ def again_in_backward(
     first = True
     given_up: dict[int, weakref.ref[_Output]] = {}
 
-    def with_held(*rest: Any) -> tuple[Any, ...]:
+    def with_held(*rest: PyTree) -> tuple[PyTree, ...]:
         nonlocal first
         values = list(rest)
         for k, value in changing_inputs:
@@ -156,7 +158,7 @@ def again_in_backward(
         first = False
         return tuple(results)
 
-    def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    def contexts() -> tuple[contextlib.AbstractContextManager[object], contextlib.AbstractContextManager[object]]:
         return contextlib.nullcontext(), as_before
 
     return checkpoint(  # type: ignore[no-any-return]
@@ -166,7 +168,7 @@ def again_in_backward(
 
 
 class SegmentModule(torch.nn.Module):
-    """A segment of a program: ``inner`` maps its inputs to its outputs; see :func:`again_in_backward`."""
+    """A segment of a program: ``inner`` maps its inputs to its outputs; see :func:`recompute_in_backward`."""
 
     def __init__(
         self, inner: torch.fx.GraphModule, changing: Collection[int], renewed: Collection[int], gives_up: bool
@@ -175,9 +177,9 @@ class SegmentModule(torch.nn.Module):
         self.inner, self.changing, self.renewed, self.gives_up = inner, changing, renewed, gives_up
 
     @torch.compiler.disable
-    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+    def forward(self, *inputs: PyTree) -> tuple[PyTree, ...]:
         """Run the segment."""
-        return again_in_backward(self.inner, inputs, self.changing, self.renewed, self.gives_up)
+        return recompute_in_backward(self.inner, inputs, self.changing, self.renewed, self.gives_up)
 
 
 def with_segments(
@@ -227,6 +229,3 @@ def _cut_out(nodes: list[torch.fx.Node]) -> tuple[list[torch.fx.Node], list[torc
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[x] for x in outputs))
     return inputs, outputs, torch.fx.GraphModule(torch.nn.Module(), graph, class_name="SegmentModule")
-
-
-__all__ = ["SegmentModule", "again_in_backward", "current_mesh", "make_again", "on_mesh", "with_segments"]

@@ -7,8 +7,6 @@ and on what every op makes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import spmd_types as spmd
 import spmd_types.checker
 import torch
@@ -20,6 +18,7 @@ from autopar.lower.program import Program
 from autopar.rules.function import Callee
 from autopar.torch_private import FakeTensorMode
 from autopar.words.placements import INVARIANT, PENDING, REPLICATED, State
+from autopar.words.trees import PyTree
 
 _TYPES = {REPLICATED: spmd.R, INVARIANT: spmd.I, PENDING: spmd.P}  # of all others V, our shards
 
@@ -47,7 +46,7 @@ def typecheck(program: Program) -> int:
     return checker.checked
 
 
-def _type(state: State, program: Program) -> dict[str, Any]:
+def _type(state: State, program: Program) -> dict[str, PyTree]:
     return {name: _TYPES.get(p, spmd.V) for p, (name, size) in zip(state, program.mesh, strict=True) if size > 1}
 
 
@@ -58,7 +57,7 @@ class _Checked(torch.fx.Interpreter):
         super().__init__(program.module)
         self.program, self.checked = program, 0
 
-    def run_node(self, n: torch.fx.Node) -> Any:
+    def run_node(self, n: torch.fx.Node) -> PyTree:
         """Run a node and check its types."""
         meta = n.meta.get("autopar")
         if n.op != "call_function" or meta is None:
@@ -82,7 +81,7 @@ class _Checked(torch.fx.Interpreter):
             text = str(error).split("While executing")[0].rstrip()
             raise PlanError(f"type check failed at {n.format_node()}: {text}") from error
 
-    def _run(self, n: torch.fx.Node, meta: dict[str, Any], linear: bool) -> Any:
+    def _run(self, n: torch.fx.Node, meta: dict[str, PyTree], linear: bool) -> PyTree:
         """Run one op with its inputs retyped to what it wants.
 
         The checker does not know every op that is linear in some of its inputs, or that adds pieces to a pending sum
@@ -91,7 +90,7 @@ class _Checked(torch.fx.Interpreter):
         """
         axes = self._pending(meta) if linear else []
         wanted = iter(meta["ins"])
-        saved: dict[torch.fx.Node, Any] = {}
+        saved: dict[torch.fx.Node, PyTree] = {}
         for arg in _tensor_args(n):
             state = next(wanted, None)
             if state is None or not isinstance(self.env[arg], torch.Tensor):
@@ -102,7 +101,7 @@ class _Checked(torch.fx.Interpreter):
         self.env.update(saved)
         return result
 
-    def _pending(self, meta: dict[str, Any]) -> list[str]:
+    def _pending(self, meta: dict[str, PyTree]) -> list[str]:
         """Return the axes on which an operator takes pending sums."""
         return [
             axis
@@ -110,14 +109,14 @@ class _Checked(torch.fx.Interpreter):
             if size > 1 and any(state is not None and state[a].is_pending for state in meta["ins"])
         ]
 
-    def _checked_outs(self, result: Any, states: list[State]) -> Any:
+    def _checked_outs(self, result: PyTree, states: list[State]) -> PyTree:
         self.checked += 1
         parts = result if isinstance(result, (tuple, list)) else [result]
         wanted = iter(states)
         outs = [self._made(p, next(wanted)) if isinstance(p, torch.Tensor) else p for p in parts]
         return type(result)(outs) if isinstance(result, (tuple, list)) else outs[0]
 
-    def _axes(self, state: State) -> list[tuple[str, Any]]:
+    def _axes(self, state: State) -> list[tuple[str, PyTree]]:
         return list(_type(state, self.program).items())
 
     def _retype(self, value: torch.Tensor, state: State) -> torch.Tensor:

@@ -49,6 +49,3 @@ def shown(state: AutocastState) -> str:
     """Return the state in words, for messages."""
     each = [f"torch.autocast('{kind}', {dtype})" for kind, dtype in sorted(state.items())]
     return f"under {' and '.join(each)}" if each else "without autocast"
-
-
-__all__ = ["OFF", "AutocastState", "autocast_as", "autocast_now", "shown", "without_autocast"]

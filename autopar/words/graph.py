@@ -26,23 +26,23 @@ ITEM_BYTES = {
 
 
 WAY = "autopar_way."
-"""How the names of flags begin: buffers ``bool [ ]`` that become true at a call in which Python would have gone another
-way than the one that the graph follows. Their nodes say where (``source``), which ``answer`` was followed, and whether
-it is that numbers are those of the example (``pinned``)."""
+"""Prefix of branch guards: buffers ``bool [ ]`` that become true at a call in which Python would have taken another
+branch than the traced one. Their nodes have its ``source``, the traced ``answer``, and ``pinned`` where the guard is
+that numbers are those of the example."""
 
 PART = "autopar_part."
-"""How the names of buffers ``bool [n]`` begin that say, after a call, which parameters took part in it: their nodes
-have ``parameters``, pairs of a name and the element that is true where it did. A parameter that stands in none always
-does; one that stands in several, if any says so."""
+"""Prefix of buffers ``bool [n]`` that say, after a call, which parameters took part in it: their nodes have
+``parameters``, pairs of a name and the element that is true where it did. A parameter in none of them always takes
+part; one in several, if any says so."""
 
 RowsAt = tuple[int, int, int, int]
-"""A dim along which rows of the batch are, and how it counts: ``(dim, outer, rows, inner)``, of which the outer one
-changes slowest, as in the first dim of ``[(outer rows inner) ...]``."""
+"""A dim that contains the rows of the batch: ``(dim, outer, rows, inner)``, of which ``outer`` changes slowest, as in
+the first dim of ``[(outer rows inner) ...]``."""
 
 NORMS = ("aten.batch_norm.default", "aten.instance_norm.default")
-"""Operators that write to inputs of theirs, the running statistics, though their schema does not say so."""
+"""Operators that write to running statistics among their inputs, though their schema does not say so."""
 RUNNING, TRAINING = 3, 5
-"""Positions of their arguments: of the first of two running statistics, and of whether the batch's are taken."""
+"""Positions of their arguments: the first of two running statistics, and the flag to use the batch's."""
 
 
 def has_effect(target: str) -> bool:

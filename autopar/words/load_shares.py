@@ -71,20 +71,20 @@ def uniform(n_experts: int) -> Load:
     return (1 / n_experts,) * n_experts
 
 
-def shares_of_pieces(load: Load, pieces: int) -> list[float]:
+def shares_of_ranks(load: Load, ranks: int) -> list[float]:
     """Return the share of rows of each of so many ranks, to which ``torch.chunk`` deals the experts."""
-    each = -(-len(load) // pieces)
-    return [math.fsum(load[k * each : (k + 1) * each]) for k in range(pieces)]
+    each = -(-len(load) // ranks)
+    return [math.fsum(load[k * each : (k + 1) * each]) for k in range(ranks)]
 
 
-def busiest(load: Load, pieces: int) -> tuple[int, float]:
+def busiest(load: Load, ranks: int) -> tuple[int, float]:
     """Return the first rank that has most rows of so many, and its share."""
-    shares = shares_of_pieces(load, pieces)
+    shares = shares_of_ranks(load, ranks)
     most = max(shares)
     return shares.index(most), most
 
 
-def way_to_busiest(load: Load, sizes: Sequence[int]) -> list[tuple[int, list[float]]]:
+def path_to_busiest(load: Load, sizes: Sequence[int]) -> list[tuple[int, list[float]]]:
     """Return the path of rows to the busiest rank, where axes of these sizes cut the experts one after the other.
 
     It has for each axis the busiest rank's number on it, and the share of the rows sent along it that each rank gets.
@@ -93,7 +93,7 @@ def way_to_busiest(load: Load, sizes: Sequence[int]) -> list[tuple[int, list[flo
     way, among = [], load
     for k, size in enumerate(sizes):
         number = here // math.prod(sizes[k + 1 :]) % size
-        shares = shares_of_pieces(among, size)
+        shares = shares_of_ranks(among, size)
         total = math.fsum(shares)
         way.append((number, [share / total for share in shares] if total else [1 / size] * size))
         each = -(-len(among) // size)
@@ -104,14 +104,8 @@ def way_to_busiest(load: Load, sizes: Sequence[int]) -> list[tuple[int, list[flo
 def grown(load: Load, sizes: Sequence[int]) -> list[float]:
     """Return along each axis the busiest rank's rows, sent or received, as a multiple of an equal share."""
     rows, factors = 1.0, []
-    for (number, shares), size in zip(way_to_busiest(load, sizes), sizes, strict=True):
+    for (number, shares), size in zip(path_to_busiest(load, sizes), sizes, strict=True):
         arrived = rows * shares[number] * size
         factors.append(max(rows, arrived))
         rows = arrived
     return factors
-
-
-__all__ = [
-    "EVERY", "MEASURED", "UNIFORM", "Load", "busiest", "grown", "parse_load", "shares_of_pieces", "uniform",
-    "way_to_busiest",
-]  # fmt: skip

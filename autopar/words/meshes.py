@@ -168,6 +168,3 @@ def mesh_shapes(n: int, max_axes: int = 2, named: Collection[str] = ()) -> list[
 
     split(n, ())
     return sorted(shapes, key=lambda mesh: (len(mesh), mesh))
-
-
-__all__ = ["AXIS_NAMES", "Mesh", "mesh_shapes"]

@@ -67,6 +67,3 @@ class NarrowUse(NamedTuple):
     def numbers(self) -> NarrowFormat:
         """The format."""
         return FORMATS[self.format]
-
-
-__all__ = ["FORMATS", "NarrowFormat", "NarrowUse"]

@@ -88,7 +88,7 @@ class Precision:
             raise AutoparError(f"precision: stochastic_rounding is {self.stochastic_rounding!r}; give True or False")
         if self.stochastic_rounding and "bfloat16" not in (self.master, self.moments):
             raise AutoparError(
-                f"precision: stochastic_rounding is of what an optimizer writes in bfloat16, but masters are "
+                f"precision: stochastic_rounding applies to masters or moments in bfloat16, but masters are "
                 f"{self.master} and moments {self.moments}; give moments='bfloat16', or leave it out"
             )
 
@@ -98,13 +98,13 @@ class Precision:
             raise AutoparError(f"precision: products are {self.products!r}; give {', '.join(NARROW)}, or none")
         if self.products and self.params == OWN:
             raise AutoparError(
-                f"precision: params={OWN} keeps all as it is, so products={self.products} cannot be; give params a "
-                "format, such as bfloat16"
+                f"precision: params={OWN} keeps the model's formats, so products={self.products} is not possible; give "
+                "params a format, such as bfloat16"
             )
         if not isinstance(self.narrow_gathers, bool):
             raise AutoparError(f"precision: {GATHERS} is {self.narrow_gathers!r}; give True or False")
         if self.narrow_gathers and not self.products:
-            raise AutoparError(f"precision: {GATHERS} is of weights of narrow products; give products, or leave it out")
+            raise AutoparError(f"precision: {GATHERS} applies to narrow products; give products, or leave it out")
 
     @property
     def narrow(self) -> NarrowFormat | None:
@@ -124,8 +124,8 @@ class Precision:
         """
         if self.products:
             raise AutoparError(
-                f"precision {self}: products in {self.products} can be planned and priced, and programs do not "
-                f"multiply so yet: run precision='{self.wide}', whose plan takes other seconds and bytes, or plan only"
+                f"precision {self}: products in {self.products} can be planned and priced, but not run yet: run "
+                f"precision='{self.wide}', whose plan takes other seconds and bytes, or plan only"
             )
 
     def _refuse_more_than_own(self) -> None:
@@ -135,8 +135,8 @@ class Precision:
         asked += [f"{ROUNDING}=true"] if self.stochastic_rounding else []
         if asked:
             raise AutoparError(
-                f"precision: params={OWN} keeps all as it is, so {', '.join(asked)} cannot be; give params a "
-                "format, or leave that out"
+                f"precision: params={OWN} keeps the model's formats, so {', '.join(asked)} is not possible; give "
+                "params a format, or leave that out"
             )
 
     @property
@@ -269,6 +269,3 @@ def parse_precision(value: object) -> Precision | None:
     formats: dict[str, Any] = dict(given)
     formats |= {name: text == "true" for name, text in flags.items()}
     return Precision(**formats)
-
-
-__all__ = ["PRESETS", "Precision", "adding_up_in", "parse_precision"]

@@ -1,8 +1,8 @@
 """Shards: the part of a tensor that each rank of a mesh has in a state.
 
-Pieces are those of ``torch.chunk``, as in DTensor: equal where the axis divides the dim, else the later ones are
-smaller or empty. With a unit they are pieces of whole blocks of so many elements. Prices and memory count the largest
-piece, which is that of the first rank.
+Shards are those of ``torch.chunk``, as in DTensor: equal where the axis divides the dim, else the later ones are
+smaller or empty. With a block size they consist of whole blocks. Prices and memory count the largest shard, which is
+the first rank's.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from autopar.words.meshes import Mesh
 from autopar.words.placements import State, changed_axis
 
 
-def piece_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
+def shard_of(n: int, size: int, at: int, unit: int = 1) -> tuple[int, int]:
     """Return ``(start, length)`` of shard number ``at`` of ``n`` elements over ``size`` ranks, as of ``torch.chunk``.
 
-    All pieces have ``ceil(n / size)`` elements, but for later ones, which are smaller or empty where ``size`` does not
-    divide ``n``. With a unit, which divides ``n``, the same is true of blocks of so many elements.
+    All shards have ``ceil(n / size)`` elements, but for later ones, which are smaller or empty where ``size`` does not
+    divide ``n``. With a block size ``unit``, which divides ``n``, the same is true of blocks.
     """
     length = largest_shard(n, size, unit)
     start = min(at * length, n)
     return start, min(length, n - start)
 
 
-def nested_piece_of(n: int, cuts: Sequence[tuple[int, int]], at: Sequence[int]) -> tuple[int, int]:
+def nested_shard_of(n: int, cuts: Sequence[tuple[int, int]], at: Sequence[int]) -> tuple[int, int]:
     """Return ``(start, length)`` of the shard of ``n`` elements after nested cuts by axes of ``(size, unit)``.
 
     ``at`` is its number on each axis.
     """
     start = 0
     for (size, unit), number in zip(cuts, at, strict=True):
-        before, n = piece_of(n, size, number, unit)
+        before, n = shard_of(n, size, number, unit)
         start += before
     return start, n
 
 
 def largest_shard(n: int, size: int, unit: int = 1) -> int:
-    """Return the elements of the first shard (:func:`piece_of`), which is the largest."""
+    """Return the elements of the first shard (:func:`shard_of`), which is the largest."""
     return -(-n // (size * unit)) * unit
 
 
@@ -72,7 +72,7 @@ def local_shape(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int
         if d >= len(local):
             raise MeshError(f"placement {placement} on axis '{name}' names dim {d} of a tensor with {len(local)} dims")
         unit = placement.unit
-        local[d] = largest_shard(local[d], size, unit) if at is None else piece_of(local[d], size, at[axis], unit)[1]
+        local[d] = largest_shard(local[d], size, unit) if at is None else shard_of(local[d], size, at[axis], unit)[1]
     return tuple(local)
 
 
@@ -87,7 +87,7 @@ def box_of(shape: Sequence[int], state: State, mesh: Mesh, at: Sequence[int]) ->
         d = placement.dim
         if d is not None:
             start, length = box[d]
-            inner, n = piece_of(length, size, c, placement.unit)
+            inner, n = shard_of(length, size, c, placement.unit)
             box[d] = (start + inner, n)
     return tuple(box)
 
@@ -120,8 +120,8 @@ def elements_moved(shape: Sequence[int], src: State, dst: State, mesh: Mesh) -> 
 def fits(shape: Sequence[int], state: State, mesh: Mesh) -> bool:
     """Return whether a state is possible: its dims exist, and have at least as many elements as shards.
 
-    Pieces need not be equal, and the last ones may be empty (6 elements over 4 ranks are 2, 2, 2 and 0). Whether an
-    operator may run on an empty one says its rule (``Rule.needs_some``).
+    Shards need not be equal, and the last ones may be empty (6 elements over 4 ranks are 2, 2, 2 and 0). An operator's
+    rule says whether it may run on an empty one (``Rule.needs_some``).
     """
     local = list(shape)
     units = False

@@ -70,6 +70,3 @@ def show_seconds(s: float) -> str:
         if abs(s) >= size:
             return f"{s / size:.3g} {unit}"
     return f"{s / 1e-6:.3g} us" if s else "0"
-
-
-__all__ = ["mesh_of", "parse_bytes", "printable", "show_bytes", "show_seconds"]

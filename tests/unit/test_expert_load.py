@@ -22,7 +22,7 @@ from autopar.errors import PlanError
 from autopar.plans.plan import Plan
 from autopar.profiling.measured_load import measured_load
 from autopar.rules.experts.expert_load import with_load
-from autopar.words.load_shares import busiest, grown, parse_load, uniform, way_to_busiest
+from autopar.words.load_shares import busiest, grown, parse_load, path_to_busiest, uniform
 from hardware_profiles import load_cluster
 
 SKEWED = [5, 1, 1, 1]
@@ -42,7 +42,7 @@ def planned(name: str, mesh: str, option: str, load: Any, axis: str = "expert") 
 def test_shares_and_the_way_to_the_busiest() -> None:
     load = parse_load([1, 1, 6, 0, 0, 0, 0, 2], "x")["*"]
     assert busiest(load, 2) == (0, 0.8) and busiest(load, 4) == (1, 0.6)
-    [first, second] = way_to_busiest(load, [2, 2])
+    [first, second] = path_to_busiest(load, [2, 2])
     assert first == (0, pytest.approx([0.8, 0.2])) and second == (1, pytest.approx([0.25, 0.75]))
     assert grown(load, [2, 2]) == pytest.approx([1.6, 2.4])
     assert grown(uniform(8), [2, 4]) == pytest.approx([1, 1])

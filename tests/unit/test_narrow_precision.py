@@ -226,7 +226,7 @@ def test_devices_without_such_cores_are_refused(precision: str, cluster: str, sa
 @pytest.mark.parametrize("name", list(NARROW.values()))
 def test_nobody_runs_them(name: str) -> None:
     net = Model(32, 1)
-    with pytest.raises(AutoparError, match=r"programs do not multiply so yet: run precision='bf16-mixed'"):
+    with pytest.raises(AutoparError, match=r"can be planned and priced, but not run yet: run precision='bf16-mixed'"):
         autopar.parallelize(net, 1, (torch.zeros(16, dtype=torch.long),), precision=name)
 
 
@@ -242,7 +242,7 @@ def test_words_of_policies() -> None:
     [
         ("products=fp6", "give fp8, fp8-delayed, mxfp8, nvfp4"),
         ("params=own,products=fp8", "give params a format"),
-        ("narrow_gathers=true", "is of weights of narrow products"),
+        ("narrow_gathers=true", "applies to narrow products"),
         ("products=fp8,narrow_gathers=maybe", "give bf16-mixed"),
     ],
 )

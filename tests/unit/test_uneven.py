@@ -23,7 +23,7 @@ from autopar.rules.registry import SAMPLES
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import State
-from autopar.words.shards import box_of, divides, elements_moved, fits, lengths_of, local_shape, piece_of
+from autopar.words.shards import box_of, divides, elements_moved, fits, lengths_of, local_shape, shard_of
 from hardware_profiles import abstract_cluster, load_cluster
 
 THREE = Mesh.of(data=3)
@@ -36,7 +36,7 @@ EVERY = [(target, i) for target in sorted(SAMPLES) for i in range(len(SAMPLES[ta
 def test_pieces_are_those_of_torch_chunk(size: int) -> None:
     for n in range(1, 30):
         x = torch.arange(n)
-        mine = [x.narrow(0, *piece_of(n, size, at)) for at in range(size)]
+        mine = [x.narrow(0, *shard_of(n, size, at)) for at in range(size)]
         theirs = list(x.chunk(size))
         assert [p.tolist() for p in mine] == [p.tolist() for p in theirs] + [[]] * (size - len(theirs))
 

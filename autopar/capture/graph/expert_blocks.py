@@ -196,6 +196,3 @@ def _free(names: set[str], name: str) -> str:
         k += 1
         free = f"{name}_{k}"
     return free
-
-
-__all__ = ["with_expert_blocks"]

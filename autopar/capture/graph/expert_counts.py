@@ -126,6 +126,3 @@ def element_of(number: object) -> tuple[Node, int] | None:
     if whole.meta["val"].dim() != 1 or not isinstance(element.args[-1], int):
         return None
     return whole, element.args[-1]
-
-
-__all__ = ["CASTS", "counted_numbers", "element_of", "hot_by_dim", "number_of_choices", "picking"]

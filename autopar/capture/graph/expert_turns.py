@@ -181,6 +181,3 @@ def _fuse(key: Any, root: FxNode, loop: Sequence[Turn], emit: Emit, finish: Fini
     for iteration in loop:
         iteration.write.replace_all_uses_with(root)
         iteration.write.graph.erase_node(iteration.write)
-
-
-__all__ = ["Turn", "as_one", "root_of", "routing"]

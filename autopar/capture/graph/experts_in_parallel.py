@@ -1,11 +1,11 @@
 """Experts that are modules called next to each other, on tensors of one size: one batched computation of all.
 
 ``torch.stack([expert(part) for expert, part in zip(experts, x.unbind(1))])`` is how mixtures with a capacity, soft ones
-and those of all experts run. The modules compute alike and differ in their parameters, and in which part of a tensor
-they take. Here their parameters are stacked, the parts are the tensor itself, and the body runs once, with products
-``emk,enk->emn`` that can be cut by expert. What is joined by :data:`JOINS`, or summed up, may be such experts; bodies
-with fewer than two products, with random numbers, or with anything that is not known to work on each expert by itself
-stay as they are.
+and those of all experts run. The modules are isomorphic (:class:`.run_once.Lockstep`) and differ in their parameters,
+and in the part of a tensor that they read. Their parameters are stacked, the parts are the tensor itself, and the body
+runs once, with products ``emk,enk->emn`` that can be cut by expert. Such experts are joined by :data:`JOINS`, or summed
+up; bodies with fewer than two products, with random numbers, or with operators that are not known to work on each
+expert by itself are not batched.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ALONG = {"aten.softmax.int": 1, "aten.log_softmax.int": 1, "aten.sum.dim_IntList
          "aten.unsqueeze.default": 1, "aten.squeeze.dim": 1, "aten.select.int": 1, "aten.slice.Tensor": 1,
          "aten.chunk.default": 2, "aten.split.Tensor": 2, "aten.split_with_sizes.default": 2, "aten.glu.default": 1,
          "aten.linalg_vector_norm.default": 2}  # fmt: skip
-"""Operators along dims, and where these stand."""
+"""Operators along dims, and the positions of these arguments."""
 SHAPED = ("aten.reshape.default", "aten.view.default", "aten.transpose.int", "aten.permute.default")
 LEAST_PRODUCTS = 2
 
@@ -292,6 +292,3 @@ def _alike(node: Node, other: Node) -> bool:
 def _behind(dim: int) -> int:
     """Return a dim's position after one more was put in front."""
     return dim + 1 if dim >= 0 else dim
-
-
-__all__ = ["with_experts_at_once"]

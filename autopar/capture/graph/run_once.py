@@ -364,9 +364,3 @@ def _columns_of(tensors: Sequence[FxNode]) -> Node | None:
     if parts is None or parts[1] != parts[0].meta["val"].dim() - 1:
         return None
     return parts[0] if parts[0].meta["val"].shape[-1] == len(tensors) else None
-
-
-__all__ = [
-    "NORMS", "PRODUCTS", "Emit", "IsomorphicBodies", "Lockstep", "NotIsomorphicError", "TakenRows", "TurnBody",
-    "are_parameters", "at", "is_pointwise", "parts_of",
-]  # fmt: skip

@@ -44,6 +44,3 @@ def watched(kind: type, name: str, reads: set[tuple[int, str]]) -> Iterator[None
         delattr(kind, name)
         if there:
             setattr(kind, name, before)
-
-
-__all__ = ["watched"]

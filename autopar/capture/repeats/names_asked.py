@@ -35,6 +35,3 @@ class NamesAsked(Namespace):
             self.given[name] = len(self.log)
             self.log.append(candidate)
         return name
-
-
-__all__ = ["NamesAsked", "Skipped"]

@@ -25,7 +25,7 @@ from autopar.rules.attention.attention_pairs import (
     zigzag_stretches,
 )
 from autopar.rules.families.sharded_random import Shards, Site, dropping, hashes_at, threshold_of
-from autopar.words.shards import nested_piece_of
+from autopar.words.shards import nested_shard_of
 
 Hashes = tuple[torch.Tensor | None, torch.Tensor | None]
 """Of queries and of keys; None where there is no dropout."""
@@ -91,7 +91,7 @@ class Going:
         """
         if self.zigzag:
             return zigzag_stretches(numbers[0], self.pieces, length)
-        return [Stretch(nested_piece_of(self.n_rows, self.row_cuts, numbers)[0], length, 0)]
+        return [Stretch(nested_shard_of(self.n_rows, self.row_cuts, numbers)[0], length, 0)]
 
     def keys(self, number: int, length: int) -> list[Stretch]:
         """Return the stretches of the keys in shard ``number`` of the ring; all keys without a ring."""

@@ -39,7 +39,7 @@ from autopar.rules.lowering_helpers.local_shard import Cuts, Sizes, axes_of, fir
 from autopar.rules.notation import CallPart, Comm, Lowering, Parts, Rule, line
 from autopar.rules.operator_call import Call
 from autopar.rules.registry import T, rule, sample
-from autopar.words.load_shares import way_to_busiest
+from autopar.words.load_shares import path_to_busiest
 from autopar.words.placements import PENDING, REPLICATED, Placement, shard
 
 BLOCK = "autopar.expert_block.default"
@@ -158,7 +158,7 @@ def rows_leave(rows: Sequence[Any], expert: torch.Tensor, n_experts: int, *, cut
     travelling = Travelling(expert, _multiplied(tensors.values()), [], {})
     with _untyped():
         axes = axes_of(cut, TRAVEL)
-        way = way_to_busiest(load, [n_shards([axis]) for axis in axes]) if load else [None] * len(axes)
+        way = path_to_busiest(load, [n_shards([axis]) for axis in axes]) if load else [None] * len(axes)
         for axis, part_of_way in zip(axes, way, strict=True):
             tensors |= {k: passage.arrived() for k, passage in travelling.under_way.items()}
             trip = Trip(travelling.expert, n_experts, axis, part_of_way)

@@ -28,7 +28,7 @@ from autopar.torch_private import LocalTensor
 from autopar.words.graph import Spec
 from autopar.words.meshes import Mesh
 from autopar.words.placements import PENDING, State, axis_and_block
-from autopar.words.shards import fits, piece_of
+from autopar.words.shards import fits, shard_of
 
 
 class RuleIsWrong(AssertionError):
@@ -253,7 +253,7 @@ def _length_on(size: ShardSize, mesh: Mesh, rank: int) -> int:
     n, at = size.n, dict(zip((axis for axis in mesh.names), mesh.coordinate(rank), strict=True))
     for text in size.axes:
         axis, unit = axis_and_block(text)
-        n = piece_of(n, mesh.size_of[axis], at[axis], unit)[1]
+        n = shard_of(n, mesh.size_of[axis], at[axis], unit)[1]
     return n
 
 

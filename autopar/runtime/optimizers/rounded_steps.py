@@ -33,7 +33,7 @@ from autopar.errors import RunError
 from autopar.rules.families.sharded_random import bits_at
 from autopar.torch_private import OPTIMIZER_STATES
 from autopar.words.precision import Precision
-from autopar.words.shards import piece_of
+from autopar.words.shards import shard_of
 
 AT_ONCE = 1 << 24
 """Elements, on a rank, whose wide copies are there together."""
@@ -285,7 +285,7 @@ def _places(param: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
             if isinstance(placement, Shard):
                 assert at is not None, "a rank outside of the mesh has no parameters"
                 start, length = pieces[placement.dim]
-                within, shorter = piece_of(length, param.device_mesh.size(axis), at[axis])
+                within, shorter = shard_of(length, param.device_mesh.size(axis), at[axis])
                 pieces[placement.dim] = start + within, shorter
     return [torch.arange(start, start + length, device=device) for start, length in pieces]
 

@@ -22,7 +22,7 @@ from autopar.runtime.ranks.groups import groups_on
 from autopar.torch_private import all_gather_single, compiler_traces, functional_collectives
 from autopar.words.meshes import Mesh
 from autopar.words.placements import REPLICATED, Placement, State, path
-from autopar.words.shards import cut_extent, largest_shard, local_shape, piece_of
+from autopar.words.shards import cut_extent, largest_shard, local_shape, shard_of
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -57,7 +57,7 @@ class Cut:
 
     def piece(self, n: int, at: int) -> tuple[int, int]:
         """Return ``(start, length)`` of shard number ``at`` of ``n``."""
-        return piece_of(self.size, n, at, self.unit)
+        return shard_of(self.size, n, at, self.unit)
 
     def is_first_and_even(self, n: int) -> bool:
         """Check that ``n`` shards, one after the other, are the whole tensor."""

@@ -54,6 +54,3 @@ def transplant(plan: StagePlan, source: Graph, target: Graph) -> StagePlan:
             for name, entries in plan.memory.items()
         },
     )
-
-
-__all__ = ["structure", "transplant"]
