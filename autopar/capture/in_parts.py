@@ -304,7 +304,7 @@ def _as_spelt(names: Collection[str], signature: inspect.Signature) -> frozenset
     return frozenset(spelt)
 
 
-def _others(example: Any, rows: Collection[str | int], signature: inspect.Signature) -> frozenset[str]:
+def _others(example: object, rows: Collection[str | int], signature: inspect.Signature) -> frozenset[str]:
     """All inputs but those with rows.
 
     Raises:
@@ -325,7 +325,7 @@ def _others(example: Any, rows: Collection[str | int], signature: inspect.Signat
     return _as_spelt([name for name in tensors if not any(is_of(name, top) for top in said)], signature)
 
 
-def _of_other_lengths(example: Any, rows: int) -> list[str]:
+def _of_other_lengths(example: object, rows: int) -> list[str]:
     """Return the tensors that are neither as long as the batch nor have a first dim of one, by name.
 
     They have no rows, though a microbatch, or the batch of all ranks, may be as long.
@@ -337,7 +337,7 @@ def _of_other_lengths(example: Any, rows: int) -> list[str]:
 
 
 def _scaling_nearby(
-    captured: Any, batch: Any, take: Callable[[Any], Any], whole: Collection[str]
+    captured: object, batch: object, take: Callable[[Any], Any], whole: Collection[str]
 ) -> Scaling | None:
     """Return :func:`_scaling` of a microbatch, by one of twice as many rows, or else of fewer.
 

@@ -47,7 +47,7 @@ def leaves_of_call(example: Any) -> list[tuple[str, Any]]:
     return [(name(path), leaf) for path, leaf in pytree.tree_flatten_with_path(example)[0]]
 
 
-def rows_of(example: Any, whole: Collection[str] = ()) -> int:
+def rows_of(example: object, whole: Collection[str] = ()) -> int:
     """Return the rows of a batch: the first dim of the first tensor that has one, but for those named in ``whole``.
 
     Raises:
@@ -60,7 +60,7 @@ def rows_of(example: Any, whole: Collection[str] = ()) -> int:
     raise CaptureError("no example input has a dim that could be cut into microbatches; give microbatches=1")
 
 
-def have_rows(example: Any, rows: int, whole: Collection[str] = ()) -> list[bool]:
+def have_rows(example: object, rows: int, whole: Collection[str] = ()) -> list[bool]:
     """Return, for each leaf of a call, whether it has the rows of the batch.
 
     It has a first dim as long, and another name than those of ``whole``.
@@ -71,12 +71,12 @@ def have_rows(example: Any, rows: int, whole: Collection[str] = ()) -> list[bool
     ]
 
 
-def first_part(example: Any, parts: int, whole: Collection[str] = ()) -> Any:
+def first_part(example: object, parts: int, whole: Collection[str] = ()) -> Any:
     """Return :func:`part_of_batch` number 0."""
     return part_of_batch(example, parts, 0, whole)
 
 
-def part_of_batch(example: Any, parts: int, number: int, whole: Collection[str] = ()) -> Any:
+def part_of_batch(example: object, parts: int, number: int, whole: Collection[str] = ()) -> Any:
     """Return one of equal parts of a batch: tensors with rows are cut, the others belong to every part.
 
     Tensors named in ``whole`` (:func:`leaves_of_call`) have no rows, though they may be as long.
@@ -97,7 +97,7 @@ def part_of_batch(example: Any, parts: int, number: int, whole: Collection[str] 
     )
 
 
-def as_whole(example: Any, ranks: int, whole: Collection[str] = ()) -> Any:
+def as_whole(example: object, ranks: int, whole: Collection[str] = ()) -> Any:
     """Return an example of the batch of all ranks, from that of one: its rows repeated, but for inputs in ``whole``."""
     leaves, spec = pytree.tree_flatten(example)
     cut = have_rows(example, rows_of(example, whole), whole)

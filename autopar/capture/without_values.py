@@ -102,7 +102,7 @@ class _Rebinding:
             if name not in _REGISTERED and (new := self.of(value)) is not value:
                 vars(module)[name] = new
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: object) -> Any:
         """Return a value that reads copies; the value itself where it reads no module of the model."""
         if id(value) in self.originals:
             return self.memo.get(id(value), value)
@@ -169,7 +169,7 @@ def _content(cell: types.CellType) -> tuple[Any, ...]:
         return _EMPTY
 
 
-def _leads_to(originals: set[int], values: Iterable[Any], free: set[int], weakly: bool = True) -> bool:
+def _leads_to(originals: set[int], values: Iterable[object], free: set[int], weakly: bool = True) -> bool:
     """Check whether one of these values is, holds or reads one of these objects; other modules are not looked into.
 
     ``free`` has ids of objects that do not; those that are seen here are added. With ``weakly``, weak references count.

@@ -26,7 +26,7 @@ def recorded_call(recording: Recording, name: str, args: tuple[Any, ...]) -> tup
     return callee, [*leaves, *(next(tensors) for _ in callee.reads)]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a text for a value that has none of its own."""
     return getattr(value, "__qualname__", None) or type(value).__qualname__
 

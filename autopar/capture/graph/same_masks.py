@@ -35,7 +35,7 @@ class SameMasks:
         unshaped = behind(mask, SHAPED)
         return self._first.setdefault(self._written_down(unshaped), unshaped)
 
-    def _written_down(self, value: Any) -> Any:
+    def _written_down(self, value: object) -> Any:
         """Return a key that is equal for equal values."""
         if isinstance(value, (list, tuple)):
             return tuple(map(self._written_down, value))
@@ -46,7 +46,7 @@ class SameMasks:
         return name_of(value.target), self._written_down(value.args)
 
 
-def behind(value: Any, views: tuple[str, ...]) -> Any:
+def behind(value: object, views: tuple[str, ...]) -> Any:
     """Return the tensor behind views or casts: operators of these names are passed over."""
     while isinstance(value, Node) and value.op == "call_function" and name_of(value.target) in views:
         value = value.args[0]

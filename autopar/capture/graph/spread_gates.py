@@ -44,7 +44,7 @@ def column_of(mask: Any) -> tuple[Node, Any, int] | None:
     return None if numbers_spread(gates) is None else (gates, compared.target, int(select.args[2]))  # type: ignore
 
 
-def numbers_spread(gates: Any, others: float = 0.0) -> Any:
+def numbers_spread(gates: object, others: float = 0.0) -> Any:
     """Return the columns of ``gates`` [rows n] that may hold something else than ``others``, int [rows k].
 
     They are all different in a row; None where they are not known.

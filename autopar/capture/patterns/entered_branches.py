@@ -58,7 +58,7 @@ def note_parameters_taking_part(program: TracedProgram) -> None:
             _emitted_at(place, emit, torch.ops.autopar.took_part.default, args)
 
 
-def _emitted_at(place: Node, emit: Emit, *call: Any) -> Any:
+def _emitted_at(place: Node, emit: Emit, *call: object) -> Any:
     """Make a node in the module and at the line of another."""
     emitted = emit(*call)
     emitted.meta = {**place.meta, "val": emitted.meta["val"]}
@@ -95,7 +95,7 @@ def _reached_by(graph: Graph, leaving: Mapping[Node, Node], asked: set[Node]) ->
 
 
 def _passed(
-    user: Node, reached: Mapping[Node, frozenset[Any]], leaving: Mapping[Node, Node], asked: set[Node]
+    user: Node, reached: Mapping[Node, frozenset[object]], leaving: Mapping[Node, Node], asked: set[Node]
 ) -> frozenset[Any]:
     """Return the masks under which a reader of a value passes its gradient on."""
     masks = reached[user]

@@ -54,7 +54,7 @@ class _Gathered:
     turned: bool
 
 
-def _gathered(node: Any) -> _Gathered | None:
+def _gathered(node: object) -> _Gathered | None:
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target is aten.transpose.int:
