@@ -18,6 +18,7 @@ from autopar.capture.batch_factor import ROWS, followed, may_have_rows
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
 from autopar.words.graph import TRAINING, Graph, Node, Ref, Spec
+from autopar.words.trees import PyTree
 
 MOST = 1024
 """Microbatches that are tried at most."""
@@ -28,7 +29,7 @@ COPIED_BYTES = 1 << 28
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
-def leaves_of_call(example: Any) -> list[tuple[str, Any]]:
+def leaves_of_call(example: PyTree) -> list[tuple[str, Any]]:
     """Return the leaves of a call with their names for messages, such as ``args[0]`` or ``'labels'``.
 
     Args:

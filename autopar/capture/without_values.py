@@ -34,7 +34,7 @@ def without_values(model: torch.nn.Module) -> torch.nn.Module:
         Exception: the model holds what cannot be copied.
         ValueError: something that was copied still reads modules or tensors of the model.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for parameter in model.parameters():
         value = parameter.detach().new_zeros(()).expand(parameter.shape)
         copied_parameter = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -45,7 +45,7 @@ def without_values(model: torch.nn.Module) -> torch.nn.Module:
     rebinding = _Rebinding(originals, memo)
     for module in copied.modules():
         rebinding.attributes(module)
-    parts: list[Any] = [x for part in (copied.modules(), copied.parameters(), copied.buffers()) for x in part]
+    parts: list[object] = [x for part in (copied.modules(), copied.parameters(), copied.buffers()) for x in part]
     for module in copied.modules():
         parts.extend(value for name, value in vars(module).items() if name not in _REGISTERED)
     if _leads_to(originals, parts, set(), weakly=False):  # what only watches a model is no part of it
@@ -87,13 +87,13 @@ class _Rebinding:
         memo: the copies, by the originals' ids, as ``copy.deepcopy`` leaves them.
     """
 
-    def __init__(self, originals: set[int], memo: dict[int, Any]) -> None:
+    def __init__(self, originals: set[int], memo: dict[int, object]) -> None:
         self.originals, self.memo = originals, memo
         self.copies = {id(copied) for copied in memo.values()}
         self.free: set[int] = set()
         """Ids of what leads to no original."""
         self.made: dict[int, Any] = {}
-        self.kept: list[Any] = []
+        self.kept: list[object] = []
         """What ids in ``made`` are of, so that no other object gets one."""
 
     def attributes(self, module: torch.nn.Module) -> None:
@@ -158,10 +158,10 @@ class _Rebinding:
         return new
 
 
-_EMPTY: tuple[Any, ...] = ()
+_EMPTY: tuple[object, ...] = ()
 
 
-def _content(cell: types.CellType) -> tuple[Any, ...]:
+def _content(cell: types.CellType) -> tuple[object, ...]:
     """Return the value of a cell, alone in a tuple; empty for a variable that has no value yet."""
     try:
         return (cell.cell_contents,)

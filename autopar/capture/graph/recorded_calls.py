@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.capture.trace.recording import HOOK, Recording
+from autopar.rules.function import Callee
 
 
-def recorded_call(recording: Recording, name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+def recorded_call(recording: Recording, name: str, args: tuple[Any, ...]) -> tuple[Callee, list[object]]:
     """Return the function that was called, and its arguments.
 
     Args:

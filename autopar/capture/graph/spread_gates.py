@@ -75,10 +75,10 @@ def _is_filled(node: Any, number: float) -> bool:
     return name_of(node.target) in FILLED and node.args[-1] == number
 
 
-def _writers(tensor: Any) -> list[Any]:
+def _writers(tensor: Any) -> list[Node]:
     """Return the nodes that write to a tensor, through views too."""
-    found: list[Any] = []
-    todo, seen = [tensor], set[Any]()
+    found: list[Node] = []
+    todo, seen = [tensor], set[Node]()
     while todo:
         node = todo.pop()
         for user in node.users:

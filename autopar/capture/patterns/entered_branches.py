@@ -29,7 +29,7 @@ from autopar.capture.trace.unused_parameters import TOOK_PART
 aten = torch.ops.aten
 ALWAYS = "always"
 PASSES_NOTHING = ("aten.detach.default", TAKEN, TOOK_PART)
-Emit = Callable[..., Any]
+Emit = Callable[..., Node]
 
 
 def note_parameters_taking_part(program: TracedProgram) -> None:
@@ -58,14 +58,14 @@ def note_parameters_taking_part(program: TracedProgram) -> None:
             _emitted_at(place, emit, torch.ops.autopar.took_part.default, args)
 
 
-def _emitted_at(place: Node, emit: Emit, *call: object) -> Any:
+def _emitted_at(place: Node, emit: Emit, *call: object) -> Node:
     """Make a node in the module and at the line of another."""
     emitted = emit(*call)
     emitted.meta = {**place.meta, "val": emitted.meta["val"]}
     return emitted
 
 
-def _taken(masks: list[Node], emit: Emit) -> tuple[Any, dict[Node, int]]:
+def _taken(masks: list[Node], emit: Emit) -> tuple[Node, dict[Node, int]]:
     """Check whether each mask selects any rows, bool [n], and the element of each."""
     numbers = [compared[1] for mask in masks if (compared := routing(mask)) is not None]
     first = masks[0]

@@ -90,7 +90,7 @@ class _Products(NodeMaker):
         super().__init__(graph)
         self.flat: dict[Node, Node] = {}
         """Tensors [... n] of which each row is a product: the same as rows, [rows n]."""
-        self.indices: dict[Any, Node] = {}
+        self.indices: dict[object, Node] = {}
 
     def rewrite(self) -> None:
         for node in list(self.graph.nodes):

@@ -71,7 +71,7 @@ class _Unsorted(NodeMaker):
         super().__init__(graph)
         self.in_place: dict[Node, tuple[Node, _Order]] = {}
         """Tensors of sorted rows: the same rows in their own order, and the order."""
-        self.several: dict[Node, tuple[Any, _Order]] = {}
+        self.several: dict[Node, tuple[Node, _Order]] = {}
         """What has several such results."""
         self.routing: dict[Node, Node] = {}
         """Of an order, the expert of each row by the ends of groups."""
