@@ -75,6 +75,7 @@ from autopar.torch_private import pytree
 from autopar.words.autocasting import AutocastState, autocast_now
 from autopar.words.graph import Graph
 from autopar.words.precision import Precision
+from autopar.words.trees import PyTree
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,10 @@ class Example:
         in_parts: how the call is one microbatch of several.
     """
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: Mapping[str, PyTree]
     loss_fn: Callable[..., torch.Tensor] | None
-    targets: tuple[Any, ...]
+    targets: tuple[PyTree, ...]
     decisions: TraceDecisions = field(default_factory=TraceDecisions)
     precision: Precision | None = None
     in_parts: InParts | None = None
@@ -163,7 +164,7 @@ class WithLoss(torch.nn.Module):
         self.model, self.loss_fn, self.n_args, self.precision = model, loss_fn, n_args, precision
         self._called = type(model).__name__ + (" with its loss_fn" if loss_fn is not None else "")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the model, and the loss function on its output."""
         of_model, targets = args[: self.n_args], args[self.n_args :]
         if self.precision is not None:
@@ -174,11 +175,11 @@ class WithLoss(torch.nn.Module):
 
 def capture(
     model: torch.nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[PyTree] = (),
+    kwargs: Mapping[str, PyTree] | None = None,
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    targets: Sequence[Any] = (),
+    targets: Sequence[PyTree] = (),
     precision: Precision | None = None,
     decisions: TraceDecisions | None = None,
 ) -> Captured:
@@ -243,7 +244,7 @@ def capture(
                     autocast_now(), guards, exported.left)  # fmt: skip
 
 
-def _observed(module: torch.nn.Module, args: Any, kwargs: Any) -> Answers:
+def _observed(module: torch.nn.Module, args: PyTree, kwargs: PyTree) -> Answers:
     """Run the model on the example as it is, and return how it branches.
 
     Raises:
@@ -280,7 +281,7 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 
-def _without_aliases(inputs: Any) -> Any:
+def _without_aliases(inputs: PyTree) -> PyTree:
     """Copy tensors that are given in several places: else the graph would read one place for all."""
     seen: set[int] = set()
 

@@ -562,7 +562,7 @@ def _name(node: Node) -> str:
     return node.target.split(".")[1] if "." in node.target else node.target
 
 
-def _argument(node: Node, position: int, name: str, default: Any) -> Any:
+def _argument(node: Node, position: int, name: str, default: object) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 

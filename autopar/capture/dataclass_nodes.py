@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from autopar.torch_private import pytree
 
 
-def know_dataclasses(value: Any) -> None:
+def know_dataclasses(value: object) -> None:
     """Register the dataclasses in nested containers, for the process, if ``torch`` does not know them yet."""
     stack, seen = [value], set[int]()
     while stack:

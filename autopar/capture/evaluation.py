@@ -201,7 +201,7 @@ def _call(node: Node) -> dict[str, Any]:
 
 
 def _plain(call: dict[str, Any], seen: Any) -> str:
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         if isinstance(value, torch.dtype):
             return None
         if isinstance(value, (tuple, list)):

@@ -21,6 +21,7 @@ from autopar.capture.rows_of_draws import Draws, rows_of_draws, with_rows_of_dra
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
 from autopar.words.graph import Graph, Ref
+from autopar.words.trees import PyTree
 
 SHAPED = ("arange", "slice", "narrow", "split", "split_with_sizes", "select", "expand", "reshape", "linspace", "repeat")
 """Operators whose numbers say shapes and places."""
@@ -93,7 +94,7 @@ class InParts:
             scaled={(number if number < 0 else now(number), position) for number, position in found.scaled},
         )  # fmt: skip
 
-    def settled(self, captured: Any, take: Callable[[Any], Any]) -> InParts:
+    def settled(self, captured: Any, take: Callable[[PyTree], Any]) -> InParts:
         """Capture other numbers of rows where numbers of the graph may follow from how many rows there are.
 
         Args:
@@ -115,7 +116,7 @@ class InParts:
 
 
 def captured_in_parts(
-    take: Callable[[Any], Any], example: Any, parts: int, model: torch.nn.Module, rows: InputRows = None,
+    take: Callable[[PyTree], Any], example: PyTree, parts: int, model: torch.nn.Module, rows: InputRows = None,
     at_once: Any = None, ranks: int = 1, without: frozenset[str] = frozenset(),
 ) -> Any:  # fmt: skip
     """Capture one of equal parts of a batch.
@@ -138,7 +139,7 @@ def captured_in_parts(
         return take(example) if at_once is None else at_once
     signature = inspect.signature(model.forward)
 
-    def example_of_part(whole: frozenset[str]) -> Any:
+    def example_of_part(whole: frozenset[str]) -> PyTree:
         return first_part(as_whole(example, ranks, whole) if ranks > 1 else example, parts, whole)
 
     def part(whole: frozenset[str]) -> Any:
@@ -261,7 +262,7 @@ def _operators(graph: Graph) -> tuple[str, ...]:
     return tuple(f"{node.target} {node.name}" for node in graph.nodes)
 
 
-def _cut_in(captured: Any, example: Any, rows: int, without: Collection[str]) -> set[int]:
+def _cut_in(captured: Any, example: PyTree, rows: int, without: Collection[str]) -> set[int]:
     """Return the inputs of a microbatch that were cut."""
     args, kwargs, targets = example
     cut = have_rows(((*args, *targets), kwargs), rows, without)
@@ -304,7 +305,7 @@ def _as_spelt(names: Collection[str], signature: inspect.Signature) -> frozenset
     return frozenset(spelt)
 
 
-def _others(example: Any, rows: Collection[str | int], signature: inspect.Signature) -> frozenset[str]:
+def _others(example: object, rows: Collection[str | int], signature: inspect.Signature) -> frozenset[str]:
     """All inputs but those with rows.
 
     Raises:
@@ -325,7 +326,7 @@ def _others(example: Any, rows: Collection[str | int], signature: inspect.Signat
     return _as_spelt([name for name in tensors if not any(is_of(name, top) for top in said)], signature)
 
 
-def _of_other_lengths(example: Any, rows: int) -> list[str]:
+def _of_other_lengths(example: object, rows: int) -> list[str]:
     """Return the tensors that are neither as long as the batch nor have a first dim of one, by name.
 
     They have no rows, though a microbatch, or the batch of all ranks, may be as long.
@@ -337,7 +338,7 @@ def _of_other_lengths(example: Any, rows: int) -> list[str]:
 
 
 def _scaling_nearby(
-    captured: Any, batch: Any, take: Callable[[Any], Any], whole: Collection[str]
+    captured: object, batch: object, take: Callable[[PyTree], Any], whole: Collection[str]
 ) -> Scaling | None:
     """Return :func:`_scaling` of a microbatch, by one of twice as many rows, or else of fewer.
 

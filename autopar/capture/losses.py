@@ -20,7 +20,7 @@ def output_names(out_spec: pytree.TreeSpec) -> list[str]:
     """Return the name of each output: keys, fields and positions from the top, joined by dots."""
     names = [""] * out_spec.num_leaves
 
-    def walk(value: Any, path: str) -> None:
+    def walk(value: object, path: str) -> None:
         parts: Sequence[tuple[Any, Any]]
         if isinstance(value, Mapping):
             parts = list(value.items())

@@ -18,6 +18,7 @@ from autopar.capture.batch_factor import ROWS, followed, may_have_rows
 from autopar.errors import CaptureError
 from autopar.torch_private import pytree
 from autopar.words.graph import TRAINING, Graph, Node, Ref, Spec
+from autopar.words.trees import PyTree
 
 MOST = 1024
 """Microbatches that are tried at most."""
@@ -28,7 +29,7 @@ COPIED_BYTES = 1 << 28
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
-def leaves_of_call(example: Any) -> list[tuple[str, Any]]:
+def leaves_of_call(example: PyTree) -> list[tuple[str, Any]]:
     """Return the leaves of a call with their names for messages, such as ``args[0]`` or ``'labels'``.
 
     Args:
@@ -47,7 +48,7 @@ def leaves_of_call(example: Any) -> list[tuple[str, Any]]:
     return [(name(path), leaf) for path, leaf in pytree.tree_flatten_with_path(example)[0]]
 
 
-def rows_of(example: Any, whole: Collection[str] = ()) -> int:
+def rows_of(example: object, whole: Collection[str] = ()) -> int:
     """Return the rows of a batch: the first dim of the first tensor that has one, but for those named in ``whole``.
 
     Raises:
@@ -60,7 +61,7 @@ def rows_of(example: Any, whole: Collection[str] = ()) -> int:
     raise CaptureError("no example input has a dim that could be cut into microbatches; give microbatches=1")
 
 
-def have_rows(example: Any, rows: int, whole: Collection[str] = ()) -> list[bool]:
+def have_rows(example: object, rows: int, whole: Collection[str] = ()) -> list[bool]:
     """Return, for each leaf of a call, whether it has the rows of the batch.
 
     It has a first dim as long, and another name than those of ``whole``.
@@ -71,12 +72,12 @@ def have_rows(example: Any, rows: int, whole: Collection[str] = ()) -> list[bool
     ]
 
 
-def first_part(example: Any, parts: int, whole: Collection[str] = ()) -> Any:
+def first_part(example: object, parts: int, whole: Collection[str] = ()) -> Any:
     """Return :func:`part_of_batch` number 0."""
     return part_of_batch(example, parts, 0, whole)
 
 
-def part_of_batch(example: Any, parts: int, number: int, whole: Collection[str] = ()) -> Any:
+def part_of_batch(example: object, parts: int, number: int, whole: Collection[str] = ()) -> Any:
     """Return one of equal parts of a batch: tensors with rows are cut, the others belong to every part.
 
     Tensors named in ``whole`` (:func:`leaves_of_call`) have no rows, though they may be as long.
@@ -97,7 +98,7 @@ def part_of_batch(example: Any, parts: int, number: int, whole: Collection[str] 
     )
 
 
-def as_whole(example: Any, ranks: int, whole: Collection[str] = ()) -> Any:
+def as_whole(example: object, ranks: int, whole: Collection[str] = ()) -> Any:
     """Return an example of the batch of all ranks, from that of one: its rows repeated, but for inputs in ``whole``."""
     leaves, spec = pytree.tree_flatten(example)
     cut = have_rows(example, rows_of(example, whole), whole)

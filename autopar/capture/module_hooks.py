@@ -8,7 +8,6 @@ for those of ``torch.nn.utils`` (weight norm, spectral norm, pruning), which com
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -70,14 +69,14 @@ def _of_all(traced: bool) -> Iterator[tuple[str, str]]:
             yield kind, _name(hook)
 
 
-def _is_harmless(hook: Any) -> bool:
+def _is_harmless(hook: object) -> bool:
     """Check whether a hook is one of ``torch.nn.utils`` (an object or its method), or of an earlier ``parallelize``."""
     owner = getattr(hook, "__self__", hook)
     where = getattr(owner, "__module__", None) or type(owner).__module__
     return str(where).startswith(("torch.nn.utils.", "autopar."))
 
 
-def _name(hook: Any) -> str:
+def _name(hook: object) -> str:
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     code = getattr(hook, "__code__", None)
     return f"{name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else name

@@ -81,7 +81,7 @@ class _Call:
 
 
 def normalize(
-    target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], outs: tuple[Spec | None, ...],
+    target: str, args: tuple[object, ...], kwargs: Mapping[str, object], outs: tuple[Spec | None, ...],
     spec_of: Callable[[Ref], Spec],
 ) -> Form | None:  # fmt: skip
     """Return the one spelling of an operator, or None if its result is its first argument.

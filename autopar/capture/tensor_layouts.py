@@ -26,7 +26,7 @@ def not_dense(tensor: torch.Tensor) -> str:
     return ""
 
 
-def check_not_packed(call: Mapping[str, Any]) -> None:
+def check_not_packed(call: Mapping[str, object]) -> None:
     """Refuse packed sequences among the inputs, by what these are called.
 
     Raises:
@@ -45,7 +45,7 @@ def check_not_packed(call: Mapping[str, Any]) -> None:
 
 
 def check_dense(
-    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]
+    model: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], targets: Sequence[object]
 ) -> None:
     """Refuse a model with sparse or nested tensors, among its inputs or its own.
 

@@ -45,7 +45,7 @@ def without_values(model: torch.nn.Module, memo: dict[int, Any] | None = None) -
     rebinding = _Rebinding(originals, memo)
     for module in copied.modules():
         rebinding.attributes(module)
-    parts: list[Any] = [x for part in (copied.modules(), copied.parameters(), copied.buffers()) for x in part]
+    parts: list[object] = [x for part in (copied.modules(), copied.parameters(), copied.buffers()) for x in part]
     for module in copied.modules():
         parts.extend(value for name, value in vars(module).items() if name not in _REGISTERED)
     if _leads_to(originals, parts, set(), weakly=False):  # what only watches a model is no part of it
@@ -108,13 +108,13 @@ class _Rebinding:
         memo: the copies, by the originals' ids, as ``copy.deepcopy`` leaves them.
     """
 
-    def __init__(self, originals: set[int], memo: dict[int, Any]) -> None:
+    def __init__(self, originals: set[int], memo: dict[int, object]) -> None:
         self.originals, self.memo = originals, memo
         self.copies = {id(copied) for copied in memo.values()}
         self.free: set[int] = set()
         """Ids of what leads to no original."""
         self.made: dict[int, Any] = {}
-        self.kept: list[Any] = []
+        self.kept: list[object] = []
         """What ids in ``made`` are of, so that no other object gets one."""
 
     def attributes(self, module: torch.nn.Module) -> None:
@@ -123,7 +123,7 @@ class _Rebinding:
             if name not in _REGISTERED and (new := self.of(value)) is not value:
                 vars(module)[name] = new
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: object) -> Any:
         """Return a value that reads copies; the value itself where it reads no module of the model."""
         if id(value) in self.originals:
             return self.memo.get(id(value), value)
@@ -179,10 +179,10 @@ class _Rebinding:
         return new
 
 
-_EMPTY: tuple[Any, ...] = ()
+_EMPTY: tuple[object, ...] = ()
 
 
-def _content(cell: types.CellType) -> tuple[Any, ...]:
+def _content(cell: types.CellType) -> tuple[object, ...]:
     """Return the value of a cell, alone in a tuple; empty for a variable that has no value yet."""
     try:
         return (cell.cell_contents,)
@@ -190,7 +190,7 @@ def _content(cell: types.CellType) -> tuple[Any, ...]:
         return _EMPTY
 
 
-def _leads_to(originals: set[int], values: Iterable[Any], free: set[int], weakly: bool = True) -> bool:
+def _leads_to(originals: set[int], values: Iterable[object], free: set[int], weakly: bool = True) -> bool:
     """Check whether one of these values is, holds or reads one of these objects; other modules are not looked into.
 
     ``free`` has ids of objects that do not; those that are seen here are added. With ``weakly``, weak references count.

@@ -33,7 +33,7 @@ def written(emit: Emit, target: str, args: tuple[Any, ...], number: int, new: Re
     ``spec`` is that of the base.
     """
 
-    def one(target: str, *args: Any) -> Ref:
+    def one(target: str, *args: object) -> Ref:
         return emit(target, args, {}, (spec,), "")[0]
 
     base = args[0]

@@ -86,7 +86,7 @@ def _pure(op: OpOverload) -> OpOverload | None:
     return next(iter(same or candidates), None)
 
 
-def parts_of(op: OpOverload, args: Sequence[Any]) -> torch.fx.GraphModule | None:
+def parts_of(op: OpOverload, args: Sequence[object]) -> torch.fx.GraphModule | None:
     """Trace a composite operator as a program of the operators that it calls; return None for others."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
 
@@ -99,7 +99,7 @@ def parts_of(op: OpOverload, args: Sequence[Any]) -> torch.fx.GraphModule | None
 
 
 def results_of(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], spec_of: Callable[[Ref], Spec]
+    op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], spec_of: Callable[[Ref], Spec]
 ) -> tuple[Spec | None, ...]:
     """Return the specs of the results of a call, from a run on tensors without values; empty where it cannot run so."""
 
@@ -125,7 +125,7 @@ def argument_names(op: OpOverload) -> frozenset[str]:
     return frozenset(a.name for a in op._schema.arguments)
 
 
-def argument(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+def argument(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], name: str) -> Any:
     """Return a named argument of a call, or its default; None where the schema has no such argument."""
     for position, a in enumerate(op._schema.arguments):
         if a.name == name:
@@ -136,7 +136,7 @@ def argument(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], nam
 
 
 def with_defaults(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the call with the trailing arguments that were left out and for which ``pure`` has no default."""
     full, pure = list(args), facts(op).pure
@@ -166,7 +166,7 @@ def seeded(target: str) -> bool:
     return op is None or torch.Tag.nondeterministic_seeded in op.tags
 
 
-def draws_by_itself(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws_by_itself(target: str, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Check whether a call draws random numbers by torch's generator: no rule draws them alike on all ranks."""
     op = named(target)
     if op is None or target in RULES or torch.Tag.nondeterministic_seeded not in op.tags:

@@ -38,7 +38,7 @@ class Sharing:
     """Asks operators, and remembers their answers."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, list[Shared]] = {}
+        self.known: dict[object, list[Shared]] = {}
 
     def __call__(self, fx: torch.fx.Node, op: OpOverload) -> list[Shared]:
         """Return the memory of every output of a call; empty where the operator cannot run on empty tensors."""
@@ -56,7 +56,7 @@ class _Input(NamedTuple):
     number: int
 
 
-def _layout(val: Any) -> Any:
+def _layout(val: object) -> object:
     if isinstance(val, torch.Tensor):
         return tuple(val.size()), tuple(val.stride()), val.dtype
     return tuple(map(_layout, val)) if isinstance(val, (tuple, list)) else val
@@ -85,7 +85,7 @@ def _asked(fx: torch.fx.Node, op: OpOverload, numbers: dict[torch.fx.Node, int])
     return shared
 
 
-def _on_meta(value: Any) -> Any:
+def _on_meta(value: object) -> Any:
     if isinstance(value, torch.device):
         return torch.device("meta")
     return tuple(map(_on_meta, value)) if isinstance(value, tuple) else value

@@ -139,7 +139,7 @@ class _Graph(Protocol):
     """What reading and writing make operators with."""
 
     def emit(
-        self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[Spec | None, ...], name: str
+        self, target: str, args: tuple[object, ...], kwargs: dict[str, Any], outs: tuple[Spec | None, ...], name: str
     ) -> list[Ref]: ...
 
     def needs_grad(self, ref: Ref) -> bool: ...

@@ -33,7 +33,7 @@ class TensorViews:
         self.memory = Memory(emitter)
         self.sharing = Sharing()
 
-    def read(self, value: Any) -> Any:
+    def read(self, value: object) -> Any:
         """Return the values of tensors now, in nested tuples and lists."""
         if isinstance(value, Alias):
             return self.memory.read(value, no_grad=self.emitter.no_grad)

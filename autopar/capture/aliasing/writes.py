@@ -31,7 +31,7 @@ class TensorWrites:
         refusals: for each trained parameter that is written, makes the error of its last write.
     """
 
-    def __init__(self, views: TensorViews, walk: Callable[[torch.fx.GraphModule, bool], Any]) -> None:
+    def __init__(self, views: TensorViews, walk: Callable[[torch.fx.GraphModule, bool], object]) -> None:
         self.views, self.emitter, self.walk = views, views.emitter, walk
         self.changed_by_data: list[tuple[set[int], CaptureError]] = []
         self.refusals: dict[str, Refusal] = {}
@@ -177,7 +177,7 @@ class TensorWrites:
         for node in [node for node, alias in self.views.value.items() if alias is x]:
             self.views.value[node] = moved
 
-    def check_changed_by_data(self, outputs: Any) -> None:
+    def check_changed_by_data(self, outputs: object) -> None:
         """Refuse writes through ``.data`` to values that a backward needs.
 
         Where no gradient reaches the operators that need them, such as the distances from which a codebook takes the

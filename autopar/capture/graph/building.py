@@ -27,7 +27,7 @@ from autopar.capture.python.attribute_outputs import own_outputs
 from autopar.capture.trace.recording import ASSIGN, BEGIN, END, FUNCTION, HOOK
 from autopar.capture.trace.unused_parameters import TOOK_PART
 from autopar.errors import CaptureError
-from autopar.rules.function import PREFIX
+from autopar.rules.function import PREFIX, Callee
 from autopar.torch_private import OpOverload
 from autopar.words.graph import PART, WAY, Graph, Node, Ref, Spec
 
@@ -109,7 +109,7 @@ class GraphBuilder:
         region, self.emitter.region = self.emitter.region, -1
         flag = next(self.flags)
         line, module = site.partition("@")[0], module_of(fx).removeprefix(self.prefix)
-        kwargs: dict[str, Any] = {"answer": answer, **({"pinned": True} if pinned_at(site) else {})}
+        kwargs: dict[str, object] = {"answer": answer, **({"pinned": True} if pinned_at(site) else {})}
         if fault := fault_at(site):
             kwargs["fault"] = fault
         self.nodes[flag] = replace(self.nodes[flag], kwargs=kwargs, module=module, source=line)
@@ -309,7 +309,7 @@ class GraphBuilder:
         ]
         return [Alias(storage.first, storage.root) for storage in storages]
 
-    def _call(self, fx: torch.fx.Node, callee: Any, leaves: list[Any]) -> list[Ref]:
+    def _call(self, fx: torch.fx.Node, callee: Callee, leaves: list[object]) -> list[Ref]:
         """Take in a call of a user's function or hook; return its results."""
         outs = tuple(spec_of(v) for v in flat(fx.meta["val"]))
         refs = [x for x in leaves if isinstance(x, Ref)]

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 def write_where_there_are_rows(
     graph: Graph, masks: Mapping[Node, Node], questions: Mapping[Node, Node], leaving: Mapping[Node, Node],
-    of_rows: Collection[Node], emit: Callable[..., Any], refused: Callable[[Node, str], CaptureError],
+    of_rows: Collection[Node], emit: Callable[..., Node], refused: Callable[[Node, str], CaptureError],
 ) -> None:  # fmt: skip
     """Make the writes in branches that are entered where a mask selects rows conditional.
 
@@ -59,7 +59,7 @@ def write_where_there_are_rows(
 
 
 def _write_if_any(
-    node: Node, mask: Node, emit: Callable[..., Any], refused: Callable[[Node, str], CaptureError]
+    node: Node, mask: Node, emit: Callable[..., Node], refused: Callable[[Node, str], CaptureError]
 ) -> None:
     base: Any = node.args[0]
     packet, _, overload = name_of(node.target).removeprefix("aten.").partition(".")

@@ -14,12 +14,12 @@ FxNode: TypeAlias = Any
 
 
 @functools.lru_cache(maxsize=4096)
-def name_of(target: Any) -> str:
+def name_of(target: object) -> str:
     """Return the name of the target of a traced node, such as ``aten.add.Tensor``."""
     return str(target)
 
 
-def flat(val: Any) -> list[Any]:
+def flat(val: object) -> list[Any]:
     """Return the results of an operator as a list, a single one too."""
     return list(val) if isinstance(val, (tuple, list)) else [val]
 
@@ -45,7 +45,7 @@ def storage_of(val: Any) -> int | None:
 def without_values(fx: torch.fx.Node) -> Any:
     """Return the results of a node, as meta tensors of the same sizes and strides."""
 
-    def one(val: Any) -> Any:
+    def one(val: object) -> Any:
         if not isinstance(val, torch.Tensor):
             return val
         return torch.empty_strided(tuple(val.size()), tuple(val.stride()), dtype=val.dtype, device="meta")
@@ -71,7 +71,7 @@ def drawn_strides(fx: torch.fx.Node) -> tuple[int, ...]:
 _KNOWN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.fx.Node})
 
 
-def is_symbolic(value: Any) -> bool:
+def is_symbolic(value: object) -> bool:
     """Check whether a size or a number in nested containers is not known when a model is traced."""
     if isinstance(value, (tuple, list)):
         for item in value:
@@ -113,7 +113,7 @@ def at(fx: torch.fx.Node) -> str:
     return f" at {source}" if source else ""
 
 
-def get(module: Any, path: str) -> Any:
+def get(module: object, path: str) -> Any:
     """Return the attribute at a dotted path."""
     for part in path.split("."):
         module = getattr(module, part)

@@ -32,7 +32,7 @@ class NodeEmitter:
         self.region = -1
 
     def emit(
-        self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[Spec | None, ...], name: str
+        self, target: str, args: tuple[object, ...], kwargs: dict[str, Any], outs: tuple[Spec | None, ...], name: str
     ) -> list[Ref]:
         """Make an operator at the traced node that is walked over, and return its outputs."""
         fx = self.at

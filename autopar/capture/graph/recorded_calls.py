@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.capture.trace.recording import HOOK, Recording
+from autopar.rules.function import Callee
 
 
-def recorded_call(recording: Recording, name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+def recorded_call(recording: Recording, name: str, args: tuple[Any, ...]) -> tuple[Callee, list[object]]:
     """Return the function that was called, and its arguments.
 
     Args:
@@ -26,7 +27,7 @@ def recorded_call(recording: Recording, name: str, args: tuple[Any, ...]) -> tup
     return callee, [*leaves, *(next(tensors) for _ in callee.reads)]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a text for a value that has none of its own."""
     return getattr(value, "__qualname__", None) or type(value).__qualname__
 

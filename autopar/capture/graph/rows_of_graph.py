@@ -100,7 +100,7 @@ class NodeMaker:
     _emit = emit
 
 
-def val_of(x: Any) -> Any:
+def val_of(x: object) -> Any:
     """Return the traced values of nodes in nested tuples and lists."""
     if isinstance(x, Node):
         return x.meta["val"]
@@ -158,7 +158,7 @@ class RowsOfGraph(NodeMaker):
         self.positions.add(positions)
         return replace(rows, full=positions, coordinate=None)
 
-    def replaced(self, value: Any) -> Any:
+    def replaced(self, value: object) -> Any:
         """Return an argument with all rows in the place of selected ones."""
         if isinstance(value, Node):
             if value in self.counts:

@@ -84,7 +84,7 @@ class RowsPutBack:
         if same and self.state.coordinate(source) is not None:
             self.state.columns[node] = source  # type: ignore[assignment]
 
-    def _of_whole_rows(self, mask: Any, tensor: Any) -> Any:
+    def _of_whole_rows(self, mask: object, tensor: object) -> Any:
         """Return the mask of rows that a mask of their elements repeats for each element."""
         while isinstance(mask, Node) and name_of(mask.target).startswith(("aten.expand", "aten.unsqueeze")):
             source: Any = mask.args[0]
@@ -97,7 +97,7 @@ class RowsPutBack:
             raise self.state.refused("'masked_scatter' puts in the places of elements, and not of")
         return mask
 
-    def _put(self, node: Node, given: dict[int, Any], values: Any, accumulate: bool) -> Node:
+    def _put(self, node: Node, given: dict[int, Any], values: object, accumulate: bool) -> Node:
         tensor: Any = node.args[0]
         if tensor in self.state.rows:
             raise self.state.refused("something is put in")
@@ -165,7 +165,7 @@ class RowsPutBack:
         others = [dim + k for k in range(len(shape)) if k not in at_dims.values()]
         return self.state.emit(aten.sum.dim_IntList, (spread, others)) if others else spread
 
-    def _added_to(self, tensor: Any, values: Any, at_dims: dict[int, int]) -> Any:
+    def _added_to(self, tensor: object, values: object, at_dims: dict[int, int]) -> Any:
         """Return the values that ``out[rows] += values`` adds; None where other values are put."""
         added: Any = self.state.rows[values].full if values in self.state.rows else None
         if added is None or added.target is not aten.add.Tensor or added.kwargs or not isinstance(added.args[1], Node):
@@ -191,7 +191,7 @@ class RowsPutBack:
             of_turn = self.state.emit(aten.where.self, (which, of_turn, tensor))
         return self.state.emit(aten.copy_.default, (tensor, of_turn)) if turn.in_place else of_turn
 
-    def _write(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    def _write(self, node: Node, target: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> Node:
         """Replace a node by one with the same result, which writes in place where the node did."""
         tensor = node.args[0]
         result = self.state.emit(target, args, kwargs)

@@ -28,14 +28,14 @@ class SameMasks:
 
     def __init__(self, graph: Graph) -> None:
         self._written = {behind(node.args[0], VIEWS) for node in graph.nodes if writes(node) and node.args}
-        self._first: dict[Any, Node] = {}
+        self._first: dict[object, Node] = {}
 
     def root(self, mask: Node) -> Node:
         """Return the first mask of all that are equal, in the shape in which it was made."""
         unshaped = behind(mask, SHAPED)
         return self._first.setdefault(self._written_down(unshaped), unshaped)
 
-    def _written_down(self, value: Any) -> Any:
+    def _written_down(self, value: object) -> object:
         """Return a key that is equal for equal values."""
         if isinstance(value, (list, tuple)):
             return tuple(map(self._written_down, value))
@@ -46,7 +46,7 @@ class SameMasks:
         return name_of(value.target), self._written_down(value.args)
 
 
-def behind(value: Any, views: tuple[str, ...]) -> Any:
+def behind(value: object, views: tuple[str, ...]) -> Any:
     """Return the tensor behind views or casts: operators of these names are passed over."""
     while isinstance(value, Node) and value.op == "call_function" and name_of(value.target) in views:
         value = value.args[0]

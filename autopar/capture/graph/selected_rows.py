@@ -88,7 +88,7 @@ def _compared_by(mask: Node) -> Any:
     return None if hot is None else behind(hot.args[0], CASTS)
 
 
-def _are_counts_of(counts: Any, numbers: Any) -> bool:
+def _are_counts_of(counts: object, numbers: object) -> bool:
     """Check whether counts say how often each of these numbers occurs.
 
     They were counted, or the numbers are the groups of places by the counts' running sums.
@@ -326,7 +326,7 @@ class SelectedRows:
             raise self.state.refused("an index selects from")
         return self._gathered(tensor, indices)
 
-    def _gathered(self, tensor: Any, indices: Sequence[Any]) -> Rows:
+    def _gathered(self, tensor: object, indices: Sequence[object]) -> Rows:
         """``tensor[:, t, k]`` for positions ``t`` and ``k`` of the same rows."""
         at_dims = {d: self.state.coordinate(i) for d, i in enumerate(indices) if i is not None}
         masks = {self.state.rows[i].mask for i in indices if i is not None and i in self.state.rows}

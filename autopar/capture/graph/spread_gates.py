@@ -44,7 +44,7 @@ def column_of(mask: Any) -> tuple[Node, Any, int] | None:
     return None if numbers_spread(gates) is None else (gates, compared.target, int(select.args[2]))  # type: ignore
 
 
-def numbers_spread(gates: Any, others: float = 0.0) -> Any:
+def numbers_spread(gates: object, others: float = 0.0) -> Any:
     """Return the columns of ``gates`` [rows n] that may hold something else than ``others``, int [rows k].
 
     They are all different in a row; None where they are not known.
@@ -75,10 +75,10 @@ def _is_filled(node: Any, number: float) -> bool:
     return name_of(node.target) in FILLED and node.args[-1] == number
 
 
-def _writers(tensor: Any) -> list[Any]:
+def _writers(tensor: Any) -> list[Node]:
     """Return the nodes that write to a tensor, through views too."""
-    found: list[Any] = []
-    todo, seen = [tensor], set[Any]()
+    found: list[Node] = []
+    todo, seen = [tensor], set[Node]()
     while todo:
         node = todo.pop()
         for user in node.users:

@@ -29,7 +29,7 @@ from autopar.capture.trace.unused_parameters import TOOK_PART
 aten = torch.ops.aten
 ALWAYS = "always"
 PASSES_NOTHING = ("aten.detach.default", TAKEN, TOOK_PART)
-Emit = Callable[..., Any]
+Emit = Callable[..., Node]
 
 
 def note_parameters_taking_part(program: TracedProgram) -> None:
@@ -58,14 +58,14 @@ def note_parameters_taking_part(program: TracedProgram) -> None:
             _emitted_at(place, emit, torch.ops.autopar.took_part.default, args)
 
 
-def _emitted_at(place: Node, emit: Emit, *call: Any) -> Any:
+def _emitted_at(place: Node, emit: Emit, *call: object) -> Node:
     """Make a node in the module and at the line of another."""
     emitted = emit(*call)
     emitted.meta = {**place.meta, "val": emitted.meta["val"]}
     return emitted
 
 
-def _taken(masks: list[Node], emit: Emit) -> tuple[Any, dict[Node, int]]:
+def _taken(masks: list[Node], emit: Emit) -> tuple[Node, dict[Node, int]]:
     """Check whether each mask selects any rows, bool [n], and the element of each."""
     numbers = [compared[1] for mask in masks if (compared := routing(mask)) is not None]
     first = masks[0]
@@ -95,7 +95,7 @@ def _reached_by(graph: Graph, leaving: Mapping[Node, Node], asked: set[Node]) ->
 
 
 def _passed(
-    user: Node, reached: Mapping[Node, frozenset[Any]], leaving: Mapping[Node, Node], asked: set[Node]
+    user: Node, reached: Mapping[Node, frozenset[object]], leaving: Mapping[Node, Node], asked: set[Node]
 ) -> frozenset[Any]:
     """Return the masks under which a reader of a value passes its gradient on."""
     masks = reached[user]

@@ -54,7 +54,7 @@ class _Gathered:
     turned: bool
 
 
-def _gathered(node: Any) -> _Gathered | None:
+def _gathered(node: object) -> _Gathered | None:
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target is aten.transpose.int:
@@ -90,7 +90,7 @@ class _Products(NodeMaker):
         super().__init__(graph)
         self.flat: dict[Node, Node] = {}
         """Tensors [... n] of which each row is a product: the same as rows, [rows n]."""
-        self.indices: dict[Any, Node] = {}
+        self.indices: dict[object, Node] = {}
 
     def rewrite(self) -> None:
         for node in list(self.graph.nodes):

@@ -71,7 +71,7 @@ class _Unsorted(NodeMaker):
         super().__init__(graph)
         self.in_place: dict[Node, tuple[Node, _Order]] = {}
         """Tensors of sorted rows: the same rows in their own order, and the order."""
-        self.several: dict[Node, tuple[Any, _Order]] = {}
+        self.several: dict[Node, tuple[Node, _Order]] = {}
         """What has several such results."""
         self.routing: dict[Node, Node] = {}
         """Of an order, the expert of each row by the ends of groups."""
@@ -93,7 +93,7 @@ class _Unsorted(NodeMaker):
 
     # -- orders
 
-    def _order(self, node: Any) -> _Order | None:
+    def _order(self, node: object) -> _Order | None:
         """Return the permutation that an index is, in any shape of one dim that matters."""
         unshaped = behind(node, SHAPED)
         if not isinstance(unshaped, Node) or not isinstance(unshaped.meta.get("val"), torch.Tensor):
@@ -104,7 +104,7 @@ class _Unsorted(NodeMaker):
         sorted_: Any = next(a for a in source.args if isinstance(a, Node))
         return _Order(unshaped, sorted_)
 
-    def _index(self, node: Any) -> tuple[_Order, int] | None:
+    def _index(self, node: object) -> tuple[_Order, int] | None:
         """Return the order in an index, and its divisor: ``order // k`` is the token of each row."""
         unshaped = behind(node, SHAPED)
         if isinstance(unshaped, Node) and unshaped.target in (aten.floor_divide.default, aten.div.Tensor_mode):
@@ -116,7 +116,7 @@ class _Unsorted(NodeMaker):
         order = self._order(unshaped)
         return None if order is None else (order, 1)
 
-    def _index_of_rows(self, node: Any) -> tuple[_Order, int] | None:
+    def _index_of_rows(self, node: object) -> tuple[_Order, int] | None:
         """Return the order in an index that has a column for each feature, and its divisor."""
         if not isinstance(node, Node) or node.target is not aten.expand.default:
             return None
@@ -185,7 +185,7 @@ class _Unsorted(NodeMaker):
         if orders:
             self.in_place[node] = self._routing(orders[-1], ends), orders[-1]
 
-    def _groups(self, ends: Any, n: int) -> Node:
+    def _groups(self, ends: object, n: int) -> Node:
         """Return the group of each place, int [n]."""
         kind = {"dtype": torch.int64, "device": val_of(ends).device}
         places = self.emit(aten.arange.start_step, (0, n, 1), kind)
@@ -291,11 +291,11 @@ def _is_filled(node: Node) -> bool:
     return name_of(node.target).rpartition(".")[0] in FILLED
 
 
-def _has_rows(val: Any, n: int) -> bool:
+def _has_rows(val: object, n: int) -> bool:
     return isinstance(val, torch.Tensor) and val.dim() > 0 and val.shape[0] == n
 
 
-def _counted(ends: Any) -> Any:
+def _counted(ends: object) -> Any:
     """Return the numbers of which a tensor holds the running counts, ``bincount(x).cumsum(0)``; else None."""
     total = behind(ends, CASTS)
     if not isinstance(total, Node) or total.target is not aten.cumsum.default:
