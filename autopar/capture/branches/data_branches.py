@@ -45,8 +45,8 @@ LAST = 16
 
 _LIBRARY = torch.library.Library("autopar", "FRAGMENT")
 _LIBRARY.define("taken(Tensor condition, str site, bool answer) -> ()")
-torch.library.register_fake("autopar::taken", lambda condition, site, answer: None, lib=_LIBRARY)
-_LIBRARY.impl("taken", lambda condition, site, answer: None, "CompositeExplicitAutograd")
+torch.library.register_fake("autopar::taken", lambda *_: None, lib=_LIBRARY)
+_LIBRARY.impl("taken", lambda *_: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.autopar.taken.default)
 
 
@@ -129,7 +129,7 @@ def rows_are_asked_for(number: str) -> bool:
     return True
 
 
-def take_list(tensor: torch.Tensor, what: str = LIST, only_if: Callable[[Any], bool] = lambda answer: True) -> Any:
+def take_list(tensor: torch.Tensor, what: str = LIST, only_if: Callable[[Any], bool] = lambda _answer: True) -> Any:
     """Return the example's answer to ``tensor.tolist()``, of integers that follow from inputs alone.
 
     None where there is none: the example has no values, or the trace was not tried yet without a fixed list.

@@ -109,8 +109,8 @@ def literals(node: Node) -> str:
     def plain(value: object) -> Any:
         return f"<{value.name}>" if isinstance(value, Callee) else value
 
-    args = tuple(plain(map_refs(a, lambda r: "%")) for a in node.args)
-    return repr((args, sorted(map_refs(node.kwargs, lambda r: "%").items())))
+    args = tuple(plain(map_refs(a, lambda _: "%")) for a in node.args)
+    return repr((args, sorted(map_refs(node.kwargs, lambda _: "%").items())))
 
 
 def _noted_in(flag: Node) -> Any:

@@ -126,7 +126,7 @@ class Explorer:
 
     def _plainly(self, yes: frozenset[str]) -> Trace:
         if yes not in self.plain:
-            self.plain[yes] = self._made(lambda number, site: site in yes)
+            self.plain[yes] = self._made(lambda _number, site: site in yes)
         return self.plain[yes]
 
     def _base(self) -> Trace:

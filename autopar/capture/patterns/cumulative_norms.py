@@ -68,4 +68,3 @@ register(
         lambda _record: CumulativeNorms(), (torch.Tensor.__float__, functional.batch_norm),
     )
 )  # fmt: skip
-

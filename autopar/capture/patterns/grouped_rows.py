@@ -284,7 +284,7 @@ class ReadNumbers:
             raise AttributeError(name)
         raise self._refused(f"asked for '{name}'")
 
-    def _computed(self, *others: object) -> Any:
+    def _computed(self, *_others: object) -> Any:
         raise self._refused("computed with")
 
     # Python looks for these on the class, so that __getattr__ would not be asked

@@ -135,4 +135,3 @@ register(
         lambda _record: _hot, (torch.nn.functional.one_hot,), before=("grouped rows",),
     ),
 )  # fmt: skip
-

@@ -278,4 +278,3 @@ def _handler(record: Recording) -> PackedAsPadded:
 
 
 register(Handler("packed sequences", "the number of packed rows depends on the lengths", _handler))
-

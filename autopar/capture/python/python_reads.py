@@ -280,7 +280,7 @@ class Recorder:
             if key in self.first and self.raw[key] is None:
                 self.set_on_none[key] = owner, name
 
-    def _forward_begins(self, *call: object) -> None:
+    def _forward_begins(self, *_: object) -> None:
         self.traced = [(m, path, dict(m._buffers)) for m, path, _ in self.held]
         _set_in_forward(True)
 
@@ -288,7 +288,7 @@ class Recorder:
         """Return the trace's buffers at the beginning of forward."""
         return [buffer for _, _, buffers in self.traced for buffer in buffers.values()]
 
-    def _forward_ends(self, module: torch.nn.Module, args: PyTree, output: PyTree) -> Any:
+    def _forward_ends(self, module: torch.nn.Module, _args: PyTree, output: PyTree) -> Any:
         """Look, while the trace still runs, for tensors that were put into containers.
 
         Returns:

@@ -116,7 +116,7 @@ def _copies(leaves: Sequence[object]) -> list[Any]:
 
 def _try(
     run: Callable[[Sequence[Any]], Any], leaves: Sequence[object], name: str,
-    around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = lambda own: contextlib.nullcontext(),
+    around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = lambda _own: contextlib.nullcontext(),
 ) -> _Trial:  # fmt: skip
     """Run a call and its backward on tensors without values, ``around`` what it is run on."""
     mode = get_proxy_mode()
