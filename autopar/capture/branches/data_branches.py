@@ -2,7 +2,7 @@
 
 ``if labels.max() >= vocab_size: raise``, ``if mask.any(): ...``: Python asks for the truth of a tensor that depends on
 what the model is called with. While the model is traced it has no values, so the model is run once as it is, on the
-example, and what it answered at each line is what the trace is told; a question that was not heard in that run has no
+example, and its answers at each line are given to the trace; a question that was not asked in that run has no
 answer, and is refused. Where there are no values (parameters on the meta device) the answer is False, unless the
 model's own code then raises an error.
 
@@ -83,13 +83,13 @@ def take(tensor: torch.Tensor) -> bool:
         raise Unanswered(f"forward branches on the value of a tensor, at {site.partition('@')[0]}")
     answer = now.attempt.answer(site, now.questions[site], _rows_are_used)
     if answer is None:
-        raise _unheard(site)
+        raise _not_asked_before(site)
     now.questions[site] += 1
     torch.ops.autopar.taken(truth(tensor, "numbers", "x"), site, answer)
     return answer
 
 
-def _unheard(site: str) -> CaptureError:
+def _not_asked_before(site: str) -> CaptureError:
     return CaptureError(
         f"forward branches, at {site.partition('@')[0]}, on a number of a list or array that it reads from a tensor "
         "(tolist(), numpy()) which follows from more than the integers that it is given: a program would branch as the "

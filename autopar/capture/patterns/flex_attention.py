@@ -145,10 +145,10 @@ def _everywhere(
     ]
     given = places if score is None else [score, *places]
     with _ElementByElement(function, given):
-        said = function(*given)
-    if not isinstance(said, torch.Tensor):
-        said = torch.full((1, 1, 1, 1), said, device=device)
-    return said.reshape((1,) * (4 - said.dim()) + tuple(said.shape))
+        result = function(*given)
+    if not isinstance(result, torch.Tensor):
+        result = torch.full((1, 1, 1, 1), result, device=device)
+    return result.reshape((1,) * (4 - result.dim()) + tuple(result.shape))
 
 
 class _ElementByElement(TorchFunctionMode):
@@ -231,10 +231,10 @@ class _Place:
 def says_causal(mask_mod: Function) -> bool:
     """Check that a ``mask_mod`` is ``q >= k``, and nothing else."""
     try:
-        said = mask_mod(_Place("b"), _Place("h"), _Place("q"), _Place("k"))
+        result = mask_mod(_Place("b"), _Place("h"), _Place("q"), _Place("k"))
     except Exception:  # it does what only tensors can: whatever that raises, it is not the plain comparison
         return False
-    return isinstance(said, _Seen) and said in (_Seen(">=", "q", "k"), _Seen("<=", "k", "q"))
+    return isinstance(result, _Seen) and result in (_Seen(">=", "q", "k"), _Seen("<=", "k", "q"))
 
 
 register(

@@ -1,6 +1,6 @@
 """Globals and free variables that the model's code names: what its ``forward`` reads without an attribute.
 
-Python has no way to hear of such a read, so the code itself is looked at: ``forward`` of each module, the loss
+Python notifies nobody of such a read, so the code itself is looked at: ``forward`` of each module, the loss
 function, and the functions and methods of the user that they name. Only the user's own files count.
 """
 

@@ -1,7 +1,7 @@
 """The recorder of what ``forward`` reads and writes outside of tensors while it is traced.
 
 The classes of the model's modules, and of the objects that hang on them, look up attributes through a recorder for as
-long as a trace runs. What it hears of are attribute reads of plain values (they become
+long as a trace runs. It records attribute reads of plain values (they become
 :class:`.guards.Guards`), writes (a value that was read before and is written anew is another one at
 every call), and generators of random numbers outside torch, whose state shows whether they were used.
 """
@@ -160,7 +160,7 @@ class Recorder:
                 if before is not _ABSENT:
                     attributes[name] = before
 
-    # -- what is heard
+    # -- records of reads and writes
 
     def _saw(self, owner: object, name: str, value: object) -> None:
         owner = behind(owner)
