@@ -144,7 +144,7 @@ def _explain(error: Exception, module: torch.nn.Module) -> str:
     text = str(error).strip().splitlines()
     first = next((t.strip() for t in text if t.strip()), kind)
     message = str(error).lower()
-    of_a_size = isinstance(error, AssertionError) and ("sym_" in message or "fx.proxy.proxy" in message)  # in torch's checks
+    of_a_size = isinstance(error, AssertionError) and ("sym_" in message or "fx.proxy.proxy" in message)
     if "DataDependent" in kind or "data-dependent" in message or "data dependent" in message or of_a_size:
         what = "its Python code branches on the value of a tensor, or a shape depends on one"
         do = _instead_of_reading(line)
